@@ -9,7 +9,7 @@ from drawn_steps import STAGES, Worker, report_of
 from step_folders import build_step, with_facts
 
 from verl_profiling.analysis import open_step
-from verl_profiling.report.over_time import PARTS
+from verl_profiling.report.anatomy import PARTS
 
 
 def test_each_replica_has_a_curve_of_its_requests(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.report.communication_kernels import Group, communicates, group_of, only_group
-from verl_profiling.report.intervals import EMPTY, Cover, Spans, length, nested_times, union
+from verl_profiling.report.intervals import Spans, length, union
 from verl_profiling.report.kinds import (
     COMMUNICATION,
     COMPUTE,
@@ -32,7 +32,6 @@ from verl_profiling.report.kinds import (
     NOTHING,
     OVERLAP,
     UNKNOWN,
-    Iteration,
     blocks_from_ns,
     is_launch,
     kind_of,
@@ -40,7 +39,7 @@ from verl_profiling.report.kinds import (
     npu_kind,
     parse_iteration,
 )
-from verl_profiling.report.lanes import Lane, Window
+from verl_profiling.report.lanes import NEVER, Key, Lane, Rows, Window, joined, reduced
 from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.step import Source
 from verl_profiling.timeline.trace import NO_ARGS, Event, Trace
@@ -55,7 +54,6 @@ _MOST_CATEGORIES = 12  # that a sentence lists
 _LONGEST_CATEGORY = 60
 _BETWEEN_DEVICES = ("nccl", "hccl", "xccl", "rccl")  # backends of torch.distributed
 _MARKS = frozenset(("no category", "Trace", "user_annotation", "python_function", "overhead"))
-_NEVER = 1 << 62
 _NEW = -1  # number of a key that is not known
 _OF_A_STREAM = re.compile(rb'"(?:device|stream)"\s*:\s*"?\d')
 _TASK_TYPE = re.compile(rb'"Task Type"\s*:\s*"([^"]*)"')
@@ -124,25 +122,6 @@ def read_lane(
     return LaneRead(lane.lanes(windows, unrecorded), len(lane.paths), lane.events, lane.problems, lane.notes)
 
 
-class _Key(NamedTuple):
-    """The properties that many rows share."""
-
-    kind: int
-    name: str = ""
-    group: Group | None = None
-
-
-class _Rows(NamedTuple):
-    """Rows, as columns."""
-
-    spans: Spans
-    keys: NDArray[np.int32]
-    threads: NDArray[np.int32]
-
-    def of(self, wanted: NDArray[Any]) -> _Rows:
-        return _Rows(*(column[wanted] for column in self))
-
-
 class _Reading:
     """The traces of one lane while they are read."""
 
@@ -159,16 +138,18 @@ class _Reading:
         self.problems: list[str] = []
         self.notes: list[str] = []
         self._between = between
-        self._kind = cache(lambda category, name: _kind_of(category, name, marks, communicates(patterns)))
-        self._keys: list[_Key] = []
-        self._blocks_from: list[int] = []  # ns, by number of the key
+        check = communicates(patterns)
+        self._kind = cache(
+            lambda category, name: NOTHING if name in marks else kind_of(category, name, check)
+        )
+        self._keys: list[Key] = []
         self._numbers: dict[Any, int] = {}
-        self._ignored = self._new(_Key(NOTHING))
+        self._ignored = self._new(Key(NOTHING))
         self._threads: dict[tuple[object, object], int] = defaultdict(count().__next__)
-        self._rows: list[_Rows] = []  # of devices; of the host, while none was seen
-        self._host = Cover()
-        self._blocked = Cover()
-        self._iterations: list[Iteration] = []
+        self._rows: list[Rows] = []  # of devices; of the host, while none was seen
+        self._host: list[Spans] = []
+        self._blocked: list[Spans] = []
+        self._iterations: list[tuple[int, ...]] = []
         self._names: dict[object, str] = {}  # of devices, by their process
         self._labels: dict[object, str] = {}
         self._on_streams: set[object] = set()  # processes with a device or a stream in arguments
@@ -186,7 +167,7 @@ class _Reading:
         self._groups.add(only_group(trace.metadata.get("distributedInfo")))
         names: dict[tuple[str, object, object], str] = {}
         tasks: dict[int, tuple[object, object, str]] = {}  # by number of the key
-        waiting: list[_Rows] = []  # events without a category, until their processes' names are known
+        waiting: list[Rows] = []  # events without a category, until their processes' names are known
         try:
             for events in trace.chunks(_CHUNK_BYTES):
                 _add_names(names, events)
@@ -205,7 +186,7 @@ class _Reading:
 
     def _add_chunk(
         self, events: list[Event], base_ns: int, tasks: dict[int, tuple[object, object, str]]
-    ) -> Iterator[_Rows]:
+    ) -> Iterator[Rows]:
         """Add events; yield the rows of those without a category."""
         timed = [e for e in events if e.ph == "X" and e.cat not in NO_WORK and e.ts is not None]
         if not (self._works or self._has_device):
@@ -222,7 +203,7 @@ class _Reading:
         threads = np.zeros(len(keys), np.int32)
         wanted = (kinds <= UNKNOWN) | (kinds == NOTHING) | (not self._has_device)
         threads[wanted] = [self._threads[e.pid, e.tid] for e in compress(timed, wanted.tolist())]
-        rows = _Rows(_to_spans(timed, base_ns), keys, threads)
+        rows = Rows(_to_spans(timed, base_ns), keys, threads)
         task = kinds == NOTHING
         if task.any():
             yield rows.of(task)
@@ -235,9 +216,9 @@ class _Reading:
         if kind == NOTHING:
             number = self._ignored
         elif kind == COMMUNICATION or (kind == HOST_COMMUNICATION and not self._has_device):
-            return self._new(_Key(kind, event.name, group_of(event.name, event.args)))
+            return self._new(Key(kind, event.name, group_of(event.name, event.args)))
         else:
-            number = self._new(_Key(kind, event.name))
+            number = self._new(_key(kind, event.name))
         if kind == UNKNOWN:
             self._unknown[event.cat[:_LONGEST_CATEGORY]] = None
             if _OF_A_STREAM.search(event.args):
@@ -246,11 +227,10 @@ class _Reading:
         self._numbers[event.cat, event.name] = number
         return number
 
-    def _new(self, key: _Key) -> int:
+    def _new(self, key: Key) -> int:
         number = self._numbers.setdefault(key, len(self._keys))
         if number == len(self._keys):
             self._keys.append(key)
-            self._blocks_from.append(_blocks_from(key.kind, key.name))
         return number
 
     def _task(self, event: Event, tasks: dict[int, tuple[object, object, str]]) -> int:
@@ -264,14 +244,13 @@ class _Reading:
         if number is None:
             number = self._numbers[place] = len(self._keys)
             known = group_of(name, NO_ARGS) or (Group("", group, 0) if group else None)
-            self._keys.append(_Key(NOTHING, name, known))
-            self._blocks_from.append(_NEVER)
+            self._keys.append(Key(NOTHING, name, known))
             tasks[number] = (event.pid, event.tid, place[4].decode("utf-8", "replace"))
         return number
 
     def _add_tasks(
         self,
-        waiting: list[_Rows],
+        waiting: list[Rows],
         tasks: dict[int, tuple[object, object, str]],
         names: dict[tuple[str, object, object], str],
         path: Path,
@@ -287,12 +266,11 @@ class _Reading:
             if process == OVERLAP:
                 theirs[key.name].append(number)
             kind = npu_kind(process, pid, thread, key.name, task_type)
-            self._keys[number] = key._replace(kind=kind)
-            self._blocks_from[number] = _blocks_from(kind, key.name)
+            self._keys[number] = _key(kind, key.name, key.group)
             self._names[pid] = names.get(("process_labels", pid, None), "")[:_LONGEST_DEVICE] or "device"
         if not waiting:
             return
-        rows = _joined(waiting)
+        rows = joined(waiting)
         kinds = self._kinds_of(rows.keys)
         for kind, name in ((COMPUTE, "Computing"), (COMMUNICATION, "Communication")):
             found = length(union(rows.spans[kinds == kind]))
@@ -305,7 +283,7 @@ class _Reading:
         self._has_device |= bool((kinds < UNKNOWN).any())
         self._add(rows.of(kinds != NOTHING), kinds[kinds != NOTHING])
 
-    def _add(self, rows: _Rows, kinds: NDArray[np.int64]) -> None:
+    def _add(self, rows: Rows, kinds: NDArray[np.int64]) -> None:
         """Keep the rows of devices; of the host's, keep when it worked and was blocked."""
         if self._between is not None:
             begin_ns, end_ns = self._between
@@ -316,14 +294,15 @@ class _Reading:
             clipped = np.clip(rows.spans, begin_ns, end_ns)
             rows = rows._replace(spans=np.where((kinds == ITERATION)[:, None], rows.spans, clipped))
         for place in np.flatnonzero(kinds == ITERATION).tolist():
-            if one := parse_iteration(self._keys[rows.keys[place]].name, *rows.spans[place].tolist()):
-                self._iterations.append(one)
+            if tokens := parse_iteration(self._keys[rows.keys[place]].name):
+                self._iterations.append((*rows.spans[place].tolist(), *tokens))
         on_host = (kinds > UNKNOWN) & (kinds < ITERATION)
         self._works |= bool(on_host.any())
         spans = rows.spans[on_host]
-        self._host.add(spans)
-        waits = spans[:, 1] - spans[:, 0] >= np.array(self._blocks_from)[rows.keys[on_host]]
-        self._blocked.add(spans[waits])
+        self._host.append(union(spans))
+        least = np.array([key.blocks_from for key in self._keys])[rows.keys[on_host]]
+        waits = spans[:, 1] - spans[:, 0] >= least
+        self._blocked.append(union(spans[waits]))
         self._rows.append(rows.of(kinds <= UNKNOWN if self._has_device else kinds < ITERATION))
 
     def lanes(self, windows: Sequence[Window], unrecorded: str) -> list[Lane]:
@@ -333,23 +312,23 @@ class _Reading:
             NoOperatorsError: They are whole, and hold no operator.
             TraceFormatError: Nothing in the traces is known to be work.
         """
-        rows = _joined(self._rows)
+        rows = joined(self._rows)
         self._rows.clear()
         kinds = self._kinds_of(rows.keys)
         devices = list(self._devices(rows, kinds))
         self._about: dict[str, Any] = {
             "source": self._source,
             "paths": self.paths,
-            "host": self._host.spans(),
-            "blocked": self._blocked.spans(),
+            "host": union(*self._host),
+            "blocked": union(*self._blocked),
             "graphs": any(key.kind == HOST and launches_graph(key.name) for key in self._keys),
-            "iterations": self._iterations,
+            "iterations": np.array(self._iterations, np.int64).reshape(-1, 4),
             "on_device": True,
             "is_one_of_several": len(devices) > 1,
         }
         if devices:
             found = ((rows.of(mine), {"accelerator": name}) for name, mine in devices)
-            return [self._reduced(mine, _ON_DEVICE, windows, about) for mine, about in found]
+            return [self._lane(mine, _ON_DEVICE, windows, **about) for mine, about in found]
         if self._cut_off and (self._says_device or self._launches):
             return [self._lost_device("ends before the first event of its device")]
         if unrecorded:
@@ -358,9 +337,9 @@ class _Reading:
             raise self._without_work()
         if self._launches:
             self._note("kernels were launched, and none was recorded")
-        return [self._reduced(rows.of(kinds > UNKNOWN), _ON_HOST, windows, {"on_device": False})]
+        return [self._lane(rows.of(kinds > UNKNOWN), _ON_HOST, windows, on_device=False)]
 
-    def _devices(self, rows: _Rows, kinds: NDArray[Any]) -> Iterator[tuple[str, NDArray[np.bool_]]]:
+    def _devices(self, rows: Rows, kinds: NDArray[Any]) -> Iterator[tuple[str, NDArray[np.bool_]]]:
         """Yield the name of each device, and which rows are its own; note events of unknown categories."""
         pids = [pid for pid, _ in self._threads]
         numbers = {pid: number for number, pid in enumerate(dict.fromkeys(pids))}
@@ -392,53 +371,9 @@ class _Reading:
         for name, mine in owners.items():
             yield name, counted & np.isin(pid_of, mine)
 
-    def _reduced(
-        self, rows: _Rows, wanted: Sequence[int], windows: Sequence[Window], about: dict[str, Any]
-    ) -> Lane:
-        """Return what rows are: the wanted kinds are computation, communication, copies and the rest.
-
-        Collectives that name no group are of the only one that the headers list, if it is one.
-        """
-        kinds = self._kinds_of(rows.keys)
-        names = ("compute", "communication", "memory", "unrecognised")
-        covers: dict[str, Any] = {
-            name: union(rows.spans[kinds == kind]) for name, kind in zip(names, wanted, strict=False)
-        }
+    def _lane(self, rows: Rows, kinds: Sequence[int], windows: Sequence[Window], **about: Any) -> Lane:
         only = next(iter(self._groups)) if len(self._groups) == 1 else None
-        collective = np.flatnonzero(kinds == wanted[1])
-        order = collective[np.lexsort((rows.spans[collective, 0], rows.keys[collective]))]
-        runs: dict[tuple[str, Group], Spans] = {}
-        for one in np.split(order, np.flatnonzero(np.diff(rows.keys[order])) + 1):
-            if len(one):
-                key = self._keys[rows.keys[one[0]]]
-                call = (key.name, key.group or only or Group())
-                runs[call] = np.concatenate((runs.get(call, EMPTY), rows.spans[one]))
-        return Lane(
-            **(self._about | covers | about),
-            collectives={call: spans[np.argsort(spans[:, 0], kind="stable")] for call, spans in runs.items()},
-            ops=self._by_stage(rows, windows),
-            first_ns=int(rows.spans[:, 0].min()) if len(rows.spans) else None,
-            last_ns=int(rows.spans[:, 1].max()) if len(rows.spans) else None,
-        )
-
-    def _by_stage(self, rows: _Rows, windows: Sequence[Window]) -> dict[tuple[str, str], tuple[int, int]]:
-        """Return calls and self time (ns) by stage and name; a call belongs to the stage it begins in."""
-        own = nested_times(rows.spans, rows.threads)
-        ordered = sorted(windows, key=lambda window: window[1])
-        edges = np.array([window[1:] for window in ordered], np.int64).reshape(-1, 2)
-        at = np.searchsorted(edges[:, 0], rows.spans[:, 0], side="right") - 1
-        inside = (at >= 0) & (rows.spans[:, 0] < np.append(edges[:, 1], 0)[at])
-        stages = np.where(inside, at, len(ordered))
-        places, inverse = np.unique(stages * len(self._keys) + rows.keys, return_inverse=True)
-        calls = np.bincount(inverse, minlength=len(places))
-        took = np.bincount(inverse, weights=own, minlength=len(places))
-        found: dict[tuple[str, str], tuple[int, int]] = {}
-        for place, times, total in zip(places.tolist(), calls.tolist(), took.tolist(), strict=True):
-            stage, number = divmod(place, len(self._keys))
-            name = (ordered[stage][0] if stage < len(ordered) else "", self._keys[number].name)
-            before = found.get(name, (0, 0))  # a stage that ran twice has two windows
-            found[name] = (before[0] + times, before[1] + int(total))
-        return found
+        return reduced(rows, self._keys, kinds, windows, only, self._about | about)
 
     def _kinds_of(self, keys: NDArray[np.int32]) -> NDArray[np.int64]:
         return np.array([key.kind for key in self._keys])[keys]
@@ -462,18 +397,9 @@ class _Reading:
         return TraceFormatError(self.paths[0], text if found else "holds no events")
 
 
-def _kind_of(category: str, name: str, marks: Collection[str], check: Any) -> int:
-    return NOTHING if name in marks else kind_of(category, name, check)
-
-
-def _blocks_from(kind: int, name: str) -> int:
-    found = blocks_from_ns(name) if kind == HOST else None
-    return _NEVER if found is None else found
-
-
-def _joined(parts: Sequence[_Rows]) -> _Rows:
-    none = np.empty(0, np.int32)
-    return _Rows(*(np.concatenate(column) for column in zip(_Rows(EMPTY, none, none), *parts, strict=True)))
+def _key(kind: int, name: str, group: Group | None = None) -> Key:
+    waits = blocks_from_ns(name) if kind == HOST else None
+    return Key(kind, name, group, NEVER if waits is None else waits)
 
 
 def _to_spans(events: Sequence[Event], base_ns: int) -> Spans:

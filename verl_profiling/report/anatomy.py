@@ -1,31 +1,38 @@
-"""The stages of a step: which one each instant belongs to, and what the loop did around the step."""
+"""The stages of a step: whose each instant is, what the loop did around it, and its picture over time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from statistics import fmean
+from typing import Any
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, Manifest, Rpc, StageSpan
+from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, Manifest, Rpc, StageSpan, ToolSpan
 from verl_profiling.report.intervals import (
     EMPTY,
+    Sharing,
     Spans,
     covered_before,
     crowded,
-    divided,
     intersection,
     length,
-    spans_of,
+    overlaps,
     subtract,
+    time_of,
     union,
     within,
 )
 from verl_profiling.report.lanes import Step
-from verl_profiling.report.rows import OutsideRow, StageRow
-from verl_profiling.units import duration
+from verl_profiling.report.model import GanttSpan
+from verl_profiling.report.rows import OutsideRow, RequestRow, RunningRow, StageRow
 
 CAPTURE_CALLS = "(starting and stopping the capture)"
 OUTSIDE_STAGES = "(outside stages)"
+PARTS = 240
+"""Equal parts of the step, of which a curve has a point each."""
 
 
 def anatomy(step: Step, nobody: Spans = EMPTY) -> list[StageRow]:
@@ -49,7 +56,11 @@ def anatomy(step: Step, nobody: Spans = EMPTY) -> list[StageRow]:
     for depth, stages in runs.items():
         times = [_without(capture, _time_of(spans, step)) for spans in stages.values()]
         beside = crowded(times)
-        for (name, spans), time, part_ns in zip(stages.items(), times, divided(times), strict=True):
+        whole = np.concatenate(times)
+        of = np.repeat(np.arange(len(times)), [len(time) for time in times])
+        shares = Sharing(np.zeros_like(of), whole[:, 0], whole[:, 1]).shares()
+        parts_ns = np.bincount(of, weights=shares, minlength=len(times)).tolist()
+        for (name, spans), time, part_ns in zip(stages.items(), times, parts_ns, strict=True):
             rows[name, depth] = StageRow(
                 name=name,
                 runs=len(spans),
@@ -57,28 +68,24 @@ def anatomy(step: Step, nobody: Spans = EMPTY) -> list[StageRow]:
                 duration_us=length(time) / 1000,
                 share=part_ns / max(step.span_ns, 1),
                 depth=depth,
-                side_by_side_us=_common_ns(time, beside) / 1000,
-                idle_us=_common_ns(time, idle) / 1000,
+                side_by_side_us=int(overlaps(time, beside).sum()) / 1000,
+                idle_us=int(overlaps(time, idle).sum()) / 1000,
             )
     if not rows:
         return []
     outermost = _time_of((span for span in step.stages if span.depth == 0), step)
-    rest = subtract(spans_of([(step.begin_ns, step.end_ns)]), union(outermost, capture))
+    rest = subtract(step.whole, union(outermost, capture))
     calls = [_rest_row(CAPTURE_CALLS, capture, step)] if len(capture) else []
     return [*(rows[place] for place in order), *calls, _rest_row(OUTSIDE_STAGES, rest, step)]
 
 
 def _time_of(runs: Iterable[StageSpan], step: Step) -> Spans:
-    return within(spans_of((run.begin_ns, run.end_ns) for run in runs), step.begin_ns, step.end_ns)
+    return within(time_of(runs), step.begin_ns, step.end_ns)
 
 
 def _without(capture: Spans, time: Spans) -> Spans:
     """Return a set of time on an axis that the capture is cut out of."""
     return union(time - covered_before(capture, time))
-
-
-def _common_ns(time: Spans, other: Spans) -> int:
-    return int(np.diff(covered_before(other, time), axis=1).sum())
 
 
 def _rest_row(name: str, spans: Spans, step: Step) -> StageRow:
@@ -99,27 +106,23 @@ def capture_time(step: Step) -> Spans:
     its tool while the loop is in another stage holds up nobody. A worker's stage that the controller has no
     stage of the same name for counts where the controller is in one stage only.
     """
-    stages: dict[str, list[tuple[int, int]]] = {}
-    outermost: dict[str, list[tuple[int, int]]] = {}
-    for span in step.stages:
-        for kind in (stages, outermost) if span.depth == 0 else (stages,):
-            kind.setdefault(span.name, []).append((span.begin_ns, span.end_ns))
-    tools: dict[str, list[tuple[int, int]]] = {}  # by stage; "" for stages of no name that the loop knows
-    for worker in step.workers:
-        for tool_span in worker.tool_spans:
-            if tool_span.stage is not None:
-                stage = tool_span.stage if tool_span.stage in stages else ""
-                tools.setdefault(stage, []).append((tool_span.begin_ns, tool_span.end_ns))
-    whole = step.during()
-    elsewhere = spans_of(tools.pop("", []))
+    if step.manifest is None:
+        return EMPTY
+    whole, stages = step.during(), {span.name for span in step.stages}
+    tools: dict[str, list[ToolSpan]] = {}  # by stage; "" for stages of no name that the loop knows
+    for span in (span for worker in step.workers for span in worker.tool_spans if span.stage is not None):
+        tools.setdefault(span.stage if span.stage in stages else "", []).append(span)
+    elsewhere = time_of(tools.pop("", []))
     if len(elsewhere):
-        alone = subtract(whole, crowded([spans_of(runs) for runs in outermost.values()]))
-        elsewhere = intersection(elsewhere, alone)
-    inside = (intersection(spans_of(spans), spans_of(stages[name])) for name, spans in tools.items())
-    return union(step.pauses, subtract(step.calls, whole), elsewhere, *inside)
+        outermost = [span for span in step.stages if span.depth == 0]
+        shared = crowded([time_of(outermost, name) for name in {span.name for span in outermost}])
+        elsewhere = intersection(elsewhere, subtract(whole, shared))
+    inside = (intersection(time_of(spans), step.during(name)) for name, spans in tools.items())
+    pauses = time_of(step.manifest.outside, CAPTURE_START, CAPTURE_STOP)
+    return union(pauses, subtract(time_of(step.manifest.rpcs), whole), elsewhere, *inside)
 
 
-_ROWS = _PARTS = 4
+_MOST_ROWS = 64
 
 
 def outside_rows(manifest: Manifest) -> list[OutsideRow]:
@@ -147,22 +150,6 @@ def outside_rows(manifest: Manifest) -> list[OutsideRow]:
     ]
 
 
-def outside_sentences(rows: Sequence[OutsideRow]) -> Iterator[str]:
-    """Yield a line for what precedes the step, and one for what follows it, with what took longest."""
-    before = [row for row in rows if row.name == CAPTURE_START]
-    for when, found in (("before", before), ("after", [row for row in rows if row not in before])):
-        if found:
-            longest = sorted(found, key=lambda row: -row.duration_us)[:_ROWS]
-            more = f" and {len(found) - _ROWS} more" if len(found) > _ROWS else ""
-            yield f"{when} the step: {', '.join(_in_words(row) for row in found if row in longest)}{more}"
-
-
-def _in_words(row: OutsideRow) -> str:
-    name = "pause" if row.is_pause else row.name
-    parts = ", ".join(f"{part} {duration(seconds)}" for part, seconds in list(row.parts.items())[:_PARTS])
-    return f"{name} {duration(row.duration_us / 1e6)}" + (f" ({parts})" if parts else "")
-
-
 def _answers(manifest: Manifest, name: str, pause: StageSpan) -> dict[str, float]:
     """Return for each role how long its slowest worker took to answer in a pause, in seconds."""
     method = {CAPTURE_START: "start_capture", CAPTURE_STOP: "stop_capture"}.get(name)
@@ -183,3 +170,102 @@ def _largest_first(parts: dict[str, float]) -> dict[str, float]:
 
 def _seconds(spans: Sequence[StageSpan]) -> float:
     return sum(span.end_ns - span.begin_ns for span in spans) / 1e9
+
+
+def percent(spans: Spans, begin_ns: int, end_ns: int) -> list[int]:
+    """Return how much of each part is covered by disjoint spans, 0 to 100."""
+    return [int(share) for share in np.rint(100 * _running(spans, begin_ns, end_ns))]
+
+
+def requests_running(requests: Iterable[RequestRow], span_us: float) -> list[RunningRow]:
+    """Return how many requests of each replica are on their way in each part of the step, on average.
+
+    And how many of them are queued: from the engine getting a request (or, where it does not tell, from
+    its begin) to scheduling it for the first time.
+    """
+    by_replica: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    queued: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for request in requests:
+        key = (request.worker, request.replica)
+        by_replica.setdefault(key, []).append((request.begin_us, request.end_us))
+        if request.scheduled_us is not None:
+            since_us = request.begin_us if request.arrival_us is None else request.arrival_us
+            queued.setdefault(key, []).append((since_us, max(since_us, request.scheduled_us)))
+    return [
+        RunningRow(
+            worker=key[0],
+            replica=key[1],
+            requests=_means(spans, span_us),
+            queued=_means(queued[key], span_us) if key in queued else [],
+        )
+        for key, spans in sorted(by_replica.items(), key=lambda item: item[0][1])
+    ]
+
+
+def _means(spans_us: list[tuple[float, float]], whole_us: float) -> list[float]:
+    spans = np.rint(np.array(spans_us) * 1000).astype(np.int64)
+    return [round(float(mean), 2) for mean in _running(spans, 0, round(whole_us * 1000))]
+
+
+def _running(spans: Spans, begin_ns: int, end_ns: int) -> NDArray[np.float64]:
+    """Return how many spans run in each part on average; they may overlap."""
+    whole = max(end_ns - begin_ns, 1)
+    edges = np.linspace(0.0, whole, PARTS + 1)
+    inside = np.clip(spans - begin_ns, 0, whole).astype(np.float64)
+    return np.clip(np.diff(covered_before(inside, edges)) * PARTS / whole, 0.0, None)
+
+
+def gantt(step: Step) -> Iterator[GanttSpan]:
+    """Yield the runs of the controller's stages, then of each worker's with its tool's starts and stops.
+
+    A start or stop outside of the step, as in e2e mode, is not part of the picture.
+    """
+    yield from _stacked(_stages("controller", step.stages, step))
+    for worker in step.workers:
+        yield from _stacked(_stages(worker.name, worker.stages, step))
+        for span in worker.tool_spans:
+            begin_ns, end_ns = max(span.begin_ns, step.begin_ns), min(span.end_ns, step.end_ns)
+            if begin_ns < end_ns:
+                ran = StageSpan(name=span.stage or "", begin_ns=begin_ns, end_ns=end_ns)
+                yield _span(worker.name, ran, step, kind=span.name)
+
+
+def _stages(worker: str, spans: list[StageSpan], step: Step) -> list[GanttSpan]:
+    lanes = [lane for lane in step.lanes if lane.source.worker == worker]
+    busy = [lane.busy for lane in lanes]
+    communication = [subtract(lane.communication, lane.compute) for lane in lanes]
+    return [
+        _span(worker, one, step, busy_us=_mean_us(busy, one), communication_us=_mean_us(communication, one))
+        for one in spans
+    ]
+
+
+def _span(lane: str, span: StageSpan, step: Step, **more: Any) -> GanttSpan:
+    begin_us, end_us = ((ns - step.begin_ns) / 1000 for ns in (span.begin_ns, span.end_ns))
+    return GanttSpan(lane=lane, name=span.name, begin_us=begin_us, end_us=end_us, depth=span.depth, **more)
+
+
+def _mean_us(lanes: list[Spans], stage: StageSpan) -> float | None:
+    """Return how much of a stage the spans of each lane cover, on average."""
+    covered = [length(within(spans, stage.begin_ns, stage.end_ns)) / 1000 for spans in lanes]
+    return fmean(covered) if covered else None
+
+
+def _stacked(spans: list[GanttSpan]) -> Iterator[GanttSpan]:
+    """Give each span the row of the one that it is inside of; an outermost one the first that is free.
+
+    Beyond 64 rows, spans share the last one.
+    """
+    rows: list[list[GanttSpan]] = []  # the open spans of each, outermost first
+    for span in sorted(spans, key=lambda span: (span.begin_us, span.depth, -span.end_us)):
+        for opened in rows:
+            while opened and opened[-1].end_us <= span.begin_us:
+                opened.pop()
+        around = [index for index, opened in enumerate(rows) if opened and opened[-1].depth == span.depth - 1]
+        free = next((index for index, opened in enumerate(rows) if not opened), len(rows))
+        row = max(around, key=lambda index: rows[index][-1].begin_us) if around else free
+        row = min(row, _MOST_ROWS - 1)
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(span)
+        yield msgspec.structs.replace(span, row=row)

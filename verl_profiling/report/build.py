@@ -12,49 +12,12 @@ import numpy as np
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, Manifest
+from verl_profiling.report import anatomy, capture_rows, collectives, lost, numbers
 from verl_profiling.report.activity import NoOperatorsError, read_lane
-from verl_profiling.report.anatomy import anatomy, capture_time, outside_rows
-from verl_profiling.report.capture_rows import (
-    Counts,
-    anchors,
-    clock_notes,
-    clocks,
-    core_notes,
-    costs,
-    counter_rows,
-    measures,
-    replica_rows,
-    requests,
-)
-from verl_profiling.report.collectives import (
-    collective_rows,
-    matched_calls,
-    stragglers,
-    waiting_by_lane,
-)
 from verl_profiling.report.findings import find
 from verl_profiling.report.intervals import EMPTY, intersection, length
 from verl_profiling.report.lanes import Lane, Step
-from verl_profiling.report.lost import (
-    BEHIND_TRAJECTORIES,
-    WEIGHT_SYNC,
-    lost_by_cause,
-    lost_total,
-    unlogged_requests,
-)
 from verl_profiling.report.model import Coverage, Report
-from verl_profiling.report.numbers import (
-    device_row,
-    engine_row,
-    kernels,
-    lost_of_device,
-    rollout_tail,
-    shared_devices,
-    throughput,
-    unknown_devices,
-    worker_row,
-)
-from verl_profiling.report.over_time import gantt, requests_running
 from verl_profiling.report.rollout.section import few_causes, rollout_of
 from verl_profiling.report.suspects import asked_of
 from verl_profiling.timeline.merge import zero_ns
@@ -148,40 +111,43 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
     Raises:
         TraceFormatError: There is neither a manifest nor a readable trace.
     """
-    manifest = inputs.manifest
+    manifest, capture = inputs.manifest, inputs.capture or inputs.manifest
     step, coverage, notes = read_step(inputs, on_progress)
-    tail = rollout_tail(step)
-    calls = matched_calls(step)
-    waiting = waiting_by_lane(calls)
-    lost = {lane: lost_by_cause(lane, step, tail) for lane in step.lanes}
-    groups = shared_devices(step)
-    lost_together = [lost_of_device(lanes, [lost[lane] for lane in lanes]) for lanes in groups]
-    devices = [device_row(*of, waiting) for of in zip(groups, lost_together, strict=True)]
-    counts: Counts = {}
+    tail = numbers.rollout_tail(step)
+    calls = collectives.matched_calls(step)
+    waiting = collectives.waiting_by_lane(calls)
+    idle = {lane: lost.lost_by_cause(lane, step, tail) for lane in step.lanes}
+    devices = [
+        (lanes, numbers.lost_of_device(lanes, [idle[lane] for lane in lanes]))
+        for lanes in numbers.shared_devices(step)
+    ]
+    device_rows = [numbers.device_row(lanes, causes, waiting) for lanes, causes in devices]
+    counts: capture_rows.Counts = {}
     rollout, explanation = rollout_of(step, _logs(inputs, coverage, counts)) or (None, None)
     parts = {}
     if explanation is not None:
-        for cause in BEHIND_TRAJECTORIES:
-            window = np.concatenate((EMPTY, *(causes[cause] for causes in lost_together)))
+        for cause in lost.BEHIND_TRAJECTORIES:
+            window = np.concatenate((EMPTY, *(causes[cause] for _, causes in devices)))
             parts[cause] = few_causes(explanation.of(window))
-    idle = [causes["other_stages"] for causes in lost.values()]
-    asked, suspects = asked_of(step, lost, waiting, calls)
-    engines = [engine_row(lane, step) for lane in step.lanes if lane.is_engine]
-    capture = step.capture
-    running = requests(msgspec.structs.replace(capture, begin_ns=step.begin_ns)) if capture else []
+    nobody = [causes["other_stages"] for causes in idle.values()]
+    asked, suspects = asked_of(step, idle, waiting, calls)
+    engines = [numbers.engine_row(lane, step) for lane in step.lanes if lane.is_engine]
     of_manifest: dict[str, Any] = {}
-    if manifest is not None:
+    if manifest is not None and capture is not None:
         notes = [*_notes(manifest, step, inputs.capture), *notes]
+        of_capture = msgspec.structs.replace(capture, begin_ns=step.begin_ns)
         of_manifest = {
             "policy_version": manifest.policy_version,
             "complete": manifest.complete,
-            "clocks": clocks(manifest),
+            "clocks": capture_rows.clocks(manifest),
             "metrics": manifest.metrics,
-            "measures": measures(manifest),
-            "costs": costs(manifest, inputs.directory),
-            "anchors": anchors(manifest),
-            "replicas": replica_rows(requests(manifest)),
-            "outside": outside_rows(manifest),
+            "measures": [row for worker in manifest.workers for row in capture_rows.measures_of(worker)],
+            "costs": capture_rows.costs(manifest, inputs.directory),
+            "anchors": capture_rows.anchors(manifest),
+            "replicas": capture_rows.replica_rows(capture_rows.requests(manifest)),
+            "running": anatomy.requests_running(capture_rows.requests(of_capture), step.span_ns / 1000),
+            "outside": anatomy.outside_rows(manifest),
+            "timeline_begin_ns": step.begin_ns - zero_ns(capture.begin_ns),
         }
     report = Report(
         **of_manifest,
@@ -189,35 +155,37 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         name=inputs.name or ("" if inputs.step is not None else inputs.title),
         step=inputs.step,
         span_us=step.span_ns / 1000,
-        stages=anatomy(step, reduce(intersection, idle) if idle else EMPTY),
-        workers=[worker_row(lane, step, lost[lane], waiting, inputs.directory) for lane in step.lanes],
+        stages=anatomy.anatomy(step, reduce(intersection, nobody) if nobody else EMPTY),
+        workers=[
+            numbers.worker_row(lane, step, causes, waiting, inputs.directory) for lane, causes in idle.items()
+        ],
         engines=engines,
         tail=tail,
-        stragglers=stragglers(step, calls, waiting),
-        collectives=collective_rows(calls),
-        kernels=kernels(step),
-        lost=lost_total(devices, parts),
-        weight_sync_share=step.share(step.during(WEIGHT_SYNC)),
-        throughput=throughput(step, engines, len(devices)),
-        gantt=list(gantt(step)),
+        stragglers=collectives.stragglers(step, calls, waiting),
+        collectives=collectives.collective_rows(calls),
+        kernels=numbers.kernels(step),
+        lost=lost.lost_total(device_rows, parts),
+        weight_sync_share=step.share(step.during(lost.WEIGHT_SYNC)),
+        throughput=numbers.throughput(step, engines, len(devices)),
+        gantt=list(anatomy.gantt(step)),
         findings=[],
         coverage=coverage,
         notes=notes,
-        capture_us=length(capture_time(step)) / 1000,
+        capture_us=length(anatomy.capture_time(step)) / 1000,
         captured=manifest is not None,
-        running=requests_running(running, step.span_ns / 1000),
         rollout=rollout,
-        devices=devices,
-        timeline_begin_ns=step.begin_ns - zero_ns(capture.begin_ns) if capture else None,
+        devices=device_rows,
         asked=asked,
         suspects=suspects,
-        counters=counter_rows(counts, step.begin_ns, step.end_ns),
+        counters=capture_rows.counter_rows(counts, step.begin_ns, step.end_ns),
         capture_steps=inputs.capture.steps if inputs.capture else [],
     )
     return visible_text_of(find(report))
 
 
-def _logs(inputs: StepInputs, coverage: Coverage, counts: Counts) -> Iterator[tuple[Source, TrajectoryLog]]:
+def _logs(
+    inputs: StepInputs, coverage: Coverage, counts: capture_rows.Counts
+) -> Iterator[tuple[Source, TrajectoryLog]]:
     """Yield the logs of trajectories, one in memory at a time; note what is wrong with them, and counts."""
     for found in read_logs(inputs):
         coverage.missing += found.problems
@@ -259,5 +227,5 @@ def _notes(manifest: Manifest, step: Step, capture: Manifest | None) -> list[str
         noted[_MOST_NOTES:] = [f"{more:,} more notes are in {MANIFEST_NAME}"]
     if capture is not None:
         noted = [f"of the whole capture, {step_list(capture.steps)}: {note}" for note in noted]
-    told = [*noted, *clock_notes(manifest), *core_notes(manifest, on_cpus)]
-    return [*told, *unlogged_requests(step), *unknown_devices(step)]
+    told = [*noted, *capture_rows.clock_notes(manifest), *capture_rows.core_notes(manifest, on_cpus)]
+    return [*told, *lost.unlogged_requests(step), *numbers.unknown_devices(step)]

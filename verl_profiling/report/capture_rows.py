@@ -6,13 +6,16 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from itertools import pairwise
+from itertools import pairwise, repeat
 from pathlib import Path
 from statistics import median
+from typing import Any
+
+import numpy as np
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import Artifact, Manifest, Request
-from verl_profiling.report.intervals import holding, percentiles, spans_of
+from verl_profiling.manifest import Artifact, CaptureResult, Manifest, Request
+from verl_profiling.report.intervals import holding, percentiles, time_of
 from verl_profiling.report.lanes import VALIDATE
 from verl_profiling.report.model import Clock
 from verl_profiling.report.outliers import Outlier
@@ -21,20 +24,22 @@ from verl_profiling.timeline.inputs import resolve_artifact
 from verl_profiling.units import duration
 
 _STAGE_PREFIX = "stage/"
+_OF_A_REQUEST = (
+    *("replica", "id", "prompt_tokens", "response_tokens", "cached_tokens", "preemptions"),
+    *("policy_version", "failed"),
+)
+_TIMES_OF_A_REQUEST = ("arrival", "scheduled", "first_token", "last_token")  # 0 where they are not known
 _SET_CLOCK_US = 1_000
 _SET_CLOCK_SHARE = 0.001  # NTP slews a clock by at most half of this
 
 
-def measures(manifest: Manifest) -> list[MeasureRow]:
-    """Return the numbers of every worker, in the order of workers and stages."""
-    rows = []
-    for worker in manifest.workers:
-        for key, value in worker.metrics.items():
-            stage, name = "", key
-            if key.startswith(_STAGE_PREFIX):
-                stage, _, name = key.removeprefix(_STAGE_PREFIX).rpartition("/")
-            rows.append(MeasureRow(worker=worker.name, stage=stage, name=name, value=value))
-    return rows
+def measures_of(worker: CaptureResult) -> Iterator[MeasureRow]:
+    """Yield the numbers of a worker, in the order of its stages."""
+    for key, value in worker.metrics.items():
+        stage, name = "", key
+        if key.startswith(_STAGE_PREFIX):
+            stage, _, name = key.removeprefix(_STAGE_PREFIX).rpartition("/")
+        yield MeasureRow(worker=worker.name, stage=stage, name=name, value=value)
 
 
 def costs(manifest: Manifest, directory: Path) -> list[CostRow]:
@@ -60,37 +65,33 @@ def _size(directory: Path, artifact: Artifact) -> int:
     return artifact.bytes or (path.stat().st_size if path and path.is_file() else 0)
 
 
+def told_apart(manifest: Manifest) -> Iterator[tuple[CaptureResult, Request, bool]]:
+    """Yield each request with its worker, and whether it was sent to validate."""
+    validating = time_of(manifest.stages, VALIDATE)
+    for worker in manifest.workers:
+        begins = np.array([request.begin_ns for request in worker.requests], np.int64)
+        yield from zip(repeat(worker), worker.requests, holding(validating, begins).tolist(), strict=False)
+
+
 def requests(manifest: Manifest) -> list[RequestRow]:
     """Return the requests of every replica, on the controller's clock."""
-    validating = spans_of((s.begin_ns, s.end_ns) for s in manifest.stages if s.name == VALIDATE)
+    zero_ns = manifest.begin_ns
     rows = []
-    for worker in manifest.workers:
-        zero_ns = manifest.begin_ns
-        validates = holding(validating, [request.begin_ns for request in worker.requests])
-        for request, is_validation in zip(worker.requests, validates, strict=True):
-            rows.append(
-                RequestRow(
-                    worker=worker.name,
-                    replica=request.replica,
-                    begin_us=(request.begin_ns - zero_ns) / 1000,
-                    first_token_us=_since(zero_ns, request.first_token_ns),
-                    end_us=(request.end_ns - zero_ns) / 1000,
-                    latency_us=(request.end_ns - request.begin_ns) / 1000,
-                    prompt_tokens=request.prompt_tokens,
-                    response_tokens=request.response_tokens,
-                    id=request.id,
-                    arrival_us=_since(zero_ns, request.arrival_ns),
-                    scheduled_us=_since(zero_ns, request.scheduled_ns),
-                    last_token_us=_since(zero_ns, request.last_token_ns),
-                    to_first_token_us=_since(request.begin_ns, request.first_token_ns),
-                    per_token_us=_per_token_us(request),
-                    cached_tokens=request.cached_tokens,
-                    preemptions=request.preemptions,
-                    policy_version=request.policy_version,
-                    failed=request.failed,
-                    validate=is_validation,
-                )
+    for worker, request, is_validation in told_apart(manifest):
+        known: dict[str, Any] = {name: getattr(request, name) for name in _OF_A_REQUEST}
+        known |= {f"{of}_us": _since(zero_ns, getattr(request, f"{of}_ns")) for of in _TIMES_OF_A_REQUEST}
+        rows.append(
+            RequestRow(
+                **known,
+                worker=worker.name,
+                begin_us=(request.begin_ns - zero_ns) / 1000,
+                end_us=(request.end_ns - zero_ns) / 1000,
+                latency_us=(request.end_ns - request.begin_ns) / 1000,
+                to_first_token_us=_since(request.begin_ns, request.first_token_ns),
+                per_token_us=_per_token_us(request),
+                validate=is_validation,
             )
+        )
     return rows
 
 

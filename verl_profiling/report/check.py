@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -73,9 +73,9 @@ def check(path: Path, limits: Limits | None = None) -> CheckResult:
         TraceFormatError: There is nothing to check.
     """
     limits = limits or Limits()
-    lost = _check_run(path)
+    lost = list(_check_run(path))
     if is_step(path):
-        checked = _check_step(path, path, limits)
+        checked = list(_check_step(path, path, limits))
     elif path.is_dir() and ((folders := step_folders(path)) or lost):
         checked = lost + [entry for folder in folders for entry in _check_step(path, folder, limits)]
     elif path.is_dir():
@@ -91,45 +91,43 @@ def check(path: Path, limits: Limits | None = None) -> CheckResult:
     return visible_text_of(CheckResult(directory=str(path), ok=ok, artifacts=checked))
 
 
-def _check_run(run: Path) -> list[Checked]:
+def _check_run(run: Path) -> Iterator[Checked]:
     try:
         info = read_run(run)
     except TraceFormatError as error:
-        return [Checked(path=RUN_NAME, fate="unreadable", reason=error.problem)]
-    checked = [
-        Checked(path=RUN_NAME, fate="missing", reason=f"step {step} was not captured: {why}")
-        for step, why in (info.not_captured if info is not None else {}).items()
-        if not (run / step_folder_name(step)).exists()
-    ]
+        yield Checked(path=RUN_NAME, fate="unreadable", reason=error.problem)
+        return
+    for step, why in (info.not_captured if info is not None else {}).items():
+        if not (run / step_folder_name(step)).exists():
+            yield Checked(path=RUN_NAME, fate="missing", reason=f"step {step} was not captured: {why}")
     if sentence := never_came(info):
-        checked.append(Checked(path=RUN_NAME, fate="missing", reason=sentence))
-    return checked
+        yield Checked(path=RUN_NAME, fate="missing", reason=sentence)
 
 
-def _check_step(root: Path, folder: Path, limits: Limits) -> list[Checked]:
+def _check_step(root: Path, folder: Path, limits: Limits) -> Iterator[Checked]:
     where = "" if folder == root else f"{folder.name}/"
     name = f"{where}{MANIFEST_NAME}"
     if not (folder.is_symlink() or (folder / MANIFEST_NAME).exists()):
-        return [Checked(path=name, fate="missing", reason=f"{folder.name} {UNWRITTEN}")]
+        yield Checked(path=name, fate="missing", reason=f"{folder.name} {UNWRITTEN}")
+        return
     try:
         manifest = read_manifest(folder)
     except TraceFormatError as error:
-        return [Checked(path=name, fate="unreadable", reason=error.problem)]
-    checked = []
+        yield Checked(path=name, fate="unreadable", reason=error.problem)
+        return
     if reason := unfinished(manifest):
-        checked.append(Checked(path=name, fate="begun", reason=reason))
+        yield Checked(path=name, fate="begun", reason=reason)
     elif not manifest.complete:
         said = "; ".join(note for note in manifest.notes if note.startswith(CUT_SHORT))
-        checked.append(Checked(path=name, fate="cut", reason=said or f"{CUT_SHORT}: it ended early"))
+        yield Checked(path=name, fate="cut", reason=said or f"{CUT_SHORT}: it ended early")
     for worker in manifest.workers:
-        checked += [_check_artifact(folder, artifact, where, limits) for artifact in worker.artifacts]
+        yield from (_check_artifact(folder, artifact, where, limits) for artifact in worker.artifacts)
         explained = any(artifact.status not in ("ok", "pending", "skipped") for artifact in worker.artifacts)
         if worker.status not in ("ok", "skipped") and not explained:  # it died, for one
-            checked.append(Checked(path=f"{where}{worker.name}", fate=worker.status, reason=worker.reason))
+            yield Checked(path=f"{where}{worker.name}", fate=worker.status, reason=worker.reason)
     if not manifest.workers:
         reason = "; ".join(("no worker was captured", *manifest.notes))
-        checked.append(Checked(path=name, fate="empty", reason=reason))
-    return checked
+        yield Checked(path=name, fate="empty", reason=reason)
 
 
 def _check_artifact(folder: Path, artifact: Artifact, where: str, limits: Limits) -> Checked:

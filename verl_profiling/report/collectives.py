@@ -34,8 +34,8 @@ from verl_profiling.report.intervals import (
     holding,
     intersection,
     length,
-    spans_of,
     subtract,
+    time_of,
     union,
 )
 from verl_profiling.report.lanes import Lane, Step
@@ -132,9 +132,9 @@ def last_to(stage: str, step: Step, calls: Iterable[Calls]) -> tuple[str, float]
     for one in calls:
         cost, last = one.took.min(axis=0), one.took.argmin(axis=0)
         for index, lane in enumerate(one.lanes):
-            own = spans_of((span.begin_ns, span.end_ns) for span in lane.stages if span.name == stage)
+            own = time_of(lane.stages, stage)
             during = own if len(own) else step.during(stage) if stage else lane.observed
-            inside = np.array(holding(during, one.runs[index, :, 0].tolist())) & (last == index)
+            inside = holding(during, one.runs[index, :, 0]) & (last == index)
             longest = max(longest, length(during))
             for other, run in zip(one.lanes, one.runs[:, inside], strict=True):
                 spans = np.stack((run[:, 0], run[:, 1] - cost[inside]), axis=1)
@@ -208,7 +208,7 @@ def _rows(
     worked, surely, waited_ns = {}, {}, 0
     for name, own in runs.items():
         waiting, perhaps = waits[name]
-        time = spans_of((span.begin_ns, span.end_ns) for span in own)
+        time = time_of(own)
         worked[name] = length(subtract(time, waiting)) / 1000
         surely[name] = length(subtract(time, perhaps)) / 1000
         waited_ns += length(intersection(time, waiting)) + length(until_last(own, runs.values()))

@@ -144,22 +144,16 @@ _Key = tuple[str, str]
 
 def _numbers_of(report: Report) -> Iterator[tuple[_Key, float]]:
     yield ("step", "step"), report.span_us / 1e6
-    for stage in report.stages:
-        yield ("stage", stage.name), stage.duration_us / 1e6
-    for row in report.outside:
-        yield ("outside", row.name), row.duration_us / 1e6
-    for worker in report.workers:
-        yield ("worker", worker.name), worker.busy_us / 1e6
-    for lost in report.lost:
-        yield ("lost", lost.cause), lost.seconds
-    for cause in report.rollout.causes if report.rollout else []:
-        if not cause.validate:
-            yield ("trajectory", cause.cause), cause.seconds
+    for kind, rows in (("stage", report.stages), ("outside", report.outside)):
+        yield from (((kind, row.name), row.duration_us / 1e6) for row in rows)
+    yield from ((("worker", row.name), row.busy_us / 1e6) for row in report.workers)
+    yield from ((("lost", row.cause), row.seconds) for row in report.lost)
+    causes = report.rollout.causes if report.rollout else []
+    yield from ((("trajectory", row.cause), row.seconds) for row in causes if not row.validate)
     kernels: dict[str, float] = {}
     for kernel in report.kernels:
         kernels[kernel.name] = kernels.get(kernel.name, 0.0) + kernel.self_us / 1e6
-    for name, seconds in kernels.items():
-        yield ("kernel", name), seconds
+    yield from ((("kernel", name), seconds) for name, seconds in kernels.items())
 
 
 def _change(key: _Key, before: list[dict[_Key, float]], after: list[dict[_Key, float]]) -> Change:

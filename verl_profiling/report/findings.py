@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import median_low
-from typing import NamedTuple
 
 import msgspec
 
@@ -20,55 +19,22 @@ from verl_profiling.report.anatomy import CAPTURE_CALLS
 from verl_profiling.report.capture_rows import slow_replica
 from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import Finding, Report
-from verl_profiling.report.rollout.outcomes import KEPT
-from verl_profiling.report.rollout.pieces import BEFORE, LOOP_LAG, OWN_CODE, UNEXPLAINED
-from verl_profiling.report.rollout.records import UNKNOWN
-from verl_profiling.report.rows import BlockRow, DeviceRow, Rollout, StragglerRow
+from verl_profiling.report.rollout.findings import (
+    MARK_MORE,
+    POLLS,
+    RULES,
+    TAIL,
+    Found,
+    called,
+    on_all,
+    polling,
+)
+from verl_profiling.report.rows import DeviceRow, StragglerRow
 from verl_profiling.units import duration
 
 LIMIT = 5
-_FEW_LANES = 3
 _RECORD_LESS = "record less: fewer ranks, no stacks or shapes, the other mode, or the spans tool"
-_AWAIT = "await it, or run it in a thread (asyncio.to_thread)"
-_TAIL = "or carry the tail over to the next step (partial rollout)"
-_MARK_MORE = "mark more of the agent loop with span(), so that this time gets a name"
-_ADVICE = {
-    "tool": "run more of it at once, give it a time limit, or cache what it answers",
-    "environment": "keep environments warm, start them ahead of time, or give them a time limit",
-    "reward": "score while other trajectories still run, or in more processes",
-    "wait": "add to what it waits for, or ask for less of it at once",
-    "queued": "more replicas, fewer requests at once, or less reserved memory for each (a larger KV cache)",
-    "decode": f"cap the response length, balance prompts by expected length, {_TAIL}",
-    "to the engine": "look at what is between the loop and the engine's scheduler: the load balancer, HTTP, "
-    "tokenizing and other work in the server's process",
-    "from the engine": "look at what is between the engine and the loop: detokenizing and other work in the "
-    "server's process, HTTP",
-    LOOP_LAG: f"see what blocks the event loops: {_AWAIT}",
-    OWN_CODE: _MARK_MORE,
-    BEFORE: "switch the watch on, which knows the spans that are open, or capture steps in a row",
-}
-"""What to try, by what trajectories wait for."""
-
-
-class _Found(NamedTuple):
-    """The result of a rule.
-
-    Attributes:
-        share: What is compared with the rule's threshold.
-        seconds: Lane-seconds at stake.
-        lanes: The lanes that it is about.
-        text: A sentence with its number.
-        advice: What to try.
-    """
-
-    share: float
-    seconds: float
-    lanes: Sequence[str]
-    text: str
-    advice: str
-
-
-_Rule = tuple[str, float, Callable[[Report], Iterable[_Found]]]
+_Rule = tuple[str, float, Callable[[Report], Iterable[Found]]]
 """Name, share from which on it is said, and what finds it."""
 
 
@@ -105,7 +71,7 @@ def all_findings(report: Report, rules: Iterable[_Rule] = ()) -> list[Finding]:
 def _names_no_culprit(finding: Finding, report: Report) -> bool:
     """Return whether a finding asks to record more, or says of CPUs only that no operator ran."""
     vague = ("unexplained", "between_stages", *(() if _on_devices(report) else ("host_bound",)))
-    return finding.rule in vague or finding.advice == _MARK_MORE
+    return finding.rule in vague or finding.advice == MARK_MORE
 
 
 def _is_of_suspects(finding: Finding, report: Report) -> bool:
@@ -117,25 +83,25 @@ def _is_of_suspects(finding: Finding, report: Report) -> bool:
     )
 
 
-def _comes_last(report: Report) -> Iterator[_Found]:
+def _comes_last(report: Report) -> Iterator[Found]:
     if (asked := report.asked) and asked.last:
         text = (
             f"Of the captured ranks, {asked.last} comes last to the collectives of "
             f"{asked.stage or 'the step'}: the others waited {duration(asked.waited_s)} for it."
         )
         advice = "see what it does before them, and how its kernels compare with those of the others"
-        yield _Found(1.0, asked.waited_s, [asked.last], text, advice)
+        yield Found(1.0, asked.waited_s, [asked.last], text, advice)
 
 
-def _missing(report: Report) -> Iterator[_Found]:
+def _missing(report: Report) -> Iterator[Found]:
     missing, lanes = len(report.coverage.missing), report.coverage.lanes
     if missing > len(report.coverage.unrecorded):
         text = f"The capture is not whole ({missing} missing or damaged): the numbers are partial."
         advice = "see what is missing below, and `verl-profiling check`"
-        yield _Found(1.0, len(lanes) * report.span_us / 1e6, lanes, text, advice)
+        yield Found(1.0, len(lanes) * report.span_us / 1e6, lanes, text, advice)
 
 
-def _unrecorded(report: Report) -> Iterator[_Found]:
+def _unrecorded(report: Report) -> Iterator[Found]:
     if lost := report.coverage.unrecorded:
         listed = f"{lost[0]} and {len(lost) - 1} more lanes" if len(lost) > 2 else " and ".join(lost)
         text = (
@@ -146,10 +112,10 @@ def _unrecorded(report: Report) -> Iterator[_Found]:
             "another profiler or NVTX holds CUPTI: start workers with NVTX_INJECTION64_PATH set to a "
             "file that does not exist (`verl-profiling doctor` looks for it), and without nsys beside"
         )
-        yield _Found(1.0, len(lost) * report.span_us / 1e6, lost, text, advice)
+        yield Found(1.0, len(lost) * report.span_us / 1e6, lost, text, advice)
 
 
-def _capture(report: Report) -> Iterator[_Found]:
+def _capture(report: Report) -> Iterator[Found]:
     """Yield the time of the calls that start and stop the capture, else what was not recorded meanwhile."""
     for stage in report.stages:
         if stage.name == CAPTURE_CALLS and stage.share >= FINDINGS["capture"]:
@@ -157,14 +123,14 @@ def _capture(report: Report) -> Iterator[_Found]:
                 f"Starting and stopping the capture took {_time(stage.duration_us)} of the step "
                 f"({stage.share:.0%}), which a step that is not profiled does not spend."
             )
-            seconds = _on_all(report, stage.duration_us / 1e6)
-            yield _Found(stage.share, seconds, _by_cost(report), text, _RECORD_LESS)
+            seconds = on_all(report, stage.duration_us / 1e6)
+            yield Found(stage.share, seconds, _by_cost(report), text, _RECORD_LESS)
             return
     text = "were not recorded, while the capture started and stopped"
     yield _of_cause(report, "capture", text, _RECORD_LESS)
 
 
-def _pause(report: Report) -> Iterator[_Found]:
+def _pause(report: Report) -> Iterator[Found]:
     """Yield the time that the loop waited before and after the step for the capture."""
     pauses = sorted((row for row in report.outside if row.is_pause), key=lambda row: -row.duration_us)
     for pause in pauses[:1]:
@@ -175,11 +141,11 @@ def _pause(report: Report) -> Iterator[_Found]:
             f"to start and stop{most}."
         )
         fewer = "; of engines, fewer iterations (rollout.count)" if longest == ROLLOUT else ""
-        seconds = _on_all(report, report.pause_us / 1e6)
-        yield _Found(share, seconds, _by_cost(report), text, f"{_RECORD_LESS}{fewer}")
+        seconds = on_all(report, report.pause_us / 1e6)
+        yield Found(share, seconds, _by_cost(report), text, f"{_RECORD_LESS}{fewer}")
 
 
-def _stragglers(report: Report) -> Iterator[_Found]:
+def _stragglers(report: Report) -> Iterator[Found]:
     """Yield each worker that is the slowest of its role, with the stage where it is worst."""
     worst: dict[str, StragglerRow] = {}
     for row in _outermost(report):
@@ -201,10 +167,10 @@ def _stragglers(report: Report) -> Iterator[_Found]:
         names = [one.name for one in report.workers]
         lanes = [name for name in names if name == row.slowest or name.startswith(several)]
         share = row.behind_us / (row.workers * _span_us(report))
-        yield _Found(share, row.behind_us / 1e6, lanes or [row.slowest], text, advice)
+        yield Found(share, row.behind_us / 1e6, lanes or [row.slowest], text, advice)
 
 
-def _idle_stages(report: Report) -> Iterator[_Found]:
+def _idle_stages(report: Report) -> Iterator[Found]:
     lanes = [row.name for row in report.workers]
     for stage in report.stages:
         share = stage.idle_us / _span_us(report)
@@ -216,10 +182,10 @@ def _idle_stages(report: Report) -> Iterator[_Found]:
         if any(span.name == stage.name and span.lane != "controller" for span in report.gantt):
             text += ": the loop called its workers, or took their results"
             advice = "pass less to its workers and back, or by a faster way"
-        yield _Found(share, stage.idle_us / 1e6 * len(report.devices), lanes, f"{text}.", advice)
+        yield Found(share, stage.idle_us / 1e6 * len(report.devices), lanes, f"{text}.", advice)
 
 
-def _communication(report: Report) -> Iterator[_Found]:
+def _communication(report: Report) -> Iterator[Found]:
     """Yield the communication with nothing beside it, without what a straggler adds to it."""
     busy = sum(row.busy_us for row in report.devices)
     slow = sum(row.behind_us for row in _outermost(report))
@@ -236,18 +202,18 @@ def _communication(report: Report) -> Iterator[_Found]:
     if _on_devices(report):
         advice = "prefetch shards (FSDP), overlap gradient reduction, or use a smaller parallel group"
     lanes = _lanes_that_lost(report.devices, lambda row: row.exposed_communication_us)
-    yield _Found(share, exposed / 1e6, lanes, text, advice)
+    yield Found(share, exposed / 1e6, lanes, text, advice)
 
 
-def _of_cause(report: Report, cause: str, text: str, advice: str) -> _Found:
+def _of_cause(report: Report, cause: str, text: str, advice: str) -> Found:
     """Return what devices lost by a cause of idle time."""
     return _lost(report, report.devices, lambda row: row.lost_us.get(cause, 0.0), text, advice)
 
 
-def _idle(cause: str, text: str, advice: str) -> Callable[[Report], Iterator[_Found]]:
+def _idle(cause: str, text: str, advice: str) -> Callable[[Report], Iterator[Found]]:
     """Return what finds a cause of idle time; the sentence has what most of it consists of."""
 
-    def found(report: Report) -> Iterator[_Found]:
+    def found(report: Report) -> Iterator[Found]:
         yield _of_cause(report, cause, text + _mostly(report, cause), advice)
 
     return found
@@ -259,29 +225,29 @@ def _lost(
     lost_us: Callable[[DeviceRow], float],
     text: str,
     advice: str,
-) -> _Found:
+) -> Found:
     """Return what devices lost, as a share of the observed time of all devices."""
     total, observed = sum(map(lost_us, rows)), sum(row.span_us for row in report.devices) or 1.0
     lost = f"{report.lane_seconds(total / 1e6)} ({total / observed:.0%} of all)"
     text = f"{report.whose.title()}s {text}: {lost}."
-    return _Found(total / observed, total / 1e6, _lanes_that_lost(rows, lost_us), text, advice)
+    return Found(total / observed, total / 1e6, _lanes_that_lost(rows, lost_us), text, advice)
 
 
-def _tail(report: Report) -> Iterator[_Found]:
+def _tail(report: Report) -> Iterator[Found]:
     if tail := report.tail:
         text = (
             f"waited for the last replica of the rollout (rollout{tail.last_replica} was done after "
             f"{_time(tail.last_finish_us)}, the median is {_time(tail.median_finish_us)})"
         )
-        advice = f"balance prompts by expected length, cap the response length, {_TAIL}"
+        advice = f"balance prompts by expected length, cap the response length, {TAIL}"
         late = [row.name for row in report.workers if row.replica == tail.last_replica is not None]
         found = _of_cause(report, "long_tail", text, slow_replica(report.replicas) or advice)
         yield found._replace(lanes=late or found.lanes)
 
 
-def _after_generation(report: Report) -> Iterator[_Found]:
+def _after_generation(report: Report) -> Iterator[Found]:
     """Yield the time after the last replica, unless another finding says that lanes wait for a poll."""
-    polls = any(found.share >= FINDINGS["polling"] for found in _polling(report))
+    polls = any(found.share >= POLLS for found in polling(report))
     if not (polls and next(iter(_parts(report, "after_generation")), "") == f"controller: {POLLING}"):
         yield from _idle(
             "after_generation",
@@ -298,11 +264,11 @@ def _mostly(report: Report, cause: str) -> str:
     """Return what most of a cause consists of, as a part of a sentence."""
     largest = sorted(_parts(report, cause).items(), key=lambda part: -part[1])
     whole = sum(seconds for _, seconds in largest)
-    listed = [f"{seconds / whole:.0%} {_called(name)}" for name, seconds in largest[:3] if whole]
+    listed = [f"{seconds / whole:.0%} {called(name)}" for name, seconds in largest[:3] if whole]
     return f" ({', '.join(listed)})" if listed else ""
 
 
-def _host_bound(report: Report) -> Iterator[_Found]:
+def _host_bound(report: Report) -> Iterator[Found]:
     """Yield what all lanes of a role have in common; what one has more of is the straggler's."""
     rows = [row for row in report.devices if row.device == _on_devices(report)]
     by_role: dict[tuple[str, ...], list[float]] = {}
@@ -329,7 +295,7 @@ def _host_bound(report: Report) -> Iterator[_Found]:
     yield _lost(report, rows, lambda row: min(row.host_bound_us, usual[tuple(row.roles)]), text, advice)
 
 
-def _unexplained(report: Report) -> Iterator[_Found]:
+def _unexplained(report: Report) -> Iterator[Found]:
     text, advice = "were idle for no reason that the capture shows", "look at the lanes in the timeline"
     if not report.captured and _on_devices(report):
         text = "were idle while nothing ran on their hosts, as far as the traces show"
@@ -338,127 +304,6 @@ def _unexplained(report: Report) -> Iterator[_Found]:
         text = "ran no operator: they were in Python, waited for data, or for a core"
         advice = "record Python stacks, which say what it was"
     yield _of_cause(report, "unexplained", text, advice)
-
-
-def _of_rollout(
-    found_in: Callable[[Report, Rollout], Iterator[_Found]],
-) -> Callable[[Report], Iterator[_Found]]:
-    """Return what finds something in the rollout, with seconds on all lanes."""
-
-    def found(report: Report) -> Iterator[_Found]:
-        if report.rollout is not None and report.rollout.seconds:
-            for one in found_in(report, report.rollout):
-                yield one._replace(seconds=_on_all(report, one.seconds))
-
-    return found
-
-
-@_of_rollout
-def _blocked(report: Report, rollout: Rollout) -> Iterator[_Found]:
-    """Yield what blocked event loops, of all processes together, while trajectories stood still."""
-    by_name: dict[str, list[BlockRow]] = {}
-    for row in rollout.blocks:
-        by_name.setdefault(row.what, []).append(row)
-    for what, rows in sorted(by_name.items(), key=lambda item: -_stood_still(item[1])):
-        longest = max(rows, key=lambda row: row.seconds)
-        blocks, stopped = sum(row.blocks for row in rows), sum(row.trajectories for row in rows)
-        lanes, name = [row.lane for row in rows], _called(what)
-        who, advice = f"{name[:1].upper()}{name[1:]}", f"{_AWAIT}, so that the others go on"
-        if what == UNKNOWN:
-            who = "Something unknown"
-            advice = "look for a thread that keeps the GIL, or for too few CPUs: no task was seen to block it"
-        many = f", {blocks} times" if blocks > 1 else ""
-        where = f" (in {longest.function})" if longest.function not in ("", what) else ""
-        text = (
-            f"{who} blocked the event {_loops(lanes)} for {duration(sum(row.seconds for row in rows))}"
-            f"{many}{where}: {stopped} trajector{'ies' if stopped > 1 else 'y'} stood still, "
-            f"{duration(_stood_still(rows))} added up."
-        )
-        seconds = min(longest.seconds, rollout.wall_s)
-        yield _Found(_stood_still(rows) / rollout.seconds, seconds, lanes, text, advice)
-
-
-def _stood_still(rows: Sequence[BlockRow]) -> float:
-    return sum(row.stood_still_s for row in rows)
-
-
-def _loops(lanes: Sequence[str]) -> str:
-    """Return ``loop of a``, ``loops of a and b``, or ``loops of a, b and 6 other processes``."""
-    if len(lanes) == 1:
-        return f"loop of {lanes[0]}"
-    if len(lanes) <= _FEW_LANES:
-        return f"loops of {', '.join(lanes[:-1])} and {lanes[-1]}"
-    return f"loops of {', '.join(lanes[:2])} and {len(lanes) - 2} other processes"
-
-
-@_of_rollout
-def _last_trajectories(report: Report, rollout: Rollout) -> Iterator[_Found]:
-    if last := rollout.last:
-        most = last.parts[0] if last.parts else None
-        cause = most.cause if most else ""
-        who = "trajectory takes" if last.trajectories == 1 else f"{last.trajectories} trajectories take"
-        text = (
-            f"The last {who} {duration(last.seconds)}, {last.share:.0%} of {rollout.of_trajectories} "
-            f"({last.trajectories / last.of:.1%} of {last.of} trajectories)"
-            + (f": {most.share:.0%} of that is {_called(cause)}." if most else ".")
-        )
-        advice = (slow_replica(report.replicas) if cause == "decode" else "") or _advice(cause)
-        yield _Found(last.share - last.trajectories / last.of, last.seconds, [], text, advice)
-
-
-@_of_rollout
-def _one_cause(report: Report, rollout: Rollout) -> Iterator[_Found]:
-    """Yield the largest cause besides the engine's own work; lag is named once."""
-    blocked = any(found.share >= FINDINGS["loop_blocked"] for found in _blocked(report))
-    of_engines = ("decode", "generate", "prefill", "first token")
-    said = (*of_engines, BEFORE, UNEXPLAINED, *((LOOP_LAG,) if blocked else ()))
-    for row in [row for row in rollout.causes if not row.validate and row.cause not in said][:1]:
-        calls = next((call for call in rollout.calls if call.name == row.cause), None)
-        each = calls and (
-            f" ({calls.calls:,} calls, p50 {duration(calls.p50_s)}, p99 {duration(calls.p99_s)}, up to "
-            f"{calls.most_running} at once)"
-        )
-        text = (
-            f"{row.share:.0%} of the trajectories' time ({duration(row.seconds)}) is "
-            f"{_called(row.cause)}{each or ''}."
-        )
-        yield _Found(row.share, row.share * rollout.wall_s, [], text, _advice(row.cause))
-
-
-@_of_rollout
-def _for_nothing(report: Report, rollout: Rollout) -> Iterator[_Found]:
-    rows = [row for row in rollout.fates if not row.validate and row.fate not in KEPT]
-    share = sum(row.share for row in rows)
-    text = (
-        f"{share:.0%} of the trajectories' time ({duration(sum(row.seconds for row in rows))}) went into "
-        "those that nothing is made of: " + ", ".join(f"{row.trajectories} {row.fate}" for row in rows[:4])
-    )
-    advice = "stop them sooner, filter prompts before the rollout, or repair what makes them fail"
-    yield _Found(share, share * rollout.wall_s, [], f"{text}.", advice)
-
-
-@_of_rollout
-def _polling(report: Report, rollout: Rollout) -> Iterator[_Found]:
-    if polling := rollout.polling:
-        text = (
-            f"The trainer slept {duration(polling.late_s)} ({polling.late_share:.0%} of the step) after the "
-            f"last response was there: it looks into its replay buffer every {duration(polling.interval_s)}."
-        )
-        advice = (
-            "look more often; with verl, name a replay buffer of your own with a smaller "
-            "poll_interval in trainer.v1.sampler.custom_sampler"
-        )
-        yield _Found(polling.late_share, polling.late_s, [], text, advice)
-
-
-def _called(cause: str) -> str:
-    """Return a cause as it is called in a sentence: ``tool `search```."""
-    family, _, name = cause.partition(":")
-    return f"{family} `{name}`" if name and family in ("tool", "wait") else cause
-
-
-def _advice(cause: str) -> str:
-    return _ADVICE.get(cause) or _ADVICE.get(cause.partition(":")[0]) or _ADVICE["tool"]
 
 
 def _lanes_that_lost(rows: Sequence[DeviceRow], lost_us: Callable[[DeviceRow], float]) -> list[str]:
@@ -481,11 +326,6 @@ def _outermost(report: Report) -> list[StragglerRow]:
 
 def _on_devices(report: Report) -> bool:
     return any(row.device for row in report.workers)
-
-
-def _on_all(report: Report, seconds: float) -> float:
-    """Return the lane-seconds of time that all lanes lose."""
-    return seconds * max(len(report.devices), 1)
 
 
 def _span_us(report: Report) -> float:
@@ -525,11 +365,7 @@ _FIRST: tuple[_Rule, ...] = (
     ("coverage", 0, _missing),
 )
 _RANKED: tuple[_Rule, ...] = (
-    ("loop_blocked", 0.02, _blocked),  # of the trajectories' time
-    ("last_trajectories", 0.15, _last_trajectories),  # of the rollout, more than theirs
-    ("trajectory_cause", 0.25, _one_cause),  # of the trajectories' time
-    ("trajectories_for_nothing", 0.10, _for_nothing),
-    ("polling", 0.05, _polling),  # of the step
+    *RULES,
     ("straggler", 0.05, _stragglers),  # of the role's time in the step
     ("idle_stage", 0.10, _idle_stages),  # of the step
     ("long_tail", 0.05, _tail),  # of the observed time of all devices, and so on

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+Ints: TypeAlias = NDArray[np.int64]
 Spans: TypeAlias = NDArray[np.int64]
+_Number = TypeVar("_Number", np.int64, np.float64)
 
 EMPTY: Spans = np.empty((0, 2), dtype=np.int64)
-_FEW = 1 << 16
+_LARGEST = 1 << 62
 _SLICE = 1 << 16  # calls kept as Python numbers at a time, which take four times the space
 
 
 def spans_of(pairs: Iterable[tuple[int, int]]) -> Spans:
     """Return the time covered by pairs of begin and end."""
     return union(np.array(list(pairs), dtype=np.int64).reshape(-1, 2))
+
+
+def time_of(runs: Iterable[Any], *names: str) -> Spans:
+    """Return the time covered by runs (of stages, for one), by those of some names where any is given."""
+    return spans_of((run.begin_ns, run.end_ns) for run in runs if not names or run.name in names)
 
 
 def union(*parts: Spans) -> Spans:
@@ -34,44 +41,28 @@ def union(*parts: Spans) -> Spans:
     return np.stack((spans[first, 0], reach[last]), axis=1)
 
 
-class Cover:
-    """The time covered by spans that are added little by little: each is sorted a few times at most."""
-
-    def __init__(self) -> None:
-        self._covered = EMPTY
-        self._added: list[Spans] = []
-        self._waiting = 0
-
-    def add(self, spans: Spans) -> None:
-        """Add spans, which may overlap in any way."""
-        self._added.append(union(spans))
-        self._waiting += len(self._added[-1])
-        if self._waiting > max(len(self._covered), _FEW):
-            self.spans()
-
-    def spans(self) -> Spans:
-        """Return the time covered so far."""
-        if self._added:
-            self._covered = union(self._covered, *self._added)
-            self._added, self._waiting = [], 0
-        return self._covered
-
-
 def length(spans: Spans) -> int:
     """Return the time covered, in nanoseconds."""
     return int((spans[:, 1] - spans[:, 0]).sum())
 
 
 def subtract(spans: Spans, holes: Spans) -> Spans:
-    """Return the time that is in ``spans`` but not in ``holes``."""
-    if len(spans) == 0 or len(holes) == 0:
-        return spans
+    """Return the time that is in ``spans`` but not in ``holes``; both are sets of time."""
+    return _where(1, spans, holes) if len(spans) and len(holes) else spans
+
+
+def crowded(sets: Sequence[Spans]) -> Spans:
+    """Return the time that is in more than one of the sets."""
+    return _where(2, np.concatenate((EMPTY, *sets)))
+
+
+def _where(least: int, spans: Spans, holes: Spans = EMPTY) -> Spans:
+    """Return the time in which at least so many spans are open; a hole lowers their number by 1."""
     edges = np.concatenate((spans[:, 0], holes[:, 1], spans[:, 1], holes[:, 0]))
     change = np.repeat(np.array([1, 1, -1, -1]), [len(spans), len(holes), len(spans), len(holes)])
     order = np.argsort(edges, kind="stable")
     edges, inside = edges[order], np.cumsum(change[order])
-    # Inside a span and outside every hole the running count is 1; a hole lowers it by 1.
-    keep = inside[:-1] >= 1
+    keep = inside[:-1] >= least
     return union(np.stack((edges[:-1][keep], edges[1:][keep]), axis=1))
 
 
@@ -80,13 +71,10 @@ def intersection(spans: Spans, other: Spans) -> Spans:
     return subtract(spans, subtract(spans, other))
 
 
-def holding(spans: Spans, instants: Sequence[int]) -> list[bool]:
+def holding(spans: Spans, instants: Ints) -> NDArray[np.bool_]:
     """Return of each instant whether it is in a set of time."""
-    if not len(spans) or not instants:
-        return [False] * len(instants)
-    at = np.array(instants, dtype=np.int64)
-    begun = np.searchsorted(spans[:, 0], at, side="right")
-    inside: list[bool] = ((begun > 0) & (at < spans[np.maximum(begun - 1, 0), 1])).tolist()
+    begun = np.searchsorted(spans[:, 0], instants, side="right")  # 0 before the first: the last that is added
+    inside: NDArray[np.bool_] = instants < np.append(spans[:, 1], -_LARGEST)[begun - 1]
     return inside
 
 
@@ -97,46 +85,113 @@ def within(spans: Spans, begin_ns: int, end_ns: int) -> Spans:
     return np.clip(spans[first:last], begin_ns, end_ns)
 
 
-def crowded(sets: Sequence[Spans]) -> Spans:
-    """Return the time that is in more than one of the sets."""
-    edges, count, _ = _counted(sets)
-    keep = count > 1
-    return union(np.stack((edges[:-1][keep], edges[1:][keep]), axis=1))
+def covered_before(spans: NDArray[Any], instants: NDArray[_Number]) -> NDArray[_Number]:
+    """Return how much time of spans is before each instant; what is in several of them counts as often.
 
-
-def divided(sets: Sequence[Spans]) -> list[float]:
-    """Return each set's part of the time covered, in nanoseconds.
-
-    Time in ``n`` sets counts for each of them with ``1 / n``, so the parts add up to the time covered.
+    The sums may exceed an integer's range. It wraps around, so their difference is still exact.
     """
-    edges, count, places = _counted(sets)
-    before = np.concatenate(([0.0], np.cumsum(np.diff(edges) / np.maximum(count, 1))))
-    return [float((before[place[:, 1]] - before[place[:, 0]]).sum()) for place in places]
-
-
-def covered_before(spans: Spans, instants: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return how much of the time before each instant is in ``spans``."""
-    if not len(spans):
-        return np.zeros_like(instants)
-    total = np.concatenate(([0], np.cumsum(spans[:, 1] - spans[:, 0])))
-    begun = np.searchsorted(spans[:, 0], instants, side="right")
-    ahead = np.maximum(spans[np.maximum(begun - 1, 0), 1] - instants, 0)
-    found: NDArray[np.int64] = total[begun] - np.where(begun > 0, ahead, 0)
+    since = []
+    for side in (0, 1):
+        ordered = np.sort(spans[:, side])
+        count = np.searchsorted(ordered, instants)
+        since.append(count * instants - np.concatenate(([0], np.cumsum(ordered)))[count])
+    found: NDArray[_Number] = since[0] - since[1]
     return found
 
 
-def _counted(sets: Sequence[Spans]) -> tuple[NDArray[np.int64], NDArray[np.int64], list[NDArray[np.int64]]]:
-    """Return all edges, in how many sets the time between neighbours is, and where each set's edges are."""
-    edges = np.unique(np.concatenate((EMPTY, *sets)))
-    places = [np.searchsorted(edges, spans) for spans in sets]
-    change = np.zeros(len(edges), dtype=np.int64)
-    for place in places:
-        change[place[:, 0]] += 1
-        change[place[:, 1]] -= 1
-    return edges, np.cumsum(change)[:-1], places
+def overlaps(spans: Spans, other: Spans) -> Ints:
+    """Return how much of each span (ns) is in a set of time."""
+    found: Ints = np.diff(covered_before(other, spans), axis=1)[:, 0]
+    return found
 
 
-def nested_times(spans: Spans, threads: NDArray[Any]) -> NDArray[np.int64]:
+class Axes:
+    """Gives each owner an axis of its own, so that sets of spans are computed for all owners together.
+
+    Args:
+        owners: Number of owners.
+        times: All instants that will be put on an axis (ns).
+    """
+
+    def __init__(self, owners: int, *times: Ints) -> None:
+        found = [part for part in times if len(part)]
+        self._first = min((int(part.min()) for part in found), default=0)
+        self._stride = max((int(part.max()) for part in found), default=0) - self._first + 2
+        self._unit = self._stride * max(owners, 1) // _LARGEST + 1  # ns; more than 1 for years of time
+        self._stride = self._stride // self._unit + 2
+
+    def put(self, owner: Ints, begin: Ints, end: Ints) -> Spans:
+        """Return spans on their owners' axes, in their order."""
+        places = [owner * self._stride + (times - self._first) // self._unit for times in (begin, end)]
+        return np.stack(places, axis=1)
+
+    def take(self, spans: Spans) -> tuple[Ints, Ints, Ints]:
+        """Return owner, begin and end of spans on their owners' axes."""
+        return spans[:, 0] // self._stride, self.time(spans[:, 0]), self.time(spans[:, 1])
+
+    def time(self, edges: Ints) -> Ints:
+        """Return the instants (ns) of edges on any axes."""
+        return edges % self._stride * self._unit + self._first
+
+
+def without(begin: Ints, end: Ints, owner: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return owner, begin and end of the time of owners that is in none of their holes.
+
+    Args:
+        begin: Begin of each owner (ns).
+        end: End of each owner (ns).
+        owner: Owner of each hole.
+        low: Begin of each hole (ns); holes may overlap in any way.
+        high: End of each hole (ns).
+    """
+    axes = Axes(len(begin), begin, end, low, high)
+    whole = axes.put(np.arange(len(begin)), begin, end)
+    return axes.take(subtract(union(whole), union(axes.put(owner, low, high))))
+
+
+class Sharing:
+    """Divides each instant equally among the spans of an owner that are open then.
+
+    Args:
+        owner: Owner of each span.
+        begin: Begin of each span (ns).
+        end: End of each span (ns).
+        hidden: Time of owner 0 that no span gets.
+    """
+
+    def __init__(self, owner: Ints, begin: Ints, end: Ints, hidden: Spans = EMPTY) -> None:
+        axes = Axes(int(owner.max(initial=0)) + 1, begin, end, hidden.reshape(-1))
+        spans = axes.put(owner, begin, end)
+        holes = axes.put(np.zeros(len(hidden), dtype=np.int64), hidden[:, 0], hidden[:, 1])
+        edges = np.sort(np.concatenate((spans.reshape(-1), holes.reshape(-1))))
+        edges = edges[np.append(True, np.diff(edges) > 0)] if len(edges) else edges  # faster than np.unique
+        self._places = np.searchsorted(edges, spans)
+        # Behind the last edge of an owner nothing is open, so what lies between two axes is nobody's.
+        count = _open(self._places, len(edges))
+        free = (count > 0) & (_open(np.searchsorted(edges, holes), len(edges)) == 0)
+        self._part = np.where(free, 1.0 / np.maximum(count, 1), 0.0)
+        self._times = axes.time(edges)
+
+    def shares(self, window: Spans | None = None) -> NDArray[np.float64]:
+        """Return each span's share (ns).
+
+        Args:
+            window: The time that counts; an instant in several of its spans counts as often.
+        """
+        if not len(self._times):
+            return np.zeros(len(self._places))
+        at = self._times if window is None else covered_before(window, self._times)
+        before = np.concatenate(([0.0], np.cumsum(np.diff(at) * self._part[:-1])))
+        return before[self._places[:, 1]] - before[self._places[:, 0]]
+
+
+def _open(places: Ints, edges: int) -> Ints:
+    """Return how many spans are open behind each edge."""
+    begun, ended = (np.bincount(places[:, side], minlength=edges) for side in (0, 1))
+    return np.cumsum(begun - ended)
+
+
+def nested_times(spans: Spans, threads: NDArray[Any]) -> Ints:
     """Return the self time of each call (ns): its duration less that of the calls directly inside it.
 
     On one thread calls nest. Sorted by begin, longest first, a call is inside the nearest

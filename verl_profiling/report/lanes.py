@@ -7,17 +7,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from verl_profiling.devices import Device
-from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CaptureResult, Manifest, StageSpan
+from verl_profiling.manifest import CaptureResult, Manifest, StageSpan
 from verl_profiling.report.communication_kernels import Group
-from verl_profiling.report.intervals import EMPTY, Spans, holding, intersection, length, spans_of, union
-from verl_profiling.report.kinds import Iteration
+from verl_profiling.report.intervals import (
+    EMPTY,
+    Ints,
+    Spans,
+    holding,
+    intersection,
+    length,
+    nested_times,
+    spans_of,
+    time_of,
+    union,
+)
 from verl_profiling.timeline.step import Source
 from verl_profiling.units import duration
 
 VALIDATE = "validate"
 """The stage in which the loop rolls out to validate, not to train."""
+
+NEVER = 1 << 62
+"""No duration (ns) is as long."""
 
 Window = tuple[str, int, int]
 """Name, begin and end (ns) of a stage."""
@@ -33,7 +50,7 @@ class Lane:
         host: Spans in which operators or runtime calls ran on the host.
         blocked: Spans in which the host was in a call that copies, allocates or waits for the device.
         graphs: Whether the host launched graphs of kernels.
-        iterations: The iterations of a rollout engine.
+        iterations: Begin, end, prompt tokens and new tokens of each iteration of a rollout engine.
         accelerator: Name of the device in the traces; ``""`` for a CPU trace.
         on_device: Whether it is that of a device (see :mod:`~verl_profiling.report.kinds`).
         is_one_of_several: Whether the lane has other devices.
@@ -58,7 +75,7 @@ class Lane:
     host: Spans
     blocked: Spans
     graphs: bool
-    iterations: list[Iteration]
+    iterations: Ints
     accelerator: str = ""
     on_device: bool = False
     is_one_of_several: bool = False
@@ -94,6 +111,93 @@ class Lane:
     def is_engine(self) -> bool:
         """Whether it is a rank of a rollout engine."""
         return self.source.replica is not None
+
+
+class Key(NamedTuple):
+    """A kind, name and group that events of a lane share; one of ``blocks_from`` ns blocks the host."""
+
+    kind: int
+    name: str = ""
+    group: Group | None = None
+    blocks_from: int = NEVER
+
+
+class Rows(NamedTuple):
+    """Events of a lane as columns: their spans, the numbers of their keys and of their threads."""
+
+    spans: Spans
+    keys: NDArray[np.int32]
+    threads: NDArray[np.int32]
+
+    def of(self, wanted: NDArray[Any]) -> Rows:
+        """Return some of them."""
+        return Rows(*(column[wanted] for column in self))
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """Return rows one after the other."""
+    none = np.empty(0, np.int32)
+    return Rows(*(np.concatenate(column) for column in zip(Rows(EMPTY, none, none), *parts, strict=True)))
+
+
+def reduced(
+    rows: Rows,
+    keys: Sequence[Key],
+    wanted: Sequence[int],
+    windows: Sequence[Window],
+    only: Group | None,
+    about: Mapping[str, Any],
+) -> Lane:
+    """Return the lane that rows are of.
+
+    Args:
+        rows: The rows.
+        keys: Their keys.
+        wanted: The kinds that are computation, communication, copies and the rest.
+        windows: The stages to tell apart in ``ops``.
+        only: The group of collectives that name none.
+        about: What else is known of the lane.
+    """
+    kinds = np.array([key.kind for key in keys])[rows.keys]
+    names = ("compute", "communication", "memory", "unrecognised")
+    covers = {name: union(rows.spans[kinds == kind]) for name, kind in zip(names, wanted, strict=False)}
+    collective = np.flatnonzero(kinds == wanted[1])
+    order = collective[np.lexsort((rows.spans[collective, 0], rows.keys[collective]))]
+    runs: dict[tuple[str, Group], Spans] = {}
+    for one in np.split(order, np.flatnonzero(np.diff(rows.keys[order])) + 1):
+        if len(one):
+            key = keys[rows.keys[one[0]]]
+            call = (key.name, key.group or only or Group())
+            runs[call] = np.concatenate((runs.get(call, EMPTY), rows.spans[one]))
+    return Lane(
+        **{**about, **covers},
+        collectives={call: spans[np.argsort(spans[:, 0], kind="stable")] for call, spans in runs.items()},
+        ops=_by_stage(rows, keys, windows),
+        first_ns=int(rows.spans[:, 0].min()) if len(rows.spans) else None,
+        last_ns=int(rows.spans[:, 1].max()) if len(rows.spans) else None,
+    )
+
+
+def _by_stage(
+    rows: Rows, keys: Sequence[Key], windows: Sequence[Window]
+) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return calls and self time (ns) by stage and name; a call belongs to the stage it begins in."""
+    own = nested_times(rows.spans, rows.threads)
+    ordered = sorted(windows, key=lambda window: window[1])
+    edges = np.array([window[1:] for window in ordered], np.int64).reshape(-1, 2)
+    at = np.searchsorted(edges[:, 0], rows.spans[:, 0], side="right") - 1
+    inside = (at >= 0) & (rows.spans[:, 0] < np.append(edges[:, 1], 0)[at])
+    stages = np.where(inside, at, len(ordered))
+    places, inverse = np.unique(stages * len(keys) + rows.keys, return_inverse=True)
+    calls = np.bincount(inverse, minlength=len(places))
+    took = np.bincount(inverse, weights=own, minlength=len(places))
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for place, times, total in zip(places.tolist(), calls.tolist(), took.tolist(), strict=True):
+        stage, number = divmod(place, len(keys))
+        name = (ordered[stage][0] if stage < len(ordered) else "", keys[number].name)
+        before = found.get(name, (0, 0))  # a stage that ran twice has two windows
+        found[name] = (before[0] + times, before[1] + int(total))
+    return found
 
 
 def _device_of(lane: Lane, worker: CaptureResult) -> Device | None:
@@ -141,7 +245,7 @@ class Step:
         recorded = spans_of(
             (a.begin_ns, a.end_ns) for a in worker.artifacts if a.lane == lane.source.lane and a.end_ns
         )
-        whole = EMPTY if lane.is_unknown else spans_of([(self.begin_ns, self.end_ns)])
+        whole = EMPTY if lane.is_unknown else self.whole
         return replace(
             lane,
             stages=worker.stages,
@@ -168,6 +272,11 @@ class Step:
         return [(s.name, s.begin_ns, s.end_ns) for s in outer]
 
     @property
+    def whole(self) -> Spans:
+        """Its time."""
+        return spans_of([(self.begin_ns, self.end_ns)])
+
+    @property
     def span_ns(self) -> int:
         """Duration of the step."""
         return self.end_ns - self.begin_ns
@@ -177,21 +286,9 @@ class Step:
         """The controller's stages, in order of begin."""
         return sorted(self.manifest.stages if self.manifest else [], key=lambda span: span.begin_ns)
 
-    @property
-    def calls(self) -> Spans:
-        """Spans of the controller's calls that start and stop recordings."""
-        rpcs = self.manifest.rpcs if self.manifest else []
-        return spans_of((rpc.begin_ns, rpc.end_ns) for rpc in rpcs)
-
-    @property
-    def pauses(self) -> Spans:
-        """Spans before and after the step in which the loop waited for the capture to start and to stop."""
-        outside = self.manifest.outside if self.manifest else []
-        return spans_of((s.begin_ns, s.end_ns) for s in outside if s.name in (CAPTURE_START, CAPTURE_STOP))
-
     def during(self, *names: str) -> Spans:
         """Return the spans in which the controller was in one of these stages, or in any if none is given."""
-        return spans_of((s.begin_ns, s.end_ns) for s in self.stages if not names or s.name in names)
+        return time_of(self.stages, *names)
 
     @cached_property
     def served(self) -> dict[int, Spans]:
@@ -211,10 +308,9 @@ class Step:
         served = {replica: spans_of(found) for replica, found in runs.items()}
         for lane in self.lanes:
             if (replica := lane.source.replica) in served:
-                iterations = lane.iterations
-                inside = holding(served[replica], [one.begin_ns for one in iterations])
-                ends = [one.end_ns for one, known in zip(iterations, inside, strict=True) if not known]
-                before = spans_of([(self.begin_ns, max(ends, default=self.begin_ns))])
+                outside = ~holding(served[replica], lane.iterations[:, 0])
+                last_ns = int(lane.iterations[outside, 1].max(initial=self.begin_ns))
+                before = spans_of([(self.begin_ns, last_ns)])
                 served[replica] = union(served[replica], before)
         return served
 

@@ -55,10 +55,9 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
     rollout = step.during(ROLLOUT)
     own = {name: _runs_of(lane, name) for name in {span.name for span in lane.stages}}
     own_time = union(*(spans for name, spans in own.items() if name != ROLLOUT))
-    whole = spans_of([(step.begin_ns, step.end_ns)])
     claims = dict.fromkeys(CAUSES, EMPTY)
     if len(lane.recorded):
-        claims["capture"] = subtract(whole, lane.recorded)
+        claims["capture"] = subtract(step.whole, lane.recorded)
     claims["weight_sync"] = union(step.during(WEIGHT_SYNC), own.get(WEIGHT_SYNC, EMPTY))
     half_done, all_done = _done(step, tail)
     if lane.is_engine:
@@ -84,7 +83,7 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
     if lane.on_device:
         claims["host_blocked"] = lane.blocked
     claims["other_stages"] = step.during()
-    claims["between_stages"] = subtract(whole, step.during()) if step.manifest else EMPTY
+    claims["between_stages"] = subtract(step.whole, step.during()) if step.manifest else EMPTY
     claims["unexplained"] = lane.observed
     left = subtract(lane.observed, lane.busy)
     result = {}
@@ -131,7 +130,7 @@ def _generating(lane: Lane, step: Step) -> Spans:
 
 def _work(lane: Lane) -> Spans:
     """Return an engine's iterations (or operators, if it has none)."""
-    work = spans_of((i.begin_ns, i.end_ns) for i in lane.iterations)
+    work = union(lane.iterations[:, :2])
     return work if len(work) else lane.busy
 
 

@@ -39,6 +39,8 @@ from statistics import median
 from typing import Any
 
 from verl_profiling.manifest import Request
+from verl_profiling.report.anatomy import percent
+from verl_profiling.report.capture_rows import told_apart
 from verl_profiling.report.intervals import (
     EMPTY,
     Spans,
@@ -52,12 +54,9 @@ from verl_profiling.report.intervals import (
 from verl_profiling.report.lanes import VALIDATE, Lane, Step
 from verl_profiling.report.lost import CAUSES, ROLLOUT, working_span
 from verl_profiling.report.model import OTHER_RANKS, Percentiles, Tail, Throughput
-from verl_profiling.report.over_time import percent
 from verl_profiling.report.rows import DeviceRow, EngineRow, KernelRow, WorkerRow
 
 _TOKEN_METRICS = ("perf/total_num_tokens", "total_num_tokens", "tokens")
-_MOST_OPS = 10_000
-_OTHERS = "(all others)"
 _NAMED = 4
 _TURNS = (
     *("capture", "weight_sync", "straggler_wait", "host_blocked", "host_bound"),
@@ -152,10 +151,8 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
 
     An iteration with prompt tokens is prefill.
     """
-    every = lane.iterations
-    validating = holding(step.during(VALIDATE), [one.begin_ns for one in every])
-    iterations = [one for one, validates in zip(every, validating, strict=True) if not validates]
-    prefill = [i for i in iterations if i.prefill_tokens]
+    iterations = lane.iterations[~holding(step.during(VALIDATE), lane.iterations[:, 0])]
+    took, prefill = iterations[:, 1] - iterations[:, 0], iterations[:, 2] > 0
     rollout, work = step.during(ROLLOUT), working_span(lane, step)
     known = len(rollout) > 0 and len(work) > 0
     return EngineRow(
@@ -164,10 +161,10 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
         busy_us=length(intersection(lane.busy, lane.observed)) / 1000,
         queueing_us=int(work[0, 0] - rollout[0, 0]) / 1000 if known else None,
         iterations=len(iterations),
-        prefill_us=sum(i.end_ns - i.begin_ns for i in prefill) / 1000,
-        decode_us=sum(i.end_ns - i.begin_ns for i in iterations if not i.prefill_tokens) / 1000,
-        prefill_tokens=sum(i.prefill_tokens for i in iterations),
-        decode_tokens=sum(i.decode_tokens for i in iterations),
+        prefill_us=int(took[prefill].sum()) / 1000,
+        decode_us=int(took[~prefill].sum()) / 1000,
+        prefill_tokens=int(iterations[:, 2].sum()),
+        decode_tokens=int(iterations[:, 3].sum()),
         finish_us=int(work[0, 1] - rollout[0, 0]) / 1000 if known else None,
     )
 
@@ -210,14 +207,10 @@ def rollout_tail(step: Step) -> Tail | None:
     )
 
 
-def _rolled_out(step: Step) -> Iterator[Request]:
-    """Yield the requests that were not sent to validate."""
-    validating = step.during(VALIDATE)
-    for worker in step.workers:
-        validates = holding(validating, [request.begin_ns for request in worker.requests])
-        for request, is_validation in zip(worker.requests, validates, strict=True):
-            if not is_validation:
-                yield request
+def _rolled_out(step: Step) -> list[Request]:
+    """Return the requests that were not sent to validate."""
+    every = told_apart(step.manifest) if step.manifest else ()
+    return [request for _, request, validates in every if not validates]
 
 
 def _percentiles(sample: list[float]) -> Percentiles | None:
@@ -226,10 +219,7 @@ def _percentiles(sample: list[float]) -> Percentiles | None:
 
 
 def kernels(step: Step) -> list[KernelRow]:
-    """Return the kernels by self time over all lanes, by the stage in which they began, longest first.
-
-    Those beyond 10,000 are one row, ``(all others)``.
-    """
+    """Return the kernels by self time over all lanes, by the stage in which they began, longest first."""
     totals: dict[tuple[str, str], tuple[int, int]] = {}
     for lane in step.lanes:
         for place, (calls, self_ns) in lane.ops.items():
@@ -237,9 +227,6 @@ def kernels(step: Step) -> list[KernelRow]:
             totals[place] = (before[0] + calls, before[1] + self_ns)
     everything = sum(self_ns for _, self_ns in totals.values()) or 1
     ranked = sorted(totals.items(), key=lambda item: -item[1][1])
-    if rest := [total for _, total in ranked[_MOST_OPS:]]:
-        calls, self_ns = (sum(numbers) for numbers in zip(*rest, strict=True))
-        ranked = [*ranked[:_MOST_OPS], (("", _OTHERS), (calls, self_ns))]
     return [
         KernelRow(name=name, stage=stage, calls=calls, self_us=self_ns / 1000, share=self_ns / everything)
         for (stage, name), (calls, self_ns) in ranked
@@ -255,7 +242,7 @@ def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput
         devices: Number of its devices.
     """
     metrics = step.manifest.metrics if step.manifest else {}
-    requests = list(_rolled_out(step))
+    requests = _rolled_out(step)
     first_ranks = {row.replica: row for row in reversed(engines)}.values()
     counted = (
         *((metrics[name], f"metric {name}") for name in _TOKEN_METRICS if name in metrics),

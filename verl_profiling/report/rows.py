@@ -257,20 +257,32 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
     share: float
 
 
-class LostRow(msgspec.Struct, frozen=True, kw_only=True):
+class PartRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The time of one cause, of all that a table is about.
+
+    Attributes:
+        cause: Its name. In a rollout it is what trajectories waited for; where none ran, what their processes
+            did, ``controller: <stage>``, or ``requests of no trajectory``.
+        seconds: Its time; of the rollout's, on the wall clock.
+        share: Share of the whole.
+    """
+
+    cause: str
+    seconds: float
+    share: float
+
+
+class LostRow(PartRow, frozen=True, kw_only=True):
     """The lane-seconds lost by one cause: devices idled, or waited for other ranks in collectives.
 
     Attributes:
-        cause: Name of the cause; ``docs/report.md`` defines each.
+        cause: Its name; ``docs/report.md`` defines each.
         seconds: Device-seconds: lanes that share a device count once.
         share: Share of the observed time of all devices.
         parts: What trajectories, their processes and the loop did meanwhile, in device-seconds that add up to
             ``seconds``; only where trajectories were recorded, of causes that they are behind.
     """
 
-    cause: str
-    seconds: float
-    share: float
     parts: dict[str, float] = {}
 
 
@@ -492,37 +504,19 @@ class SuspectRow(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.peer_value is None else self.value - self.peer_value
 
 
-class CauseRow(msgspec.Struct, frozen=True, kw_only=True):
+class CauseRow(PartRow, frozen=True, kw_only=True):
     """The waiting of all trajectories for one cause.
 
     Attributes:
-        validate: They are of validation rollouts.
         cause: ``decode``, ``tool:search``, ``loop lag``, ...; ``docs/agents.md`` defines each.
         seconds: Trajectory-seconds; those of all causes add up to the time of all trajectories.
         share: Share of these.
+        validate: They are of validation rollouts.
         trajectories: Number of trajectories that have any of it.
     """
 
     validate: bool
-    cause: str
-    seconds: float
-    share: float
     trajectories: int
-
-
-class PartRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One stretch of the rollout.
-
-    Attributes:
-        cause: As in :class:`CauseRow`; of time in which no trajectory ran, what its processes did, or
-            ``controller: <stage>``, or ``requests of no trajectory``.
-        seconds: Seconds of the wall clock.
-        share: Share of the stretch.
-    """
-
-    cause: str
-    seconds: float
-    share: float
 
 
 class CallRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,19 +8,21 @@ time's parts: computing, communicating, waiting, and idle by cause. Both sides o
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from statistics import fmean, median
 from typing import NamedTuple
 
 import msgspec
 
 from verl_profiling.capture_request import Trigger
-from verl_profiling.report.capture_rows import measures
+from verl_profiling.report.capture_rows import measures_of
 from verl_profiling.report.collectives import Calls, last_to
-from verl_profiling.report.intervals import EMPTY, Spans, intersection, length, spans_of, subtract, union
+from verl_profiling.report.intervals import EMPTY, Spans, intersection, length, subtract, time_of, union
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.model import Asked
-from verl_profiling.report.rows import MeasureRow, SuspectRow
+from verl_profiling.report.rows import SuspectRow
 
 _SMALL = 0.01
 """Share of the step under which a time is left out."""
@@ -28,20 +30,18 @@ _KERNELS = 5
 _MOST_SUSPECTS = 4
 
 
-class _Activities(NamedTuple):
+class _Known(NamedTuple):
     """The step, and what its lanes did beyond their own events.
 
     Attributes:
         step: The step.
         idle: Idle spans of each lane by cause.
         waiting: When each lane waited for other ranks, by its name.
-        measures: Numbers that workers recorded.
     """
 
     step: Step
     idle: Mapping[Lane, Mapping[str, Spans]]
     waiting: Mapping[str, Spans]
-    measures: Sequence[MeasureRow]
 
 
 def asked_of(
@@ -62,16 +62,12 @@ def asked_of(
     trigger = manifest.trigger if manifest is not None else Trigger()
     if manifest is None or (trigger.kind == "schedule" and not (trigger.sign or trigger.request)):
         return None, []
-    known = _Activities(step, idle, waiting, measures(manifest))
+    known = _Known(step, idle, waiting)
     suspects = list(_named(trigger.suspects[:_MOST_SUSPECTS], known))
     roles, suspected = {one.role for one in suspects}, {one.worker for one in suspects}
-    others = [
-        worker.name
-        for worker in step.workers
-        if worker.identity.role in roles and worker.name not in suspected
-    ]
-    found = [[p for p in _named(names, known) if p.recorded] for names in (trigger.peers, others)]
-    peers = found[0] or found[1]
+    others = [w.name for w in step.workers if w.identity.role in roles and w.name not in suspected]
+    found = ([p for p in _named(names, known) if p.recorded] for names in (trigger.peers, others))
+    peers = next(filter(None, found), [])
     rows: list[SuspectRow] = []
     for suspect in suspects:
         if beside := [p for p in peers if p.role == suspect.role and p.worker != suspect.worker]:
@@ -84,16 +80,17 @@ def asked_of(
     return Asked(**fields, when=when, last=last, waited_s=waited_s), rows
 
 
-def _named(names: Sequence[str], known: _Activities) -> Iterator[_Process]:
+def _named(names: Sequence[str], known: _Known) -> Iterator[_Process]:
     """Yield the processes that a trigger names by their lanes or as workers, if the capture has them."""
     step = known.step
-    workers = {worker.name: worker.name for worker in step.workers}
-    workers |= {"controller": "controller"} if step.stages else {}
-    lanes = {worker.identity.lane(): worker.name for worker in step.workers}
-    lanes |= {a.lane: worker.name for worker in step.workers for a in worker.artifacts}
+    workers = {"controller": "controller"} if step.stages else {}
+    for worker in step.workers:
+        lanes = (worker.identity.lane(), *(artifact.lane for artifact in worker.artifacts))
+        workers |= dict.fromkeys(lanes, worker.name)
+    workers |= {worker.name: worker.name for worker in step.workers}
     for name in dict.fromkeys(names):
-        if worker := workers.get(name) or lanes.get(name):
-            yield _Process(name, worker, known)
+        if name in workers:
+            yield _Process(name, workers[name], known)
 
 
 class _Process:
@@ -104,87 +101,82 @@ class _Process:
         worker: The worker, or ``controller``.
         lanes: Its lanes of which something is known.
         role: Its role.
+        step_ns: Duration of the step.
+        ended: Its stages that ended in the capture.
+        outermost: Names of its outermost stages.
         recorded: Whether there is anything to compare: of a process without stages and operators, its memory.
     """
 
-    def __init__(self, name: str, worker: str, known: _Activities) -> None:
-        self.name, self.worker = name, worker
-        self._known, step = known, known.step
+    def __init__(self, name: str, worker: str, known: _Known) -> None:
+        self.name, self.worker, self._known, step = name, worker, known, known.step
+        self.step_ns = step.span_ns
         of_worker = [lane for lane in step.lanes if lane.source.worker == worker]
         named = [lane for lane in of_worker if name in (lane.name, lane.source.lane)]
         self.lanes: list[Lane] = [lane for lane in named or of_worker if not lane.is_unknown]
-        results = [result for result in step.workers if result.name == worker]
-        self.role = results[0].identity.role if results else worker
-        spans = [span for result in results for span in result.stages] if results else step.stages
-        self.outermost = dict.fromkeys(span.name for span in spans if span.depth == 0)
-        self._ended = [span for span in spans if not step.cut_off(span)]
-        tools = [span for result in results for span in result.tool_spans]
-        self._tools = spans_of((span.begin_ns, span.end_ns) for span in tools)
-        self.recorded = bool(spans or self.lanes) or any(
-            artifact.status == "ok" for result in results for artifact in result.artifacts
-        )
+        self._results = [result for result in step.workers if result.name == worker]
+        self.role = self._results[0].identity.role if self._results else worker
+        stages = [span for one in self._results for span in one.stages] if self._results else step.stages
+        self.outermost = dict.fromkeys(span.name for span in stages if span.depth == 0)
+        self.ended = [span for span in stages if not step.cut_off(span)]
+        artifacts = [artifact for result in self._results for artifact in result.artifacts]
+        self.recorded = bool(stages or self.lanes) or any(one.status == "ok" for one in artifacts)
 
     def ran(self, stage: str) -> bool:
         """Return whether it ran a stage of its own of that name to its end."""
-        return any(span.name == stage for span in self._ended)
+        return any(span.name == stage for span in self.ended)
+
+    def window(self, stage: str) -> Spans:
+        """Return when it was in a stage, its own or else the loop's, or in the step where none is named.
+
+        The starts and stops of its tools are no part of it.
+        """
+        step = self._known.step
+        own = time_of(self.ended, stage)
+        if not len(own):
+            own = step.during(stage) if stage else step.whole
+        return subtract(own, time_of(span for result in self._results for span in result.tool_spans))
 
     def worked_s(self, stage: str) -> float | None:
         """Return its time in a stage without waiting; of what has no such stage, the time it was busy."""
-        window = self._window(stage)
+        window = self.window(stage)
         if self.ran(stage):
-            waits = [self._known.waiting.get(lane.name, EMPTY) for lane in self.lanes]
-            waited = [length(intersection(window, waiting)) for waiting in waits]
-            return (length(window) - (fmean(waited) if waited else 0)) / 1e9
+            waits = [self._known.waiting.get(lane.name, EMPTY) for lane in self.lanes] or [EMPTY]
+            return (length(window) - fmean(length(intersection(window, wait)) for wait in waits)) / 1e9
         busy = [length(intersection(lane.busy, window)) for lane in self.lanes]
         return fmean(busy) / 1e9 if busy else None
 
     def parts_s(self, stage: str) -> dict[str, float]:
         """Return what its lanes did in a stage, on average; the parts add up to what was observed of it."""
-        totals: dict[str, float] = {}
+        totals: Counter[str] = Counter()
         for lane in self.lanes:
-            window = intersection(self._window(stage), lane.observed)
+            window = intersection(self.window(stage), lane.observed)
             work = union(lane.compute, lane.memory, lane.unrecognised)
             exposed = subtract(lane.communication, work)
             waiting = intersection(self._known.waiting.get(lane.name, EMPTY), exposed)
-            idle = self._known.idle[lane]
             parts = {
                 "computing and copying": work,
                 "communicating": subtract(exposed, waiting),
                 "waiting for other ranks": waiting,
-                **{f"idle: {cause.replace('_', ' ')}": spans for cause, spans in idle.items()},
             }
-            for name, spans in parts.items():
-                took_s = length(intersection(spans, window)) / 1e9
-                totals[name] = totals.get(name, 0.0) + took_s / len(self.lanes)
-        return totals
+            parts |= {f"idle: {name.replace('_', ' ')}": of for name, of in self._known.idle[lane].items()}
+            totals.update({name: length(intersection(of, window)) for name, of in parts.items()})
+        return {name: ns / len(self.lanes) / 1e9 for name, ns in totals.items()}
 
-    def kernels_s(self, stage: str = "") -> dict[str, float]:
+    def kernels_s(self, stage: str) -> dict[str, float]:
         """Return the self time of its kernels that began in a stage, or in the whole step, by name."""
-        totals: dict[str, float] = {}
+        totals: Counter[str] = Counter()
         for lane in self.lanes:
             for (place, name), (_, self_ns) in lane.ops.items():
-                if stage in ("", place):
-                    totals[name] = totals.get(name, 0.0) + self_ns / len(self.lanes) / 1e9
-        return totals
+                totals[name] += self_ns if stage in ("", place) else 0
+        return {name: ns / len(self.lanes) / 1e9 for name, ns in totals.items() if ns}
 
     def peaks(self, stage: str) -> dict[str, float]:
         """Return its peaks of memory: in the stage that was slow where they are known, else in any."""
-        own = [m for m in self._known.measures if m.worker == self.worker and m.unit == "bytes"]
+        own = [row for result in self._results for row in measures_of(result) if row.unit == "bytes"]
         peaks: dict[str, float] = {}
-        for measure in [m for m in own if m.stage == stage] or own:
-            peaks[measure.name] = max(measure.value, peaks.get(measure.name, measure.value))
+        for row in [row for row in own if row.stage == stage] or own:
+            peaks[row.name] = max(row.value, peaks.get(row.name, row.value))
         return peaks
-
-    def _window(self, stage: str) -> Spans:
-        """Return when it was in a stage, its own or else the loop's, or in the step where none is named.
-
-        The starts and stops of its tools are no part of it.
-        """
-        own = spans_of((span.begin_ns, span.end_ns) for span in self._ended if span.name == stage)
-        if not len(own):
-            step = self._known.step
-            own = step.during(stage) if stage else spans_of([(step.begin_ns, step.end_ns)])
-        return subtract(own, self._tools)
 
 
 def _rows(suspect: _Process, peers: Sequence[_Process], stage: str) -> Iterator[SuspectRow]:
@@ -193,9 +185,7 @@ def _rows(suspect: _Process, peers: Sequence[_Process], stage: str) -> Iterator[
     blank = SuspectRow(suspect=suspect.name, peers=whose, kind="stage", name="", value=0.0, peer_value=None)
     names = dict.fromkeys([*([stage] if stage else []), *suspect.outermost]) or [""]
     worked = {name: seconds for name in names if (seconds := suspect.worked_s(name)) is not None}
-    of_peers = [
-        {name: peer.worked_s(name) for name in names if peer.ran(name) == suspect.ran(name)} for peer in peers
-    ]
+    of_peers = [{n: one.worked_s(n) for n in names if one.ran(n) == suspect.ran(n)} for one in peers]
     rows = _beside(blank, worked, of_peers)
     alike = [peer for peer in peers if peer.lanes and peer.ran(stage) == suspect.ran(stage)]
     parts = [peer.parts_s(stage) for peer in alike]
@@ -203,16 +193,14 @@ def _rows(suspect: _Process, peers: Sequence[_Process], stage: str) -> Iterator[
     if suspect.lanes and alike:
         where = stage if any(one.kernels_s(stage) for one in (suspect, *alike)) else ""
         found = [one.kernels_s(where) for one in (suspect, *alike)]
-        every = {name: 0.0 for of in found for name in of}
-        own, *theirs = ({**every, **of} for of in found)
+        own, *theirs = ({**dict.fromkeys(chain(*found), 0.0), **of} for of in found)
         kernels = _beside(msgspec.structs.replace(blank, kind="kernel"), own, theirs)
         kernels.sort(key=lambda row: -abs(row.difference or 0.0))
         rows += [row for row in kernels[:_KERNELS] if row.difference]
-    least_s = _SMALL * suspect._known.step.span_ns / 1e9
+    least_s = _SMALL * suspect.step_ns / 1e9
     yield from (row for row in rows if max(row.value, row.peer_value or 0.0) >= least_s)
-    peaks = [peer.peaks(stage) for peer in peers]
     memory = msgspec.structs.replace(blank, kind="memory", unit="bytes")
-    yield from _beside(memory, suspect.peaks(stage), peaks)
+    yield from _beside(memory, suspect.peaks(stage), [peer.peaks(stage) for peer in peers])
 
 
 def _beside(

@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Drawn
 
-from verl_profiling.report.anatomy import outside_sentences
 from verl_profiling.report.columns import Sentence, fitting_console, shortened, table_of
 from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import asked_sentences, figures, rollout_sentences, sentences
@@ -126,7 +125,6 @@ def _problems(report: Report) -> list[str]:
 
 
 def _all_lines(report: Report) -> Iterator[str]:
-    yield from map(escape, outside_sentences(report.outside))
     yield from map(escape, rollout_sentences(report.rollout) if report.rollout else ())
     yield from map(escape, sentences(report))
     if report.metrics:

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl_profiling.manifest import Request
-from verl_profiling.report.intervals import Spans, length, percentiles, union
-from verl_profiling.report.rollout.axes import Axes, Ints, Sharing
+from verl_profiling.report.intervals import Axes, Ints, Sharing, length, overlaps, percentiles, union
 from verl_profiling.report.rollout.pieces import Pieces
 from verl_profiling.report.rollout.records import OTHERS, Blocks, Records, Trajectory, short_name
 from verl_profiling.report.rows import (
@@ -47,17 +46,13 @@ def call_rows(records: Records) -> list[CallRow]:
     keys = role_of[spans.process] * max(len(records.names), 1) + spans.name
     known, place = np.unique(keys, return_inverse=True)
     took = np.bincount(place, weights=spans.end - spans.begin, minlength=len(known))
-    ranked = np.argsort(-took, kind="stable")
-    rank = np.empty(len(known), dtype=np.int64)
-    rank[ranked] = np.minimum(np.arange(len(known)), _MOST_CALLS)
-    order = np.argsort(rank[place], kind="stable")
-    bounds = np.searchsorted(rank[place][order], np.arange(1, min(len(known), _MOST_CALLS + 1)))
+    most = np.argsort(-took, kind="stable")[:_MOST_CALLS]
     rows = []
-    for number, mine in enumerate(np.split(order, bounds) if len(known) else ()):
-        role, name = divmod(int(known[ranked[number]]), len(records.names))
-        called = ("", OTHERS) if number == _MOST_CALLS else (roles[role], records.names[name])
-        rows.append(_call_row(*called, mine, records))
-    return rows
+    for at in most.tolist():
+        role, name = divmod(int(known[at]), len(records.names))
+        rows.append(_call_row(roles[role], records.names[name], np.flatnonzero(place == at), records))
+    rest = np.flatnonzero(~np.isin(place, most))
+    return [*rows, _call_row("", OTHERS, rest, records)] if len(rest) else rows
 
 
 def _call_row(role: str, name: str, rows: Ints, records: Records) -> CallRow:
@@ -103,7 +98,7 @@ def block_rows(blocks: Blocks, lag: Pieces) -> list[BlockRow]:
     for what in ranked[:_MOST_BLOCKS]:
         mine = blocks.what == what
         beside = np.flatnonzero(np.isin(lag.loop, np.unique(blocks.loop[mine])))
-        still = _common(union(held[mine]), asked[beside], axes)
+        still = overlaps(asked[beside], union(held[mine]))
         lane, name, function = blocks.named[what]
         rows.append(
             BlockRow(
@@ -118,19 +113,6 @@ def block_rows(blocks: Blocks, lag: Pieces) -> list[BlockRow]:
             )
         )
     return rows
-
-
-def _common(held: Spans, asked: Spans, axes: Axes) -> Ints:
-    """Return how much of each span (ns) is in a set of time."""
-    _, begin, end = axes.take(held)
-    before = np.concatenate(([0], np.cumsum(end - begin)))
-    sides = []
-    for side in (0, 1):
-        begun = np.searchsorted(held[:, 0], asked[:, side], side="right")
-        last = np.maximum(begun - 1, 0)
-        inside = (begun > 0) & (held[last, 1] > asked[:, side])
-        sides.append(before[begun] - np.where(inside, end[last] - axes.time(asked[:, side]), 0))
-    return np.asarray(sides[1] - sides[0], dtype=np.int64)
 
 
 def group_rows(

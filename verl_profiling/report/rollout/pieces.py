@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.manifest import Request
-from verl_profiling.report.intervals import union
-from verl_profiling.report.rollout.axes import Axes, Ints, innermost, ragged
+from verl_profiling.report.intervals import Axes, Ints, union, without
 from verl_profiling.report.rollout.records import Blocks, Records
 
 DRAIN_NS = 50_000_000
@@ -70,14 +69,14 @@ class Pieces(NamedTuple):
         return Pieces._make((*(column[rows] for column in self[:-1]), self.causes))
 
 
-def trajectory_pieces(records: Records, served: Mapping[int, Request]) -> Pieces:
-    """Return what trajectories waited for: at each instant of one, at least one piece of it.
+def pieces_of(records: Records, served: Mapping[int, Request]) -> tuple[Pieces, Pieces]:
+    """Return what trajectories waited for, and what processes did outside of them: their innermost spans.
 
-    An instant belongs to the innermost open spans. A ``generate`` span divides by its request. Where no span
-    is open it is the trajectory's own code; ``unexplained`` in a process whose log is not whole. Until the
-    first span of a trajectory that began before recording did, it ``began before the capture``: it may have
-    been in a span that nobody knows.
-    Then the time for which it stood still is taken out.
+    At each instant of a trajectory there is at least one piece of it. A ``generate`` span divides by its
+    request. Where no span is open it is the trajectory's own code; ``unexplained`` in a process whose log is
+    not whole. Until the first span of a trajectory that began before recording did, it ``began before the
+    capture``: it may have been in a span that nobody knows. Then the time for which it stood still is taken
+    out.
 
     Args:
         records: What was recorded.
@@ -85,23 +84,17 @@ def trajectory_pieces(records: Records, served: Mapping[int, Request]) -> Pieces
     """
     spans = records.spans
     causes, of_name = _causes(records)
-    index, first, last = _innermost(records, of_trajectories=True)
-    index, first, last, cause = _divided(index, first, last, of_name[spans.name[index]], served, records)
+    index, first, last = _innermost(records)
+    cause = of_name[spans.name[index]]
+    certain, inside = np.zeros(len(index), dtype=bool), spans.trajectory[index] >= 0
+    every = Pieces(spans.process[index], first, last, cause, spans.loop[index], certain, causes)
+    index, first, last, cause = (column[inside] for column in (index, first, last, cause))
+    index, first, last, cause = _divided(index, first, last, cause, served, records)
     goes_on = (spans.open[index] > 0) & (last == spans.end[index])
     held = (cause < len(_PARTS)) & ~np.isin(cause, _ON_THE_WAY)  # by the engine: no block holds it up
-    inside = (spans.trajectory[index], first, last, cause, np.where(held | goes_on, -1, spans.loop[index]))
-    columns = [np.concatenate(pair) for pair in zip(inside, _gaps(records), strict=True)]
-    return _with_lag(records, causes, *columns)
-
-
-def process_pieces(records: Records) -> Pieces:
-    """Return what processes did outside of trajectories: their innermost spans."""
-    spans = records.spans
-    causes, of_name = _causes(records)
-    index, first, last = _innermost(records, of_trajectories=False)
-    certain = np.zeros(len(index), dtype=bool)
-    cause = of_name[spans.name[index]]
-    return Pieces(spans.process[index], first, last, cause, spans.loop[index], certain, causes)
+    waits = (spans.trajectory[index], first, last, cause, np.where(held | goes_on, -1, spans.loop[index]))
+    columns = [np.concatenate(pair) for pair in zip(waits, _gaps(records), strict=True)]
+    return _with_lag(records, causes, *columns), every.of(np.flatnonzero(~inside))
 
 
 def _causes(records: Records) -> tuple[list[str], Ints]:
@@ -113,17 +106,19 @@ def _causes(records: Records) -> tuple[list[str], Ints]:
     return list(numbers), np.array(of, dtype=np.int64)
 
 
-def _innermost(records: Records, of_trajectories: bool) -> tuple[Ints, Ints, Ints]:
-    """Return when spans of trajectories, or of processes, were innermost: their numbers, begins and ends."""
+def _innermost(records: Records) -> tuple[Ints, Ints, Ints]:
+    """Return when spans have no other one open inside them: numbers of the spans, begins and ends.
+
+    A span inside another that has ended is inside the one around that. A parent that comes later, or of
+    another trajectory or process, is none, so there are no circles.
+    """
     spans = records.spans
-    rows = np.flatnonzero((spans.trajectory >= 0) == of_trajectories)
-    number = np.full(len(spans.trajectory) + 1, -1, dtype=np.int64)  # the last one is that of no parent
-    number[rows] = np.arange(len(rows))
-    owner = spans.trajectory if of_trajectories else spans.process
-    index, first, last = innermost(
-        owner[rows], spans.begin[rows], spans.end[rows], number[spans.parent[rows]]
-    )
-    return rows[index], first, last
+    owner = np.where(spans.trajectory >= 0, spans.trajectory, -1 - spans.process)
+    inside = np.flatnonzero(spans.parent >= 0)
+    around, reach = _nested(owner, spans.begin, spans.end, spans.parent, inside)
+    held = around >= 0
+    children, parents = inside[held], around[held]
+    return without(spans.begin, spans.end, parents, spans.begin[children], reach[children])
 
 
 def _divided(
@@ -168,9 +163,8 @@ def _gaps(records: Records) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     ]
     from_ns, until_ns, loop, whole_log, unseen = np.array(columns, dtype=np.int64).reshape(-1, 5).T
     rows = np.flatnonzero(spans.trajectory >= 0)
-    axes = Axes(len(columns), from_ns, until_ns, spans.begin[rows], spans.end[rows])
-    whole = axes.put(np.arange(len(columns)), from_ns, until_ns)
-    of, first, last = axes.left(whole, axes.put(spans.trajectory[rows], spans.begin[rows], spans.end[rows]))
+    holes = (spans.trajectory[rows], spans.begin[rows], spans.end[rows])
+    of, first, last = without(from_ns, until_ns, *holes)
     cause = np.where(whole_log[of] > 0, _NUMBERS[OWN_CODE], _NUMBERS[UNEXPLAINED])
     cause[(unseen[of] > 0) & (first == from_ns[of])] = _NUMBERS[BEFORE]
     return of, first, last, cause, loop[of]
@@ -181,10 +175,7 @@ def _with_lag(
 ) -> Pieces:
     """Take out the time for which trajectories stood still, as pieces with that cause."""
     number, low, high = _standing_still(owner, loop, begin, end, records.blocks)
-    axes = Axes(len(owner), begin, end, low, high)
-    left, first, last = axes.left(
-        axes.put(np.arange(len(owner)), begin, end), union(axes.put(number, low, high))
-    )
+    left, first, last = without(begin, end, number, low, high)
     rows = np.concatenate((left, number))
     lagged = np.arange(len(rows)) >= len(left)
     return Pieces(
@@ -243,8 +234,36 @@ def _without_own(
     last = np.searchsorted(of[:, 0], asked[:, 1], side="left")
     if np.maximum(last - first, 0).sum() > _MOST_PAIRS:  # of no loop that ran: its blocks do not overlap
         return number, low, high
-    block, row = ragged(first, last)
+    block, row = _ragged(first, last)
     _, own_begin, own_end = axes.take(of[block])
-    index = np.arange(len(number))
-    left, begin, end = axes.left(axes.put(index, low, high), axes.put(row, own_begin, own_end))
+    left, begin, end = without(low, high, row, own_begin, own_end)
     return number[left], begin, end
+
+
+def _ragged(first: Ints, last: Ints) -> tuple[Ints, Ints]:
+    """Return the numbers from ``first`` up to ``last`` of each row, one after the other, and their rows."""
+    counts = np.maximum(last - first, 0)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    starts = np.cumsum(counts) - counts
+    return np.arange(counts.sum()) - starts[rows] + first[rows], rows
+
+
+def _nested(owner: Ints, begin: Ints, end: Ints, parent: Ints, inside: Ints) -> tuple[Ints, Ints]:
+    """Return the open parent of each selected span, and the end of each span with its descendants."""
+    begins, ends, reach = begin.tolist(), end.tolist(), end.tolist()
+    up, owners = np.where(parent < np.arange(len(parent)), parent, -1).tolist(), owner.tolist()
+    found = []
+    for child in inside.tolist():
+        # An ended span stays ended for all that begin later, so the way past it is shortened for them.
+        around, way = up[child], []
+        while around >= 0 and ends[around] <= begins[child]:
+            way.append(around)
+            around = up[around]
+        for passed in way:
+            up[passed] = around
+        found.append(around if around >= 0 and owners[around] == owners[child] else -1)
+        up[child] = found[-1]
+    for child, around in zip(reversed(inside.tolist()), reversed(found), strict=True):
+        if around >= 0 and reach[child] > reach[around]:
+            reach[around] = reach[child]
+    return np.array(found, dtype=np.int64), np.array(reach, dtype=np.int64)

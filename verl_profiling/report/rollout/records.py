@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from verl_profiling.report.rollout.axes import Ints
+from verl_profiling.report.intervals import Ints
 from verl_profiling.timeline.step import Source
-from verl_profiling.trajectory_log import NO_SPAN, SpanRecord, TrajectoryLog, TrajectoryRecord
+from verl_profiling.trajectory_log import NO_SPAN, Block, SpanRecord, TrajectoryLog, TrajectoryRecord
 
 UNKNOWN = "unknown"
 """Name of what blocked an event loop where no sample saw it."""
@@ -155,7 +155,7 @@ def read_records(logs: Iterable[tuple[Source, TrajectoryLog]], begin_ns: int, en
 
 
 class _Gathered:
-    """The columns while logs are read."""
+    """The columns while logs are read, one after the other."""
 
     def __init__(self) -> None:
         self.processes: list[tuple[str, str]] = []
@@ -169,89 +169,79 @@ class _Gathered:
 
     def add(self, source: Source, log: TrajectoryLog, window: tuple[int, int]) -> None:
         """Add what is in a window of a log."""
-        self.processes.append((source.lane, source.role))
-        loops = {loop.id: self._loops + index for index, loop in enumerate(log.loops)}
+        self._offset, self._window = source.offset_ns, window
+        self._loop_of = {loop.id: self._loops + index for index, loop in enumerate(log.loops)}
         self._loops += len(log.loops)
-        numbers: dict[int, int | None] = {NO_SPAN: NO_SPAN}
-        whole_log = not (log.cut or log.spans_left_out)
+        self.processes.append((source.lane, source.role))
+        numbers: dict[int, int] = {NO_SPAN: NO_SPAN}
         failed_in = _failed_in(log)
         for record in log.trajectories:
-            begin, end = record.begin_ns - source.offset_ns, record.end_ns - source.offset_ns
-            first, last = max(begin, window[0]), min(end, window[1])
-            numbers[record.id] = len(self.trajectories) if first <= last else None
+            first, last = self._clipped(record, window)
             if first <= last:
+                numbers[record.id] = len(self.trajectories)
                 found = Trajectory(
                     said=record,
                     begin_ns=first,
                     end_ns=last,
-                    cut_begin=first > begin,
-                    cut_end=last < end or record.fate == "running",
-                    loop=loops.get(record.loop, NO_SPAN),
+                    cut_begin=first > record.begin_ns - self._offset,
+                    cut_end=last < record.end_ns - self._offset or record.fate == "running",
+                    loop=self._loop_of.get(record.loop, NO_SPAN),
                     unseen_begin=record.begin_ns < log.begin_ns,
-                    whole_log=whole_log,
+                    whole_log=not (log.cut or log.spans_left_out),
                     failed_in=failed_in.get(record.id),
                 )
                 self.trajectories.append(found)
-        owners = self._add_spans(log, source.offset_ns, window, numbers, loops)
-        self._add_blocks(source, log, window, owners, loops)
+        self._add_blocks(source.lane, log, self._add_spans(log, numbers))
 
-    def _add_spans(
-        self,
-        log: TrajectoryLog,
-        offset: int,
-        window: tuple[int, int],
-        numbers: dict[int, int | None],
-        loops: dict[int, int],
-    ) -> dict[int, int]:
+    def _clipped(
+        self, record: TrajectoryRecord | SpanRecord | Block, window: tuple[int, int]
+    ) -> tuple[int, int]:
+        """Return what is in a window of the time of a record."""
+        return max(record.begin_ns - self._offset, window[0]), min(record.end_ns - self._offset, window[1])
+
+    def _add_spans(self, log: TrajectoryLog, numbers: dict[int, int]) -> dict[int, int]:
         """Add the spans of a log; return the number of the trajectory of each of those that are kept."""
         rows: list[tuple[int, ...]] = []
         kept: dict[int, int] = {NO_SPAN: NO_SPAN}
         owners: dict[int, int] = {}
         for span in sorted(log.spans, key=lambda span: (span.begin_ns, span.id)):
-            number = numbers[span.trajectory]
+            number = numbers.get(span.trajectory)
             if number is None:
                 continue
-            low, high = window
-            if number != NO_SPAN:
-                low, high = self.trajectories[number].begin_ns, self.trajectories[number].end_ns
-            begin, end = max(span.begin_ns - offset, low), min(span.end_ns - offset, high)
+            own = self.trajectories[number] if number != NO_SPAN else None
+            begin, end = self._clipped(span, (own.begin_ns, own.end_ns) if own else self._window)
+            around = kept.get(span.parent, NO_SPAN)
             if end < begin:
-                kept[span.id] = kept.get(span.parent, NO_SPAN)
+                kept[span.id] = around
                 continue
-            row = self._count + len(rows)
-            kept[span.id], owners[span.id] = row, number
+            row = kept[span.id] = self._count + len(rows)
+            owners[span.id] = number
             if span.request:
                 self.requests[row] = span.request
             name = self.names.setdefault(short_name(span.name), len(self.names))
-            around, loop = kept.get(span.parent, NO_SPAN), loops.get(span.loop, NO_SPAN)
-            goes_on = span.open or span.end_ns - offset > end
+            loop, goes_on = (
+                self._loop_of.get(span.loop, NO_SPAN),
+                span.open or span.end_ns - self._offset > end,
+            )
             process = len(self.processes) - 1
             rows.append((number, process, name, begin, end, around, loop, span.failed, goes_on))
         self.spans.append(np.array(rows, dtype=np.int64).reshape(-1, 9))
         self._count += len(rows)
         return owners
 
-    def _add_blocks(
-        self,
-        source: Source,
-        log: TrajectoryLog,
-        window: tuple[int, int],
-        owners: dict[int, int],
-        loops: dict[int, int],
-    ) -> None:
+    def _add_blocks(self, lane: str, log: TrajectoryLog, owners: dict[int, int]) -> None:
         blocking = {block.span for block in log.blocks}
         names = {span.id: span.name for span in log.spans if span.id in blocking}
         rows = []
         for block in log.blocks:
-            begin = max(block.begin_ns - source.offset_ns, window[0])
-            end = min(block.end_ns - source.offset_ns, window[1])
-            if end <= begin or block.loop not in loops:
+            begin, end = self._clipped(block, self._window)
+            if end <= begin or block.loop not in self._loop_of:
                 continue
             who = (names.get(block.span) or block.function) if block.function else UNKNOWN
-            key = (source.lane, short_name(who))
+            key = (lane, short_name(who))
             number, functions = self.blockers.setdefault(key, (len(self.blockers), Counter()))
             functions[short_name(block.function)] += end - begin
-            rows.append((loops[block.loop], begin, end, owners.get(block.span, NO_SPAN), number))
+            rows.append((self._loop_of[block.loop], begin, end, owners.get(block.span, NO_SPAN), number))
         self.blocks.append(np.array(rows, dtype=np.int64).reshape(-1, 5))
 
 

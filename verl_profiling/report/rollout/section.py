@@ -10,17 +10,19 @@ from numpy.typing import NDArray
 from verl_profiling.manifest import POLLING, StageSpan
 from verl_profiling.report.intervals import (
     EMPTY,
+    Ints,
+    Sharing,
     Spans,
     intersection,
     length,
     percentiles,
     spans_of,
     subtract,
+    time_of,
     union,
 )
 from verl_profiling.report.lanes import Step
 from verl_profiling.report.lost import ROLLOUT
-from verl_profiling.report.rollout.axes import Ints, Sharing
 from verl_profiling.report.rollout.outcomes import (
     block_rows,
     call_rows,
@@ -36,8 +38,7 @@ from verl_profiling.report.rollout.pieces import (
     LOOP_LAG,
     UNEXPLAINED,
     Pieces,
-    process_pieces,
-    trajectory_pieces,
+    pieces_of,
 )
 from verl_profiling.report.rollout.records import OTHERS, read_records
 from verl_profiling.report.rows import CauseRow, PartRow, Polling, Rollout
@@ -73,8 +74,8 @@ def rollout_of(
         ),
         requests_by_id(step.manifest),
     )
-    pieces = trajectory_pieces(records, served)
-    explanation = Explanation(pieces, process_pieces(records), step.stages, union(*step.served.values()))
+    pieces, of_processes = pieces_of(records, served)
+    explanation = Explanation(pieces, of_processes, step.stages, union(*step.served.values()))
     begin = np.array([one.begin_ns for one in found], dtype=np.int64)
     end = np.array([one.end_ns for one in found], dtype=np.int64)
     validate = np.array([one.validate for one in found], dtype=bool)
@@ -193,11 +194,8 @@ class Explanation:
     def __init__(
         self, trajectories: Pieces, processes: Pieces, stages: Sequence[StageSpan], requests: Spans
     ) -> None:
-        runs: dict[str, list[tuple[int, int]]] = {}
-        for span in sorted(stages, key=lambda span: (-span.depth, span.name)):
-            if span.depth:
-                runs.setdefault(span.name, []).append((span.begin_ns, span.end_ns))
-        inner = {name: spans_of(found) for name, found in runs.items()}
+        nested = sorted((span for span in stages if span.depth), key=lambda span: (-span.depth, span.name))
+        inner = {name: time_of(nested, name) for name in dict.fromkeys(span.name for span in nested)}
         self._names = [*trajectories.causes, *(f"controller: {name}" for name in inner), _NO_TRAJECTORY]
         self._levels: list[tuple[Ints, Sharing]] = []
         taken = EMPTY
