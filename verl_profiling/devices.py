@@ -49,11 +49,25 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 def used_devices() -> list[Device]:
     """Return the accelerators that this process has used; empty if none, or if nothing says so."""
+    torch: Any = sys.modules.get("torch")
+    found: list[Device] = []
     try:
-        return _used()
+        for kind in ("npu", "cuda", "xpu"):
+            module = getattr(torch, kind, None)
+            if module is None or not module.is_initialized():
+                continue
+            visible = _visible(kind)
+            for index in range(module.device_count()):
+                if index == module.current_device() or module.memory_reserved(index):
+                    id = visible[index] if index < len(visible) else str(index)
+                    uuid = str(getattr(module.get_device_properties(index), "uuid", ""))
+                    device = _device(kind, index, id)
+                    found.append(msgspec.structs.replace(device, uuid=_uuid(uuid) or device.uuid))
+            break
     except Exception as error:  # of a driver or a device, whose state nobody here has caused
         logger.debug("the devices of this process are not known: %s: %s", type(error).__name__, error)
         return []
+    return found
 
 
 def given_devices() -> list[Device]:
@@ -61,8 +75,13 @@ def given_devices() -> list[Device]:
 
     Not while the process exits: Ray, which is asked, would not answer any more.
     """
+    ray: Any = sys.modules.get("ray")
     try:
-        return _given()
+        if ray is None or not ray.is_initialized():
+            return []
+        given = ray.get_runtime_context().get_accelerator_ids()
+        ids = next((ids for ids in given.values() if ids), ())
+        return [_device("cpu", index, str(id)) for index, id in enumerate(ids)]
     except Exception as error:
         logger.debug("Ray does not say what it gave this process: %s: %s", type(error).__name__, error)
         return []
@@ -85,32 +104,6 @@ def engine_devices(kind: str, ranks: int, numbers: Sequence[int], ids: Sequence[
         if every or number < len(visible):
             known[rank] = _device(kind, number, str(number) if every else visible[number])
     return known
-
-
-def _used() -> list[Device]:
-    torch: Any = sys.modules.get("torch")
-    for kind in ("npu", "cuda", "xpu"):
-        module = getattr(torch, kind, None)
-        if module is None or not module.is_initialized():
-            continue
-        visible, found = _visible(kind), []
-        for index in range(module.device_count()):
-            if index == module.current_device() or module.memory_reserved(index):
-                id = visible[index] if index < len(visible) else str(index)
-                uuid = str(getattr(module.get_device_properties(index), "uuid", ""))
-                device = _device(kind, index, id)
-                found.append(msgspec.structs.replace(device, uuid=_uuid(uuid) or device.uuid))
-        return found
-    return []
-
-
-def _given() -> list[Device]:
-    ray: Any = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
-        return []
-    given = ray.get_runtime_context().get_accelerator_ids()
-    ids = next((ids for ids in given.values() if ids), ())
-    return [_device("cpu", index, str(id)) for index, id in enumerate(ids)]
 
 
 def _visible(kind: str) -> tuple[str, ...]:

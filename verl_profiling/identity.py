@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 from functools import cache
 from pathlib import Path
 from zlib import crc32
@@ -157,6 +158,22 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         if self.is_engine:
             return f"{self.role} replica {self.replica} node {self.node_rank} ({process})"
         return f"{self.role} rank {self.rank} ({process})"
+
+
+def process_rank() -> tuple[int, int] | None:
+    """Return rank and world size of this process, or ``None`` where nothing says so.
+
+    ``torch.distributed`` knows them once it is initialised; else the launcher's RANK and WORLD_SIZE do.
+    It imports no torch.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    try:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return None
+    return (rank, world_size) if 0 <= rank < world_size else None
 
 
 def safe_name(text: str) -> str:

@@ -1,9 +1,7 @@
-"""Ranks as users write them: ``"0,8-15"``, a number, a list, or a word; and the rank a launcher gave."""
+"""Ranks as users write them: ``"0,8-15"``, a number, or a list."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 
 from verl_profiling.errors import ConfigError
@@ -54,19 +52,3 @@ def _ranks_in(text: str, key: str) -> Iterator[int]:
         if high < low or room < 0:
             raise ConfigError(key, f'{part.strip()!r} is not a range of ranks; write e.g. "8-15"')
         yield from range(low, high + 1)
-
-
-def process_rank() -> tuple[int, int] | None:
-    """Return rank and world size of this process, or ``None`` where nothing says so.
-
-    ``torch.distributed`` knows them once it is initialised; else the launcher's RANK and WORLD_SIZE do.
-    It imports no torch.
-    """
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    try:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    except (KeyError, ValueError):
-        return None
-    return (rank, world_size) if 0 <= rank < world_size else None

@@ -13,7 +13,7 @@ from conftest import Pool
 from example_loops import settings
 
 from verl_profiling import ConfigError, ProfilingCallback
-from verl_profiling.controller.calls import Call, Round
+from verl_profiling.controller.calls import Call, wait_for
 from verl_profiling.controller.targets import make_targets
 from verl_profiling.workers import CaptureMixin
 
@@ -39,8 +39,9 @@ class Local:
 
 def outcome(call: Call, waited_s: float = 1.0) -> Any:
     """Wait for a call and return its answer, or why there is none."""
-    Round([call], waited_s).wait()
-    return call.reply() if call.reply() is not None else call.problem(waited_s)
+    call.timeout_s = waited_s
+    wait_for([call])
+    return call.reply() if call.reply() is not None else call.problem()
 
 
 @pytest.mark.parametrize("workers", [[], (), object(), 3, [Local(), object()]])
@@ -58,8 +59,10 @@ def test_ray_actors_are_called_all_at_once(pool: Pool, tmp_path: Path) -> None:
     targets = make_targets("actor", pool.sync)
     calls = [call for target in targets for call in target.call("work", ["a"])]
     switch.unlink()
-    Round(calls, 120).wait()
-    assert [call.problem(120) for call in calls if not call.returned_ns] == []
+    for call in calls:
+        call.timeout_s = 120
+    wait_for(calls)
+    assert [call.problem() for call in calls if not call.returned_ns] == []
     assert max(call.sent_ns for call in calls) < min(call.returned_ns for call in calls)
 
 
@@ -76,7 +79,7 @@ def test_a_round_waits_no_longer_than_told(pool: Pool, tmp_path: Path) -> None:
     assert outcome(call, 0.2) == "work did not return within 0.2 s; is the worker hung or busy?"
     assert time.monotonic() - begin < 10
     (switches / "work").unlink()
-    Round([call], 10).wait()
+    outcome(call, 10)
     assert call.future.done()
 
 

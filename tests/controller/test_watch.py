@@ -156,7 +156,7 @@ def test_a_worker_that_never_answers_is_named_once_and_holds_up_nothing(
     assert [summary.step for summary in whole[:8]] == list(range(1, 9))
     silent = [record.message for record in caplog.records if "has not answered read_watch" in record.message]
     assert len(silent) == 1, silent
-    assert "worker 2 of role actor" in silent[0]
+    assert "actor rank 2" in silent[0]
     (switches / "work").unlink()
     ray.get(hanging)
     begin_s, step = time.monotonic(), 12

@@ -199,7 +199,7 @@ class ResultFile:
 
     def _write(self, upload: bool = False) -> CaptureResult:
         request = self.request
-        result = _merged(self._windows)
+        result = self._windows[0] if len(self._windows) == 1 else _merged(self._windows)
         numbers, notes = finite_numbers(result.metrics)
         self.result = result = msgspec.structs.replace(
             result,

@@ -244,8 +244,8 @@ class Session:
 
     def _role(self, identity: WorkerIdentity, aim: Aim | None) -> RoleConfig:
         config = self._configs[identity.name]
-        side_by_side = self._busy.keys() if TRAJECTORIES in config.tool_names(identity.role) else ()
-        if aim is not None and not set(side_by_side).isdisjoint(aim.stages or ()):
+        side_by_side = not self._busy.keys().isdisjoint(aim.stages or ()) if aim is not None else False
+        if aim is not None and side_by_side and TRAJECTORIES in config.tool_names(identity.role):
             # The watch names that as it names a stage, but no stage of the process is recorded in its place.
             aim = msgspec.structs.replace(aim, mode="e2e", stages=None)
         return config.for_role(identity.role, aim)

@@ -135,7 +135,8 @@ class _Callback:
         """Step folder of the last capture that was written."""
         return self._controller.last_folder if self._controller is not None else None
 
-    def _wanting(self, step: int, policy_version: int | None) -> Controller | None:
+    def _step_begins(self, step: int, policy_version: int | None) -> Waits[None] | None:
+        """Note that a step begins; return what is to be done for a capture, if there is one."""
         controller = self._controller
         if controller is None:
             return None
@@ -144,12 +145,12 @@ class _Callback:
         except TypeError:
             raise TypeError(f"on_step_begin: a step is a whole number, not {type(step).__name__}") from None
         try:
-            if not controller.step_begins(number, policy_version):
+            if (waits := controller.step_begins(number, policy_version)) is None:
                 return None
         except Exception as error:
             self._failed("on_step_begin", error)
             return None
-        return None if self._is_second_thread(number) else controller
+        return None if self._is_second_thread(number) else waits
 
     def _is_second_thread(self, step: int) -> bool:
         """Refuse a captured step that begins while another thread is in one; return whether it is refused.
@@ -171,20 +172,22 @@ class _Callback:
         return True
 
     def _let_others_drive(self) -> None:
-        if not self.capturing:
+        if self._controller is None or self._controller.live is None:
             self._driver = None
 
-    def _live(self, hook: Callable[[Controller], bool]) -> Controller | None:
-        """Return the controller, if a capture is open when it has noted that a hook is called."""
+    def _noted(
+        self, hook: Callable[[Controller, Any], Waits[None] | None], argument: Any
+    ) -> Waits[None] | None:
+        """Note that a hook is called; return what is to be done for the open capture, if there is one."""
         controller = self._controller
         if controller is None:
             return None
         try:
-            live = hook(controller) and not (self._refused and get_ident() in self._refused)
-            return controller if live else None
+            if (waits := hook(controller, argument)) is None or get_ident() not in self._refused:
+                return waits
         except Exception as error:
             self._failed(hook.__name__, error)
-            return None
+        return None
 
     def _enter(self) -> None:
         if self._entered:
@@ -280,13 +283,13 @@ class ProfilingCallback(_Callback):
         Raises:
             TypeError: The step is not a whole number.
         """
-        if (controller := self._wanting(step, policy_version)) is not None:
-            self._drive("on_step_begin", controller.begin_step(step, policy_version))
+        if (waits := self._step_begins(step, policy_version)) is not None:
+            self._drive("on_step_begin", waits)
 
     def on_rollout_begin(self) -> None:
         """Begin generation: opens the stage ``rollout``, and in discrete mode the engines' window."""
-        if (controller := self._live(Controller.rollout_begins)) is not None:
-            self._drive("on_rollout_begin", controller.begin_rollout())
+        if (waits := self._noted(Controller.rollout_begins, False)) is not None:
+            self._drive("on_rollout_begin", waits)
 
     def on_rollout_end(self, metrics: Mapping[str, Any] | None = None) -> None:
         """End generation.
@@ -295,8 +298,8 @@ class ProfilingCallback(_Callback):
             metrics: Numbers to keep with the step. Other values are left out, and ones that are not
                 finite are named in the manifest's notes.
         """
-        if (controller := self._live(Controller.rollout_ends)) is not None:
-            self._drive("on_rollout_end", controller.end_rollout(metrics))
+        if (waits := self._noted(Controller.rollout_ends, metrics)) is not None:
+            self._drive("on_rollout_end", waits)
 
     def on_step_end(self, metrics: Mapping[str, Any] | None = None) -> None:
         """End a step: stops all workers, collects their results, writes the step folder.
@@ -308,17 +311,16 @@ class ProfilingCallback(_Callback):
         Raises:
             ProfilingError: A capture failed, and the settings are strict.
         """
-        if (controller := self._live(Controller.step_ends)) is not None:
-            self._drive("on_step_end", controller.end_step(metrics))
+        if (waits := self._noted(Controller.step_ends, metrics)) is not None:
+            self._drive("on_step_end", waits)
 
     def on_exception(self, error: BaseException) -> None:
         """Close an open capture after the step raised, and keep what was recorded.
 
         It never raises, not even with strict settings, because ``error`` is what the user has to see.
         """
-        if (controller := self._live(Controller.loop_raises)) is not None:
-            logger.warning("closing the capture after %s: %s", type(error).__name__, error)
-            self._drive("on_exception", controller.close(False, in_a_line(error)), loop_raised=True)
+        if (waits := self._noted(Controller.loop_raises, error)) is not None:
+            self._drive("on_exception", waits, loop_raised=True)
 
     def on_train_end(self) -> None:
         """Close an open capture, and wait for artifacts that are being compressed."""
@@ -380,8 +382,8 @@ class AsyncProfilingCallback(_Callback):
 
     async def on_step_begin(self, step: int, policy_version: int | None = None) -> None:
         """See :meth:`ProfilingCallback.on_step_begin`."""
-        if (controller := self._wanting(step, policy_version)) is not None:
-            await self._drive("on_step_begin", controller.begin_step(step, policy_version))
+        if (waits := self._step_begins(step, policy_version)) is not None:
+            await self._drive("on_step_begin", waits)
 
     async def on_rollout_begin(self, beside: bool = False) -> None:
         """See :meth:`ProfilingCallback.on_rollout_begin`.
@@ -390,14 +392,13 @@ class AsyncProfilingCallback(_Callback):
             beside: Generation runs beside the steps: this opens the engines' window alone, and
                 :meth:`on_generation` says when batches are generated.
         """
-        begins = Controller.generation_begins if beside else Controller.rollout_begins
-        if (controller := self._live(begins)) is not None:
-            await self._drive("on_rollout_begin", controller.begin_rollout(beside))
+        if (waits := self._noted(Controller.rollout_begins, beside)) is not None:
+            await self._drive("on_rollout_begin", waits)
 
     async def on_rollout_end(self, metrics: Mapping[str, Any] | None = None) -> None:
         """See :meth:`ProfilingCallback.on_rollout_end`."""
-        if (controller := self._live(Controller.rollout_ends)) is not None:
-            await self._drive("on_rollout_end", controller.end_rollout(metrics))
+        if (waits := self._noted(Controller.rollout_ends, metrics)) is not None:
+            await self._drive("on_rollout_end", waits)
 
     def on_generation(self, runs: bool) -> None:
         """Begin or end the stage ``rollout`` of generation that runs beside the steps.
@@ -423,14 +424,13 @@ class AsyncProfilingCallback(_Callback):
 
     async def on_step_end(self, metrics: Mapping[str, Any] | None = None) -> None:
         """See :meth:`ProfilingCallback.on_step_end`."""
-        if (controller := self._live(Controller.step_ends)) is not None:
-            await self._drive("on_step_end", controller.end_step(metrics))
+        if (waits := self._noted(Controller.step_ends, metrics)) is not None:
+            await self._drive("on_step_end", waits)
 
     async def on_exception(self, error: BaseException) -> None:
         """See :meth:`ProfilingCallback.on_exception`."""
-        if (controller := self._live(Controller.loop_raises)) is not None:
-            logger.warning("closing the capture after %s: %s", type(error).__name__, error)
-            await self._drive("on_exception", controller.close(False, in_a_line(error)), loop_raised=True)
+        if (waits := self._noted(Controller.loop_raises, error)) is not None:
+            await self._drive("on_exception", waits, loop_raised=True)
 
     async def on_train_end(self) -> None:
         """See :meth:`ProfilingCallback.on_train_end`."""

@@ -9,35 +9,58 @@ import asyncio
 import concurrent.futures
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Generator, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Hashable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from verl_profiling import clock
-from verl_profiling.identity import ROLLOUT_ROLE
+from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
 
 T = TypeVar("T")
 Waits = Generator[Callable[[], object], None, T]
 """What a hook does: it yields functions that wait, which the asynchronous callback runs on a thread."""
 
 
+class Worker:
+    """One worker of a target.
+
+    Attributes:
+        target: Its target.
+        number: Its index in the role.
+        identity: Who it is: what it said last, or what its target says of it.
+        owed: The outcomes of calls that it has not answered yet.
+    """
+
+    def __init__(self, target: Target, number: int) -> None:
+        self.target, self.number = target, number
+        self.identity = WorkerIdentity(
+            role=target.roles[0],
+            rank=number,
+            replica=number if target.is_rollout else None,
+            host="unknown",
+            clock_domain="unknown",
+            pid=0,
+        )
+        self.owed: set[Future[Any]] = set()
+
+
 class Call:
     """One call to one worker.
 
     Attributes:
-        worker: The called worker: a target and an index in it.
+        worker: The called worker.
         sent_ns: When it was sent, on the controller's clock.
         returned_ns: When its outcome arrived; 0 while it has not.
-        awaited: ``False`` when the worker is known to be busy with an earlier call.
+        timeout_s: How long it is waited for; 0 when the worker is known to be busy with an earlier call.
     """
 
-    def __init__(self, target: Target, index: int, method: str, future: Future[Any], sent_ns: int) -> None:
-        self.target, self.index, self.method = target, index, method
-        self.worker: Worker = target, index
+    def __init__(self, worker: Worker, method: str, future: Future[Any], sent_ns: int) -> None:
+        self.worker, self.target = worker, worker.target
+        self.method = method
         self.future = future
         self.sent_ns = sent_ns
         self.returned_ns = 0
-        self.awaited = True
+        self.timeout_s = 0.0
         future.add_done_callback(self._note_return)
 
     def _note_return(self, future: Future[Any]) -> None:
@@ -55,12 +78,12 @@ class Call:
         """Return the worker's answer, or ``None`` if there is none."""
         return self.future.result() if self.future.done() and self.error is None else None
 
-    def problem(self, waited_s: float) -> str:
+    def problem(self) -> str:
         """Return the reason why there is no answer, in one line."""
         if not self.future.done():
-            if not self.awaited:
+            if not self.timeout_s:
                 return f"{self.method} was not waited for: the worker has not answered an earlier call yet"
-            return f"{self.method} did not return within {waited_s:g} s; is the worker hung or busy?"
+            return f"{self.method} did not return within {self.timeout_s:g} s; is the worker hung or busy?"
         error = self.error
         if error is None:
             answer = type(self.future.result()).__name__
@@ -74,7 +97,7 @@ class Call:
 
 
 class Postponed(Future[Any]):
-    """The outcome of a coroutine that runs while its round is waited for, on the thread that waits.
+    """The outcome of a coroutine that runs while it is waited for, on the thread that waits.
 
     Args:
         coroutine: The coroutine.
@@ -83,71 +106,47 @@ class Postponed(Future[Any]):
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop | None) -> None:
         super().__init__()
-        self.loop = loop
-        self._coroutine = coroutine
-        self._began = False
-
-    async def run(self) -> None:
-        """Run the coroutine on this event loop, and set the outcome."""
-        self._began = True
-        try:
-            answer = await self._coroutine
-        except (Exception, asyncio.CancelledError) as error:
-            self.fail(error)
-        else:
-            if not self.done():
-                self.set_result(answer)
+        self.coroutine, self.loop = coroutine, loop
 
     def fail(self, error: BaseException) -> None:
-        """Set an error as the outcome, unless there is one."""
-        if not self._began:
-            self._coroutine.close()
+        """Set an error as the outcome, unless there is one: the coroutine does not run."""
         if not self.done():
+            self.coroutine.close()
             self.set_exception(error)
 
 
-class Round:
-    """The same call to several workers at once.
+def wait_for(calls: Iterable[Call]) -> None:
+    """Block until all calls have returned or the time is up. Coroutines run side by side meanwhile."""
+    awaited = [call for call in calls if call.timeout_s]
+    timeout_s = max((call.timeout_s for call in awaited), default=0.0)
+    deadline_s = time.monotonic() + timeout_s
+    by_loop: dict[asyncio.AbstractEventLoop | None, list[Postponed]] = {}
+    for call in awaited:
+        if isinstance(call.future, Postponed):
+            by_loop.setdefault(call.future.loop, []).append(call.future)
+    for loop, together in by_loop.items():
+        running = _run(together, deadline_s, f"it did not return within {timeout_s:g} s, and was cancelled")
+        try:
+            asyncio.run(running) if loop is None else loop.run_until_complete(running)
+        except BaseException as error:
+            running.close()
+            for future in together:
+                future.fail(error)
+            if not isinstance(error, Exception):
+                raise
+    concurrent.futures.wait([call.future for call in awaited], max(0.0, deadline_s - time.monotonic()))
 
-    Args:
-        calls: What was sent.
-        timeout_s: How long to wait for the slowest, in seconds.
-    """
 
-    def __init__(self, calls: Sequence[Call], timeout_s: float) -> None:
-        self.calls = calls
-        self.timeout_s = timeout_s
-
-    def wait(self) -> None:
-        """Block until all calls have returned or the time is up. Coroutines run side by side meanwhile."""
-        deadline = time.monotonic() + self.timeout_s
-        by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[Postponed, bool]]] = {}
-        for call in self.calls:
-            if isinstance(call.future, Postponed):
-                by_loop.setdefault(call.future.loop, []).append((call.future, call.awaited))
-        for loop, together in by_loop.items():
-            late = f"it did not return within {self.timeout_s:g} s, and was cancelled"
-            running = self._run(together, deadline, late if loop is None else "")
-            try:
-                if loop is None:
-                    asyncio.run(running)
-                else:
-                    loop.run_until_complete(running)
-            except Exception as error:
-                running.close()
-                for future, _ in together:
-                    future.fail(error)
-        awaited = {call.future for call in self.calls if call.awaited}
-        concurrent.futures.wait(awaited, max(0.0, deadline - time.monotonic()))
-
-    @staticmethod
-    async def _run(together: list[tuple[Postponed, bool]], deadline: float, late: str) -> None:
-        """Run coroutines; what is late on the caller's loop goes on when that runs again."""
-        tasks = [(asyncio.ensure_future(future.run()), awaited) for future, awaited in together]
-        if awaited_tasks := [task for task, awaited in tasks if awaited]:
-            await asyncio.wait(awaited_tasks, timeout=max(0.0, deadline - time.monotonic()))
-        for future, _ in together if late else ():
-            future.fail(TimeoutError(late))
+async def _run(together: list[Postponed], deadline_s: float, late: str) -> None:
+    """Run coroutines until the deadline, and set their outcomes."""
+    tasks = [asyncio.ensure_future(future.coroutine) for future in together]
+    await asyncio.wait(tasks, timeout=max(0.0, deadline_s - time.monotonic()))
+    for task, future in zip(tasks, together, strict=True):
+        if task.done():
+            settle(future, task.result)
+        else:
+            task.cancel()
+            future.set_exception(TimeoutError(late))
 
 
 class Target(ABC):
@@ -155,8 +154,7 @@ class Target(ABC):
 
     Attributes:
         roles: The roles under which it was added; several for a process with several roles.
-        size: Number of workers that answer a call.
-        first: Index of the first of them among the workers of its role.
+        workers: Those that answer a call, in order.
         key: Equal for targets that are the same workers.
         is_local: It is an object of this process.
     """
@@ -165,12 +163,8 @@ class Target(ABC):
 
     def __init__(self, role: str, first: int, size: int, key: Hashable) -> None:
         self.roles = [role]
-        self.first, self.size, self.key = first, size, key
-
-    @property
-    def workers(self) -> list[Worker]:
-        """Its workers, each by its index in it."""
-        return [(self, index) for index in range(self.size)]
+        self.workers = [Worker(self, first + index) for index in range(size)]
+        self.key = key
 
     @property
     def is_rollout(self) -> bool:
@@ -187,18 +181,17 @@ class Target(ABC):
         try:
             futures = self.start(method, arguments)
         except Exception as error:
-            futures = [Future() for _ in range(self.size)]
+            futures = [Future() for _ in self.workers]
             for future in futures:
                 future.set_exception(error)
-        return [Call(self, index, method, future, sent_ns) for index, future in enumerate(futures)]
+        return [
+            Call(worker, method, future, sent_ns)
+            for worker, future in zip(self.workers, futures, strict=False)
+        ]
 
 
-Worker = tuple[Target, int]
-
-
-def outcome_of(function: Callable[[], Any]) -> Future[Any]:
-    """Call a function; return its outcome."""
-    future: Future[Any] = Future()
+def settle(future: Future[Any], function: Callable[[], Any]) -> Future[Any]:
+    """Call a function, and set its outcome."""
     try:
         future.set_result(function())
     except (Exception, asyncio.CancelledError) as error:

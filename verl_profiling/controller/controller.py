@@ -13,7 +13,6 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from itertools import count
-from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,6 @@ class Controller:
         self.roster = Roster(config)
         self._folders = StepFolders(config)
         self._hooks = AfterHooks(config.after)
-        self._decision: Decision | None = None
         self._scheduled = config.schedule.action
         self._watching = config.watch.enable
         self.watch = Watch(config.watch, self.roster, config.timeouts.start_s) if self._watching else None
@@ -80,58 +78,63 @@ class Controller:
         self._exit_of = 0
         self.sink: StageSink | None = self._receiver(None)
 
-    # What the hooks note in every step, captured or not; they return whether there is more to do.
+    # The hooks note something in every step. What they return is done for the open capture, if there is one.
 
-    def step_begins(self, step: int, policy_version: int | None = None) -> bool:
-        """Note that a step begins."""
+    def step_begins(self, step: int, policy_version: int | None) -> Waits[None] | None:
+        """Begin a step, and open a capture or go on with one that covers several steps."""
         if self._folders.after is not None:
             self._end_after()
             clock.follow()
         if self.watch is not None:
             self.watch.step_ends()
         action = self._scheduled(step)
-        records = action is Action.RECORD
+        records, decision = action is Action.RECORD, None
         if self._watching or action is not Action.OFF:
-            records |= self._decide(step)
+            decision = self._decide(step)
+            records |= decision is not None and decision.step_range.action is Action.RECORD
         self._order.step_begins(step, records)
         if self.watch is not None:
             self.watch.step_begins(step, whole_version(policy_version)[0])
-        return self.live is not None or self._decision is not None
+        if self.live is None and decision is None:
+            return None
+        return self._begin_step(step, policy_version, decision)
 
-    def rollout_begins(self) -> bool:
-        """Note that generation begins."""
+    def rollout_begins(self, beside: bool) -> Waits[None] | None:
+        """Begin generation, and open a window on the rollout engines that are captured by stage.
+
+        Args:
+            beside: Generation runs beside the steps; :meth:`generation` says when.
+        """
         self._order.in_rollout = True
-        if self.watch is not None:
+        if self.watch is not None and not beside:
             self.watch.rollout_begins()
-        return self.live is not None
+        return None if self.live is None else self._begin_rollout(self.live, beside)
 
-    def generation_begins(self) -> bool:
-        """Note that generation begins beside the steps; :meth:`generation` says when."""
-        self._order.in_rollout = True
-        return self.live is not None
-
-    def rollout_ends(self) -> bool:
-        """Note that it ends."""
+    def rollout_ends(self, metrics: Mapping[str, Any] | None) -> Waits[None] | None:
+        """End generation, and close that window."""
         if not self._order.in_rollout:
             self._order.rollout_without_begin()
         self._order.in_rollout = False
         if self.watch is not None:
             self.watch.rollout_ends()
-        return self.live is not None
+        return None if self.live is None else self._end_rollout(self.live, metrics)
 
-    def step_ends(self) -> bool:
-        """Note that the step ends."""
+    def step_ends(self, metrics: Mapping[str, Any] | None) -> Waits[None] | None:
+        """End the step, and close the capture unless it goes on in the next one."""
         if not self._order.in_step:
             self._order.step_without_begin()
         self._order.in_step = False
         if self.watch is not None:
             self.watch.step_ends()
-        return self.live is not None
+        return None if self.live is None else self._end_step(self.live, metrics)
 
-    def loop_raises(self) -> bool:
-        """Note that the loop raised."""
+    def loop_raises(self, error: BaseException) -> Waits[None] | None:
+        """Close the capture: the loop raised."""
         self._order.is_left()
-        return self.live is not None
+        if self.live is None:
+            return None
+        logger.warning("closing the capture after %s: %s", type(error).__name__, error)
+        return self.close(complete=False, why=in_a_line(error))
 
     def generation(self, runs: bool) -> None:
         """Begin or end the stage of a rollout that runs beside the steps."""
@@ -162,8 +165,9 @@ class Controller:
             OSError: The step folder cannot be written.
         """
         live = self.live
-        if live is not None and any(one.step == step for one in live.steps):
-            live.keep(metrics, step)
+        steps = live.steps if live is not None else ()
+        if live is not None and (owner := next((one for one in steps if one.step == step), None)):
+            live.keep(metrics, owner)
         else:
             self._folders.add_metrics(step, metrics)
 
@@ -178,9 +182,8 @@ class Controller:
             self.decisions.begin(self._folders)
             self._outlet.begin()
 
-    def begin_step(self, step: int, policy_version: int | None) -> Waits[None]:
-        """Open a capture, or go on with one that covers several steps."""
-        step, live = index(step), self.live
+    def _begin_step(self, step: int, policy_version: int | None, decision: Decision | None) -> Waits[None]:
+        live = self.live
         if live is not None and live.goes_on(step):
             live.go_on(step, policy_version)
             self._say_begun(live)
@@ -189,7 +192,6 @@ class Controller:
             logger.warning("step %d begins while step %d is being captured; closing it", step, live.step.step)
             yield from self.close(complete=False, why=f"step {step} began before this one had ended")
             self._end_after()
-        decision, self._decision = self._decision, None
         if decision is None:
             return
         self.roster.check_selection(capturing=True)
@@ -207,30 +209,20 @@ class Controller:
             yield from live.start(live.request)
         self._say_begun(live)
 
-    def begin_rollout(self, beside: bool = False) -> Waits[None]:
-        """Open a window on the rollout engines that are captured by stage.
+    def _begin_rollout(self, live: OpenCapture, beside: bool) -> Waits[None]:
+        yield from live.begin_rollout()
+        if not beside:
+            live.begin_rollout_stage()
 
-        Args:
-            beside: Generation runs beside the steps; :meth:`generation` says when.
-        """
-        if (live := self.live) is not None:
-            yield from live.begin_rollout()
-            if not beside:
-                live.begin_rollout_stage()
+    def _end_rollout(self, live: OpenCapture, metrics: Mapping[str, Any] | None) -> Waits[None]:
+        live.keep(metrics)
+        yield from live.end_rollout()
 
-    def end_rollout(self, metrics: Mapping[str, Any] | None) -> Waits[None]:
-        """Close that window."""
-        if (live := self.live) is not None:
-            live.keep(metrics)
-            yield from live.end_rollout()
-
-    def end_step(self, metrics: Mapping[str, Any] | None) -> Waits[None]:
-        """Close the capture, unless it goes on in the next step."""
-        if (live := self.live) is not None:
-            live.keep(metrics)
-            live.end_step()
-            if live.step.step >= live.decision.step_range.last:
-                yield from self.close(complete=True)
+    def _end_step(self, live: OpenCapture, metrics: Mapping[str, Any] | None) -> Waits[None]:
+        live.keep(metrics)
+        live.end_step()
+        if live.step.step >= live.decision.step_range.last:
+            yield from self.close(complete=True)
 
     def close(self, complete: bool, why: str = "") -> Waits[None]:
         """Stop all workers and write the step folder.
@@ -252,11 +244,12 @@ class Controller:
             results = yield from self._conclude(live, end_ns, complete, why)
         if live.request.keep:
             self._folders.after, self.sink = live.outside, self._receiver(live.outside)
-        failed = [worker for worker in results if worker.status not in ("ok", "skipped")]
-        if failed and self.config.strict and live.decision.trigger.kind == "schedule":
-            raise ProfilingError(
-                f"step {live.request.step}: {failed[0].name} {failed[0].status}: {failed[0].reason}"
-            )
+        if self.config.strict and live.decision.trigger.kind == "schedule":
+            for worker in results:
+                if worker.status not in ("ok", "skipped"):
+                    raise ProfilingError(
+                        f"step {live.request.step}: {worker.name} {worker.status}: {worker.reason}"
+                    )
 
     def abandon(self, why: str) -> Waits[None]:
         """Close the capture after a hook failed, at all events so that no worker goes on recording."""
@@ -301,15 +294,14 @@ class Controller:
     def _leads(self) -> bool:
         return leads(self.config, self.roster.targets)
 
-    def _decide(self, step: int) -> bool:
-        """Decide on a step, unless the open capture goes on in it; return whether it is recorded."""
+    def _decide(self, step: int) -> Decision | None:
+        """Return the capture that begins with a step, unless the open one goes on in it."""
         if not self.decisions.complete:
             self.decisions.begin(self._folders)
             self.decisions.find_ranks()
             self._outlet.begin()
             self.sink = self._receiver(None)
-        self._decision = decision = self.decisions.at(step, self.live is not None and self.live.goes_on(step))
-        return decision is not None and decision.step_range.action is Action.RECORD
+        return self.decisions.at(step, self.live is not None and self.live.goes_on(step))
 
     def _open(self, decision: Decision, step: int, version: int | None, outside: SpanLog) -> Waits[bool]:
         """Make the step folder, and open the capture; return whether there is one."""
@@ -321,16 +313,15 @@ class Controller:
         if ranks is not None and not (yield from self._folders.share_run(ranks, step)):
             return False
         run = self._folders.run
-        if keep and (why := self._folders.no_room(step, self.roster.notes)):
+        if keep and (why := self._folders.no_room(step, notes)):
             self.decisions.refused(decision.trigger, why)
             return False
-        name = self._folders.name(step, keep)
-        folder = self._folders.make(name, ranks is not None) if keep else run.path / name
+        folder = self._folders.make(step, keep, shared=ranks is not None)
         last_step = None if self._watching else self.config.schedule.last_step()
-        workers = sum(target.size for target in self.roster.driven(aim))
+        workers = sum(len(target.workers) for target in self.roster.driven(aim))
         request = CaptureRequest(
-            capture_id=f"{run.token}-{name if keep else f'warm-up-{next(self._warm_ups)}'}",
-            run_id=run.run_id,
+            capture_id=f"{run.place.token}-{folder.name if keep else f'warm-up-{next(self._warm_ups)}'}",
+            run_id=run.place.run_id,
             step=step,
             folder=str(folder),
             policy_version=policy_version,
@@ -340,12 +331,14 @@ class Controller:
             upload=run.upload_of(folder),
             aim=aim,
         )
-        if keep and self._leads:
-            self._hooks.begun(request, self._identity)
         steps = [step_span(step, policy_version)]
-        self._set_live(
-            OpenCapture(self.config, self.roster, decision, request, ranks is None, steps, outside, notes)
+        leads = keep and (ranks is None or ranks.leads)
+        live = OpenCapture(
+            self.config, self.roster, decision, request, folder, ranks, leads, steps, outside, notes
         )
+        if leads:
+            self._hooks.begun(request, self._identity)
+        self._set_live(live)
         return True
 
     def _manifest(self, live: OpenCapture, end_ns: int) -> Manifest:
@@ -354,11 +347,12 @@ class Controller:
     def _say_begun(self, live: OpenCapture) -> None:
         """Write what is expected, and let the step begin now: what that took is no part of it."""
         live.begin_step()
-        if live.request.keep and self._leads:
-            manifest, ranks = self._manifest(live, live.steps[0].begin_ns), self.decisions.ranks
-            others = ranks.expected(live.model(), live.request.aim) if ranks is not None else []
-            workers = [*live.expected(), *others]
-            self._folders.begin(live.folder, msgspec.structs.replace(manifest, workers=workers))
+        if live.leads:
+            manifest = self._manifest(live, live.steps[0].begin_ns)
+            workers = [*live.expected(), *live.others()]
+            self._folders.write(
+                live.folder, msgspec.structs.replace(manifest, state="begun", workers=workers)
+            )
         live.begin_step()
         if self.watch is not None:
             self.watch.capture_begins(live.folder.name if live.request.keep else "")
@@ -383,25 +377,23 @@ class Controller:
         """Stop all workers and write the manifest; return what they recorded."""
         stages = live.spans.close()
         results: list[CaptureResult] = []
-        ranks, keep = self.decisions.ranks, live.request.keep
         try:
             yield from live.stop()
             results = live.results()
             manifest = self._manifest(live, end_ns)
-            if ranks is not None:
-                stages, results = ranks.joined(stages, results, [*self.roster.notes, *live.notes], why)
-            others = ranks.expected(live.model(), live.request.aim) if ranks and ranks.leads else []
-            if keep and self._leads:
-                manifest = msgspec.structs.replace(
-                    manifest, complete=complete, stages=stages, workers=[*results, *others]
-                )
-                self._folders.write(live.folder, manifest, live.outside)
-                upload, steps = live.request.upload, step_list(manifest.steps)
-                logger.info("profiling: %s captured in %s", steps, upload.url if upload else live.folder)
-                self.decisions.concluded(manifest)
-            if keep:
-                self.last_folder = live.folder
+            if live.ranks is not None:
+                stages, results = live.ranks.joined(stages, results, [*self.roster.notes, *live.notes], why)
             folder, upload = live.folder, live.request.upload
+            if live.leads:
+                manifest = msgspec.structs.replace(
+                    manifest, complete=complete, stages=stages, workers=[*results, *live.others()]
+                )
+                self._folders.conclude(folder, manifest, live.outside)
+                steps = step_list(manifest.steps)
+                logger.info("profiling: %s captured in %s", steps, upload.url if upload else folder)
+                self.decisions.concluded(manifest)
+            if live.request.keep:
+                self.last_folder = folder
             self._hooks.ended(live.request.capture_id, lambda: not is_pending(folder, upload))
         except Exception as error:
             self.decisions.refused(live.decision.trigger, f"what was recorded could not be written: {error}")

@@ -19,15 +19,14 @@ from verl_profiling.capture.session import process_session
 from verl_profiling.capture_request import Trigger
 from verl_profiling.controller.anomalies import Anomalies
 from verl_profiling.controller.requests import Decision, Requests
-from verl_profiling.controller.spmd import PROBLEMS, Announced, Ranks, find_ranks, in_a_line, place_of
+from verl_profiling.controller.spmd import PROBLEMS, Ranks, find_ranks, in_a_line, place_of
 from verl_profiling.controller.step_folder import StepFolders
 from verl_profiling.controller.targets import Roster
 from verl_profiling.controller.watch import Watch
-from verl_profiling.identity import WorkerIdentity
+from verl_profiling.identity import WorkerIdentity, process_rank
 from verl_profiling.manifest import Manifest
-from verl_profiling.ranks import process_rank
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.schedule import Action, StepRange
+from verl_profiling.settings.schedule import Action
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +78,7 @@ class Decisions:
             self._watch.listeners.append(self._anomalies.listen)
         try:
             run = folders.run
-            place = run.url or str(run.path.absolute())
+            place = run.url or run.place.path
             self._requests.open(place)
         except OSError as error:
             logger.warning("captures cannot be asked for in the run's folder: %s", error)
@@ -164,10 +163,7 @@ class Decisions:
         """Announce the steps to come that are asked for, or take what rank 0 has announced."""
         if ranks.leads:
             self._look_ahead(ranks, step)
-        for request in ranks.announced():
-            trigger = Trigger(kind="demand", reason="rank 0 announced it")  # its manifest says who asked
-            decision = Decision(StepRange(request.first, request.last), trigger, request.aim)
-            self._agreed[request.first] = decision
+        self._agreed |= {decision.step_range.first: decision for decision in ranks.announced()}
         for missed in [one for one in self._agreed if one < step]:
             why = f"step {missed} never came, or was part of another capture"
             self.refused(self._agreed.pop(missed).trigger, why)
@@ -196,7 +192,7 @@ class Decisions:
 
     def _announce(self, ranks: Ranks, first: int, decision: Decision) -> None:
         try:
-            ranks.announce(Announced(first, decision.step_range.last, decision.aim))
+            ranks.announce(decision)
         except PROBLEMS as error:
             why = f"the other ranks cannot be told of step {first}: {in_a_line(error)}"
             self.refused(decision.trigger, why)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, result_of
 from verl_profiling.capture.stage import OpenSpan, SpanLog
 from verl_profiling.clock import Handshake, best_handshake
-from verl_profiling.controller.calls import Call, Round, Target, Waits, Worker
+from verl_profiling.controller.calls import Call, Target, Waits, Worker, wait_for
 from verl_profiling.controller.requests import Decision
+from verl_profiling.controller.spmd import Ranks
 from verl_profiling.controller.targets import Roster
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult, HostClock, Manifest, Rpc, StepSpan, finite_numbers
@@ -37,16 +39,14 @@ class _Answer:
     """The answers of one worker.
 
     Attributes:
-        target: Its target.
-        identity: Who it is.
+        worker: The worker.
         started: Its answer to the last start; ``None`` if there is none.
         is_open: It was started, and has not been stopped.
         result: Its last result.
         failure: What stands for a result that it owes; its first failure stays.
     """
 
-    target: Target
-    identity: WorkerIdentity
+    worker: Worker
     started: StartReply | None = None
     is_open: bool = False
     result: CaptureResult | None = None
@@ -62,7 +62,9 @@ class OpenCapture:
         roster: The workers.
         decision: The steps that it covers, and who asked for it.
         request: What the workers were asked for.
-        is_alone: There are no workers of other ranks that it may be aimed at instead.
+        folder: Its step folder.
+        ranks: The ranks of the loop, if it has several: each captures its own workers.
+        leads: Whether this process writes the loop's part of the step folder.
         steps: The steps that have begun; the end of one that runs is 0.
         outside: The pauses in which the capture starts and stops, and the loop's stages after the step.
         notes: What a user should know of it.
@@ -77,7 +79,9 @@ class OpenCapture:
     roster: Roster
     decision: Decision
     request: CaptureRequest
-    is_alone: bool
+    folder: Path
+    ranks: Ranks | None
+    leads: bool
     steps: list[StepSpan]
     outside: SpanLog
     notes: list[str]
@@ -88,6 +92,7 @@ class OpenCapture:
     rollout_span: OpenSpan | None = None
     _windows: int = 0
     _answers: dict[Worker, _Answer] = field(default_factory=dict)
+    _hosts: dict[str, str] = field(default_factory=dict)
     _opening: dict[str, list[Handshake]] = field(default_factory=dict)
     _closing: dict[str, list[Handshake]] = field(default_factory=dict)
 
@@ -95,11 +100,6 @@ class OpenCapture:
     def step(self) -> StepSpan:
         """The step that began last."""
         return self.steps[-1]
-
-    @property
-    def folder(self) -> Path:
-        """Its step folder."""
-        return Path(self.request.folder)
 
     def goes_on(self, step: int) -> bool:
         """Return whether the capture covers the step that begins, too."""
@@ -134,7 +134,7 @@ class OpenCapture:
         if not self.step.end_ns:
             self.steps[-1] = msgspec.structs.replace(self.step, end_ns=clock.now_ns())
 
-    def keep(self, metrics: Mapping[str, Any] | None, step: int | None = None) -> None:
+    def keep(self, metrics: Mapping[str, Any] | None, step: StepSpan | None = None) -> None:
         """Keep the finite numbers among the loop's metrics, and name the others.
 
         Args:
@@ -142,8 +142,7 @@ class OpenCapture:
             step: The step that they are of; ``None`` for the one that began last.
         """
         numbers, notes = finite_numbers(metrics)
-        owner = next((one for one in self.steps if one.step == step), self.step)
-        owner.metrics.update(numbers)
+        (step or self.step).metrics.update(numbers)
         self.metrics.update(numbers)
         self.notes += notes
 
@@ -184,17 +183,18 @@ class OpenCapture:
     def start(self, request: CaptureRequest) -> Waits[None]:
         """Start what a request is for: the engines of a rollout window, or all others that are driven."""
         targets = self._concerned(request, self.roster.driven(request.aim))
-        for worker in (worker for target in targets for worker in target.workers):
-            answer = self._answers.setdefault(worker, _Answer(worker[0], self._identity(worker)))
-            answer.started, answer.is_open = None, True  # whatever happens now, it has to be stopped
+        for target in targets:
+            for worker in target.workers:
+                answer = self._answers.setdefault(worker, _Answer(worker))
+                answer.started, answer.is_open = None, True  # whatever happens now, it has to be stopped
         start_s = self.config.timeouts.start_s
-        round_ = self.roster.call(targets, "start_capture", request, timeout_s=start_s)
-        yield round_.wait
-        for call in round_.calls:
-            self._take_start(call, request, round_.timeout_s)
+        calls = self.roster.call(targets, "start_capture", request, timeout_s=start_s)
+        yield partial(wait_for, calls)
+        for call in calls:
+            self._take_start(call, request)
         self._note_twins()
-        if self.is_alone or request.aim is None or request.aim.ranks is None:
-            self._note_idle_roles(round_)
+        if self.ranks is None or request.aim is None or request.aim.ranks is None:
+            self._note_idle_roles(calls)
         yield from self._shake_hands("start_capture", request, targets)
 
     def begin_rollout(self) -> Waits[None]:
@@ -225,23 +225,17 @@ class OpenCapture:
         yield from self._stop(*([window] if window is not None else []), self.request)
 
     def _stop(self, *requests: CaptureRequest) -> Waits[None]:
-        targets = dict.fromkeys(target for target, _ in self._answers)
-        rounds = [
-            self.roster.call(
-                self._concerned(request, targets),
-                "stop_capture",
-                request.capture_id,
-                timeout_s=self.config.timeouts.stop_s,
-            )
-            for request in requests
-        ]
-        timeout_s = rounds[0].timeout_s
-        yield Round([call for round_ in rounds for call in round_.calls], timeout_s).wait
-        for round_, request in zip(rounds, requests, strict=True):
-            for call in round_.calls:
-                self._take_stop(call, request, timeout_s)
+        targets = dict.fromkeys(worker.target for worker in self._answers)
+        stop_s = self.config.timeouts.stop_s
+        calls: dict[Call, CaptureRequest] = {}
+        for request in requests:
+            concerned, capture_id = self._concerned(request, targets), request.capture_id
+            stops = self.roster.call(concerned, "stop_capture", capture_id, timeout_s=stop_s)
+            calls |= dict.fromkeys(stops, request)
+        yield partial(wait_for, calls)
+        for call, request in calls.items():
+            self._take_stop(call, request)
         yield from self._shake_hands("stop_capture", requests[-1].capture_id, targets)
-        self.roster.forget_answers()
 
     def _concerned(self, request: CaptureRequest, targets: Iterable[Target]) -> list[Target]:
         windowed = request.stage is not None
@@ -253,37 +247,39 @@ class OpenCapture:
         Each clock is read through one target; every worker of it that reads it has a handshake.
         """
         asked, here = set(targets), clock.domain()
-        reached = Counter(
-            (answer.identity.clock_domain, answer.target)
-            for answer in self._answers.values()
-            if answer.started is not None and answer.identity.clock_domain != here and answer.target in asked
-        )
+        reached: Counter[tuple[str, Target]] = Counter()
+        for worker, answer in self._answers.items():
+            domain, target = worker.identity.clock_domain, worker.target
+            if answer.started is not None and domain != here and target in asked:
+                reached[domain, target] += 1
         times: Counter[Target] = Counter()
         for domain, target in dict(reached.keys()).items():
             times[target] = max(times[target], -(-HANDSHAKES // reached[domain, target]))
         while times:
-            round_ = self.roster.call(times, method, argument, timeout_s=self.config.timeouts.start_s)
-            yield round_.wait
-            for call in round_.calls:
+            calls = self.roster.call(times, method, argument, timeout_s=self.config.timeouts.start_s)
+            yield partial(wait_for, calls)
+            for call in calls:
                 self._take(call, noted=False)
             times -= Counter(dict.fromkeys(times, 1))
 
     # The answers.
 
-    def _take_start(self, call: Call, request: CaptureRequest, waited_s: float) -> None:
+    def _take_start(self, call: Call, request: CaptureRequest) -> None:
         answer = self._answers[call.worker]
         reply = self._take(call)
         if not isinstance(reply, StartReply):
-            self._fail(answer, request, call.problem(waited_s), stopped=False)
+            self._fail(answer, request, call.problem(), stopped=False)
             return
         answer.started = reply
-        answer.identity = self.roster.known[call.worker] = reply.identity
+        call.worker.identity = reply.identity
         if reply.status == "refused":
-            logger.warning("step %d: %s is not captured: %s", request.step, answer.identity, reply.reason)
+            logger.warning(
+                "step %d: %s is not captured: %s", request.step, call.worker.identity, reply.reason
+            )
             lost = self._lost(answer, request, reply.reason)
             answer.failure = msgspec.structs.replace(lost, status="skipped")
 
-    def _take_stop(self, call: Call, request: CaptureRequest, waited_s: float) -> None:
+    def _take_stop(self, call: Call, request: CaptureRequest) -> None:
         """Take an answer to ``stop_capture``; a worker that is late writes its result itself."""
         answer = self._answers[call.worker]
         if not answer.is_open:
@@ -292,7 +288,7 @@ class OpenCapture:
         reply, started = self._take(call), answer.started
         if not isinstance(reply, StopReply):
             self.roster.owing.add(call.target)
-            self._fail(answer, request, call.problem(waited_s))
+            self._fail(answer, request, call.problem())
             return
         result = reply.result
         if started is not None and started.status in ("skipped", "refused"):
@@ -308,7 +304,7 @@ class OpenCapture:
         elif result.status == "skipped" and not result.revision:
             self._fail(answer, request, result.reason)  # another capture closed it
         else:
-            answer.identity = self.roster.known[call.worker] = result.identity
+            call.worker.identity = result.identity
             answer.result = result
             if any(artifact.status == "pending" for artifact in result.artifacts):
                 self.roster.owing.add(call.target)
@@ -318,36 +314,39 @@ class OpenCapture:
         reply: StartReply | StopReply = call.reply()
         answered = isinstance(reply, StartReply | StopReply)
         if noted:
-            worker, end_ns = self._identity(call.worker), call.returned_ns or call.sent_ns
-            self.rpcs.append(Rpc(worker.name, call.method, call.sent_ns, end_ns, answered))
+            name, end_ns = call.worker.identity.name, call.returned_ns or call.sent_ns
+            self.rpcs.append(Rpc(name, call.method, call.sent_ns, end_ns, answered))
         if not answered:
             return None
-        handshake = Handshake(call.sent_ns, reply.received_ns, reply.replied_ns, call.returned_ns)
         if isinstance(reply, StartReply):
-            self._opening.setdefault(reply.identity.clock_domain, []).append(handshake)
+            identity, seen = reply.identity, self._opening
         else:
-            self._closing.setdefault(reply.result.identity.clock_domain, []).append(handshake)
+            identity, seen = reply.result.identity, self._closing
+        handshake = Handshake(call.sent_ns, reply.received_ns, reply.replied_ns, call.returned_ns)
+        seen.setdefault(identity.clock_domain, []).append(handshake)
+        self._hosts[identity.clock_domain] = identity.host
         return reply
 
     def _fail(self, answer: _Answer, request: CaptureRequest, reason: str, stopped: bool = True) -> None:
         """Note that a worker failed; without ``stopped``, it may begin whenever the request reaches it."""
-        logger.error("step %d: %s was not captured: %s", request.step, answer.identity, reason)
+        logger.error("step %d: %s was not captured: %s", request.step, answer.worker.identity, reason)
         lost = msgspec.structs.replace(self._lost(answer, request, reason), stopped=stopped)
         answer.failure = answer.failure or lost
 
     def _note_twins(self) -> None:
         seen: dict[str, WorkerIdentity] = {}
-        for answer in self._answers.values():
-            twin = seen.setdefault(answer.identity.name, answer.identity)
-            if (twin.host, twin.pid) != (answer.identity.host, answer.identity.pid):
+        for worker in self._answers:
+            own = worker.identity
+            twin = seen.setdefault(own.name, own)
+            if (twin.host, twin.pid) != (own.host, own.pid):
                 self._note(
                     f"two workers are called {twin.name} and overwrite each other: pass rank= to init_capture"
                 )
 
-    def _note_idle_roles(self, round_: Round) -> None:
+    def _note_idle_roles(self, calls: list[Call]) -> None:
         """Note roles of which all workers were called to start, but none records."""
         reasons: dict[str, list[str]] = {}
-        for call in round_.calls:
+        for call in calls:
             started = self._answers[call.worker].started
             skipped = started is not None and started.status == "skipped"
             reasons.setdefault(call.target.roles[0], []).append(started.reason if started and skipped else "")
@@ -371,14 +370,14 @@ class OpenCapture:
         found: dict[str, CaptureResult] = {}
         for target in self.roster.driven(self.request.aim):
             for worker in target.workers:
-                answer = self._answers.get(worker) or _Answer(target, self._identity(worker))
+                answer = self._answers.get(worker) or _Answer(worker)
                 if answer.started is None or answer.started.status in ("recording", "armed"):
                     result = answer.failure or self._lost(answer, self.request, NOT_WRITTEN)
                     found.setdefault(result.name, result)
         return list(found.values())
 
     def results(self) -> list[CaptureResult]:
-        """Return one result for each process, sorted by role and rank: its latest, or why there is none."""
+        """Return one result for each process: its latest, or why there is none."""
         found: dict[str, CaptureResult] = {}
         for answer in self._answers.values():
             result, failure = answer.result or answer.failure, answer.failure
@@ -392,34 +391,24 @@ class OpenCapture:
             other = found.get(result.name)
             if other is None or other.revision < result.revision:
                 found[result.name] = result
-        return sorted(
-            found.values(), key=lambda one: (one.identity.role, one.identity.replica or 0, one.identity.rank)
-        )
+        return list(found.values())
 
-    def model(self) -> CaptureResult:
-        """Return what stands for a worker that has not answered."""
+    def others(self) -> list[CaptureResult]:
+        """Return what stands for the other ranks' workers, which write their results themselves."""
+        if self.ranks is None or not self.ranks.leads:
+            return []
         [target, *_] = self.roster.driven(self.request.aim) or self.roster.targets
-        return self._lost(_Answer(target, self._identity((target, 0))), self.request, NOT_WRITTEN)
-
-    def _identity(self, worker: Worker) -> WorkerIdentity:
-        """Return a worker's identity, derived from its target if it has never answered."""
-        target, place = worker
-        if worker in self.roster.known:
-            return self.roster.known[worker]
-        number = target.first + place
-        replica = number if target.is_rollout else None
-        return WorkerIdentity(
-            role=target.roles[0], rank=number, replica=replica, host="unknown", clock_domain="unknown", pid=0
-        )
+        model = self._lost(_Answer(target.workers[0]), self.request, NOT_WRITTEN)
+        return self.ranks.expected(model, self.request.aim)
 
     def _lost(self, answer: _Answer, request: CaptureRequest, reason: str) -> CaptureResult:
-        role = self.config.for_role(answer.target.roles[0], self.request.aim)
+        role = self.config.for_role(answer.worker.target.roles[0], self.request.aim)
         started = answer.started
         return result_of(
             request,
             role,
-            answer.identity,
-            roles=list(answer.target.roles),
+            answer.worker.identity,
+            roles=list(answer.worker.target.roles),
             status="failed",
             reason=reason,
             process=started.process if started is not None else None,
@@ -431,23 +420,22 @@ class OpenCapture:
 
     def _clocks(self) -> list[HostClock]:
         """Return one entry for each clock that was seen."""
-        hosts = {answer.identity.clock_domain: answer.identity.host for answer in self._answers.values()}
         clocks = []
-        for domain, host in hosts.items():
-            opening, closing = self._opening.get(domain, []), self._closing.get(domain, [])
-            if opening and domain == clock.domain():
-                clocks.append(HostClock(host=host, clock_domain=domain))
-            elif opening:
-                first, last = best_handshake(opening), best_handshake(closing or opening)
+        for domain, opening in self._opening.items():
+            closing = self._closing.get(domain, opening)
+            if domain == clock.domain():
+                clocks.append(HostClock(host=self._hosts[domain], clock_domain=domain))
+            else:
+                first, last = best_handshake(opening), best_handshake(closing)
                 clocks.append(
                     HostClock(
-                        host=host,
+                        host=self._hosts[domain],
                         clock_domain=domain,
                         offset_ns=first.offset_ns,
                         error_ns=first.error_ns,
                         closing_offset_ns=last.offset_ns,
                         closing_error_ns=last.error_ns,
-                        samples=len(opening) + len(closing),
+                        samples=len(opening) + len(self._closing.get(domain, ())),
                     )
                 )
         return clocks

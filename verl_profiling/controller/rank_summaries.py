@@ -1,7 +1,7 @@
 """The step summaries that the ranks of a loop send to rank 0 through the store.
 
-Each rank numbers its steps, and measures them by its own clock: times are sent as times since the step's
-begin. The watch's thread of each rank writes and reads; no loop waits.
+Each rank measures its steps by its own clock. In a summary, all ranks begin the step at the same time.
+The watch's thread of each rank writes and reads; no loop waits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RankSummaries:
 
     def send(self, summaries: Iterable[StepSummary], last: bool = False) -> None:
         """Send rank 0 the summaries of this rank's next steps, if it has taken those before."""
-        self._unsent += (_later(summary, -summary.begin_ns) for summary in summaries)
+        self._unsent += summaries
         try:
             if (self._unsent or last) and self._ranks.tell(msgspec.msgpack.encode(list(self._unsent)), last):
                 self._unsent.clear()
@@ -82,12 +82,12 @@ class RankSummaries:
     def joined(self, summary: StepSummary) -> StepSummary:
         """Return a summary of rank 0 with what the others did in that step."""
         sent = [steps.pop(summary.step) for steps in self._steps.values() if summary.step in steps]
-        later = [_later(one, summary.begin_ns) for one in sent]
-        return msgspec.structs.replace(
-            summary,
-            loop=[*summary.loop, *(use for one in later for use in one.loop)],
-            workers=[*summary.workers, *(use for one in later for use in one.workers)],
-        )
+        loop, workers = list(summary.loop), list(summary.workers)
+        for one in sent:
+            later_ns = summary.begin_ns - one.begin_ns
+            loop += _later(one.loop, later_ns)
+            workers += _later(one.workers, later_ns)
+        return msgspec.structs.replace(summary, loop=loop, workers=workers)
 
     def counts_anew(self) -> None:
         """Note that the loop begins with an earlier step again."""
@@ -118,17 +118,8 @@ class RankSummaries:
             self._ended.add(rank)
 
 
-def _later(summary: StepSummary, by_ns: int) -> StepSummary:
-    """Return it with stages that are so much later."""
-    return msgspec.structs.replace(
-        summary,
-        loop=_uses_later(summary.loop, by_ns),
-        workers=_uses_later(summary.workers, by_ns),
-        exposed=[],
-    )
-
-
-def _uses_later(uses: list[RankUse], by_ns: int) -> list[RankUse]:
+def _later(uses: list[RankUse], by_ns: int) -> list[RankUse]:
+    """Return what processes did, with stages that are so much later."""
     replace = msgspec.structs.replace
     return [
         replace(

@@ -47,19 +47,6 @@ class Decision:
     aim: Aim | None = None
 
 
-@dataclass
-class _Pending:
-    """A request of which some steps are still to be decided."""
-
-    demand: Demand
-    at: int | None
-    left: int
-
-    @property
-    def aim(self) -> Aim | None:
-        return None if self.demand.aim == Aim() else self.demand.aim
-
-
 class Requests:
     """Takes the request files of a run, and the signal; says which request gets a step.
 
@@ -82,7 +69,7 @@ class Requests:
         self._schedule, self._check = schedule, check
         self._on_signal = on_signal or self._ask_for_next_step
         self._came: deque[Demand] = deque()
-        self._pending: list[_Pending] = []
+        self._pending: list[Demand] = []
         self._decided: dict[str, Demand] = {}
         self._refusals: deque[tuple[str, str]] = deque()
         self._said: set[str] = set()
@@ -112,11 +99,9 @@ class Requests:
 
     def handle_signal(self) -> None:
         """Handle the signal, if nobody else does; only the main thread may."""
-        number = getattr(signal, SIGNAL, None)
-        if number is None or threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, self._handle)
+        on_main_thread = threading.current_thread() is threading.main_thread()
+        if on_main_thread and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+            signal.signal(signal.SIGUSR2, self._handle)
             self._handles_signal = True
 
     def asks(self, step: int, scheduled: bool) -> Decision | None:
@@ -126,21 +111,20 @@ class Requests:
             step: The step.
             scheduled: The schedule records it, in its own way; what is returned joins that.
         """
-        for demand in self._take_all():
-            self._accept(demand, step)
+        for new in self._take_all():
+            self._accept(new, step)
         for late in [one for one in self._pending if one.at is not None and one.at < step]:
             self._pending.remove(late)
             why = f"step {late.at} never came, or was part of another capture; the loop is in step {step}"
-            self._refuse(late.demand, why)
-        first = next((one for one in self._pending if self._is_due(one, step, scheduled)), None)
-        if first is None:
+            self._refuse(late, why)
+        demand = next((one for one in self._pending if self._is_due(one, step, scheduled)), None)
+        if demand is None:
             return None
-        last = step + first.left - 1 if self._schedule.continuous else step
-        first.left -= last - step + 1
-        first.at = None
-        if not first.left:
-            self._pending.remove(first)
-        demand, aim = first.demand, first.aim
+        last = step + demand.steps - 1 if self._schedule.continuous else step
+        place, left = self._pending.index(demand), demand.steps - (last - step + 1)
+        rest = [msgspec.structs.replace(demand, at=None, steps=left)] if left else []
+        self._pending[place : place + 1] = rest
+        aim = None if demand.aim == Aim() else demand.aim
         self._decided[demand.id] = demand
         stages = demand.aim.stages or ()
         trigger = Trigger(
@@ -156,13 +140,13 @@ class Requests:
         """Refuse the request that a capture was for, and what is left of it."""
         demand = self._decided.pop(trigger.request, None)
         if demand is not None:
-            self._pending = [one for one in self._pending if one.demand is not demand]
+            self._pending = [one for one in self._pending if one.id != demand.id]
             self._refuse(demand, why)
 
     def end(self) -> None:
         """Refuse what is left; the signal has its default action again, which ends the process."""
         last = f" after step {self.step}" if self.step is not None else ""
-        for demand in [*(one.demand for one in self._pending), *self._take_all()]:
+        for demand in [*self._pending, *self._take_all()]:
             self._refuse(demand, f"training ended{last}")
         self._ended.set()
         if self._thread is not None:
@@ -182,18 +166,18 @@ class Requests:
             self._refuse(demand, why)
             return
         logger.info("request %s of %s is accepted", demand.id, visible(demand.by) or "somebody")
-        self._pending.append(_Pending(demand, demand.at, demand.steps))
+        self._pending.append(demand)
 
-    def _is_due(self, pending: _Pending, step: int, scheduled: bool) -> bool:
+    def _is_due(self, demand: Demand, step: int, scheduled: bool) -> bool:
         """Return whether a request can have this step; one that differs leaves the schedule its own.
 
         It joins the schedule all the same where that leaves no step alone.
         """
-        if pending.at is not None:
-            return pending.at == step
+        if demand.at is not None:
+            return demand.at == step
         return (
             not scheduled
-            or pending.aim is None
+            or demand.aim == Aim()
             or all(self._schedule.action(one) is Action.RECORD for one in range(step, step + _FAR))
         )
 

@@ -46,32 +46,39 @@ _VERSIONS_OF = (
 )
 
 
-class Run:
-    """The folder of a run, and the upload of the loop's files, where it has a URL.
+class RunPlace(msgspec.Struct, frozen=True):
+    """Where a run records.
 
     Attributes:
-        path: Where its files are written on this host.
+        path: Where its files are written on the hosts.
         run_id: Name of the run.
         token: Tells it apart from every other run, of the same name too.
         url: Where its files go, if ``path`` only stages them.
         retry_s: How long an upload is tried again.
+        clock_domain: The host of the process that claimed the folder.
+    """
+
+    path: str
+    run_id: str
+    token: str
+    url: str | None
+    retry_s: float
+    clock_domain: str
+
+
+class Run:
+    """The folder of a run, and the upload of the loop's files, where it has a URL.
+
+    Attributes:
+        place: Where it records.
+        path: The same, of its files on this host.
+        url: The same, behind a URL.
         resumes: Whether an earlier run has the same name.
         info: ``run.json``, in the process that claimed the folder: it writes the loop's files.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        run_id: str,
-        token: str,
-        url: str | None = None,
-        retry_s: float = 0.0,
-        *,
-        resumes: bool = False,
-        info: RunInfo | None = None,
-    ) -> None:
-        self.path, self.run_id, self.token = path, run_id, token
-        self.url, self.retry_s = url, retry_s
+    def __init__(self, place: RunPlace, *, resumes: bool = False, info: RunInfo | None = None) -> None:
+        self.place, self.path, self.url = place, Path(place.path), place.url
         self.resumes, self.info = resumes, info
         self._background = BackgroundWork("upload")
         self._sent: dict[Path, int] = {}
@@ -79,7 +86,9 @@ class Run:
 
     def upload_of(self, folder: Path) -> Upload | None:
         """Return where the files of a step folder go, if it only stages them."""
-        return None if self.url is None else Upload(url=f"{self.url}/{folder.name}", retry_s=self.retry_s)
+        if self.url is None:
+            return None
+        return Upload(url=f"{self.url}/{folder.name}", retry_s=self.place.retry_s)
 
     def amend(self, **fields: object) -> None:
         """Replace fields of ``run.json``; an error is logged, because training needs none of it."""
@@ -107,7 +116,7 @@ class Run:
         self._queued.discard(path)
         try:
             size = path.stat().st_size
-            RemoteFolder(url).put(path, path.relative_to(self.path).as_posix(), self.retry_s)
+            RemoteFolder(url).put(path, path.relative_to(self.path).as_posix(), self.place.retry_s)
             self._sent[path] = size
         except Exception as error:  # each file system raises errors of its own
             logger.error(
@@ -143,15 +152,24 @@ def claim_run(config: ProfilingConfig) -> Run:
         OSError: The folder cannot be written.
     """
     info = _describe(config)
-    token = uuid.uuid4().hex[:12]
-    if not config.is_remote:
-        url, resumes = _claim(LocalFolder(config.local_folder), info)
-        return Run(Path(url), info.run_id, token, resumes=resumes, info=info)
-    folder = config.local_folder / f"{safe_name(info.run_id)}-{uuid.uuid4().hex[:8]}"
-    folder.mkdir(parents=True, mode=0o700)
-    write_json_atomically(folder / RUN_NAME, info)
-    url, resumes = _claim_remote(config, info)
-    return Run(folder, info.run_id, token, url, config.remote.retry_s, resumes=resumes, info=info)
+    url: str | None = None
+    if config.is_remote:
+        path = config.local_folder / f"{safe_name(info.run_id)}-{uuid.uuid4().hex[:8]}"
+        path.mkdir(parents=True, mode=0o700)
+        write_json_atomically(path / RUN_NAME, info)
+        url, resumes = _claim_remote(config, info)
+    else:
+        claimed, resumes = _claim(LocalFolder(config.local_folder), info)
+        path = Path(claimed)
+    place = RunPlace(
+        path=str(path),
+        run_id=info.run_id,
+        token=uuid.uuid4().hex[:12],
+        url=url,
+        retry_s=config.remote.retry_s,
+        clock_domain=info.process.clock_domain,
+    )
+    return Run(place, resumes=resumes, info=info)
 
 
 def _claim_remote(config: ProfilingConfig, info: RunInfo) -> tuple[str, bool]:

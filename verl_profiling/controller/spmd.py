@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,10 +23,10 @@ from verl_profiling.capture.session import process_session
 from verl_profiling.capture_request import Aim
 from verl_profiling.clock import Handshake, best_handshake
 from verl_profiling.controller.calls import Target
-from verl_profiling.controller.run import Run
-from verl_profiling.identity import ProcessId, WorkerIdentity
+from verl_profiling.controller.requests import Decision
+from verl_profiling.controller.run import Run, RunPlace
+from verl_profiling.identity import ProcessId, WorkerIdentity, process_rank
 from verl_profiling.manifest import CaptureResult, HostClock, StageSpan
-from verl_profiling.ranks import process_rank
 from verl_profiling.settings.config import ProfilingConfig
 
 logger = logging.getLogger(__name__)
@@ -39,28 +38,8 @@ HANDSHAKES = 8
 _HANDSHAKE_S = 2.0
 _LOOK_S = 1.0
 _FIRST_LOOK_S = 0.02
-_CHUNK_BYTES = 1 << 20  # TCPStore refuses values of 8 MiB
 
 _trainings: Counter[str] = Counter()
-
-
-class _RunPlace(msgspec.Struct, frozen=True):
-    """Rank 0's message to all others: where the run records."""
-
-    path: str
-    run_id: str
-    token: str
-    url: str | None
-    retry_s: float
-    clock_domain: str
-
-
-class Announced(msgspec.Struct, frozen=True, array_like=True):
-    """A capture that rank 0 is going to make, and that the schedule does not know."""
-
-    first: int
-    last: int
-    aim: Aim | None
 
 
 class Ranks:
@@ -86,11 +65,11 @@ class Ranks:
         self.others = range(1, world_size)
         self.processes: dict[int, ProcessId] = {}
         self.clock: HostClock | None = None
-        self._place: _RunPlace | None = None
+        self._place: RunPlace | None = None
         self._known = threading.Event()
         self._patience = 1
         self._ended = threading.Event()
-        self._requests: list[Announced] = []
+        self._requests: list[Decision] = []
         self._sent = self._received = self._asked = 0
         self._thread = threading.Thread(target=self._listen, name="verl-profiling-ranks", daemon=True)
         self._thread.start()
@@ -105,10 +84,8 @@ class Ranks:
         """Say where the run records; rank 0 does, once."""
         if self._place is not None:
             return
-        domain = ProcessId.current().clock_domain
-        path = str(run.path.absolute())
-        self._place = _RunPlace(path, run.run_id, run.token, run.url, run.retry_s, domain)
-        self.put("run", msgspec.msgpack.encode(self._place))
+        self._place = run.place
+        self._store.set("run", msgspec.msgpack.encode(run.place))
 
     def wait_for_run(self, timeout_s: float) -> None:
         """Wait until :meth:`run` has an answer; the second time no more."""
@@ -117,17 +94,14 @@ class Ranks:
 
     def run(self) -> Run | None:
         """Return where the run records; ``None`` while rank 0 has not said it."""
-        place = self._place
-        if place is None:
-            return None
-        return Run(Path(place.path), place.run_id, place.token, place.url, place.retry_s)
+        return None if self._place is None else Run(self._place)
 
-    def announce(self, request: Announced) -> None:
+    def announce(self, capture: Decision) -> None:
         """Tell the other ranks of a capture some seconds before its step begins."""
-        self.put(f"requests/{self._sent}", msgspec.msgpack.encode(request))
+        self._store.set(f"requests/{self._sent}", msgspec.msgpack.encode(capture))
         self._sent += 1
 
-    def announced(self) -> list[Announced]:
+    def announced(self) -> list[Decision]:
         """Return the captures that rank 0 has announced since."""
         found, self._requests = self._requests, []
         return found
@@ -142,12 +116,15 @@ class Ranks:
         key = _watch_key(self.rank, last)
         if not last and self._store.check([key]):
             return False
-        self.put(key, steps)
+        self._store.set(key, steps)
         return True
 
     def told(self, rank: int, last: bool = False) -> bytes | None:
         """Return what a rank has left of its steps since; nobody is waited for."""
-        return self.take(_watch_key(rank, last))
+        steps = self.get(key := _watch_key(rank, last))
+        if steps is not None:
+            self._store.delete_key(key)
+        return steps
 
     def joined(
         self, stages: list[StageSpan], results: list[CaptureResult], notes: list[str], why: str
@@ -214,27 +191,11 @@ class Ranks:
         self._ended.set()
         self._thread.join(_LOOK_S)
 
-    def put(self, key: str, value: bytes) -> None:
-        """Leave a value under a key."""
-        chunks = [value[at : at + _CHUNK_BYTES] for at in range(0, len(value), _CHUNK_BYTES)]
-        for number, chunk in enumerate(chunks):
-            self._store.set(f"{key}/{number}", chunk)
-        self._store.set(key, str(len(chunks)))
-
     def get(self, key: str) -> bytes | None:
         """Return what is under a key, or ``None``; never waits for it."""
         if not self._store.check([key]):
             return None
-        parts = range(int(self._store.get(key)))
-        return b"".join(self._store.get(f"{key}/{number}") for number in parts)
-
-    def take(self, key: str) -> bytes | None:
-        """Like :meth:`get`, and remove it; the key itself last, so that it can be used again."""
-        value = self.get(key)
-        if value is not None:
-            for number in range(int(self._store.get(key))):
-                self._store.delete_key(f"{key}/{number}")
-            self._store.delete_key(key)
+        value: bytes = self._store.get(key)
         return value
 
     def _listen(self) -> None:
@@ -242,7 +203,7 @@ class Ranks:
         pause_s = _FIRST_LOOK_S
         try:
             if not self.leads:
-                self.put(f"run/{self.rank}", msgspec.msgpack.encode(ProcessId.current()))
+                self._store.set(f"run/{self.rank}", msgspec.msgpack.encode(ProcessId.current()))
             while not self._ended.wait(pause_s):
                 self._look()
                 waits = self._place is None or len(self.processes) < self.leads * len(self.others)
@@ -261,13 +222,13 @@ class Ranks:
                 self._asked += 1
             return
         if self._place is None and (data := self.get("run")) is not None:
-            place = msgspec.msgpack.decode(data, type=_RunPlace)
+            place = msgspec.msgpack.decode(data, type=RunPlace)
             self._measure(place.clock_domain)
             self._place = place
             self._known.set()
         while (data := self.get(f"requests/{self._received}")) is not None:
             self._received += 1
-            self._requests.append(msgspec.msgpack.decode(data, type=Announced))
+            self._requests.append(msgspec.msgpack.decode(data, type=Decision))
 
     def _measure(self, domain: str) -> None:
         """Measure this host's clock against rank 0's, by one rank of the host."""
@@ -278,7 +239,7 @@ class Ranks:
         handshakes = []
         for turn in range(HANDSHAKES):
             sent_ns = clock.now_ns()
-            self.put(f"clock/{number}/ping/{turn}", b"ping")
+            self._store.set(f"clock/{number}/ping/{turn}", b"ping")
             data = self._await(f"clock/{number}/pong/{turn}")
             if data is None:
                 break
@@ -302,7 +263,9 @@ class Ranks:
             if self._await(f"clock/{number}/ping/{turn}") is None:
                 return
             received_ns = clock.now_ns()
-            self.put(f"clock/{number}/pong/{turn}", msgspec.msgpack.encode((received_ns, clock.now_ns())))
+            self._store.set(
+                f"clock/{number}/pong/{turn}", msgspec.msgpack.encode((received_ns, clock.now_ns()))
+            )
 
     def _await(self, key: str) -> bytes | None:
         deadline = time.monotonic() + _HANDSHAKE_S

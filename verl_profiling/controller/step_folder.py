@@ -7,6 +7,7 @@ renamed first, so that a crash never leaves half a step under its own name.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections import Counter
 from collections.abc import Mapping
@@ -27,8 +28,6 @@ from verl_profiling.manifest import (
     CAPTURE_START,
     CAPTURE_STOP,
     MANIFEST_NAME,
-    Artifact,
-    CaptureResult,
     Manifest,
     finite_numbers,
 )
@@ -113,28 +112,30 @@ class StepFolders:
             self._no_room = ""
         return why
 
-    def name(self, step: int, keep: bool = True) -> str:
-        """Return the name of the folder of a step that is captured now; every rank counts alike."""
-        self._recordings[step] += keep
-        return step_folder_name(step, self._recordings[step])
-
-    def make(self, name: str, shared: bool) -> Path:
-        """Make a step folder.
+    def make(self, step: int, keep: bool, shared: bool) -> Path:
+        """Make the folder of a step that is captured now; every rank counts alike.
 
         Args:
-            name: Its name.
+            step: The step.
+            keep: Whether it is more than a warm-up, which has no folder.
             shared: Other ranks may have made it.
         """
-        folder = self.run.path / name
-        folder.mkdir(parents=True, exist_ok=shared)
+        self._recordings[step] += keep
+        folder = self.run.path / step_folder_name(step, self._recordings[step])
+        if keep:
+            folder.mkdir(parents=True, exist_ok=shared)
         return folder
 
-    def begin(self, folder: Path, manifest: Manifest) -> None:
-        """Write what is expected of a capture that begins."""
-        self._write(folder, msgspec.structs.replace(manifest, state="begun"))
+    def write(self, folder: Path, manifest: Manifest) -> None:
+        """Write a manifest, which :meth:`add_metrics` and :meth:`end_step` may add to."""
+        manifest = msgspec.structs.replace(manifest, process=ProcessId.current())
+        write_json_atomically(folder / MANIFEST_NAME, manifest)
+        self._last = (folder, manifest)
+        if manifest.state == "written":
+            self.run.publish(folder)
 
-    def write(self, folder: Path, manifest: Manifest, outside: SpanLog) -> None:
-        """Write what became of it, and remove the captures that it takes the place of.
+    def conclude(self, folder: Path, manifest: Manifest, outside: SpanLog) -> None:
+        """Write what became of a capture, and remove those that it takes the place of.
 
         Args:
             folder: The step folder.
@@ -146,7 +147,7 @@ class StepFolders:
             if self.run.url is None:
                 manifest = _located(folder, manifest)
             manifest = msgspec.structs.replace(manifest, notes=[*manifest.notes, *notes])
-            self._write(folder, msgspec.structs.replace(manifest, outside=outside.so_far()))
+            self.write(folder, msgspec.structs.replace(manifest, outside=outside.so_far()))
         for older in leaving:
             self._remove(older)
 
@@ -188,14 +189,7 @@ class StepFolders:
             folder, manifest = self._last
             self._last = folder, msgspec.structs.replace(manifest, **fields)
             if folder.is_dir():
-                self._write(*self._last)
-
-    def _write(self, folder: Path, manifest: Manifest) -> None:
-        manifest = msgspec.structs.replace(manifest, process=ProcessId.current())
-        write_json_atomically(folder / MANIFEST_NAME, manifest)
-        self._last = (folder, manifest)
-        if manifest.state == "written":
-            self.run.publish(folder)
+                self.write(*self._last)
 
     def _leaving(self, folder: Path) -> tuple[list[Path], list[str]]:
         """Take up a capture that is about to be written; return the folders to remove, and notes on them."""
@@ -209,7 +203,7 @@ class StepFolders:
             if is_pending(older):  # it stays for now
                 continue
             self._stored.remove(older)
-            if strangers := _strangers(older, self.run.run_id):
+            if strangers := _strangers(older, self.run.place.run_id):
                 note = f"{older.name} stays beyond limits.keep_last: the run did not write {strangers}"
             else:
                 leaving.append(older)
@@ -232,25 +226,23 @@ class StepFolders:
 
 def _located(folder: Path, manifest: Manifest) -> Manifest:
     """Return a manifest with the place of each artifact that a host has on a disk of its own."""
-    names = {path.name for path in folder.iterdir()}
+    seen = {*os.listdir(folder)}  # noqa: PTH208 (the loop waits for it)
     hosts: dict[str, None] = {}
-
-    def placed(worker: CaptureResult, artifact: Artifact) -> Artifact:
-        seen = {artifact.path, artifact.path.removesuffix(".gz")} & names
-        if seen or artifact.where or artifact.reason or artifact.status not in ("ok", "pending", "truncated"):
-            return artifact
-        hosts[worker.identity.host] = None
-        where = f"{worker.identity.host}:{worker.folder}/{artifact.path}"
-        return msgspec.structs.replace(artifact, where=where)
-
-    workers = [
-        msgspec.structs.replace(worker, artifacts=[placed(worker, one) for one in worker.artifacts])
-        for worker in manifest.workers
-    ]
+    workers = []
+    for worker in manifest.workers:
+        artifacts = []
+        for artifact in worker.artifacts:
+            is_here = artifact.path in seen or artifact.path.removesuffix(".gz") in seen
+            written = artifact.status in ("ok", "pending", "truncated") and not artifact.reason
+            if written and not is_here and not artifact.where:
+                hosts[worker.identity.host] = None
+                where = f"{worker.identity.host}:{worker.folder}/{artifact.path}"
+                artifact = msgspec.structs.replace(artifact, where=where)
+            artifacts.append(artifact)
+        workers.append(msgspec.structs.replace(worker, artifacts=artifacts))
     said = f"files of {', '.join(hosts)} are not seen from here: copy them into this folder"
-    return msgspec.structs.replace(
-        manifest, workers=workers, notes=[*manifest.notes, said] if hosts else manifest.notes
-    )
+    notes = [*manifest.notes, *([said] if hosts else [])]
+    return msgspec.structs.replace(manifest, workers=workers, notes=notes)
 
 
 def is_pending(folder: Path, upload: Upload | None = None) -> bool:

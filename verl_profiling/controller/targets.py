@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -15,9 +16,9 @@ import msgspec
 
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture_request import Aim
-from verl_profiling.controller.calls import Call, Postponed, Round, Target, Waits, Worker, outcome_of
+from verl_profiling.controller.calls import Call, Postponed, Target, Waits, settle, wait_for
 from verl_profiling.errors import ConfigError, choices_hint
-from verl_profiling.identity import WorkerIdentity, safe_name
+from verl_profiling.identity import safe_name
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.tools import TOOLS
 
@@ -71,31 +72,27 @@ class _Local(Target):
         first: Its index in the role.
         worker: The object.
         loop: Event loop of its coroutines; by default the caller's, or a new one.
-
-    Attributes:
         on_threads: Its plain methods run on threads: more than ``MANY_IN_TURN`` objects of a role
             stand for other processes, which answer side by side.
     """
 
     is_local = True
-    on_threads = False
 
-    def __init__(self, role: str, first: int, worker: Any, loop: asyncio.AbstractEventLoop | None) -> None:
+    def __init__(
+        self, role: str, first: int, worker: Any, loop: asyncio.AbstractEventLoop | None, on_threads: bool
+    ) -> None:
         super().__init__(role, first, 1, id(worker))
-        self._worker, self._loop = worker, loop
-
-    def is_coroutine(self, method: str) -> bool:
-        """Return whether a method of the object is a coroutine."""
-        return inspect.iscoroutinefunction(getattr(self._worker, method))
+        self._worker, self._loop, self._on_threads = worker, loop, on_threads
 
     def start(self, method: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
         function = getattr(self._worker, method)
-        if self.is_coroutine(method):
+        if inspect.iscoroutinefunction(function):
             loop = self._loop or asyncio._get_running_loop()
             if loop is not None and loop.is_running():
                 return [asyncio.run_coroutine_threadsafe(function(*arguments), loop)]
             return [Postponed(function(*arguments), loop)]
-        return [(_on_thread if self.on_threads else outcome_of)(lambda: function(*arguments))]
+        call = partial(function, *arguments)
+        return [_on_thread(call) if self._on_threads else settle(Future(), call)]
 
 
 def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None = None) -> list[Target]:
@@ -113,7 +110,8 @@ def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None
         return [_WorkerGroup(role, workers)]
     if _is_actor(workers) or hasattr(workers, "start_capture") or not isinstance(workers, Iterable):
         workers = [workers]
-    targets: list[_RayActor | _Local] = []
+    targets: list[Target] = []
+    workers = list(workers)
     for index, worker in enumerate(workers):
         if not hasattr(worker, "start_capture"):
             raise ConfigError(
@@ -121,18 +119,13 @@ def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None
                 f"worker {index} of role {role!r} ({type(worker).__name__}) has no start_capture; "
                 "let its class inherit a mixin of verl_profiling.workers",
             )
-        actor = _is_actor(worker)
-        targets.append(_RayActor(role, index, worker) if actor else _Local(role, index, worker, loop))
+        if _is_actor(worker):
+            targets.append(_RayActor(role, index, worker))
+        else:
+            targets.append(_Local(role, index, worker, loop, on_threads=len(workers) > MANY_IN_TURN))
     if not targets:
         raise ConfigError("", f"role {role!r} has no workers")
-    in_turn = [
-        target
-        for target in targets
-        if isinstance(target, _Local) and not target.is_coroutine("start_capture")
-    ]
-    for target in in_turn:
-        target.on_threads = len(in_turn) > MANY_IN_TURN
-    return [*targets]
+    return targets
 
 
 def _check_in_cluster() -> None:
@@ -151,7 +144,7 @@ def _identity_of(worker: Any) -> str | int:
 
 
 def _future_of(answer: Any) -> Future[Any]:
-    future: Future[Any] = answer.future() if hasattr(answer, "future") else outcome_of(lambda: answer)
+    future: Future[Any] = answer.future() if hasattr(answer, "future") else settle(Future(), lambda: answer)
     return future
 
 
@@ -163,11 +156,10 @@ def _on_thread(function: Callable[[], Any]) -> Future[Any]:
 
 
 class Roster:
-    """Knows the workers, which of them the settings select, and who has not answered yet.
+    """Knows the workers, and which of them the settings select.
 
     Attributes:
         targets: All that were added.
-        known: Who a worker said that it is.
         notes: What the settings select and nobody has.
         owing: Those that may still write something when their stop has been answered, or should have been.
         most_s: Seconds that anybody is waited for at most.
@@ -175,12 +167,11 @@ class Roster:
 
     def __init__(self, config: ProfilingConfig) -> None:
         self.targets: list[Target] = []
-        self.known: dict[Worker, WorkerIdentity] = {}
         self.notes: list[str] = []
         self.owing: set[Target] = set()
         self.most_s = inf
         self._config = config
-        self._unanswered: list[Call] = []
+        self._is_checked = False
 
     def add(self, role: str, workers: Any, loop: asyncio.AbstractEventLoop | None) -> None:
         """Register workers, in the place of those that the role has; others of them get one name more.
@@ -195,14 +186,13 @@ class Roster:
                     "", f"roles {other!r} and {role!r} have files of the same names; rename one of them"
                 )
         added = make_targets(role, workers, loop)
+        self._is_checked = False
         self._config.for_role(role)  # its tools are imported now, and not in the first captured step
         for target in [target for target in self.targets if role in target.roles]:
             if target.roles != [role]:
                 target.roles.remove(role)
                 continue
             self.targets.remove(target)
-            for worker in target.workers:
-                self.known.pop(worker, None)
         by_key = {target.key: target for target in self.targets}
         for target in added:
             if (known := by_key.get(target.key)) is not None:
@@ -251,14 +241,18 @@ class Roster:
             ("replicas", aim.replicas, engines),
             ("ranks", None if engines else aim.ranks, driven),
         ):
-            count = ranks or max((target.first + target.size for target in having), default=0)
+            present = [worker.number for target in having for worker in target.workers]
+            count = ranks or max(present, default=-1) + 1
             if numbers and min(numbers) >= count:
                 have = f"0 to {count - 1}" if count else "none"
                 raise ConfigError(key, f"nobody has {', '.join(map(str, numbers))}; there are {have}")
 
     def check_selection(self, capturing: bool) -> None:
         """Log what the settings select and nobody has; for a captured step, also that nobody is there."""
+        if self._is_checked:
+            return
         roles = self.roles
+        self._is_checked = bool(roles) or capturing
         found = [_NOBODY] if capturing and not roles else []
         for key, named in (
             ("select.roles", self._config.select.roles or ()),
@@ -279,29 +273,27 @@ class Roster:
         with_hooks = {role for hook in self._config.after.values() for role in hook.roles}
         targets = [one for one in self.targets if one in self.owing or with_hooks & {*one.roles}]
         wait_s = timeouts.finish_s + timeouts.start_s + hooks_s
-        round_ = self.call(targets, "stop_capture", None, timeouts.finish_s, timeout_s=wait_s)
-        for call in round_.calls:
-            call.awaited = True
-        yield round_.wait
+        calls = self.call(targets, "stop_capture", None, timeouts.finish_s)
+        for call in calls:
+            call.timeout_s = min(wait_s, self.most_s)  # also of those that have not answered yet
+        yield partial(wait_for, calls)
         self.owing.clear()
 
-    def forget_answers(self) -> None:
-        """Keep in mind only the calls without an answer."""
-        self._unanswered = [call for call in self._unanswered if not call.future.done()]
-
-    def call(self, targets: Iterable[Target], method: str, *arguments: Any, timeout_s: float = 0.0) -> Round:
+    def call(
+        self, targets: Iterable[Target], method: str, *arguments: Any, timeout_s: float = 0.0
+    ) -> list[Call]:
         """Call all workers. One that has not answered yet gets the call too, and is not waited for.
 
         A request says under which roles the worker was added.
         """
-        self.forget_answers()
-        busy = {call.worker for call in self._unanswered}
         calls: list[Call] = []
         for target in targets:
             if arguments and isinstance(request := arguments[0], CaptureRequest):
                 arguments = (msgspec.structs.replace(request, roles=list(target.roles)),)
             calls += target.call(method, *arguments)
         for call in calls:
-            call.awaited = call.worker not in busy
-        self._unanswered += calls
-        return Round(calls, min(timeout_s, self.most_s))
+            owed = call.worker.owed
+            call.timeout_s = 0.0 if owed else min(timeout_s, self.most_s)
+            owed.add(call.future)
+            call.future.add_done_callback(owed.discard)
+        return calls

@@ -124,19 +124,20 @@ class WatchedWorkers:
     def _take(self, call: Call, asked: Sequence[PendingStep]) -> bool:
         """Take an answer; return whether it needs no other question."""
         reading = call.reply()
-        if call.error is not None and "ActorUnavailableError" in call.problem(0.0):  # Ray restarts it
+        if call.error is not None and "ActorUnavailableError" in call.problem():  # Ray restarts it
             return False
         if type(call.error) is AttributeError:  # it has no such method
             self._without.add(call.target)
         if not isinstance(reading, WatchReading):
             if reading is not None or call.error is not None:
-                self._say(call, f"is not read: {call.problem(0.0)}")
+                self._say(call, f"is not read: {call.problem()}")
             return True
         try:
             self._measure(call, reading)
             if reading.steps is None:
                 return False
-            self._roster.known.setdefault(call.worker, reading.identity)
+            if not call.worker.identity.pid:
+                call.worker.identity = reading.identity
             if self.alone or reading.process != ProcessId.current():
                 for step, use in zip(asked, reading.uses(len(asked)), strict=True):
                     if use is not None:
@@ -160,6 +161,4 @@ class WatchedWorkers:
         if call.worker in self._said:
             return
         self._said.add(call.worker)
-        known = self._roster.known.get(call.worker)
-        who = known or f"worker {call.target.first + call.index} of role {call.target.roles[0]}"
-        logger.warning("watch: %s %s", who, what)
+        logger.warning("watch: %s %s", call.worker.identity, what)

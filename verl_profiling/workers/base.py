@@ -16,8 +16,7 @@ from verl_profiling.capture.messages import (
 )
 from verl_profiling.capture.session import Session, process_session
 from verl_profiling.errors import CaptureStateError
-from verl_profiling.identity import WorkerIdentity
-from verl_profiling.ranks import process_rank
+from verl_profiling.identity import WorkerIdentity, process_rank
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.watch.reading import WatchQuestion, WatchReading
 
