@@ -141,8 +141,7 @@ def test_a_file_of_another_kind_is_one_readable_line(
         {"steps": [7, 2, 3, 90]},
         {"steps": [2, 3, 4, 8], "continuous": True},
         {"every": 7},
-        {"every": 7, "first_step": 0},
-        {"first_step": 0, "skip_first": 2, "wait": 1, "warmup": 1, "active": 2},
+        {"skip_first": 2, "wait": 1, "warmup": 1, "active": 2},
         {"wait": 1, "warmup": 2, "active": 3, "repeat": 2, "continuous": True},
         {},
     ],
@@ -150,7 +149,7 @@ def test_a_file_of_another_kind_is_one_readable_line(
 def test_the_planned_steps_are_those_of_the_schedule(schedule: dict[str, Any]) -> None:
     """Asked step by step, as the loop does, from the first one on."""
     config = settings(schedule=schedule)
-    steps = range(config.schedule.first_step, 101)
+    steps = range(1, 101)
     wanted = [step for step in steps if config.schedule.action(step) is Action.RECORD]
     plan = plan_of(config, 100)
     assert [step for first, last in steps_of(schedule, 100) for step in range(first, last + 1)] == wanted
@@ -188,8 +187,8 @@ def test_what_stays_on_disk_is_planned(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("rollout", "stack", "part"),
     [
-        ({"max_window_s": None}, False, "10,000 iterations take 6 GB"),
-        ({"max_window_s": None, "count": 500}, True, "rollout.count=500 with stacks"),
+        ({"max_window_s": None}, False, "rollout.count is null: a small model"),
+        ({"max_window_s": None, "count": 500}, True, "rollout.count is 500: a small model"),
         ({"max_window_s": None, "count": 500}, False, ""),
         ({"max_window_s": None}, True, ""),
         ({}, False, ""),

@@ -134,11 +134,6 @@ def test_a_loop_in_order_is_told_nothing(tmp_path: Path, session: Session, caplo
             "schedule: no step was captured; the loop ran from step 1 to step 3, "
             "and schedule.skip_first=2, schedule.warmup=1",
         ),
-        (
-            {"first_step": 7},
-            (1, 3),
-            "schedule: no step was captured; the loop ran from step 1 to step 3, and schedule.first_step=7",
-        ),
     ],
 )
 def test_steps_that_never_came_are_said_when_training_ends(

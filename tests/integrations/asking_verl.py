@@ -7,13 +7,11 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 from wrapt import register_post_import_hook
 
 REQUESTS = "ASKING_VERL_REQUESTS"
@@ -23,8 +21,7 @@ SLOW = "ASKING_VERL_SLOW"
 how many ``times`` as long, if that is more: other work may make all of it slow."""
 SLOW_ROLLOUT = "ASKING_VERL_SLOW_ROLLOUT"
 """JSON: ``flag``, a file that is made when update ``after`` ends; from then on each sample is rated in
-``reward_s`` more seconds, or the engine of ``replica`` stands still most of the time in which it
-generates."""
+``reward_s`` more seconds."""
 ANSWERS = "asked.jsonl"
 
 updates = 0
@@ -92,51 +89,13 @@ def slow_to_rate(module: Any) -> None:
     rate = module.NaiveRewardManager.run_single
 
     async def rated(self: Any, data: Any) -> Any:
-        if "reward_s" in slow_rollout and Path(slow_rollout["flag"]).exists():
+        if slow_rollout and Path(slow_rollout["flag"]).exists():
             await asyncio.sleep(slow_rollout["reward_s"])
         return await rate(self, data)
 
     module.NaiveRewardManager.run_single = rated
 
 
-def slow_engines(module: Any) -> None:
-    """Have the engine of one replica stand still again and again while it generates."""
-    start: Callable[..., Any] = module.vLLMHttpServer.run_server
-    generate: Callable[..., Any] = module.vLLMHttpServer.generate
-    under_way: list[None] = []
-
-    async def started(self: Any, *args: Any) -> Any:
-        before = set(psutil.Process().children(recursive=True))
-        done = await start(self, *args)
-        if self.replica_rank == slow_rollout.get("replica"):
-            engine = set(psutil.Process().children(recursive=True)) - before
-            threading.Thread(target=stand_still, args=(engine, under_way), daemon=True).start()
-        return done
-
-    async def generated(self: Any, *args: Any, **kwargs: Any) -> Any:
-        under_way.append(None)
-        try:
-            return await generate(self, *args, **kwargs)
-        finally:
-            under_way.pop()
-
-    module.vLLMHttpServer.run_server = started
-    module.vLLMHttpServer.generate = generated
-
-
-def stand_still(processes: set[psutil.Process], under_way: list[None]) -> None:
-    """Stop processes most of the time while something is under way, once the flag is there."""
-    while True:
-        if under_way and Path(slow_rollout["flag"]).exists():
-            for process in processes:
-                process.suspend()
-            time.sleep(1.5)
-            for process in processes:
-                process.resume()
-        time.sleep(0.05)
-
-
 register_post_import_hook(asking_in_validation, "verl.trainer.ppo.v1.trainer_base")
 register_post_import_hook(asking_in_checkpoints, "verl.workers.engine_workers")
 register_post_import_hook(slow_to_rate, "verl.experimental.reward_loop.reward_manager.naive")
-register_post_import_hook(slow_engines, "verl.workers.rollout.vllm_rollout.vllm_async_server")

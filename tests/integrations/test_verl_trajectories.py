@@ -385,17 +385,6 @@ def test_a_score_names_its_trajectory(verl: SimpleNamespace) -> None:
     assert [found.facts for found in named(log, "reward")] == [{"group": "g7", "sample": 1}, {}]
 
 
-def test_fates_that_the_trainer_sends_are_recorded(verl: SimpleNamespace) -> None:
-    """An agent loop records what the trainer says of trajectories that have ended."""
-    worker = verl.AgentLoopWorker(None)
-
-    async def told() -> None:
-        worker.trajectory_fates([("g1", None, "filtered"), ("g2", 1, "abandoned")])
-
-    fates = recorded(told()).fates
-    assert [(f.group, f.sample, f.fate) for f in fates] == [("g1", None, "filtered"), ("g2", 1, "abandoned")]
-
-
 def test_what_a_release_does_not_have_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest is recorded, and the name of what is missing is kept to be said."""
     monkeypatch.setattr(hooked, "_prepared", set())
@@ -466,29 +455,29 @@ def added(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
 def add(
     added: list[tuple[str, Any]], handles: list[Any], misfits: list[str] | None = None, **settings: Any
-) -> bool:
+) -> None:
     callback = SimpleNamespace(add_workers=lambda role, workers: added.append((role, workers)))
     config = ProfilingConfig.from_any({"enable": True, **settings})
     processes = Processes(callback, config)  # type: ignore[arg-type]
     processes.misfits = [] if misfits is None else misfits
-    return processes.add_actors("agent_loop", handles)
+    processes.add_actors("agent_loop", handles)
 
 
 def test_actors_are_told_their_rank_and_added(added: list[tuple[str, Any]]) -> None:
     """Each knows which of how many it is; a role that is switched off, or has nobody, is not added."""
     handles = [Handle(), Handle()]
-    assert add(added, handles)
+    add(added, handles)
     assert [handle.told for handle in handles] == [[{"rank": r, "world_size": 2}] for r in (0, 1)]
     assert added == [("agent_loop", handles)]
-    assert not add(added, [])
-    assert not add(added, [Handle()], roles={"agent_loop": {"enable": False}})
+    add(added, [])
+    add(added, [Handle()], roles={"agent_loop": {"enable": False}})
     assert len(added) == 1
 
 
 def test_what_does_not_fit_in_other_processes_comes_back(added: list[tuple[str, Any]]) -> None:
     """The trainer is told what each of them will not record."""
     misfits: list[str] = []
-    assert add(added, [Handle(), Handle()], misfits)
+    add(added, [Handle(), Handle()], misfits)
     assert misfits == ["not recorded: tokenizing"] * 2
 
 
@@ -496,9 +485,9 @@ def test_actors_that_cannot_be_captured_do_not_end_training(
     added: list[tuple[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A class of one's own without the methods, and a worker that fails, are named; strict settings raise."""
-    assert not add(added, [Handle(), object()])
+    add(added, [Handle(), object()])
     assert "1 of 2 workers of role 'agent_loop' are of a class without capture methods" in caplog.text
-    assert not add(added, [Handle(RuntimeError("no disk"))])
+    add(added, [Handle(RuntimeError("no disk"))])
     assert "role 'agent_loop' is not recorded: RuntimeError: no disk" in caplog.text
     assert added == []
     with pytest.raises(RuntimeError, match="no disk"):

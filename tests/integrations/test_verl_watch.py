@@ -37,7 +37,7 @@ def test_one_account_goes_with_each_step_of_verl_and_the_rest_at_the_end() -> No
     watched = profiler()
     watched.logged(tracking, {}, 9)
     for number in (1, 2, 3):
-        watched.completed(summary(number))
+        watched.summaries.append(summary(number))
     watched.logged(tracking, {}, 10)
     watched.logged(tracking, {}, 11)
     watched.log_rest()
@@ -53,7 +53,7 @@ def test_a_tracker_that_raises_gets_no_more(caplog: pytest.LogCaptureFixture) ->
     watched = profiler()
     with caplog.at_level(logging.WARNING):
         for number in (1, 2):
-            watched.completed(summary(number))
+            watched.summaries.append(summary(number))
             watched.logged(tracking, {}, number)
     assert [record.getMessage()[:35] for record in caplog.records] == ["watch: bad gets nothing more: TypeE"]
     assert good.logged == [(1, 1), (2, 2)]

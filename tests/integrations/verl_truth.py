@@ -1,14 +1,12 @@
-"""Holds recorded stages against verl's ``timing_s/*``: ``python -m integrations.verl_truth FOLDER...``."""
+"""Holds recorded stages against verl's ``timing_s/*``."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from verl_profiling.manifest import Manifest, StageSpan
-from verl_profiling.run_files import read_manifest
 
 PREFIX = "timing_s/"
 STAGES = {"adv": "advantage", "ref": "ref_log_prob", "testing": "validate", "gen": "rollout"}
@@ -75,17 +73,3 @@ def largest(found: Iterable[Compared]) -> Mapping[str, Compared]:
         if one.timer not in by_timer or abs(one.difference_s) > abs(by_timer[one.timer].difference_s):
             by_timer[one.timer] = one
     return by_timer
-
-
-def main(arguments: list[str]) -> None:
-    """Print the largest difference of each timer, for each run."""
-    for argument in arguments:
-        manifests = [read_manifest(folder) for folder in folders(Path(argument))]
-        print(argument, [manifest.steps for manifest in manifests])
-        for timer, one in largest(c for manifest in manifests for c in compared(manifest)).items():
-            theirs = f"step {one.step:4}  verl {one.theirs_s:9.4f} s"
-            print(f"  {timer:22} {theirs}  {1e3 * one.difference_s:+9.3f} ms")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

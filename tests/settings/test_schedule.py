@@ -30,8 +30,6 @@ def drawn(schedule: Schedule, steps: int = 12, first: int = 1) -> str:
         (Schedule(wait=1, warmup=1, active=2), ".wRR.wRR.wRR"),
         (Schedule(wait=1, warmup=1, active=2, repeat=2), ".wRR.wRR...."),
         (Schedule(skip_first=2, wait=1, active=1, repeat=3), "...R.R.R...."),
-        (Schedule(first_step=0, wait=1), "R.R.R.R.R.R."),
-        (Schedule(first_step=4, active=2, repeat=1), "...RR......."),
     ],
 )
 def test_each_form_captures_the_steps_it_says(schedule: Schedule, expected: str) -> None:
@@ -40,7 +38,7 @@ def test_each_form_captures_the_steps_it_says(schedule: Schedule, expected: str)
 
 
 def test_step_zero_is_a_step_like_any_other() -> None:
-    """In a loop that counts from 0; ``every`` and a list capture it, cycles where ``first_step`` says so."""
+    """In a loop that counts from 0; ``every`` and a list capture it, cycles begin at 1."""
     assert drawn(Schedule(every=3), steps=8, first=-1) == ".R..R..R"
     assert drawn(Schedule(steps=(0,)), steps=3, first=-1) == ".R."
     assert drawn(Schedule(), steps=3, first=-1) == "..R"
@@ -53,26 +51,23 @@ def test_step_zero_is_a_step_like_any_other() -> None:
     warmup=st.integers(0, 4),
     active=st.integers(1, 4),
     repeat=st.integers(0, 3),
-    first_step=st.integers(0, 50),
     step=st.integers(0, 60),
 )
 def test_cycles_mean_what_they_mean_in_torch(
-    skip_first: int, wait: int, warmup: int, active: int, repeat: int, first_step: int, step: int
+    skip_first: int, wait: int, warmup: int, active: int, repeat: int, step: int
 ) -> None:
     """Every step of a cycle does what ``torch.profiler.schedule`` does in it."""
     from torch.profiler import ProfilerAction, schedule
 
     theirs = schedule(wait=wait, warmup=warmup, active=active, repeat=repeat, skip_first=skip_first)
-    ours = Schedule(
-        skip_first=skip_first, wait=wait, warmup=warmup, active=active, repeat=repeat, first_step=first_step
-    )
+    ours = Schedule(skip_first=skip_first, wait=wait, warmup=warmup, active=active, repeat=repeat)
     meaning = {
         ProfilerAction.NONE: Action.OFF,
         ProfilerAction.WARMUP: Action.WARMUP,
         ProfilerAction.RECORD: Action.RECORD,
         ProfilerAction.RECORD_AND_SAVE: Action.RECORD,
     }
-    assert ours.action(first_step + step) is meaning[theirs(step)]
+    assert ours.action(1 + step) is meaning[theirs(step)]
 
 
 def test_without_continuous_every_step_is_a_capture_of_its_own() -> None:

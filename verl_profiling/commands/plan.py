@@ -187,11 +187,8 @@ def _captures(schedule: Schedule, last: int | None) -> tuple[list[PlannedCapture
     captures: list[PlannedCapture] = []
     warm_ups: list[int] = []
     most = _MOST_CAPTURES if last is None else _FAR
-    every = schedule.every or 1
-    first = schedule.first_step + (0 if schedule.every else schedule.skip_first)
-    steps = (
-        count(-(-first // every) * every, every) if schedule.steps is None else sorted(set(schedule.steps))
-    )
+    first = schedule.every or 1 + schedule.skip_first
+    steps = count(first, schedule.every or 1) if schedule.steps is None else sorted(set(schedule.steps))
     for step in islice(steps, _FAR):
         if last is not None and step > last:
             return captures, warm_ups, False

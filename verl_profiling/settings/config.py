@@ -94,12 +94,6 @@ class ProfilingConfig:
             problem = "holds a NUL character" if self.run_id else "is empty; leave it out, or name the run"
             raise ConfigError("run_id", problem)
         if self.schedule.steps == () and not self.watch.enable:
-            if idle := self.watch.idle:
-                raise ConfigError(
-                    "watch.enable",
-                    f"is false, so {idle} does nothing, and schedule.steps is empty, so nothing would be "
-                    "captured; set watch.enable=true",
-                )
             raise ConfigError(
                 "schedule.steps",
                 "is empty, so nothing would be captured; set enable=false instead, or watch.enable=true to "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from verl_profiling.errors import ConfigError
 from verl_profiling.settings.typed_values import NotNegative, Positive, Seconds
@@ -25,11 +27,7 @@ class SGLangOptions:
     """
 
     start_step: Positive | None = None
-    stages: tuple[EngineStage, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.stages is not None and not self.stages:
-            raise ConfigError("stages", "is empty; leave it out to record both prefill and decode")
+    stages: Annotated[tuple[EngineStage, ...], msgspec.Meta(min_length=1)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,22 +78,15 @@ class RolloutOptions:
         return self if self.count is not None else replace(self, count=_COUNT_WITH_STACKS)
 
     def caution(self, stacks: bool) -> str:
-        """Return what a user should know before an engine records a whole step; empty if that is bounded."""
-        if self.max_window_s is not None:
+        """Return why a recording that ends with the rollout may kill its engine; empty if it is bounded."""
+        risky = (self.count or 0) > _MANY_WITH_STACKS if stacks else self.count is None
+        if self.max_window_s is not None or not risky:
             return ""
-        if stacks and (self.count or 0) > _MANY_WITH_STACKS:
-            return (
-                f"rollout.count={self.count} with stacks, and rollout.max_window_s=null: ten iterations of a "
-                "small model have 27,000 events and take 3 to 6 s to stop, and an idle engine makes a "
-                "million events a second; engines were killed by this. Lower the count, or leave stacks out"
-            )
-        if self.count is None and not stacks:
-            return (
-                "rollout.count and rollout.max_window_s are null, so engines record until the rollout ends: "
-                "a small model has about 450 events an iteration and rank, each of which takes 1.4 kB of the "
-                "engine's memory when it stops; 10,000 iterations take 6 GB. Set one of the two"
-            )
-        return ""
+        return (
+            f"rollout.max_window_s is null, and rollout.count is {self.count or 'null'}: a small model has "
+            "about 450 events an iteration and rank, with stacks 2,700. Each takes 1.4 kB of the engine's "
+            "memory when it stops, and engines were killed by this. Set max_window_s, or a lower count"
+        )
 
     @property
     def bounded(self) -> bool:

@@ -39,13 +39,12 @@ class Schedule:
 
     Cycles have the meaning of ``torch.profiler.schedule``, counted in RL steps: after
     ``skip_first`` steps, each cycle waits, warms up and records; ``repeat`` cycles in all.
-    With nothing set, every step from ``first_step`` on is captured.
+    With nothing set, every step from 1 on is captured.
 
     Attributes:
         steps: Listed steps; there may be none with ``watch.enable``. Excludes ``every`` and the cycle fields.
         every: Captures the steps that are divisible by it, 0 included. Excludes the cycle fields.
-        first_step: Number of the loop's first step (verl counts from 1). Cycles count from it.
-        skip_first: Steps before the first cycle.
+        skip_first: Steps before the first cycle, from step 1 on.
         wait: Steps of a cycle in which nothing happens.
         warmup: Steps of a cycle that run the tool and discard the recording.
         active: Steps of a cycle that are captured.
@@ -55,7 +54,6 @@ class Schedule:
 
     steps: tuple[NotNegative, ...] | None = None
     every: Positive | None = None
-    first_step: NotNegative = 1
     skip_first: NotNegative = 0
     wait: NotNegative = 0
     warmup: NotNegative = 0
@@ -91,7 +89,7 @@ class Schedule:
             return Action.RECORD if step in self._listed else Action.OFF
         if self.every is not None:
             return Action.RECORD if step >= 0 and step % self.every == 0 else Action.OFF
-        index = step - self.first_step - self.skip_first
+        index = step - 1 - self.skip_first
         cycle, position = divmod(index, self.wait + self.warmup + self.active)
         if index < 0 or (self.repeat and cycle >= self.repeat) or position < self.wait:
             return Action.OFF
@@ -106,7 +104,7 @@ class Schedule:
             for field in fields(self)
             if (value := getattr(self, field.name)) != field.default
         ]
-        return ", ".join(given) or f"schedule is every step from {self.first_step} on"
+        return ", ".join(given) or "schedule is every step from 1 on"
 
     def last_step(self, limit: int | None = None) -> int | None:
         """Return the last step that may be captured, or ``None`` when there is no end.
@@ -119,7 +117,7 @@ class Schedule:
             ends.append(max(self.steps, default=0))
         elif self.every is None and self.repeat:
             cycle = self.wait + self.warmup + self.active
-            ends.append(self.first_step + self.skip_first + self.repeat * cycle - 1)
+            ends.append(self.skip_first + self.repeat * cycle)
         return min(ends, default=None)
 
     def step_range(self, step: int) -> StepRange | None:
@@ -139,7 +137,7 @@ class Schedule:
             while self.action(last + 1) is action:
                 last += 1
             return first, last
-        origin = self.first_step + self.skip_first
+        origin = 1 + self.skip_first
         quiet = self.wait + self.warmup
         if not quiet:
             return origin, origin + self.active * self.repeat - 1

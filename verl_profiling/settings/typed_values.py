@@ -23,8 +23,8 @@ Size = NewType("Size", int)
 """A number of bytes, which may be written with a unit: ``"2GB"``, ``"512 MiB"``."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
-_BOUND = re.compile(r"Expected `\w+` (>=|>|<=) (\S+)")
-_BOUNDS = {">=": "at least", ">": "greater than", "<=": "at most"}
+_BOUND = re.compile(r"Expected `\w+` (>=|>|<=|<) (\S+)")
+_BOUNDS = {">=": "at least", ">": "greater than", "<=": "at most", "<": "less than"}
 
 
 @cache

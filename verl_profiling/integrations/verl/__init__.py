@@ -21,6 +21,10 @@ TESTED = ("0.9.0", "0.9.1")
 """Versions of verl with which the tests are run; whole runs are of the last one."""
 
 
+def _always(config: Any) -> bool:
+    return True
+
+
 def _asynchronous(config: Any) -> bool:
     return "rollout" in config  # resources of engines that have processes of their own
 
@@ -50,105 +54,89 @@ def _chooses(path: str, name: str) -> Callable[[Any], bool]:
     return chosen
 
 
-_ENGINE = "actor_rollout_ref.rollout.name"
+_megatron = _chooses("actor_rollout_ref.actor.strategy", "megatron")
+_vllm, _sglang = (_chooses("actor_rollout_ref.rollout.name", name) for name in ("vllm", "sglang"))
 
 _RECORDS = {
-    "verl.utils.profiler": {
+    ("verl.utils.profiler", _always): {
         "trainer:hook_timers": "steps, rollouts and the controller's stages",
         "trajectories:hook_simple_timer": "what agent loops time themselves",
     },
-    "verl.trainer.ppo.v1.trainer_base": {
+    ("verl.trainer.ppo.v1.trainer_base", _v1): {
         "trainer:hook_v1_trainer": "the runs of V1 trainers",
         "trainer:hook_v1_rollout": "the begin of a rollout, when prompts are sent out",
     },
-    "verl.trainer.ppo.ray_trainer": {
+    ("verl.trainer.ppo.ray_trainer", _v0): {
         "trainer:hook_v0_trainer": "the runs of RayPPOTrainer",
     },
-    "verl.experimental.one_step_off_policy.ray_trainer": {
+    ("verl.experimental.one_step_off_policy.ray_trainer", _one_step_off): {
         "async_trainer:check_one_step_off": "steps of one-step-off trainers, and the rollout beside them",
     },
-    "verl.experimental.fully_async_policy.fully_async_trainer": {
+    ("verl.experimental.fully_async_policy.fully_async_trainer", _fully_async): {
         "async_trainer:check_fully_async": "parameter versions of fully asynchronous trainers",
     },
-    "verl.experimental.fully_async_policy.fully_async_rollouter": {
+    ("verl.experimental.fully_async_policy.fully_async_rollouter", _fully_async): {
         "async_trainer:check_rollouter": "the rollouter's samples, queue and pauses (role rollouter)",
     },
-    "verl.utils.tracking": {
+    ("verl.utils.tracking", _always): {
         "trainer:hook_tracking": "verl's metrics in manifests, and the reports' numbers in verl's trackers",
     },
-    "verl.trainer.constants_ppo": {
+    ("verl.trainer.constants_ppo", _always): {
         "launch:hook_runtime_env": "kernels of GPUs, on images that have NVTX load CUPTI",
     },
-    "verl.single_controller.ray.base": {
+    ("verl.single_controller.ray.base", _always): {
         "launch:hook_worker_groups": "training workers with tool nsys",
     },
-    "verl.workers.engine_workers": {
+    ("verl.workers.engine_workers", _always): {
         "workers:hook_workers": "the roles actor, ref and critic",
-        "workers:hook_actor_stages": "stages of the actor and the reference model",
-        "workers:hook_critic_stages": "stages of the critic",
-        "workers:hook_mini_batches": "mini-batches",
-        "workers:hook_checkpoints": "stages of workers that save or load a checkpoint",
+        "workers:hook_stages": "stages of the roles actor, ref and critic",
     },
-    "verl.workers.engine.fsdp.transformer_impl": {
+    ("verl.workers.engine.fsdp.transformer_impl", _always): {
         "workers:hook_fsdp_engine": "micro-batches of FSDP engines",
         "workers:hook_offloading": "what FSDP engines move between host and device",
     },
-    "verl.workers.engine.megatron.transformer_impl": {
+    ("verl.workers.engine.megatron.transformer_impl", _megatron): {
         "workers:hook_offloading": "what Megatron engines move between host and device",
     },
-    "verl.workers.rollout.vllm_rollout.vllm_async_server": {
-        "servers:hook_vllm_server": "the role rollout, with vLLM",
-        "servers:hook_versions": "policy versions of requests",
+    ("verl.workers.rollout.vllm_rollout.vllm_async_server", _vllm): {
+        "servers:hook_vllm_server": "the role rollout and its policy versions, with vLLM",
         "launch:hook_vllm_replica": "vLLM engines with tool nsys",
     },
-    "verl.workers.rollout.sglang_rollout.async_sglang_server": {
-        "servers:hook_sglang_server": "the role rollout, with SGLang",
-        "servers:hook_versions": "policy versions of requests",
+    ("verl.workers.rollout.sglang_rollout.async_sglang_server", _sglang): {
+        "servers:hook_sglang_server": "the role rollout and its policy versions, with SGLang",
     },
-    "verl.experimental.agent_loop.agent_loop": {
+    ("verl.experimental.agent_loop.agent_loop", _always): {
         "trajectories:hook_agent_loops": "trajectories (role agent_loop)",
     },
-    "verl.experimental.agent_loop.tool_agent_loop": {
+    ("verl.experimental.agent_loop.tool_agent_loop", _always): {
         "trajectories:hook_tool_loop": "tool calls of trajectories",
     },
-    "verl.workers.rollout.llm_server": {
+    ("verl.workers.rollout.llm_server", _always): {
         "trajectories:hook_clients": "requests of trajectories",
     },
-    "verl.experimental.teacher_loop.teacher_manager": {
+    ("verl.experimental.teacher_loop.teacher_manager", _always): {
         "trajectories:hook_teachers": "requests to teachers",
     },
-    "verl.experimental.reward_loop.reward_loop": {
+    ("verl.experimental.reward_loop.reward_loop", _always): {
         "trajectories:hook_reward_loops": "scoring (role reward)",
     },
-    "verl.trainer.ppo.v1.agent_loop_tq": {
+    ("verl.trainer.ppo.v1.agent_loop_tq", _v1): {
         "trainer:hook_dispatch": "the dispatch of prompts",
     },
-    "verl.trainer.ppo.v1.replay_buffer": {
-        "trainer:hook_replay_buffer": "polling the replay buffer, and the fate of trajectories",
+    ("verl.trainer.ppo.v1.replay_buffer", _v1): {
+        "trainer:hook_replay_buffer": "polling the replay buffer",
     },
-    "transfer_queue": {
+    ("transfer_queue", _v1): {
         "trainer:hook_transfer_queue": "waiting for TransferQueue, in the trainer and in agent loops",
     },
 }
-"""What is recorded: by module of verl, and by function of this package that is called with the module."""
+"""Names of what is recorded.
+
+By a module of verl with the runs that import it, and by the function that is called with the module.
+"""
 
 _NEEDED = ("trainer:hook_timers", "trainer:hook_v1_trainer", "trainer:hook_v0_trainer")
 """Hooks without which nothing is recorded."""
-
-_USED_BY = {
-    "verl.trainer.ppo.v1.trainer_base": _v1,
-    "verl.trainer.ppo.ray_trainer": _v0,
-    "verl.experimental.one_step_off_policy.ray_trainer": _one_step_off,
-    "verl.experimental.fully_async_policy.fully_async_trainer": _fully_async,
-    "verl.experimental.fully_async_policy.fully_async_rollouter": _fully_async,
-    "verl.workers.engine.megatron.transformer_impl": _chooses("actor_rollout_ref.actor.strategy", "megatron"),
-    "verl.workers.rollout.vllm_rollout.vllm_async_server": _chooses(_ENGINE, "vllm"),
-    "verl.workers.rollout.sglang_rollout.async_sglang_server": _chooses(_ENGINE, "sglang"),
-    "verl.trainer.ppo.v1.agent_loop_tq": _v1,
-    "verl.trainer.ppo.v1.replay_buffer": _v1,
-    "transfer_queue": _v1,
-}
-"""Which runs import a module, if not all do, by their configuration."""
 
 HOOKS = tuple(
     Hook(
@@ -156,9 +144,9 @@ HOOKS = tuple(
         put_in=put_in,
         records=records,
         needed=put_in in _NEEDED,
-        used_by=_USED_BY.get(module, lambda config: True),
+        used_by=used_by,
     )
-    for module, hooks in _RECORDS.items()
+    for (module, used_by), hooks in _RECORDS.items()
     for put_in, records in hooks.items()
 )
 """Hooks of one module are put in from top to bottom."""

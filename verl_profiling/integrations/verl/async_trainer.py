@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 from verl_profiling.controller.callback import AsyncProfilingCallback
-from verl_profiling.integrations.hooks import mark, missing, wrap
+from verl_profiling.integrations.hooks import mark, missing
 from verl_profiling.integrations.verl.processes import ROLLOUTER, add_actor_methods, rollout_processes
 from verl_profiling.integrations.verl.profiler import Profiler, active_profiler
 from verl_profiling.settings.config import ProfilingConfig
@@ -24,8 +24,7 @@ from verl_profiling.trajectories import Span, count, span
 
 _STEP, _GENERATION = "step", "generate_async"
 _NO_MORE_STEPS = "TrainingStopException"
-_SAMPLE = "_process_single_sample_streaming"
-_VALIDATE = "do_validate"
+_SAMPLE, _VALIDATE = "_process_single_sample_streaming", "do_validate"
 _IN_FLIGHT, _STALENESS = "samples in flight", "staleness samples"
 _COUNTS = {
     "monitor/queue/mq_queue_size": "message queue",
@@ -145,22 +144,6 @@ def async_profiler(trainer: Any) -> AsyncTrainerProfiler | None:
     return None
 
 
-def check_one_step_off(module: Any) -> None:
-    """Note what one-step-off trainers do not have; they are hooked as subclasses of ``RayPPOTrainer``."""
-    _check(module.OneStepOffRayTrainer, "fit", "fit_step", "_async_gen_next_batch")
-
-
-def check_fully_async(module: Any) -> None:
-    """Note what fully asynchronous trainers do not have; they are hooked likewise."""
-    _check(module.FullyAsyncTrainer, "fit", "fit_step", "_fit_validate")
-
-
-def _check(trainer_class: Any, *names: str) -> None:
-    for name in names:
-        if not inspect.iscoroutinefunction(getattr(trainer_class, name, None)):
-            missing(trainer_class, name)
-
-
 async def _around_step(fit_step: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     profiler = async_profiler(self)
     if profiler is None:
@@ -193,37 +176,19 @@ async def _behind_step(validate: Callable[..., Any], self: Any, *args: Any, **kw
     return await validate(self, *args, **kwargs)
 
 
-COROUTINES = {
-    "fit_step": _around_step,
-    "_async_gen_next_batch": _around_generation,
-    "_fit_validate": _behind_step,
-}
-"""What is put around coroutines of a trainer, by name."""
-
-
-def is_rollouter(trainer_class: type[Any]) -> bool:
+def makes_samples(trainer_class: type[Any]) -> bool:
     """Return whether a class of verl's trainers makes samples for one, instead of training."""
     return hasattr(trainer_class, _SAMPLE)
 
 
 def hook_rollouter(rollouter_class: type[Any]) -> None:
-    """Give ``FullyAsyncRollouter`` the capture methods, and record what it does."""
+    """Give ``FullyAsyncRollouter`` the capture methods, before ``ray.remote`` makes an actor of it."""
     if _SAMPLE in vars(rollouter_class):
         add_actor_methods(rollouter_class, ROLLOUTER)
         rollouter_class.start_capture = start_capture
         rollouter_class.rollout_processes = rollout_processes_of
-    for name, wrapper in _OF_ROLLOUTERS.items():
-        if name in vars(rollouter_class):
-            wrap(rollouter_class, name, wrapper)
     if _VALIDATE in vars(rollouter_class):
         mark(rollouter_class, _VALIDATE, partial(span, "validate"))
-
-
-def check_rollouter(module: Any) -> None:
-    """Note what the rollouter does not have; it is hooked when its class is made, before ``ray.remote``."""
-    for name in (*_OF_ROLLOUTERS, _VALIDATE):
-        if not hasattr(module.FullyAsyncRollouter, name):
-            missing(module.FullyAsyncRollouter, name)
 
 
 def start_capture(self: Any, request: Any) -> Any:
@@ -281,9 +246,29 @@ def note_pause(rollouter: Any, pauses: bool) -> None:
         pause.__exit__(None, None, None)
 
 
-_OF_ROLLOUTERS: dict[str, Callable[..., Any]] = {
+_TRAINERS: dict[str, Callable[..., Any]] = {
+    "fit_step": _around_step,
+    "_async_gen_next_batch": _around_generation,
+    "_fit_validate": _behind_step,
+}
+_ROLLOUTERS: dict[str, Callable[..., Any]] = {
     _SAMPLE: _as_sample,
     "get_statistics": _counted,
     "_should_pause_generation": _pausing,
     "reset_staleness": _resuming,
 }
+COROUTINES = _TRAINERS | _ROLLOUTERS
+"""What is put around coroutines of trainers and rollouters, when their classes are made."""
+
+
+def _check(class_name: str, methods: Iterable[str], module: Any) -> None:
+    """Note the coroutines that a class does not have."""
+    found = getattr(module, class_name)
+    for name in methods:
+        if not inspect.iscoroutinefunction(getattr(found, name, None)):
+            missing(found, name)
+
+
+check_one_step_off = partial(_check, "OneStepOffRayTrainer", ("fit", "fit_step", "_async_gen_next_batch"))
+check_fully_async = partial(_check, "FullyAsyncTrainer", ("fit", "fit_step", "_fit_validate"))
+check_rollouter = partial(_check, "FullyAsyncRollouter", _ROLLOUTERS)

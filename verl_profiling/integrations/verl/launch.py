@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from verl_profiling.devices import NO_INJECTION, VARIABLE, injected_cupti
@@ -80,27 +81,18 @@ async def _launched_under_nsys(launch: Callable[..., Any], self: Any, *args: Any
     settings = settings_of(self)
     environment = nsys_runtime_env(settings, role=ROLLOUT_ROLE) if settings is not None else {}
     if environment:
-        self.server_class = _StartedUnderNsys(self.server_class, environment)
+        self.server_class = _under_nsys(self.server_class, environment)
     await launch(self, *args, **kwargs)
 
 
-class _StartedUnderNsys:
-    """A Ray actor class whose actors are started under Nsight Systems, whatever their other options.
+def _under_nsys(actor_class: Any, environment: Mapping[str, Any]) -> Any:
+    """Return a Ray actor class whose actors are started in an environment, whatever their other options."""
 
-    Args:
-        actor_class: The class as ``ray.remote`` returned it.
-        environment: The return value of :func:`~verl_profiling.tools.nsys.nsys_runtime_env`.
-    """
+    def options(*, runtime_env: Mapping[str, Any], **others: Any) -> Any:
+        env_vars = {**runtime_env.get("env_vars", {}), **environment["env_vars"]}
+        return actor_class.options(runtime_env={**runtime_env, **environment, "env_vars": env_vars}, **others)
 
-    def __init__(self, actor_class: Any, environment: Mapping[str, Any]) -> None:
-        self._actor_class = actor_class
-        self._environment = environment
-
-    def options(self, *, runtime_env: Mapping[str, Any], **options: Any) -> Any:
-        """Return the class with options, as Ray does."""
-        env_vars = {**runtime_env.get("env_vars", {}), **self._environment["env_vars"]}
-        merged = {**runtime_env, **self._environment, "env_vars": env_vars}
-        return self._actor_class.options(runtime_env=merged, **options)
+    return SimpleNamespace(options=options)
 
 
 def _without_injection(get_environment: Callable[..., Any], config: Any = None) -> Any:

@@ -145,7 +145,7 @@ def captured_steps(schedule: Schedule, last_step: int | None) -> str:
         last_step: Number of the run's last step, if it is known.
     """
     last = schedule.last_step(last_step)
-    numbered = range(schedule.first_step, _FAR if last is None else last + 1)
+    numbered = range(1, _FAR if last is None else last + 1)
     steps = numbered if schedule.steps is None else sorted(schedule.steps)
     recorded = (step for step in steps if step <= (last or _FAR) and schedule.action(step) is Action.RECORD)
     found = list(islice(recorded, _MOST_NAMED + 1))

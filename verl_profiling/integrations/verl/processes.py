@@ -76,7 +76,6 @@ class Processes:
         settings: What to profile.
 
     Attributes:
-        agent_loops: Handles of the processes that run trajectories, if they are captured.
         misfits: What is not recorded, each with the reason.
     """
 
@@ -85,7 +84,6 @@ class Processes:
     ) -> None:
         self._callback = callback
         self._settings = settings
-        self.agent_loops: list[Any] = []
         self.misfits: list[str] = []
 
     def add(self, trainer: Any, agent_loops: Any) -> None:
@@ -107,15 +105,15 @@ class Processes:
             self._add_rollout_processes(*ray.get(rollouter.rollout_processes.remote()))
             self.add_actors(ROLLOUTER, [rollouter])
 
-    def add_actors(self, role: str, handles: Sequence[Any]) -> bool:
-        """Set actors up and add them to the callback; return whether all of them can be captured.
+    def add_actors(self, role: str, handles: Sequence[Any]) -> None:
+        """Set actors up and add them to the callback, if all of them can be captured.
 
         Args:
             role: Their role.
             handles: Their handles, in order of rank.
         """
         if not handles or not self._settings.for_role(role).enable:
-            return False
+            return
         without = [handle for handle in handles if not hasattr(handle, "init_capture")]
         if without:
             logger.warning(
@@ -125,7 +123,7 @@ class Processes:
                 len(handles),
                 role,
             )
-            return False
+            return
         try:
             import ray
 
@@ -140,9 +138,8 @@ class Processes:
             if self._settings.strict:
                 raise
             logger.warning("profiling: role %r is not recorded: %s: %s", role, type(error).__name__, error)
-            return False
+            return
         self._callback.add_workers(role, handles)
-        return True
 
     def _add_groups(self, trainer: Any) -> None:
         """Add worker groups; of those that share processes, first one that is profiled."""
@@ -177,8 +174,7 @@ class Processes:
 
     def _add_rollout_processes(self, loops: list[Any], scorers: list[Any]) -> None:
         """Add the processes that run trajectories, and those that score them."""
-        if self.add_actors(AGENT_LOOP, loops):
-            self.agent_loops = loops
+        self.add_actors(AGENT_LOOP, loops)
         self.add_actors(REWARD, scorers)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,6 @@ _ONWARD_ONLY = ("wandb", "vemlp_wandb")
 _CONSOLE = "console"
 _MOST_WAITING = 1000
 
-Fates = Sequence[tuple[str, int | None, str]]
-
 _active: Profiler | None = None
 
 
@@ -53,6 +51,7 @@ class Profiler:
     Attributes:
         trainer: The trainer.
         settings: What to profile.
+        summaries: Those of the watch that go with the next steps that verl logs.
     """
 
     stages: Mapping[str, str] = _STAGES
@@ -69,7 +68,7 @@ class Profiler:
         self._folders: dict[int, Path] = {}
         self._tracking: Any = None
         self._logged_step = 0
-        self._summaries: deque[StepSummary] = deque(maxlen=_MOST_WAITING)
+        self.summaries: deque[StepSummary] = deque(maxlen=_MOST_WAITING)
         self._failed_trackers: set[str] = set()
 
     @contextmanager
@@ -88,16 +87,6 @@ class Profiler:
         """Return a stage of the controller."""
         return self._callback.stage(name)
 
-    def say_fates(self, fates: Callable[[], Fates]) -> None:
-        """Have what became of trajectories recorded beside them, if a step is captured."""
-        if not (self._processes.agent_loops and self._callback.capturing):
-            return
-        try:
-            if said := fates():
-                self._processes.agent_loops[0].trajectory_fates.remote(said)
-        except Exception as error:
-            logger.warning("outcomes of trajectories are not recorded: %s: %s", type(error).__name__, error)
-
     def begin(self, agent_loops: Any) -> None:
         """Add the workers, and say what is not recorded.
 
@@ -109,7 +98,7 @@ class Profiler:
         """
         self._processes.add(self.trainer, agent_loops)
         if (watch := self._callback.watch) is not None:
-            watch.listeners.append(self.completed)
+            watch.listeners.append(self.summaries.append)
         found = [*misfits(self.trainer.config), *self._processes.misfits]
         for note in notes_on(found, strict=self.settings.strict):
             self._callback.add_note(note)
@@ -120,15 +109,11 @@ class Profiler:
         self._callback.add_metrics(step, data)
         self._log_summary(step)
 
-    def completed(self, summary: StepSummary) -> None:
-        """Keep a summary of the watch for the next step that verl logs."""
-        self._summaries.append(summary)
-
     def _log_summary(self, step: int) -> None:
         """Log a summary to verl's trackers but the console, under its own step where a tracker takes it."""
-        if not self._summaries:
+        if not self.summaries:
             return
-        summary = self._summaries.popleft()
+        summary = self.summaries.popleft()
         values = {f"{PREFIX}step": summary.step, **values_of(summary)}
         for name, tracker in self._tracking.logger.items():
             if name == _CONSOLE or name in self._failed_trackers:
@@ -164,7 +149,7 @@ class Profiler:
 
     def log_rest(self) -> None:
         """Log what is left, when training has ended: summaries, and the numbers of the reports."""
-        while self._tracking is not None and self._summaries:
+        while self._tracking is not None and self.summaries:
             self._log_summary(self._logged_step)
         if self._tracking is not None and self._folders:
             log_reports(self._tracking, self._folders, self._logged_step)
@@ -209,13 +194,3 @@ def trainer_stage(name: str) -> AbstractContextManager[None]:
     if _active is None or asyncio._get_running_loop() is not None:
         return nullcontext()
     return _active.stage(name)
-
-
-def say_fates(fates: Callable[[], Fates]) -> None:
-    """Say what this process's trainer did with trajectories that had ended.
-
-    Args:
-        fates: Returns groups, samples (``None``: all of the group) and fates; called if a step is captured.
-    """
-    if _active is not None:
-        _active.say_fates(fates)

@@ -31,12 +31,6 @@ def hook_sglang_server(module: Any) -> None:
         _add_methods(module.SGLangHttpServer)
 
 
-def hook_versions(module: Any) -> None:
-    """Note the policy version of each request of a server."""
-    name = "vLLMHttpServer" if hasattr(module, "vLLMHttpServer") else "SGLangHttpServer"
-    wrap(getattr(module, name), "set_global_steps", _noted_version)
-
-
 def settings_of(holder: Any) -> Mapping[str, Any] | None:
     """Return the settings in the configuration of a server or a replica."""
     settings: Mapping[str, Any] | None = (holder.config.engine_kwargs or {}).get(SETTINGS_KEY)
@@ -102,3 +96,4 @@ def _add_methods(server_class: type[Any]) -> None:
     # The default answers where a subclass launches its engine in a way of its own.
     add_capture_methods(server_class, RolloutCaptureMixin(), awaited=True)
     server_class.capture_misfits = _capture_misfits
+    wrap(server_class, "set_global_steps", _noted_version)

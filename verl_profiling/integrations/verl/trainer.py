@@ -26,7 +26,7 @@ from verl_profiling.integrations.verl.async_trainer import (
     AsyncTrainerProfiler,
     awaits_its_steps,
     hook_rollouter,
-    is_rollouter,
+    makes_samples,
 )
 from verl_profiling.integrations.verl.bridge import settings_of
 from verl_profiling.integrations.verl.launch import start_workers_under_nsys
@@ -37,7 +37,7 @@ from verl_profiling.integrations.verl.notices import (
     remember_request,
     say_nothing_is_profiled,
 )
-from verl_profiling.integrations.verl.profiler import Profiler, active_profiler, say_fates, trainer_stage
+from verl_profiling.integrations.verl.profiler import Profiler, active_profiler, trainer_stage
 from verl_profiling.integrations.verl.servers import SETTINGS_KEY
 from verl_profiling.manifest import POLLING
 from verl_profiling.settings.config import ProfilingConfig
@@ -192,26 +192,8 @@ def hook_transfer_queue(module: Any) -> None:
 
 
 def hook_replay_buffer(module: Any) -> None:
-    """Mark the pause until the trainer looks for responses again, and say which ones it throws away."""
-    buffer = module.ReplayBuffer
-    mark(buffer, "_wait_for_next_poll", partial(trainer_stage, POLLING))
-    wrap(buffer, "_evict_terminal_groups", _evicted)
-
-
-def _evicted(
-    evict: Callable[..., Any],
-    self: Any,
-    global_steps: int,
-    partition_id: str,
-    eviction_reasons: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Say why: a group took too many steps, or its rewards are all the same."""
-    evicted = evict(self, global_steps, partition_id, eviction_reasons, *args, **kwargs)
-    found = zip(("stale", "filtered"), eviction_reasons, strict=False)
-    say_fates(lambda: [(group, None, fate) for fate, groups in found for group in groups])
-    return evicted
+    """Mark the pause until the trainer looks for responses again."""
+    mark(module.ReplayBuffer, "_wait_for_next_poll", partial(trainer_stage, POLLING))
 
 
 def hook_v0_trainer(module: Any) -> None:
@@ -240,7 +222,7 @@ def hook_overrides(cls: type[Any]) -> None:
         wrappers = _AWAITED if inspect.iscoroutinefunction(method) else _CALLED
         if name in wrappers:
             wrap(cls, name, wrappers[name])
-    if is_rollouter(cls):
+    if makes_samples(cls):
         hook_rollouter(cls)
 
 
@@ -275,7 +257,7 @@ def prepare(trainer: Any) -> None:
         return
     if not can_be_profiled(trainer.config, settings):
         return
-    if not is_rollouter(type(trainer)):
+    if not makes_samples(type(trainer)):
         made = AsyncTrainerProfiler if awaits_its_steps(trainer) else TrainerProfiler
         setattr(trainer, _ATTRIBUTE, made(trainer, settings))
     _hand_to_servers(trainer.config, settings)

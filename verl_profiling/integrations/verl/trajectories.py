@@ -17,7 +17,7 @@ from typing import Any
 from verl_profiling.capture.session import process_session
 from verl_profiling.integrations.hooks import mark, missing, wrap
 from verl_profiling.integrations.verl.processes import AGENT_LOOP, REWARD, add_actor_methods
-from verl_profiling.trajectories import current_trajectory, span, trajectory, trajectory_fate
+from verl_profiling.trajectories import current_trajectory, span, trajectory
 
 _TOKENIZING = (
     "ct_build_initial_tokens",
@@ -44,7 +44,6 @@ def hook_agent_loops(module: Any) -> None:
     """Record what ``AgentLoopWorker`` and its subclasses run; V1's is one."""
     worker, loop = module.AgentLoopWorker, module.AgentLoopBase
     add_actor_methods(worker, AGENT_LOOP)
-    worker.trajectory_fates = _trajectory_fates
     wrap(worker, "_run_agent_loop", _as_trajectory)
     wrap(worker, "_compute_score", _described)
     mark(worker, "_postprocess", partial(span, "collate"))
@@ -170,12 +169,6 @@ def _timed(simple_timer: Callable[..., Any], name: str, *args: Any, **kwargs: An
     opened = nullcontext() if current_trajectory() is None else span(_TIMERS.get(name, name))
     with simple_timer(name, *args, **kwargs), opened:
         yield
-
-
-def _trajectory_fates(self: Any, fates: Sequence[tuple[str, int | None, str]]) -> None:
-    """Record what the trainer did with trajectories that had ended: group, sample, fate."""
-    for group, sample, fate in fates:
-        trajectory_fate(group, fate, sample)
 
 
 async def _as_request(generate: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,13 +17,14 @@ from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.workers import CaptureTimers, FSDPCaptureMixin, MegatronCaptureMixin
 
 _OLD, _REFERENCE = "old_log_prob", "ref_log_prob"
-_CHECKPOINTS = ("save_checkpoint", "load_checkpoint")
+_CHECKPOINTS = {name: name for name in ("save_checkpoint", "load_checkpoint")}
 _ACTOR_STAGES = {
     "compute_ref_log_prob": _REFERENCE,
     "update_actor": "update_actor",
     "update_weights": "update_weights",
+    **_CHECKPOINTS,
 }
-_CRITIC_STAGES = {"infer_batch": "values", "train_mini_batch": "update_critic"}
+_CRITIC_STAGES = {"infer_batch": "values", "train_mini_batch": "update_critic", **_CHECKPOINTS}
 _MINI_BATCH, _MICRO_BATCH = "mini_batch", "micro_batch"
 _CRITIC_MODEL = "value_model"
 _WITHOUT_ADAPTER = "no_lora_adapter"
@@ -35,7 +36,7 @@ _OFFLOADING = {
 }
 
 WORKER_STAGES = frozenset(
-    {_OLD, _REFERENCE, _MINI_BATCH, _MICRO_BATCH, *_CHECKPOINTS}
+    {_OLD, _MINI_BATCH, _MICRO_BATCH}
     | {*_ACTOR_STAGES.values(), *_CRITIC_STAGES.values(), *_OFFLOADING.values()}
 )
 """The stages of verl's training workers."""
@@ -52,29 +53,15 @@ def hook_workers(module: Any) -> None:
         )
 
 
-def hook_actor_stages(module: Any) -> None:
-    """Mark the stages of the actor and the reference model."""
+def hook_stages(module: Any) -> None:
+    """Mark the stages of ``ActorRolloutRefWorker``, and those of ``TrainingWorker`` if it is a critic."""
+    actor, training = module.ActorRolloutRefWorker, module.TrainingWorker
     for name, stage_name in _ACTOR_STAGES.items():
-        mark(module.ActorRolloutRefWorker, name, partial(stage, stage_name))
-    wrap(module.ActorRolloutRefWorker, "compute_log_prob", _log_prob_stage)
-
-
-def hook_critic_stages(module: Any) -> None:
-    """Mark the stages of ``TrainingWorker`` if it is a critic."""
+        mark(actor, name, partial(stage, stage_name))
+    wrap(actor, "compute_log_prob", _log_prob_stage)
     for name, stage_name in _CRITIC_STAGES.items():
-        wrap(module.TrainingWorker, name, partial(_critic_stage, stage_name))
-
-
-def hook_checkpoints(module: Any) -> None:
-    """Mark the saving and loading of checkpoints; an actor's are those of the worker around it."""
-    for name in _CHECKPOINTS:
-        mark(module.ActorRolloutRefWorker, name, partial(stage, name))
-        wrap(module.TrainingWorker, name, partial(_critic_stage, name))
-
-
-def hook_mini_batches(module: Any) -> None:
-    """Mark the mini-batches of ``TrainingWorker``, actor or critic."""
-    wrap(module.TrainingWorker, "train_batch", _counted_mini_batch)
+        wrap(training, name, partial(_critic_stage, stage_name))
+    wrap(training, "train_batch", _counted_mini_batch)
 
 
 def hook_fsdp_engine(module: Any) -> None:
