@@ -72,6 +72,17 @@ class Worker:
     groups: list[list[int]] = field(default_factory=list)
 
 
+def engine(replica: int, *spans: tuple[float, float], **more: Any) -> Worker:
+    """Return an engine that decodes in each of some spans."""
+    return Worker(
+        "rollout",
+        replica=replica,
+        kernels=[("attention", *span) for span in spans],
+        iterations=[("execute_context_0(0)_generation_4(4)", *span) for span in spans],
+        **more,
+    )
+
+
 def in_group(kernel: Drawn, ranks: list[int], collective: str = "allreduce", name: str = "1") -> Kernel:
     """Return a kernel that names its process group, in the words of Kineto."""
     said = {"Collective name": collective, "Process Group Name": name}

@@ -28,6 +28,9 @@ COMMUNICATION = (
     "userbuffers_fp16_sum_inplace_gpu_rw_ag",
     "oneccl_reduce_base<float, 2, 16, 1, 1, 2>",
     "dlslime::intranode_alltoall_kernel",
+    "void dpsk::ep::internode::notify_dispatch<false, 4>(int const*, long*, int)",
+    "void dpsk::ep::internode::combine<__nv_bfloat16, 8>(int4*, float*, bool const*)",
+    "void dpsk::ep::internode::dispatch_ll<true, 3, 10, 7168>(void*, float*)",
 )
 COMPUTATION = (
     "void SmallReduceKernel<float>(float*)",
@@ -39,6 +42,8 @@ COMPUTATION = (
     "void deep_ep::legacy::layout::get_dispatch_layout<256, 32, 8>(long const*)",
     "void at::native::(anonymous namespace)::scatter_reduce_kernel<deep_ep::Buffer>(int)",
     "triton_red_fused_all_mul_0",
+    "void dpsk::ep::cuda::get_dispatch_layout<256>(long const*)",
+    "void cdpsk::ep::CUB_200::scan(int)",
     "nvjet_tst_64x64_64x16_2x1_2cta_v_bz_bias_TNT",
 )
 

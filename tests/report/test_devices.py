@@ -67,34 +67,6 @@ def report_of(folder: Path, events: list[dict[str, Any]], **header: Any) -> Repo
     return open_step(folder).report()
 
 
-def test_torch_of_2021_has_other_categories() -> None:
-    """``Kernel``, ``Memcpy`` and ``Memset`` are work: 60.6 % of 996.5 ms."""
-    row = only_row("kineto_2021_v100.json.gz")
-    device = [e for e in complete("kineto_2021_v100.json.gz") if e["cat"] in ("Kernel", "Memcpy", "Memset")]
-    assert row.device
-    assert row.busy_us == pytest.approx(covered_us(device), abs=1)
-    assert 100 * row.busy_us / row.span_us == pytest.approx(60.6, abs=0.05)
-    assert row.span_us == pytest.approx(996_477, abs=1)
-
-
-def test_the_kernels_of_deepseeks_own_experts_communicate(tmp_path: Path) -> None:
-    """As in its published traces; what lays out tokens, or sorts in a namespace of its own, computes."""
-    communicate = (
-        "void dpsk::ep::internode::notify_dispatch<false, 4>(int const*, long*, int)",
-        "void dpsk::ep::internode::dispatch<false, 8, true, 8>(int4*, float*, long*)",
-        "void dpsk::ep::internode::combine<__nv_bfloat16, 8>(int4*, float*, bool const*)",
-        "void dpsk::ep::internode::dispatch_ll<true, 3, 10, 7168>(void*, float*)",
-    )
-    compute = (
-        "void dpsk::ep::cuda::get_dispatch_layout<256>(long const*)",
-        "void cdpsk::ep::CUB_200::scan(int)",
-    )
-    names = [*communicate, *compute]
-    work = [event("kernel", 10 * at, 10 * at + 10, name=name) for at, name in enumerate(names)]
-    (row,) = report_of(tmp_path, work).workers
-    assert (row.communication_us, row.compute_us) == (40, 20)
-
-
 def test_an_empty_event_behind_the_last_is_no_damage(tmp_path: Path) -> None:
     """JAX ends the list of its events with one."""
     report = report_of(tmp_path, [event("kernel", 0, 10), event("kernel", 20, 30), {}])
@@ -129,16 +101,6 @@ def test_an_mtia_accelerator_that_waits_is_idle() -> None:
     assert 100 * row.compute_us / row.span_us == pytest.approx(93.55, abs=0.01)
     theirs = [e for e in device if e["name"] != "dma_request"]
     assert covered_us(theirs) / 443_275.7 == pytest.approx(0.9468, abs=0.0001)
-
-
-def test_an_all_reduce_over_multicast_is_communication() -> None:
-    """``multimem_all_reduce_kernel`` is 18 % of the busy time of a B200, beside NCCL's 22 us."""
-    row = only_row("b200.json.gz")
-    kernels = [e for e in complete("b200.json.gz") if e["cat"] == "kernel"]
-    alone = covered_us(e for e in kernels if "multimem_all_reduce" in e["name"])
-    both = covered_us(e for e in kernels if "multimem_all_reduce" in e["name"] or "nccl" in e["name"])
-    assert row.communication_us == pytest.approx(both, abs=0.01)
-    assert 100 * alone / row.busy_us == pytest.approx(18.3, abs=0.05)
 
 
 def test_tasks_of_an_npu_add_up_to_its_own_analysis() -> None:

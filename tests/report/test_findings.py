@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-from drawn_steps import STAGES, Drawn, Worker, ns, report_of
+from drawn_steps import STAGES, Drawn, Worker, engine, ns, report_of
 from step_folders import rewrite, rewrite_worker
 
 from verl_profiling.analysis import open_step
@@ -34,12 +33,6 @@ def said(report: Report, rule: str) -> Finding:
     return found
 
 
-def engine(replica: int, end: float, **more: Any) -> Worker:
-    """Return an engine that generates until some time."""
-    iterations = [("execute_context_0(0)_generation_2(2)", 0, end)]
-    return Worker("rollout", replica=replica, kernels=[("attention", 0, end)], iterations=iterations, **more)
-
-
 def without_manifest(folder: Path) -> Report:
     """Return the report of the same traces, as any profiler leaves them."""
     (folder / "manifest.json").unlink()
@@ -52,7 +45,7 @@ def test_a_synchronous_loop_is_no_finding(tmp_path: Path) -> None:
     actors = [
         Worker("actor", rank, stages=[("update_actor", 6, 10)], kernels=[("gemm", 6, 10)]) for rank in (0, 1)
     ]
-    report = report_of(tmp_path, stages, [*actors, engine(0, 6)])
+    report = report_of(tmp_path, stages, [*actors, engine(0, (0, 6))])
     assert {row.cause: row.seconds for row in report.lost}["waiting_for_rollout"] == 12
     assert report.findings == []
 
@@ -168,7 +161,7 @@ def test_a_stage_that_is_dispatched_slowly_is_told_from_one_that_is_scored(tmp_p
 def test_a_replica_that_is_slow_outside_of_the_rollout_is_a_straggler(tmp_path: Path) -> None:
     """Its lanes are those of its ranks; in the rollout the tail says who was late."""
     engines = [
-        engine(replica, end, stages=[("rollout", 0.0, end), ("load", 5.0, 5 + end)])
+        engine(replica, (0, end), stages=[("rollout", 0.0, end), ("load", 5.0, 5 + end)])
         for replica, end in ((0, 1.0), (1, 4.0))
     ]
     finding = said(report_of(tmp_path, [("rollout", 0, 4), ("load", 5, 9)], engines), "straggler")
@@ -179,7 +172,7 @@ def test_a_replica_that_is_slow_outside_of_the_rollout_is_a_straggler(tmp_path: 
 def test_the_late_replica_is_named(tmp_path: Path) -> None:
     """The lanes that a tail is about are those of the replica that is waited for."""
     ends = {0: 1.0, 1: 1.2, 2: 4.0}
-    engines = [engine(replica, end) for replica, end in ends.items()]
+    engines = [engine(replica, (0, end)) for replica, end in ends.items()]
     finding = said(report_of(tmp_path, STAGES, engines), "long_tail")
     assert finding.lanes == ["rollout2_rank0"]
     assert "rollout2 was done after 4.00 s, the median is 1.20 s" in finding.text
@@ -269,7 +262,7 @@ def test_there_are_at_most_five_and_each_has_seconds_and_lanes(tmp_path: Path) -
         [
             Worker("actor", 0, stages=own, kernels=[("k", 5, 5.2), (REDUCE, 5.3, 8)]),
             Worker("actor", 1, stages=own, kernels=[("k", 5, 5.2), (REDUCE, 7, 8)]),
-            engine(0, 1),
+            engine(0, (0, 1)),
         ],
         calls=[("stop_capture", 9, 10)],
     )
@@ -318,7 +311,7 @@ def test_a_replica_that_is_slow_at_each_token_is_advised_on_its_host(
         folder = tmp_path / case
         folder.mkdir()
         engines = [
-            engine(replica, end, requests=[(0, end, tokens if replica == 2 else 100)])
+            engine(replica, (0, end), requests=[(0, end, tokens if replica == 2 else 100)])
             for replica, end in ((0, 2.0), (1, 2.0), (2, 4.0))
         ]
         report_of(folder, [("rollout", 0, 4)], engines, end=4.5)

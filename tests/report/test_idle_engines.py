@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import drawn_steps
 import pytest
 from drawn_steps import Worker, report_of
 
 from verl_profiling.report.model import Report
-
-DECODE = "execute_context_0(0)_generation_4(4)"
 
 
 def engine(
@@ -22,15 +21,7 @@ def engine(
 ) -> Report:
     """An engine that computes from 0 to 1, from 4 to 5 and from 9 to 10 s of a stage of 10 s."""
     works = [(0, 1), (4, 5), (9, 10)]
-    worker = Worker(
-        "rollout",
-        replica=0,
-        kernels=[("attention", *work) for work in works],
-        iterations=[(DECODE, *work) for work in works],
-        requests=requests,
-        logged=logged,
-        pending=list(pending),
-    )
+    worker = drawn_steps.engine(0, *works, requests=requests, logged=logged, pending=list(pending))
     return report_of(folder, [(stage, 0, 10)] if stage else [], [worker])
 
 

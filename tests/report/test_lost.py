@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from drawn_steps import STAGES, Worker, ns, report_of
+from drawn_steps import STAGES, Worker, engine, ns, report_of
 from step_folders import build_step, rewrite, rewrite_worker
 
 from verl_profiling.analysis import open_step
@@ -44,12 +44,7 @@ def drawn(tmp_path: Path) -> Report:
                     ("execute_context_0(0)_generation_4(4)", 1, 2),
                 ],
             ),
-            Worker(
-                "rollout",
-                replica=1,
-                kernels=[("attention", 0, 4)],
-                iterations=[("execute_context_0(0)_generation_2(2)", 0, 4)],
-            ),
+            engine(1, (0, 4)),
         ],
     )
 
@@ -94,13 +89,12 @@ def test_an_engine_waits_for_requests_and_for_the_other_replica(drawn: Report) -
 
 def test_what_follows_the_last_replica_is_not_its_tail(tmp_path: Path) -> None:
     """A rollout that goes on for 2 s after its only replica was done waits for no replica."""
-    iterations = [("execute_context_0(0)_generation_2(2)", 0, 2)]
     report = report_of(
         tmp_path,
         [("rollout", 0, 4), ("update_actor", 4, 10)],
         [
             Worker("actor", stages=[("update_actor", 4, 10)], kernels=[("gemm", 4, 10)]),
-            Worker("rollout", replica=0, kernels=[("attention", 0, 2)], iterations=iterations),
+            engine(0, (0, 2)),
         ],
     )
     assert seconds(report, "actor_rank0") == {"waiting_for_rollout": 2.0, "after_generation": 2.0}

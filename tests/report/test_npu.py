@@ -8,7 +8,6 @@ which our figures are held against.
 from __future__ import annotations
 
 import json
-import shutil
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ import pytest
 from step_folders import read_events
 
 from verl_profiling.analysis import open_step
-from verl_profiling.report.activity import read_lane
 from verl_profiling.report.build import build_report
 from verl_profiling.report.model import Report
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
-from verl_profiling.timeline.step import Source, StepInputs
+from verl_profiling.timeline.step import StepInputs
 
 HOST = Path(__file__).parents[1] / "data" / "npu_trace_view.json"
 PROCESSES = {
@@ -178,31 +176,6 @@ def test_the_timeline_names_the_lanes_of_the_device(
         "worker_rank3 Overlap Analysis NPU 0",
         "worker_rank3 AI Core Freq NPU 0",
     ]
-
-
-def test_a_stage_is_no_operator(tmp_path: Path) -> None:
-    """Without a device, stages, which torch_npu writes as operators, do not count as computation."""
-    shutil.copy(HOST, tmp_path / "plain.json")
-    events = read_events(HOST)
-    begin = min(Decimal(event["ts"]) for event in events if "ts" in event)
-    mark = {
-        "ph": "X",
-        "name": "update_actor",
-        "pid": 1,
-        "tid": 1,
-        "ts": str(begin),
-        "dur": 9e6,
-        "cat": "cpu_op",
-    }
-    (tmp_path / "marked.json").write_text(json.dumps([*events, mark]))
-    plain_source, marked_source = (
-        Source(path=tmp_path / name, lane="actor_rank0", worker="actor_rank0", role="actor")
-        for name in ("plain.json", "marked.json")
-    )
-    (plain,) = read_lane([plain_source]).lanes
-    (marked,) = read_lane([marked_source], marks={"update_actor"}).lanes
-    assert marked.busy.tolist() == plain.busy.tolist()
-    assert len(plain.busy)
 
 
 def test_a_difference_from_the_overlap_analysis_is_said(tmp_path: Path) -> None:

@@ -225,7 +225,7 @@ def workloads(draw: st.DrawFn) -> DrawnLog:
     return log
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     workloads(),
     st.lists(st.tuples(st.integers(0, 1), st.integers(0, 100), st.integers(0, 80), st.integers(-1, 20))),

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from drawn_logs import DrawnLog
-from drawn_steps import Worker, ns, report_of
+from drawn_steps import engine, ns, report_of
 from step_folders import read_events, rewrite, rewrite_worker
 from step_outcome import csv_rows, printed
 
@@ -34,17 +34,7 @@ def report_with(
     folder: Path, *logs: DrawnLog, stages: object = (("rollout", 0, 10),), **manifest: object
 ) -> Report:
     """Return the report of a step with one engine and these logs."""
-    engine = Worker(
-        "rollout",
-        replica=0,
-        kernels=[("attention", 1, 3), ("attention", 5, 6)],
-        iterations=[
-            ("execute_context_0(0)_generation_4(4)", 1, 3),
-            ("execute_context_0(0)_generation_4(4)", 5, 6),
-        ],
-        requests=[(1, 3, 10), (5, 6, 10)],
-    )
-    report_of(folder, list(stages), [engine])
+    report_of(folder, list(stages), [engine(0, (1, 3), (5, 6), requests=[(1, 3, 10), (5, 6, 10)])])
     for log in logs:
         log.add_to(folder)
     rewrite(folder, **manifest)

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from browser import needs_browser, run_script
-from drawn_steps import STAGES, report_of, whole_step
+from drawn_steps import whole_step
 from drawn_summaries import summary
 from html_elements import Elements
 from step_folders import build_step, rewrite
@@ -98,15 +98,6 @@ def test_every_step_has_a_row_with_a_link_to_its_page(steps: list[Report], tmp_p
     links = [f"step_{r.step:06d}/report.html" for r in steps]
     assert set(elements.outside) == set(links)
     assert [elements.outside.count(link) for link in links] == [3, 3, 3, 6, 3, 4]
-
-
-def test_plain_reports_have_a_page(tmp_path: Path) -> None:
-    """Without stages, workers and lost time."""
-    empty = report_of(tmp_path, STAGES, [])
-    bare = msgspec.structs.replace(empty, stages=[], workers=[], lost=[], findings=[], step=None)
-    page = render_run(tmp_path, [tmp_path / "a" / "report.html"] * 3, [bare] * 3)
-    assert "No stage and no cause of lost time left its range." in page
-    assert 'id="lost"' not in page
 
 
 def test_hostile_names_stay_text(steps: list[Report], tmp_path: Path) -> None:

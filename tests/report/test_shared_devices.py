@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import drawn_steps
 import pytest
 from drawn_steps import STAGES, Worker, report_of
 from step_folders import build_step, rewrite_worker
@@ -18,7 +19,6 @@ from verl_profiling.report.model import Report
 
 GPU = Device(kind="cuda", index=0, uuid="8932f937-d72c-4106-c12f-20bd9faed9f6", place="node7/0")
 OTHER = Device(kind="cuda", index=0, uuid="0032f937-d72c-4106-c12f-20bd9faed9f6", place="node8/0")
-ITERATIONS = [("execute_context_0(0)_generation_4(4)", 0, 1), ("execute_context_0(0)_generation_4(4)", 2, 3)]
 
 
 def colocated(folder: Path, actor: Sequence[Device], engine: Sequence[Device]) -> Report:
@@ -28,15 +28,7 @@ def colocated(folder: Path, actor: Sequence[Device], engine: Sequence[Device]) -
         STAGES,
         [
             Worker("actor", stages=[("update_actor", 5, 8)], kernels=[("gemm", 5, 7)], devices=list(actor)),
-            Worker(
-                "rollout",
-                replica=0,
-                kernels=[("attention", 0, 1), ("attention", 2, 3)],
-                iterations=ITERATIONS,
-                requests=[(0, 3, 8)],
-                logged=True,
-                devices=list(engine),
-            ),
+            drawn_steps.engine(0, (0, 1), (2, 3), requests=[(0, 3, 8)], logged=True, devices=list(engine)),
         ],
     )
 

@@ -104,12 +104,6 @@ def test_a_rank_that_begins_the_step_after_rank_0_is_compared_by_its_own_stages(
     assert (row.value, row.peer_value) == pytest.approx((2.0, 0.2))
 
 
-def test_a_slow_step_without_a_suspect_has_no_table(tmp_path: Path) -> None:
-    """There is nobody to compare."""
-    slow = Trigger(kind="anomaly", sign="slow_step", noticed=7, value=8.0, median=4.0, history=[4.0, 8.0])
-    assert two_ranks(tmp_path, slow).suspects == []
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -153,24 +147,6 @@ def test_an_engine_is_compared_by_what_its_lane_was_busy(tmp_path: Path) -> None
     report = asked_by(trigger, tmp_path, workers)
     stage = next(row for row in report.suspects if row.kind == "stage")
     assert (stage.value, stage.peer_value) == pytest.approx((1.9, 0.5))
-
-
-@pytest.mark.parametrize("median", [3.0, 5.0, 5.8, 7.0])
-def test_no_sentence_says_that_a_slowness_is_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], median: float
-) -> None:
-    """The median before may be that of steps with the fault; the table says what sets the suspect apart."""
-    two_ranks(tmp_path, SLOW_STAGE)
-    trigger = msgspec.structs.replace(SLOW_STAGE, median=median, value=11.0)
-    told = reported(tmp_path, trigger, capsys)
-    more = {(row["kind"], row["name"]): row["value"] - row["peer_value"] for row in told["suspects"]}
-    assert more["stage", "update_actor"] == pytest.approx(3.0)
-    assert main(["report", str(tmp_path), "--save"]) == 0
-    said = capsys.readouterr().out + (tmp_path / "report.html").read_text()
-    assert "Suspects" in said
-    assert 'id="suspects"' in said
-    for word in ("it was gone", "shows nothing", "is not known"):
-        assert word not in said
 
 
 def test_kernels_of_a_suspect_and_its_peer_are_of_one_range(
@@ -247,24 +223,6 @@ def test_a_scheduled_step_that_the_watch_had_asked_for_is_compared_too(tmp_path:
     report = two_ranks(tmp_path, both)
     assert printed(report).splitlines()[1].startswith("captured by the schedule: schedule.every=10; besides")
     assert report.suspects
-
-
-def test_other_commands_take_a_capture_that_was_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """``check``, ``diff`` and the page of a run read its manifest like any other."""
-    folders = []
-    for step in (2, 3):
-        folder = tmp_path / f"run/step_{step:06d}"
-        folder.mkdir(parents=True)
-        two_ranks(folder, SLOW_STAGE)
-        rewrite(folder, step=step, steps=[step])
-        folders.append(str(folder))
-    assert main(["check", str(tmp_path / "run")]) in (0, 1)
-    assert main(["diff", *folders]) == 0
-    assert main(["report", str(tmp_path / "run"), "--save"]) == 0
-    assert "asked for by the watch" in capsys.readouterr().out
-    assert (tmp_path / "run/index.html").is_file()
 
 
 def test_starts_and_stops_of_the_capture_do_not_count(tmp_path: Path) -> None:

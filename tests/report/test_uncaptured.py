@@ -119,16 +119,6 @@ def test_beside_a_run_with_captures_both_are_shown(
     assert (run / "index.html").is_file()
 
 
-def test_a_log_that_cannot_be_read_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The rest is shown as it is."""
-    (run / "watch.jsonl").unlink()
-    (run / "watch.jsonl").mkdir()
-    assert main(["report", str(run), "--save"]) == EXIT_OK
-    found = capsys.readouterr()
-    assert "watch.jsonl: is not a file" in found.err
-    assert "No step was captured" in found.out
-
-
 @pytest.mark.skipif(any(mark.args[0] for mark in needs_browser), reason="needs a browser")
 def test_the_page_works_in_a_browser(run: Path) -> None:
     """A bar for each step, and no script misses the captured ones."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ OF_A_GPU = Path(__file__).parents[1] / "data" / "nccl_data.json.gz"
 LANES = ["actor_rank0", "actor_rank1", "rollout0_rank0"]
 
 
+@cache
 def trace_of_a_gpu(with_device: bool) -> bytes:
     """Return a real trace; without its device it is what torch writes where it does not get CUPTI."""
     trace = json.loads(gzip.decompress(OF_A_GPU.read_bytes()))

@@ -276,6 +276,7 @@ def step_with_log(run: Path, line: bytes, times: int) -> Path:
     return drawn.folder
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
 def test_a_small_log_of_trajectories_takes_no_memory_of_any_size(tmp_path: Path) -> None:
     """A record may have many facts; what was read before the limit counts, and the exit code is 1."""

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from drawn_steps import Worker, drawn_inputs, ns
+from drawn_steps import Worker, drawn_inputs, engine, ns
 from step_folders import rewrite, rewrite_worker
 from step_outcome import printed
 
@@ -19,7 +19,6 @@ from verl_profiling.integrations.verl.profiler import log_reports
 from verl_profiling.manifest import MANIFEST_NAME, MAX_NS, StepSpan
 from verl_profiling.report.html import render_html
 
-DECODE = "execute_context_0(0)_generation_4(4)"
 STEPS = [
     StepSpan(step=2, begin_ns=ns(0), end_ns=ns(5), policy_version=1, metrics={"tokens": 500.0}),
     StepSpan(step=3, begin_ns=ns(8), end_ns=ns(10), policy_version=2, metrics={"tokens": 640.0}),
@@ -41,14 +40,9 @@ def capture(folder: Path, steps: list[StepSpan] = STEPS) -> Path:
         kernels=[("gemm", 3, 4), ("gemm", 9, 10)],
         tool=[("start", -1, -0.5, None), ("stop", 10, 13, None)],
     )
-    engine = Worker(
-        "rollout",
-        replica=0,
-        kernels=[("attention", 0, 3), ("attention", 5, 7.9), ("attention", 8, 8.5)],
-        iterations=[(DECODE, 0, 3), (DECODE, 5, 7.9), (DECODE, 8, 8.5)],
-        requests=[(0, 3, 40), *[(5, 8, 9)] * 4, (8, 8.5, 20), (8, 8.25, 20)],
-    )
-    drawn_inputs(folder, STAGES, [actor, engine], steps=steps)
+    requests = [(0, 3, 40), *[(5, 8, 9)] * 4, (8, 8.5, 20), (8, 8.25, 20)]
+    replica = engine(0, (0, 3), (5, 7.9), (8, 8.5), requests=requests)
+    drawn_inputs(folder, STAGES, [actor, replica], steps=steps)
     return folder
 
 

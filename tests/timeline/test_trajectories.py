@@ -216,7 +216,7 @@ def test_a_selection_holds_for_trajectories_too(tmp_path: Path) -> None:
 SPAN = st.tuples(st.integers(-1, 6), st.integers(-1, 11), st.integers(0, 30), st.integers(0, 30))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     trajectories=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=6),
     spans=st.lists(SPAN, max_size=12),

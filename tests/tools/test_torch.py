@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import threading
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,69 +20,45 @@ from verl_profiling.tools import Output
 from verl_profiling.tools.trace_file import output_of_raw_trace
 
 
-def recorded_artifact(tmp_path: Path, **options: Any) -> tuple[Path, Artifact]:
-    """Record a little training with options of the tool; return the trace and its artifact."""
-    with record_step(settings(tools={"torch": options}), tmp_path) as recorded, stage("update_actor"):
-        train()
-    assert recorded.result is not None
-    [artifact] = recorded.result.artifacts
-    return tmp_path / artifact.path, artifact
-
-
 def op_arguments(path: Path, name: str = "aten::addmm") -> dict[str, Any]:
     """Return the arguments of the first op of that name."""
     return spans(path, name)[0]["args"]
 
 
 def test_a_trace_holds_ops_stages_and_who_recorded(tmp_path: Path) -> None:
-    """Kineto's trace, with our metadata at its top level and stages as annotations."""
-    path, artifact = recorded_artifact(tmp_path)
+    """Kineto's trace in unix time, with our metadata at its top and stages as annotations; nothing costly.
+
+    The artifact has the bytes and events of the file, and the raw file is gone.
+    """
+    with record_step(settings(), tmp_path) as recorded, stage("update_actor"):
+        train()
+    assert recorded.result is not None
+    [artifact], [span] = recorded.result.artifacts, recorded.result.stages
+    path = tmp_path / artifact.path
     trace = read_trace(path)
-    assert spans(path, "aten::addmm")
     [annotation] = spans(path, "update_actor")
     assert annotation["cat"] == "user_annotation"
     about = trace["verl_profiling"]
     assert (about["step"], about["run_id"], about["stage"]) == (1, "test", None)
     assert msgspec.convert(about["worker"], WorkerIdentity).name == "actor_rank0"
-    assert artifact.status == "ok"
-
-
-def test_the_artifact_counts_what_the_file_holds(tmp_path: Path) -> None:
-    """Bytes and events are those on disk; the raw file is gone."""
-    path, artifact = recorded_artifact(tmp_path)
-    assert artifact.bytes == path.stat().st_size
-    assert artifact.events == len(read_trace(path)["traceEvents"])
+    assert (artifact.status, artifact.bytes) == ("ok", path.stat().st_size)
+    assert artifact.events == len(trace["traceEvents"])
     assert {file.name for file in tmp_path.iterdir()} == {path.name, "actor_rank0.result.json"}
-
-
-def test_times_are_unix_times(tmp_path: Path) -> None:
-    """An op lies between the begin and the end of its artifact, and inside its stage's span."""
-    with record_step(settings(), tmp_path) as recorded, stage("update_actor"):
-        train()
-    assert recorded.result is not None
-    [artifact], [span] = recorded.result.artifacts, recorded.result.stages
-    base_ns = read_trace(recorded.path)["baseTimeNanoseconds"]
-    op = spans(recorded.path, "aten::addmm")[0]
-    begin_ns = base_ns + round(op["ts"] * 1000)
-    slack_ns = 1_000_000
-    assert (
-        artifact.begin_ns - slack_ns <= span.begin_ns - slack_ns <= begin_ns <= span.end_ns <= artifact.end_ns
-    )
-
-
-def test_nothing_costly_is_recorded_unless_asked_for(tmp_path: Path) -> None:
-    """No shapes, stacks, memory events or flops by default."""
-    path, _ = recorded_artifact(tmp_path)
+    begin_ns = trace["baseTimeNanoseconds"] + round(spans(path, "aten::addmm")[0]["ts"] * 1000)
+    assert artifact.begin_ns <= span.begin_ns <= begin_ns + 1_000_000
+    assert begin_ns <= span.end_ns <= artifact.end_ns
     assert "Input Dims" not in op_arguments(path)
-    names = Counter(event["name"] for event in read_trace(path)["traceEvents"])
-    assert "[memory]" not in names
+    assert "[memory]" not in {event["name"] for event in trace["traceEvents"]}
     assert not any(event.get("cat") == "python_function" for event in spans(path))
 
 
 @pytest.mark.filterwarnings("error")
 def test_what_is_asked_for_reaches_the_trace(tmp_path: Path) -> None:
     """Dimensions of the inputs of every op, every allocation, and Python frames: who trained is in them."""
-    path, _ = recorded_artifact(tmp_path, shapes=True, memory=True, stack=True)
+    options = {"shapes": True, "memory": True, "stack": True}
+    with record_step(settings(tools={"torch": options}), tmp_path) as recorded:
+        train()
+    path = recorded.path
     assert op_arguments(path)["Input Dims"][1] == [4, 8]
     events = read_trace(path)["traceEvents"]
     assert any(event["args"]["Bytes"] > 0 for event in events if event["name"] == "[memory]")

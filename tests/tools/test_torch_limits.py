@@ -94,15 +94,6 @@ def test_a_stage_after_one_that_was_cut_is_recorded(tmp_path: Path, session: Ses
     }
 
 
-def test_a_recording_that_fits_is_not_touched(tmp_path: Path, session: Session) -> None:
-    """By default half of the available memory is far away."""
-    with record_step(settings(), tmp_path) as recorded, stage("update_actor"):
-        for _ in range(10):
-            work()
-    assert result_of(recorded).status == "ok"
-    assert len(spans(recorded.path, "aten::add")) == 20_000
-
-
 def test_it_ends_where_another_thread_trains(tmp_path: Path, session: Session, large: None) -> None:
     """Whichever thread ends the stage stops a torch that records all threads."""
 

@@ -244,21 +244,6 @@ def test_what_is_open_when_recording_ends_is_kept() -> None:
         assert (named(second, "tool:quick").trajectory, named(second, "tool:quick").parent) == (0, -1)
 
 
-def test_a_full_log_counts_what_it_leaves_out() -> None:
-    """Children of a span that was left out belong to the one around it."""
-
-    def body() -> None:
-        for number in range(10):
-            with trajectory(group=number), span("a"), span("b"):
-                pass
-            trajectory_fate(number, "filtered")
-
-    log = recorded(body, most=4)
-    assert (len(log.spans), log.spans_left_out) == (4, 16)
-    assert (len(log.trajectories), log.trajectories_left_out) == (4, 6)
-    assert len(log.fates) == 4
-
-
 def test_nothing_is_kept_while_nothing_records() -> None:
     """Everything that may be done with a span may be done with nothing."""
     with span("idle", request="r", x=1) as idle:

@@ -67,18 +67,6 @@ def test_a_step_that_is_slow_everywhere_is_a_slow_step() -> None:
     assert found.reason.endswith("no process stands out there")
 
 
-def test_time_that_lies_in_no_stage_is_noticed() -> None:
-    """The loop itself was slow: there is nobody to aim at."""
-    detector = Detector(Anomaly())
-    step = quiet(detector)
-    late = [
-        msgspec.structs.replace(one, end_ns=one.end_ns + 900 * MS) for one in map(summary, (step, step + 1))
-    ]
-    found = twice(detector, *(msgspec.structs.replace(one, exposed=exposed(one)) for one in late))
-    assert found is not None
-    assert (found.sign, found.stage, found.suspects) == ("slow_stage", "", [])
-
-
 def test_what_goes_on_is_noticed_once() -> None:
     """A stage that stays slow becomes the usual; when that becomes slower, it is noticed."""
     detector = Detector(Anomaly())
@@ -162,27 +150,6 @@ def test_who_stands_out_in_one_of_two_slow_steps_is_no_suspect() -> None:
     assert found is not None
     assert (found.stage, found.suspects) == ("update_actor", [])
     assert found.reason.endswith("no process stands out there")
-
-
-def test_what_is_slow_again_and_again_is_noticed_when_it_lasts_longer() -> None:
-    """Two slow steps in every ten; a slowness that then stays is noticed in its third step."""
-    detector = Detector(Anomaly())
-    quiet(detector)
-    late = {step: step % 10 < 2 or step >= 220 for step in range(31, 260)}
-    found = [
-        step
-        for step, is_late in late.items()
-        if detector.observe(summary(step, longer("update_actor", 9) if is_late else USUAL))
-    ]
-    assert found == [41, 222]
-    late = {step: step in (31, 32, 33, 60, 61) for step in range(1, 70)}
-    detector = Detector(Anomaly())
-    found = [
-        step
-        for step, is_late in late.items()
-        if detector.observe(summary(step, longer("reward", 9) if is_late else USUAL))
-    ]
-    assert found == [32, 61]
 
 
 def test_a_process_that_leads_three_times_is_noticed() -> None:
@@ -277,24 +244,6 @@ def test_a_captured_step_is_not_judged() -> None:
     for at in range(40):
         assert detector.observe(summary(step + at, longer("rollout", 9), captured="step_000031")) is None
     assert slow_twice(detector, step + 40, times=longer("rollout", 9)) is not None
-
-
-def test_steps_after_the_clock_was_set_back_are_judged() -> None:
-    """Each once, though it comes twice, and though those before it seem to be later."""
-    detector = Detector(Anomaly())
-    day_ns = 86_400 * 10**9
-
-    def back(made: StepSummary) -> StepSummary:
-        return msgspec.structs.replace(made, begin_ns=made.begin_ns - day_ns, end_ns=made.end_ns - day_ns)
-
-    for step in range(1, 31):
-        assert detector.observe(summary(step, read=False)) is None
-    for step in (31, 32):
-        slow = summary(step, longer("rollout", 9), read=False)
-        assert (detector.observe(back(slow)) is not None) == (step == 32)
-    assert [detector.observe(summary(step)) for step in range(1, 31)] == [None] * 30
-    whole = [detector.observe(back(summary(step, longer("rollout", 9)))) for step in range(31, 41)]
-    assert [found.step for found in whole if found is not None] == [32]
 
 
 def test_signs_can_be_switched_off() -> None:

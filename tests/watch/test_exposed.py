@@ -31,13 +31,6 @@ def use(lane: str, *stages: Timed, role: str = "") -> RankUse:
     )
 
 
-def test_a_loop_without_workers_waits_for_none() -> None:
-    """Where it has workers, they are missing; where it has none, it is one process."""
-    step = summary(10, [use("controller", ("rollout", 0, 8))])
-    assert [row.leader for row in exposed(step)] == ["", ""]
-    assert [row.leader for row in exposed(step, has_workers=False)] == ["controller", ""]
-
-
 def summary(length: int, loop: list[RankUse], *workers: RankUse) -> StepSummary:
     """Return the summary of a step of some milliseconds."""
     return StepSummary(
@@ -80,12 +73,6 @@ def test_a_rank_that_is_late_is_counted_once_where_it_was_late() -> None:
     assert rows[0].lead_ns == 40 * MS
     assert rows[0].imbalance == pytest.approx(140 / (340 / 3))
     assert [row.leader for row in rows[1:]] == ["", "", ""]
-
-
-def test_two_late_ranks_are_tied() -> None:
-    """Neither is the one that the others waited for."""
-    [first, *_] = exposed(summary(300, ranks((100, 1), (140, 1), (141, 1))))
-    assert (first.leader, first.lead_ns) == ("", 0)
 
 
 def test_of_one_process_nothing_is_compared() -> None:
@@ -148,13 +135,6 @@ def test_parts_of_a_workers_stage_tell_who_was_waited_for() -> None:
     ]
     [row, _] = exposed(summary(100, controller(("update_actor", 0, 95)), *workers))
     assert (row.leader, row.lead_ns) == ("actor_rank1", 39 * MS)
-
-
-def test_workers_that_were_not_read_are_not_guessed() -> None:
-    """The loop's own times are exact all the same."""
-    rows = exposed(summary(100, controller(("rollout", 0, 90))))
-    assert in_ms(rows) == [("rollout", 90), ("", 10)]
-    assert rows[0].leader == ""
 
 
 def test_of_roles_side_by_side_the_row_has_the_last() -> None:
@@ -292,14 +272,6 @@ def test_a_stage_longer_than_the_step_is_cut_at_its_end() -> None:
     assert in_ms(exposed(summary(100, ranks((50, 40), (50, 90))))) == [("generate", 50), ("forward", 50)]
 
 
-def test_nothing_at_all_lies_in_no_stage() -> None:
-    """A loop that marks no stage, or has no process; a step of no length has no row."""
-    assert in_ms(exposed(summary(10, controller()))) == [("", 10)]
-    assert in_ms(exposed(summary(10, []))) == [("", 10)]
-    assert exposed(summary(0, [])) == []
-    assert exposed(summary(-5, [])) == []
-
-
 names = st.sampled_from(["a", "b", "c", "d", ""])
 numbers = st.integers(-(10**18), 10**18) | st.integers(0, 50)
 periods = st.lists(st.tuples(numbers, numbers), max_size=3)
@@ -311,7 +283,7 @@ uses = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(numbers, numbers, st.lists(uses, max_size=4), st.lists(uses, max_size=4))
 def test_rows_add_up_to_the_step(
     begin_ns: int, end_ns: int, loop: list[RankUse], workers: list[RankUse]

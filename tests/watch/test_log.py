@@ -11,8 +11,6 @@ import pytest
 from drawn_summaries import summary
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import MAX_NS
-from verl_profiling.step_summary import SpanTotal
 from verl_profiling.watch.log import WatchLog
 from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG, WatchLogReader, has_watch_log, logged
 
@@ -38,14 +36,6 @@ class TestWriting:
         assert (memory["actor"].lane, memory["actor"].processes) == ("actor_rank3", 4)
         assert (memory["actor"].peak_bytes, memory["actor"].held_bytes) == (9 * 10**9, 3 * 10**9)
         assert memory["controller"].peak_bytes is None
-
-    def test_what_trajectories_spent_is_in_it(self, tmp_path: Path) -> None:
-        """By name, the longest first."""
-        spans = [SpanTotal("generate", 4, 100, 1), SpanTotal("tool:search", 240, 3 * MAX_NS // 4)]
-        WatchLog(tmp_path)(summary(7, spans=spans))
-        (step,) = WatchLogReader(tmp_path).read()
-        found = [(total.name, total.runs, total.duration_ns, total.failed) for total in step.spans]
-        assert found == [("tool:search", 240, 3 * MAX_NS // 4, 0), ("generate", 4, 100, 1)]
 
     def test_it_has_two_bounded_parts(self, tmp_path: Path) -> None:
         """The latest steps are kept, however long the run is."""

@@ -20,7 +20,7 @@ from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_OK
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.run_files import read_manifest
-from verl_profiling.step_summary import MOST_SPANS, OTHERS, RankUse, SpanTotal, StepSummary
+from verl_profiling.step_summary import OTHERS, RankUse, SpanTotal, StepSummary
 from verl_profiling.trajectories import spans as recorder
 from verl_profiling.trajectories.log import OpenLog
 from verl_profiling.trajectories.spans import start_log, stop_log, total_spans
@@ -274,18 +274,3 @@ def test_a_tool_that_becomes_slow_in_a_running_loop_is_named(
         for command in (["report", str(folder)], ["top", "--once", str(tmp_path)]):
             assert main(command) == EXIT_OK
             assert "tool:search" in capsys.readouterr().out
-
-
-def test_of_many_names_the_longest_are_told_apart() -> None:
-    """What is logged of a step is bounded, and nothing is left out of the sum."""
-    uses = [
-        RankUse(
-            lane=f"a{rank}", role="a", rank=rank, spans=[SpanTotal(f"tool:{n}", 1, n) for n in range(200)]
-        )
-        for rank in range(3)
-    ]
-    found = StepSummary(step=1, begin_ns=0, end_ns=1, workers=uses).spans
-    assert len(found) == MOST_SPANS
-    assert sum(total.runs for total in found) == 600
-    assert {total.name for total in found} >= {"tool:199", OTHERS}
-    assert "tool:5" not in {total.name for total in found}

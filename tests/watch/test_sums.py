@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from verl_profiling.identity import WorkerIdentity
 from verl_profiling.step_summary import RankUse, StageUse
 from verl_profiling.testing import record_step, shifted_clock
 from verl_profiling.watch.reading import WatchQuestion, WatchReading
-from verl_profiling.watch.sums import Busy, StageSums
+from verl_profiling.watch.sums import StageSums
 from verl_profiling.workers import RequestLog, RolloutCaptureMixin
 
 QUESTION = WatchQuestion(steps=[(0, 1 << 62)], offsets_ns={clock.domain(): 0})
@@ -63,21 +62,6 @@ def names(reading: WatchReading) -> list[str]:
     [use] = reading.uses(1)
     assert use is not None
     return [stage.name for stage in use.stages for _ in range(stage.runs)]
-
-
-def test_an_outermost_stage_is_kept_with_its_begin_and_duration(marked: Marked) -> None:
-    """By the clock of the process; what is inside of it is not kept, whatever its name."""
-    before = time.time_ns()
-    with marked.stage("update_actor"):
-        with marked.stage("micro_batch"), marked.stage("update_actor"):
-            time.sleep(0.002)
-        with marked.stage("micro_batch"):
-            pass
-    after = time.time_ns()
-    [ended] = marked.kept()
-    assert (ended.runs, ended.name) == (1, "update_actor")
-    assert before <= ended.begin_ns <= ended.begin_ns + ended.duration_ns <= after
-    assert ended.duration_ns >= 2_000_000
 
 
 def test_stages_one_after_another_are_all_kept(marked: Marked) -> None:
@@ -130,23 +114,6 @@ def test_threads_and_tasks_have_outermost_stages_of_their_own(marked: Marked) ->
     leave.set()
     thread.join()
     assert sorted(marked.names()) == ["after", "main", "parent", "thread"]
-
-
-def test_a_stage_may_end_in_another_task_than_it_began_in(marked: Marked) -> None:
-    """As a rollout does whose begin and end are told by different tasks."""
-
-    async def loop() -> None:
-        async def begin() -> object:
-            return marked.sink.begin("rollout")
-
-        rollout = await asyncio.create_task(begin())
-        with marked.stage("beside"):
-            pass
-        marked.sink.end_stage(rollout)  # type: ignore[arg-type]
-        marked.sink.end_stage(rollout)  # type: ignore[arg-type]
-
-    asyncio.run(loop())
-    assert sorted(marked.names()) == ["beside", "rollout"]
 
 
 def test_two_owners_in_a_process_do_not_hide_each_others_stages(marked: Marked) -> None:
@@ -236,26 +203,6 @@ def test_a_fork_keeps_nothing_of_its_parent(session: Session) -> None:
         os._exit(0 if session.sums is None and session.sink is None else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert session.sums is not None
-
-
-def test_work_that_overlaps_is_one_stage_while_any_of_it_is_under_way(marked: Marked) -> None:
-    """Whatever order it ends in, on any thread, also where a stream is dropped before its end."""
-
-    async def stream() -> AsyncIterator[int]:
-        yield 1
-
-    busy = Busy(marked.sink, "generate")
-    with busy:
-        other = threading.Thread(target=busy.__enter__)
-        other.start()
-        other.join()
-        busy.while_alive(response := stream())
-    busy.__exit__(None, None, None)
-    del response
-    assert marked.names() == ["generate"]
-    with busy:
-        pass
-    assert marked.names() == ["generate", "generate"]
 
 
 def test_a_server_with_an_engine_of_its_own_tells_when_it_had_requests(session: Session) -> None:

@@ -13,7 +13,7 @@ from verl_profiling import ProfilingCallback, ProfilingConfig
 from verl_profiling.errors import ConfigError
 from verl_profiling.step_summary import SpanTotal
 from verl_profiling.watch.values import values_of
-from verl_profiling.watch_log import WATCH_LOG, WatchLogReader
+from verl_profiling.watch_log import WatchLogReader
 
 
 class TestValues:
@@ -50,11 +50,6 @@ class TestValues:
         back = msgspec.structs.replace(made, end_ns=made.begin_ns - 3600 * 10**9)
         assert values_of(back)["profiling/watch/step_s"] == 0
 
-    def test_where_nobody_leads_there_is_no_rank(self) -> None:
-        """Nor of a leader that is unknown."""
-        for step in (summary(1, leader=""), summary(1, leader="somebody")):
-            assert "profiling/watch/rollout/leader_rank" not in values_of(step)
-
 
 def test_what_is_no_sink_is_refused_before_training() -> None:
     """With what there is."""
@@ -88,13 +83,3 @@ def test_a_run_has_its_log_and_its_curves(tmp_path: Path) -> None:
     assert all(point.value >= 0.002 for point in points)
     assert {step.step for step in WatchLogReader(tmp_path).read()} == {0, 1, 2, 3}
     assert len(heard) == 4
-
-
-def test_off_writes_nothing(tmp_path: Path) -> None:
-    """Without the watch there is no log."""
-    callback = ProfilingCallback({"enable": True, "save_path": str(tmp_path), "schedule": {"steps": [9]}})
-    callback.on_train_begin()
-    callback.on_step_begin(1)
-    callback.on_step_end()
-    callback.on_train_end()
-    assert not list(tmp_path.rglob(WATCH_LOG))
