@@ -167,24 +167,37 @@ def _ray_ends() -> Iterator[None]:
     pytest.importorskip("ray").shutdown()
 
 
+@pytest.fixture(scope="session")
+def stand_in_nsys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a stand-in for Nsight Systems, which the nodes of the small Ray cluster find."""
+    from tools.nsys_stand_in import install
+
+    folder = tmp_path_factory.mktemp("nsys")
+    install(folder, folder / "log")
+    return folder
+
+
 @pytest.fixture(scope="module")
-def ray_cluster(_ray_ends: None) -> None:
+def ray_cluster(_ray_ends: None, stand_in_nsys: Path) -> None:
     """The small Ray cluster that the test files share; started anew after a file with one of its own kind."""
     ray = pytest.importorskip("ray")
     if ray.is_initialized():
         return
     environment = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
+    from tools.nsys_stand_in import found_first
+
     for attempts_left in (2, 1, 0):
         try:
-            ray.init(
-                address="local",  # whatever cluster runs on this machine
-                num_cpus=4,
-                num_gpus=0,
-                include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
-                runtime_env={"env_vars": environment},
-            )
+            with found_first(stand_in_nsys):
+                ray.init(
+                    address="local",  # whatever cluster runs on this machine
+                    num_cpus=4,
+                    num_gpus=0,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    configure_logging=False,
+                    runtime_env={"env_vars": environment},
+                )
         except Exception:  # "timed out during startup": Ray waits for 30 s, which a busy machine may need
             ray.shutdown()
             if not attempts_left:

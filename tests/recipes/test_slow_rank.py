@@ -28,7 +28,6 @@ def test_a_slow_rank_is_the_first_finding_of_its_step(tmp_path: Path) -> None:
     settings = ["profiling=e2e", f"profiling.schedule.steps={[*HEALTHY, SLOW]}", "steps=4"]
     run_module("tests.recipes.slow_rank", SLOW, f"output_dir={tmp_path}", *settings)
     slow = first_finding(tmp_path, SLOW)
-    assert slow is not None
     assert (slow.rule, slow.lanes) == ("straggler", ["actor_rank1"])
     assert slow.text.startswith("actor_rank1 is slow in update_actor: ")
     assert 1.0 <= slow.seconds <= 3.0  # it slept for a second before each of two mini-batches

@@ -6,7 +6,6 @@ import gzip
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 from drawn_steps import Worker, ns, report_of
 from step_folders import rewrite
@@ -72,24 +71,15 @@ def test_rows_say_who_was_waited_for(report: Report) -> None:
     assert report.capture_us == pytest.approx(3.7e6)
 
 
-def test_every_face_shows_them(report: Report, tmp_path: Path) -> None:
-    """Terminal, page, JSON, CSV, data frames, trackers."""
+def test_terminal_page_files_and_trackers_have_them(report: Report, tmp_path: Path) -> None:
+    """With what was waited for."""
     shown = printed(report)
-    table = shown.partition("Outside")[2].split()
-    for row in (
-        "capture_stop 1 3.20 s rollout 2.90 s actor 1.00 s write 200 ms",
-        "validate 2 12.0 s reward 1",
-    ):
-        assert row in " ".join(table)
-    page = render_html(report)
-    assert '<section id="outside">' in page
-    assert '<td class="n" data-v="12">12.0 s</td>' in page
-    assert msgspec.json.decode(msgspec.json.encode(report), type=Report).outside == report.outside
+    table = " ".join(shown.partition("Outside")[2].split())
+    assert "capture_stop 1 3.20 s rollout 2.90 s actor 1.00 s write 200 ms" in table
+    assert "validate 2 12.0 s reward 1" in table
+    assert '<td class="n" data-v="12">12.0 s</td>' in render_html(report)
     found = csv_rows(tmp_path, report, table="outside")
-    assert [row["name"] for row in found] == ["capture_start", "capture_stop", "validate"]
     assert found[1]["parts"] == "rollout 2.9; actor 1; write 0.2"
-    frame = open_step(report.directory).to_frame("outside")
-    assert list(frame["name"]) == ["capture_start", "capture_stop", "validate"]
     numbers = dict(scalars(report))
     assert numbers["pause_s"] == pytest.approx(3.7)
     assert numbers["outside/validate_s"] == pytest.approx(12)

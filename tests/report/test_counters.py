@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 from drawn_logs import DrawnLog
 from drawn_steps import Worker, drawn_inputs
-from step_outcome import printed
 
 from verl_profiling.analysis import open_step
-from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.rows import CounterRow
 from verl_profiling.trajectory_log import Counted
@@ -49,13 +47,3 @@ def test_each_process_is_on_the_controllers_clock(tmp_path: Path) -> None:
 def test_what_was_counted_after_the_step_alone_is_left_out(tmp_path: Path) -> None:
     """There is nothing to say of the step then."""
     assert counted(tmp_path, ("queue", 10.5, 6)).counters == []
-
-
-def test_the_faces_have_the_counts(tmp_path: Path) -> None:
-    """Terminal and page have a table; a name that is none does no harm."""
-    report = counted(tmp_path, ("message queue", 5, 6), ("<b>[red]", 5, 1))
-    text, page = printed(report), render_html(report)
-    assert "message queue" in text
-    assert "message queue" in page
-    assert "<b>[red]" in text
-    assert "<b>[red]" not in page

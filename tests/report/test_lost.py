@@ -165,6 +165,25 @@ def test_a_host_in_a_blocking_call_does_not_fail_to_launch(tmp_path: Path) -> No
     assert seconds(report, "actor_rank0") == {"host_blocked": 2.0, "host_bound": 6.0}
 
 
+def test_calls_of_three_vendors_block_by_their_names(tmp_path: Path) -> None:
+    """Those that wait, copy or allocate; what launches or is asynchronous does not."""
+    blocking = ["cudaMemcpy", "cuMemcpyHtoD_v2", "cudaMalloc", "cuMemAlloc_v2", "cudaDeviceSynchronize"]
+    blocking += ["cuCtxSynchronize", "hipMemcpyWithStream", "hipDeviceSynchronize"]
+    blocking += ["AscendCL@aclrtMemcpy", "AscendCL@aclrtSynchronizeStreamWithTimeout"]
+    others = [
+        "cudaMallocAsync",
+        "cudaMemsetAsync",
+        "cudaStreamWaitEvent",
+        "cudaEventRecord",
+        "hipGraphLaunch",
+    ]
+    calls = [(name, at, at + 0.5) for at, name in enumerate([*blocking, *others])]
+    stage = ("update_actor", 0, 16)
+    worker = Worker("actor", stages=[stage], kernels=[("gemm", 15, 16)], calls=calls, recorded=(0, 16))
+    report = report_of(tmp_path, [stage], [worker], end=16)
+    assert seconds(report, "actor_rank0") == {"host_blocked": 5.0, "host_bound": 10.0}
+
+
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
 def test_causes_add_up_to_all_idle_time(tmp_path: Path, mode: str) -> None:
     """In a real capture too, no instant is lost and none is counted twice."""

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import drawn_steps
-import msgspec
 import pytest
 from step_folders import WORKERS, build_step, recordings
 
@@ -110,9 +109,3 @@ def test_plain_traces_have_no_anatomy_but_all_else(tmp_path: Path) -> None:
     assert report.stages == []
     assert [row.name for row in report.workers] == list(WORKERS)
     assert all(0 < row.busy_us < row.span_us for row in report.workers)
-
-
-def test_the_report_survives_json(tmp_path: Path) -> None:
-    """What ``--json`` prints can be read back as the same report."""
-    report = report_of(build_step(tmp_path))
-    assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report

@@ -37,6 +37,18 @@ def test_lanes_are_grouped_by_role_the_controller_first(report: Report) -> None:
     assert groups["rollout"]["engine"]
 
 
+def test_a_late_replica_and_an_idle_lane_stand_out(tmp_path: Path) -> None:
+    """Whose last request is done long after the others', and whose busy share is far from the role's."""
+    late = whole_step(tmp_path, ranks=16, replicas=4, fault="long tail")
+    first, *others = late.workers
+    idle = msgspec.structs.replace(first, busy_us=first.span_us * 0.01)
+    shown = picture(msgspec.structs.replace(late, workers=[idle, *others]))["groups"]
+    lanes = [lane for group in shown for lane in group["lanes"] if lane["stands_out"]]
+    assert [lane["name"] for lane in lanes] == ["actor_rank0", "rollout3_rank0"]
+    assert lanes[0]["stands_out"].startswith("busy 1%, median ")
+    assert lanes[1]["stands_out"] == "last in the rollout: 8.95 s, median 4.03 s"
+
+
 def test_a_role_has_the_mean_of_its_lanes(report: Report) -> None:
     """A folded role shows how busy it was on average."""
     actor = picture(report)["groups"][1]

@@ -11,7 +11,6 @@ import pytest
 from drawn_logs import DrawnLog
 from drawn_steps import engine, ns, report_of
 from step_folders import read_events, rewrite, rewrite_worker
-from step_outcome import csv_rows, printed
 
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
@@ -22,7 +21,7 @@ from verl_profiling.report.findings import all_findings
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.rollout.records import OTHERS
-from verl_profiling.report.rows import Polling, Rollout
+from verl_profiling.report.rows import Polling
 from verl_profiling.report.sentences import rollout_sentences
 from verl_profiling.trajectory_log import (
     FateChange,
@@ -39,11 +38,6 @@ def report_with(
         log.add_to(folder)
     rewrite(folder, **manifest)
     return open_step(folder).report()
-
-
-def rollout_of(report: Report) -> Rollout:
-    assert report.rollout is not None
-    return report.rollout
 
 
 def seconds(rows: object) -> dict[str, float]:
@@ -64,7 +58,7 @@ def test_causes_add_up_to_trajectory_time_and_the_rollout_to_its_wall_clock(tmp_
     log.trajectory(1, 2, ("tool:search", 1, 2), validate=True)
     log.span("wait:put_response", 6, 7)
     stages = [("rollout", 0, 10), ("wait:replay_buffer", 7, 9.5, 1)]
-    rollout = rollout_of(report_with(tmp_path, log, stages=stages))
+    rollout = report_with(tmp_path, log, stages=stages).rollout
     assert (rollout.trajectories, rollout.validation, rollout.seconds) == (2, 1, pytest.approx(10))
     training = [row for row in rollout.causes if not row.validate]
     assert seconds(training) == {"tool:sandbox": 4, "own code": 4, "tool:search": 2}
@@ -106,7 +100,7 @@ def test_polling_costs_what_the_trainer_sleeps_after_the_last_response(tmp_path:
     sleeps = [(POLLING, begin, begin + 2, 1) for begin in (1, 3.2, 5.4)]
     stages = [("rollout", 0, 8), *sleeps, ("validate", 8, 10), (POLLING, 8.5, 9.5, 1)]
     report = report_with(tmp_path, log, stages=stages)
-    assert rollout_of(report).polling == Polling(
+    assert report.rollout.polling == Polling(
         pauses=3,
         interval_s=pytest.approx(2),
         seconds=pytest.approx(6),
@@ -122,7 +116,7 @@ def test_polling_costs_what_the_trainer_sleeps_after_the_last_response(tmp_path:
     assert (
         "polling the replay buffer: every 2.00 s, 3 times; the trainer slept 900 ms (9.0% of the step) after "
         "the last response was there"
-    ) in rollout_sentences(rollout_of(report))
+    ) in rollout_sentences(report.rollout)
     assert [(row.name, row.depth) for row in report.stages][:2] == [("rollout", 0), (POLLING, 1)]
 
 
@@ -146,7 +140,7 @@ def test_a_block_that_no_sample_saw_has_no_name(tmp_path: Path, capsys: pytest.C
     log.block(1, 4)
     log.block(4.5, 4.7, asking)
     report = report_with(tmp_path, log)
-    [row] = rollout_of(report).blocks
+    [row] = report.rollout.blocks
     assert (row.what, row.function, row.blocks, row.trajectories) == ("unknown", "", 2, 2)
     [said] = [finding for finding in report.findings if finding.rule == "loop_blocked"]
     assert said.text.startswith(
@@ -176,7 +170,7 @@ def test_each_rollout_of_a_step_has_its_last_response(
     log.trajectory(0, 3)
     log.trajectory(5, 7.5)
     report = report_with(tmp_path, log, stages=[("rollout", 0, 4), ("rollout", 5, 8), *sleeps])
-    found = rollout_of(report).polling
+    found = report.rollout.polling
     assert (found and (found.pauses, pytest.approx(found.late_s))) == polling
 
 
@@ -186,8 +180,7 @@ def test_the_last_trajectories_are_those_behind_the_bend(tmp_path: Path) -> None
     for number in range(39):
         log.trajectory(0, 3 + number / 39, ("tool:search", 0, 2))
     log.trajectory(0, 10, ("tool:search", 0, 5), ("tool:sandbox", 5, 10))
-    last = rollout_of(report_with(tmp_path, log)).last
-    assert last is not None
+    last = report_with(tmp_path, log).rollout.last
     assert (last.trajectories, last.of) == (1, 40)
     assert last.share == pytest.approx((10 - 3 - 38 / 39) / 10)
     assert seconds(last.parts) == {"tool:sandbox": 5, "tool:search": pytest.approx(1 + 1 / 39)}
@@ -201,7 +194,7 @@ def test_tools_have_percentiles_and_concurrency(tmp_path: Path) -> None:
         mine = log.trajectory(0, 10)
         log.span("tool:search", 1, 2 + number / 10, trajectory=mine, failed=number == 0)
     log.span("tool:search", 5, 6)
-    calls = {row.name: row for row in rollout_of(report_with(tmp_path, log)).calls}
+    calls = {row.name: row for row in report_with(tmp_path, log).rollout.calls}
     row = calls["tool:search"]
     assert (row.role, row.calls, row.failed, row.most_running) == ("agent_loop", 11, 1, 10)
     assert (row.p50_s, row.longest_s) == (pytest.approx(1.4), pytest.approx(1.9))
@@ -216,7 +209,7 @@ def test_what_blocks_a_loop_is_named_with_those_that_stood_still(tmp_path: Path)
     log.trajectory(0, 6, ("tool:http", 1, 5.01))
     log.trajectory(0, 5, ("tool:http", 1, 1.5))
     log.block(2, 5, number, "tools.search (tools.py:3)")
-    rollout = rollout_of(report_with(tmp_path, log))
+    rollout = report_with(tmp_path, log).rollout
     (row,) = rollout.blocks
     assert (row.lane, row.what, row.function) == (
         "agent_loop_rank0",
@@ -240,7 +233,7 @@ def test_a_group_is_done_with_its_last_member(tmp_path: Path) -> None:
     second.trajectory(0, 4, group="alone")
     second.trajectory(0, 4, group="v", validate=True)
     second.trajectory(0, 5, group="v", validate=True)
-    rollout = rollout_of(report_with(tmp_path, first, second))
+    rollout = report_with(tmp_path, first, second).rollout
     assert [(row.group, row.members, row.last_cause, row.whole) for row in rollout.groups] == [
         ("a", 3, "tool:sandbox", True),
         ("b", 2, "own code", False),
@@ -275,7 +268,7 @@ def test_versions_are_those_that_the_loop_says_or_else_those_of_the_requests(tmp
         for id, at, version in (("old", 1, 4), ("new", 2, 6))
     ]
     rewrite_worker(tmp_path, "rollout0", requests=requests)
-    rollout = rollout_of(open_step(tmp_path).report())
+    rollout = open_step(tmp_path).report().rollout
     found = [
         (r.version, r.behind, r.oldest, r.newest, r.segments, r.segment_tokens) for r in rollout.versions
     ]
@@ -294,7 +287,7 @@ def test_what_became_of_trajectories_has_its_cost(tmp_path: Path) -> None:
     log.trajectory(0, 1, group="x", fate="failed")
     log.trajectory(0, 5, group="v", validate=True)
     log.log.fates = [FateChange("boring", None, "filtered", ns(9))]
-    rows = rollout_of(report_with(tmp_path, log)).fates
+    rows = report_with(tmp_path, log).rollout.fates
     assert [(row.validate, row.fate, row.trajectories, row.seconds) for row in rows] == [
         (False, "done", 1, 4),
         (False, "filtered", 1, 3),
@@ -323,7 +316,7 @@ def test_failed_trajectories_have_their_error_and_the_span_they_were_in(tmp_path
             logs[0].span("tool:slow", 2, 4, trajectory=number, still_open=True)
     logs[0].trajectory(20, 21, group="g7", fate="failed", error=error)
     report = report_with(tmp_path, *logs)
-    first, second, third, *_, rest, validation = rollout_of(report).failures
+    first, second, third, *_, rest, validation = report.rollout.failures
     assert (first.trajectories, first.fate, first.span, first.example) == (2, "failed", "tool:<b>", "g7/0")
     assert first.error.startswith("ValueError: no such row xxx")
     assert len(first.error) == 120
@@ -333,13 +326,7 @@ def test_failed_trajectories_have_their_error_and_the_span_they_were_in(tmp_path
         (OTHERS, 2, False),
         (OTHERS, 1, True),
     ]
-    assert len(rollout_of(report).failures) == 12
-    text, page = printed(report, 100), render_html(report)
-    for shown in ("Trajectory failures", "g7/0", "no such row"):
-        assert shown in text
-        assert shown in page
-    assert "tool:<b>" in text
-    assert "tool:<b>" not in page
+    assert len(report.rollout.failures) == 12
 
 
 def test_a_log_that_cannot_be_read_is_missing_and_the_others_count(tmp_path: Path) -> None:
@@ -350,7 +337,7 @@ def test_a_log_that_cannot_be_read_is_missing_and_the_others_count(tmp_path: Pat
     report_with(tmp_path, first, second)
     (tmp_path / "agent_loop_rank1.trajectories.jsonl.gz").write_bytes(b"no gzip")
     report = open_step(tmp_path).report()
-    assert rollout_of(report).trajectories == 1
+    assert report.rollout.trajectories == 1
     assert (report.coverage.read, report.coverage.expected) == (2, 3)
     assert any("agent_loop_rank1" in sentence for sentence in report.coverage.missing)
     assert "agent_loop_rank1" in report.coverage.lanes
@@ -423,23 +410,11 @@ def test_what_blocks_many_processes_is_one_finding(tmp_path: Path, processes: in
     assert first.seconds == pytest.approx(len(report.workers))
 
 
-def test_every_face_shows_the_rollout(busy: Report, tmp_path: Path) -> None:
-    """Terminal, page, CSV, data frame, scalars, the JSON that comes back, and the comparison."""
-    text, page = printed(busy, 100), render_html(busy)
-    for title in ("Trajectory calls", "Loop blocks", "Trajectory fates"):
-        assert title in text
-        assert title in page
-    assert "<b>sandbox" not in page
-    rows = csv_rows(tmp_path / "csv", busy, table="trajectory_causes")
-    assert sum(float(row["seconds"]) for row in rows if row["validate"] == "False") == pytest.approx(
-        rollout_of(busy).seconds
-    )
-    frame = open_step(busy.directory).to_frame("trajectory_calls")
-    assert set(frame["name"]) == {"tool:search", "tool:<b>sandbox", "tool:blocking", "tool:http"}
+def test_trackers_and_comparisons_have_the_rollout(busy: Report) -> None:
+    """As scalars, and cause by cause."""
     found = dict(scalars(busy))
     assert found["trajectories/count"] == 40
     assert found["trajectories/loop_lag_s"] == pytest.approx(19.5)
-    assert msgspec.json.decode(msgspec.json.encode(busy), type=Report).rollout == busy.rollout
     changes = {(change.kind, change.name): change for change in compare([busy], [busy]).changes}
     assert changes["trajectory", "loop lag"].before_s == pytest.approx(19.5)
 
@@ -458,7 +433,7 @@ def test_thousands_of_names_make_a_page_of_bounded_size(tmp_path: Path) -> None:
         )
         log.block(begin, begin + 0.004, mine, "f" * 1_000)
     report = report_with(tmp_path, log)
-    rollout = rollout_of(report)
+    rollout = report.rollout
     assert [len(rows) for rows in (rollout.causes, rollout.calls, rollout.blocks)] == [101, 51, 20]
     assert rollout.causes[-1].cause == OTHERS
     assert sum(row.seconds for row in rollout.causes) == pytest.approx(rollout.seconds)

@@ -253,6 +253,31 @@ def test_on_every_row_slices_nest(
             opened.append(end)
 
 
+def test_records_that_contradict_each_other_are_mended(tmp_path: Path) -> None:
+    """Numbers that repeat, ends before begins, owners and parents that are not there, and circles."""
+    drawn = Drawn(tmp_path)
+    one = drawn.trajectory(0, 100)
+    gone = drawn.trajectory(9, 3)
+    kept = drawn.span("kept", 10, 90, one)
+    backwards = drawn.span("backwards", 60, 55, one, kept)
+    drawn.span("without its parent", 60, 65, one, backwards)
+    drawn.span("without its trajectory", 10, 20, gone)
+    drawn.span("in a circle", 70, 80, one, len(drawn.log.spans))
+    drawn.log.spans.append(drawn.log.spans[kept])
+    result, timeline = drawn.merged()
+    assert {name for _, name, *_ in timeline.shown("span")} == {
+        "kept",
+        "without its parent",
+        "without its trajectory",
+        "in a circle",
+    }
+    name = "agent_loop_rank0.trajectories.jsonl.gz"
+    assert result.problems == [
+        f"{name}: left out, because they end before they begin or repeat a number: 3",
+        f"{name}: spans of trajectories that are not in the log, which count as the process's: 1",
+    ]
+
+
 def test_a_hostile_log_costs_its_own_lane(tmp_path: Path) -> None:
     """Names of 100 kB, thousands at once, texts of any kind: bounded, said, and the rest is whole."""
     drawn = Drawn(tmp_path)

@@ -5,20 +5,16 @@ from __future__ import annotations
 import gzip
 from pathlib import Path
 
-import pytest
 from drawn_logs import add_log
 from step_folders import build_step
 
-from verl_profiling.errors import ConfigError
 from verl_profiling.report.check import check
 from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.merge import merge, select_ranks
-from verl_profiling.timeline.trajectories import read_logs
+from verl_profiling.timeline.merge import merge
 from verl_profiling.trajectory_log import (
     LOG_SUFFIX,
     SpanRecord,
     TrajectoryLog,
-    TrajectoryRecord,
     write_log,
 )
 
@@ -29,71 +25,8 @@ def log_of(rank: int, **what: object) -> TrajectoryLog:
     return TrajectoryLog(lane=f"agent_loop_rank{rank}", begin_ns=1, end_ns=9, **what)
 
 
-def test_the_logs_of_a_step_come_by_lane_with_the_offset_of_their_clock(tmp_path: Path) -> None:
-    """They are no traces, and a selection of ranks holds for both."""
-    folder = build_step(tmp_path)
-    for rank in (1, 0):
-        add_log(folder, log_of(rank, spans=SPANS[:2]), rank=rank, clock_ns=5_000 * rank)
-    (inputs,) = find_steps(folder)
-    found = list(read_logs(inputs))
-    assert [(one.source.lane, one.source.worker, one.source.offset_ns) for one in found] == [
-        ("agent_loop_rank0", "agent_loop_rank0", 0),
-        ("agent_loop_rank1", "agent_loop_rank1", 5_000),
-    ]
-    assert all(one.log and one.log.spans == SPANS[:2] and not one.problems for one in found)
-    assert len(inputs.sources) == 3
-    assert [log.rank for log in select_ranks(inputs, "1").logs] == [1]
-    with pytest.raises(ConfigError, match="selects nothing"):
-        select_ranks(inputs, "7")
-
-
 def span(number: int, owner: int, parent: int, begin: int, end: int) -> SpanRecord:
     return SpanRecord(number, owner, parent, "tool:x", begin, end, 7, -1, False, "", {})
-
-
-def test_records_that_contradict_each_other_are_mended(tmp_path: Path) -> None:
-    """Numbers that repeat, ends before begins, owners and parents that are not there, and circles."""
-    folder = build_step(tmp_path)
-    trajectories = [
-        TrajectoryRecord(number, "g", number, begin, end, "done", -1, "", {})
-        for number, begin, end in ((0, 0, 100), (0, 5, 50), (1, 9, 3))
-    ]
-    spans = [
-        span(0, 0, -1, 10, 90),
-        span(1, 0, 0, 20, 30),
-        span(1, 0, 0, 40, 50),  # repeats a number
-        span(2, 0, 1, 60, 55),  # ends before it begins
-        span(3, 0, 2, 60, 65),  # its parent is gone
-        span(4, 1, -1, 10, 20),  # its trajectory is gone
-        span(5, 7, 4, 10, 20),  # its trajectory never was
-        span(6, 0, 7, 70, 80),  # a circle
-        span(7, 0, 6, 70, 80),
-        span(8, 0, 8, 70, 80),
-        span(9, 0, 7, 71, 72),  # leads into it
-        span(10, -1, 0, 1, 2),  # of the process, inside a span of a trajectory
-    ]
-    add_log(folder, log_of(0, trajectories=trajectories, spans=spans))
-    (inputs,) = find_steps(folder)
-    (read,) = read_logs(inputs)
-    assert read.log is not None
-    assert read.log.trajectories == trajectories[:1]
-    assert [(s.id, s.trajectory, s.parent) for s in read.log.spans] == [
-        (0, 0, -1),
-        (1, 0, 0),
-        (3, 0, -1),
-        (4, -1, -1),
-        (5, -1, 4),
-        (6, 0, -1),
-        (7, 0, 6),
-        (8, 0, -1),
-        (9, 0, 7),
-        (10, -1, -1),
-    ]
-    name = "agent_loop_rank0.trajectories.jsonl.gz"
-    assert read.problems == [
-        f"{name}: left out, because they end before they begin or repeat a number: 4",
-        f"{name}: spans of trajectories that are not in the log, which count as the process's: 2",
-    ]
 
 
 def checked(folder: Path) -> dict[str, tuple[str, str]]:

@@ -58,26 +58,34 @@ def install(folder: Path, log: Path) -> None:
 
 
 @contextmanager
+def found_first(folder: Path) -> Iterator[None]:
+    """Have what is started here find the stand-in ``nsys``, and this Python by its bare name."""
+    path = os.environ["PATH"]
+    os.environ["PATH"] = os.pathsep.join([str(folder), str(Path(sys.executable).parent), path])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = path
+
+
+@contextmanager
 def stand_in_cluster(folder: Path, num_cpus: int) -> Iterator[Path]:
     """Run a real Ray cluster whose nodes find the stand-in ``nsys``; yield the file that it logs to."""
     import ray
 
     install(folder, folder / "log")
-    path = os.environ["PATH"]
-    os.environ["PATH"] = os.pathsep.join([str(folder), str(Path(sys.executable).parent), path])
-    ray.shutdown()  # from the cluster of the other tests: its nodes would not find the stand-in
-    try:
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            runtime_env={"env_vars": {"PYTHONPATH": str(Path.cwd())}},
-        )
-        yield folder / "log"
-    finally:
-        ray.shutdown()
-        os.environ["PATH"] = path
+    with found_first(folder):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                runtime_env={"env_vars": {"PYTHONPATH": str(Path.cwd())}},
+            )
+            yield folder / "log"
+        finally:
+            ray.shutdown()
 
 
 class StandInNsysTool(NsysTool):

@@ -12,8 +12,7 @@ from example_loops import settings, spans, train
 
 from verl_profiling import stage
 from verl_profiling.capture.session import Session
-from verl_profiling.manifest import CaptureResult
-from verl_profiling.testing import RecordedStep, leaks, record_step
+from verl_profiling.testing import leaks, record_step
 from verl_profiling.tools.process_memory import available_bytes, own_bytes
 from verl_profiling.tools.torch_profiler import _TorchRecording
 
@@ -34,12 +33,6 @@ def work() -> None:
         torch.add(ONE, ONE)
 
 
-def result_of(recorded: RecordedStep) -> CaptureResult:
-    """Return the result of a step that has ended."""
-    assert recorded.result is not None
-    return recorded.result
-
-
 @pytest.mark.parametrize("memory", [False, True])
 def test_a_recording_ends_with_the_stage_after_which_it_would_not_fit(
     tmp_path: Path, session: Session, large: None, memory: bool
@@ -56,7 +49,7 @@ def test_a_recording_ends_with_the_stage_after_which_it_would_not_fit(
         assert not torch.autograd.profiler._is_profiler_enabled
         with stage("after"):
             train(3)
-    result = result_of(recorded)
+    result = recorded.result
     [artifact] = result.artifacts
     assert (result.status, artifact.status) == ("truncated", "truncated")
     assert "more memory, and limits.memory_share=0.5 of " in result.reason == artifact.reason
@@ -73,7 +66,7 @@ def test_a_recording_ends_between_mini_batches(tmp_path: Path, session: Session,
         work()
         session.step()
         train()
-    [artifact] = result_of(recorded).artifacts
+    [artifact] = recorded.result.artifacts
     assert artifact.status == "truncated"
     assert spans(recorded.path, "aten::addmm") == []
 
@@ -86,7 +79,7 @@ def test_a_stage_after_one_that_was_cut_is_recorded(tmp_path: Path, session: Ses
             session.step()
         with stage("short"):
             train()
-    result = result_of(recorded)
+    result = recorded.result
     assert result.status == "truncated"
     assert {artifact.stage: artifact.status for artifact in result.artifacts} == {
         "long": "truncated",
@@ -109,7 +102,7 @@ def test_it_ends_where_another_thread_trains(tmp_path: Path, session: Session, l
         thread.start()
         thread.join()
     assert ended == [True]
-    assert result_of(recorded).status == "truncated"
+    assert recorded.result.status == "truncated"
     assert spans(recorded.path, "aten::addmm") == []
 
 
@@ -119,7 +112,7 @@ def test_a_warm_up_has_no_limits(tmp_path: Path, session: Session, large: None) 
         with stage("long"):
             work()
         assert torch.autograd.profiler._is_profiler_enabled
-    assert result_of(recorded).status == "skipped"
+    assert recorded.result.status == "skipped"
 
 
 def test_the_estimate_is_near(run_python: Any, tmp_path: Path) -> None:

@@ -66,7 +66,6 @@ def test_a_log_that_was_full_is_truncated_and_says_what_is_missing(tmp_path: Pat
     """And how to keep more."""
     with record_step({**CONFIG, "tools": {"trajectories": {"max_spans": 3}}}, tmp_path) as step:
         roll_out(5)
-    assert step.result is not None
     (artifact,) = step.result.artifacts
     assert (artifact.status, artifact.events) == ("truncated", 6)
     assert artifact.reason.startswith(
@@ -79,7 +78,6 @@ def test_a_process_that_had_nothing_to_do_is_skipped_and_says_so(tmp_path: Path)
     """There may be more processes than prompts: no file, and nothing is wrong."""
     with record_step(CONFIG, tmp_path) as step:
         pass
-    assert step.result is not None
     assert (step.result.status, step.result.reason) == (
         "skipped",
         "no trajectory and no span ran in this process",
@@ -93,7 +91,6 @@ def test_a_folder_that_is_gone_fails_the_artifact_alone(tmp_path: Path) -> None:
     with record_step(CONFIG, folder) as step:
         roll_out()
         folder.rmdir()
-    assert step.result is not None
     assert step.result.artifacts[0].status == "failed"
     assert str(folder) in step.result.artifacts[0].reason
 
@@ -102,14 +99,12 @@ def test_trajectories_of_a_worker_that_does_not_record_them_are_said(tmp_path: P
     """With the remedy; and not where none began."""
     with record_step({"enable": True, "tool": "spans"}, tmp_path) as step:
         roll_out(3)
-    assert step.result is not None
     assert step.result.notes == [
         "3 trajectories began here and were not recorded: inherit AgentLoopCaptureMixin, or add trajectories "
         "to the tool of role actor"
     ]
     with record_step({"enable": True, "tool": "spans"}, tmp_path) as step:
         pass
-    assert step.result is not None
     assert step.result.notes == []
 
 

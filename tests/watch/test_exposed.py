@@ -310,8 +310,6 @@ def test_the_picture_of_the_page_shows_what_the_page_says(tmp_path: Path) -> Non
     """The numbers that docs/watch.md quotes are those of the example that is drawn; and it can be drawn."""
     pytest.importorskip("matplotlib")
     spec = importlib.util.spec_from_file_location("draw_exposed", DOCS / "draw_exposed.py")
-    assert spec is not None
-    assert spec.loader is not None
     drawing = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(drawing)
     rows = exposed(drawing.ranks_of_one_program())

@@ -212,9 +212,7 @@ def test_a_reading_carries_them_and_a_fork_forgets_them(session: Session) -> Non
         os._exit(0 if recorder._make_span is None else 1)
     assert os.waitpid(child, 0)[1] == 0
     reading = worker.read_watch(WatchQuestion(steps=[(0, 1 << 62)], offsets_ns={clock.domain(): 0}))
-    assert reading is not None
     [use] = reading.uses(1)
-    assert use is not None
     assert [(found.name, found.runs) for found in use.spans] == [("generate", 1)]
     session.reset()
     assert recorder._make_span is None

@@ -60,7 +60,6 @@ def marked() -> Marked:
 def names(reading: WatchReading) -> list[str]:
     """Return the names of the stages that a process answers with, each as often as it ran."""
     [use] = reading.uses(1)
-    assert use is not None
     return [stage.name for stage in use.stages for _ in range(stage.runs)]
 
 
@@ -182,12 +181,10 @@ def test_a_session_keeps_every_step_while_a_capture_is_open_and_when_none_is(
     for mode in ("e2e", "discrete"):
         with record_step({**WATCHED, "mode": mode}, tmp_path) as recorded, stage(mode), stage("inner"):
             assert session.recording
-        assert recorded.result is not None
         assert [span.name for span in recorded.result.stages] == [mode, "inner"]
     with stage("after"):
         pass
     reading = session.read_watch(worker, QUESTION)
-    assert reading is not None
     assert names(reading) == ["before", "e2e", "discrete", "after"]
     assert reading.received_ns <= reading.replied_ns
     assert reading.process.pid == os.getpid()
@@ -221,7 +218,6 @@ def test_a_server_with_an_engine_of_its_own_tells_when_it_had_requests(session: 
     assert asyncio.run(serve({**WATCHED, "watch": {"enable": False}})) is None
     session.reset()
     reading = asyncio.run(serve(WATCHED))
-    assert reading is not None
     assert reading.identity.lane() == "rollout1_rank0"
     assert names(reading) == ["generate", "generate"]
 
@@ -259,5 +255,4 @@ def test_memory_is_read_after_a_long_stage_and_seldom_after_short_ones() -> None
     sums.add("long", now_ns + 10**8, now_ns + 2 * 10**8)
     assert len(reads) in (3, 4)
     [use] = sums.of_steps(WHO, [(now_ns, now_ns + 10**9)])
-    assert use is not None
     assert (use.peak_bytes, use.held_bytes) == (7, 3)

@@ -66,7 +66,6 @@ def test_a_run_has_its_log_and_its_curves(tmp_path: Path) -> None:
     callback = ProfilingCallback(
         {"enable": True, "save_path": str(tmp_path), "schedule": {"steps": []}, "watch": watch}
     )
-    assert callback.watch is not None
     heard = []
     callback.watch.listeners.append(
         lambda summary: heard.append(values_of(summary)["profiling/watch/step_s"])
