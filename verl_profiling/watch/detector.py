@@ -1,7 +1,7 @@
 """Notices what a step has that the steps before it had not, by their summaries alone.
 
 Two tests: of a series against its own past, and of a process against its peers, for what was so from the
-first step. Memory that grows is :mod:`~verl_profiling.watch.growth`.
+first step. And a trend: of memory that grows step by step.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections import Counter, deque
 from math import log
 from statistics import fmean, median
+from typing import NamedTuple
 
 import msgspec
 
 from verl_profiling.capture_request import Sign
 from verl_profiling.settings.watch import Anomaly
-from verl_profiling.step_summary import SpanTotal, StepSummary
+from verl_profiling.step_summary import RankUse, SpanTotal, StepSummary
 from verl_profiling.trajectories.spans import TRAJECTORY
-from verl_profiling.units import duration
+from verl_profiling.units import byte_size, duration
 from verl_profiling.watch.exposed import standings
-from verl_profiling.watch.growth import Growth
-from verl_profiling.watch.suspicion import Suspicion
+from verl_profiling.watch.suspicion import Suspicion, healthiest
 
 MATTERS = 0.05
 """Share of a usual step by which a stage must be longer than usual, to be slow."""
@@ -29,6 +29,9 @@ LEAST_S = 0.001
 
 NEWS = 1.25
 """By this ratio a process must lead by more than when it was noticed, to be noticed again."""
+
+_STEADY = 0.5
+"""What grows by less in the second half of the window than by this share of the first is warming up."""
 
 _MOST_OF_A_STEP = 0.5
 _LONGEST = 10
@@ -124,7 +127,9 @@ class _Series:
         of: tuple[StepSummary, StepSummary | None],
     ) -> None:
         """Take the value of a step."""
-        self.settle()
+        if not self.evidence.waits:  # what is no change, or was noticed, is past
+            self._past += self._waiting
+            self._waiting.clear()
         self.value, self.is_news = value, False
         if len(self._past) >= self._enough and ratio is not None:
             amount = self._amount(ratio) if self.excess >= matters else -1.0
@@ -133,18 +138,13 @@ class _Series:
                 self.seen.append(of)
         self._waiting.append(value)
 
-    def settle(self) -> None:
-        """Let what is no change, or was noticed, be past."""
-        if not self.evidence.waits:
-            self._past += self._waiting
-            self._waiting.clear()
-
     def _amount(self, ratio: float) -> float:
         """Return what a value adds to the evidence: a little at the ratio, and nothing within the spread."""
-        shifts = [_shift(value, self.usual) for value in self._past]
+        usual = self.usual
+        shifts = [_shift(value, usual) for value in self._past]
         spread = max(1.25 * fmean(min(abs(shift), _WIDEST) for shift in shifts), _LEAST_SPREAD)
         least = max(log(ratio) - _BELOW, _OF_THE_SPREAD * spread)
-        return (_shift(self.value, self.usual) - least) / min(max(_FULL_SHIFT, _FULL * spread), _MOST_SHIFT)
+        return (_shift(self.value, usual) - least) / min(max(_FULL_SHIFT, _FULL * spread), _MOST_SHIFT)
 
 
 def _shift(value: float, usual: float) -> float:
@@ -170,7 +170,7 @@ class Detector:
         self._seldom: set[str] = set()
         self._leads: dict[tuple[str, str], _Lead] = {}
         self._spans: dict[tuple[str, str], deque[SpanTotal]] = {}
-        self._growth = Growth(options)
+        self._growth = _Growth(options)
         self._before: StepSummary | None = None
 
     def observe(self, summary: StepSummary) -> Suspicion | None:
@@ -323,6 +323,86 @@ class _Lead(_Evidence):
             return False
         self._noticed_share = share
         return True
+
+
+class _Held(NamedTuple):
+    """The memory of a process after a step, the ``at``-th of the series."""
+
+    at: int
+    step: int
+    size: int
+
+
+class _Growth:
+    """Follows what every process holds at the end of its steps, those after which it was read.
+
+    Of quick steps it is not read after each: then some readings have to be had, too, before it is a sign.
+    Where it grows in several processes of a role, which run the same code, that is one piece of news.
+
+    Args:
+        options: By which share it must grow, and in how many steps.
+    """
+
+    def __init__(self, options: Anomaly) -> None:
+        self._share = options.memory
+        self._window = options.window
+        self._enough = max(2, options.window // 4)
+        self._at = 0
+        self._held: dict[str, deque[_Held]] = {}
+
+    def observe(self, summary: StepSummary) -> Suspicion | None:
+        """Return whose memory has grown in every step of the window, by the share in all, and goes on to."""
+        self._at += 1
+        uses = {use.lane: use for use in (*summary.loop, *summary.workers)}
+        for lane in [lane for lane in self._held if lane not in uses]:
+            del self._held[lane]
+        grown: list[tuple[float, RankUse]] = []
+        for lane, use in uses.items():
+            held = self._held.setdefault(lane, deque())
+            if not use.held_bytes:
+                continue
+            if held and use.held_bytes <= held[-1].size:
+                held.clear()
+            held.append(_Held(self._at, summary.step, use.held_bytes))
+            while len(held) > self._enough + 1 and held[1].at <= self._at - self._window:
+                held.popleft()
+            share = held[-1].size / held[0].size - 1
+            is_long = len(held) > self._enough and self._at - held[0].at >= self._window
+            if self._share is None or not is_long or share < self._share:
+                continue
+            half = held[len(held) // 2].size
+            if held[-1].size - half >= _STEADY * (half - held[0].size):
+                grown.append((share, use))
+        if not grown:
+            return None
+        share, most = max(grown, key=lambda each: each[0])
+        alike = sum(use.role == most.role for _, use in grown) - 1
+        return self._suspicion(summary, share, most, alike, list(uses.values()))
+
+    def _suspicion(
+        self, summary: StepSummary, share: float, use: RankUse, alike: int, uses: list[RankUse]
+    ) -> Suspicion:
+        first, history = self._held[use.lane][0].step, [held.size for held in self._held[use.lane]]
+        growth = {
+            other.lane: held[-1].size - held[0].size
+            for other in uses
+            if other.role == use.role and (held := self._held[other.lane])
+        }
+        for lane in growth:
+            self._held[lane].clear()
+        others = f"; so it is with {alike} more of its role" if alike else ""
+        return Suspicion(
+            step=summary.step,
+            sign="memory",
+            suspects=[use.lane],
+            peers=healthiest(growth, [use.lane]),
+            value=history[-1],
+            median=median(history[:-1]),
+            history=list(map(float, history)),
+            reason=f"step {summary.step}: {use.lane} has {byte_size(history[-1])}, {share:.0%} more than "
+            f"after step {first}, and more each of the {len(history) - 1} times that it was looked at since"
+            f"{others}",
+        )
 
 
 def _by_role(summary: StepSummary) -> dict[tuple[str, str], SpanTotal]:
