@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools import Destination, Output, Recording, Tool
-from verl_profiling.tools.trace_file import output_of_raw_trace
+from verl_profiling.tools.trace_file import output_of_trace
 
 FAULTY = f"{__name__}:FaultyTool"
 
@@ -80,7 +80,7 @@ class _FaultyRecording(Recording):
             part.write_text(text[: len(text) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
         part.write_text(text)
-        output = output_of_raw_trace(part, final, self._destination.artifact(FaultyTool))
+        output = output_of_trace(part, final, self._destination.artifact(FaultyTool))
         return [Output(output.artifact, _raise)] if fault == "export raises" else [output]
 
     def discard(self) -> None:

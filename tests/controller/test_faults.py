@@ -27,7 +27,7 @@ from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.manifest import Artifact
 from verl_profiling.report.check import check
-from verl_profiling.tools.trace_file import output_of_raw_trace
+from verl_profiling.tools.trace_file import output_of_trace
 
 FLAWED = "tools.test_third_party"
 
@@ -540,7 +540,7 @@ def test_a_disk_that_is_full_only_for_compression_keeps_the_raw_file(tiny_disk: 
     content = b'{"traceEvents": [{"ph": "X", "name": "' + os.urandom(90 * 1024).hex().encode() + b'"}]}'
     part = tiny_disk / ".a.part"
     part.write_bytes(content)
-    output = output_of_raw_trace(part, tiny_disk / expected.path, expected)
+    output = output_of_trace(part, tiny_disk / expected.path, expected)
     assert output.finish is not None
     finished = output.finish()
     assert (finished.status, finished.path, finished.bytes) == ("ok", "a.torch.json", len(content))

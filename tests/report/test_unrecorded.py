@@ -21,7 +21,7 @@ from verl_profiling.report.check import check
 from verl_profiling.report.model import Report
 from verl_profiling.run_files import read_manifest
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
-from verl_profiling.tools.trace_file import output_of_raw_trace
+from verl_profiling.tools.trace_file import output_of_trace
 
 OF_A_GPU = Path(__file__).parents[1] / "data" / "nccl_data.json.gz"
 LANES = ["actor_rank0", "actor_rank1", "rollout0_rank0"]
@@ -42,7 +42,7 @@ def finished(folder: Path, content: bytes, device: str) -> Artifact:
     expected = Artifact(path="actor_rank0.torch.json.gz", lane="actor_rank0", tool="torch", status="missing")
     part = folder / ".part"
     part.write_bytes(content)
-    output = output_of_raw_trace(part, folder / expected.path, expected, device=device)
+    output = output_of_trace(part, folder / expected.path, expected, device=device)
     return output.finish()
 
 

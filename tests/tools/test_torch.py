@@ -17,7 +17,7 @@ from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact
 from verl_profiling.testing import record_step
 from verl_profiling.tools import Output
-from verl_profiling.tools.trace_file import output_of_raw_trace
+from verl_profiling.tools.trace_file import output_of_trace
 
 
 def op_arguments(path: Path, name: str = "aten::addmm") -> dict[str, Any]:
@@ -251,7 +251,7 @@ def output_of(tmp_path: Path, content: bytes | None) -> tuple[Output, Path]:
     part, final = tmp_path / ".a.part", tmp_path / expected.path
     if content is not None:
         part.write_bytes(content)
-    return output_of_raw_trace(part, final, expected), final
+    return output_of_trace(part, final, expected), final
 
 
 @pytest.mark.parametrize("content", [None, b""])
@@ -318,5 +318,5 @@ def test_a_trace_that_is_cut_anywhere_is_not_whole(tmp_path: Path, name: str) ->
     for cut in [*cuts[::25], len(content)]:
         part = tmp_path / ".a.part"
         part.write_bytes(content[:cut])
-        output = output_of_raw_trace(part, tmp_path / expected.path, expected)
+        output = output_of_trace(part, tmp_path / expected.path, expected)
         assert (output.artifact.status == "truncated") == (cut < len(content)), content[cut - 60 : cut]

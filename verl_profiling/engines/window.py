@@ -20,7 +20,7 @@ from verl_profiling.tools.base import Output
 from verl_profiling.tools.npu import NpuTool, output_of_recording
 from verl_profiling.tools.nsys import NsysTool, process_ranges
 from verl_profiling.tools.torch_profiler import TorchTool
-from verl_profiling.tools.trace_file import CUDA, output_of_compressed_trace, output_of_raw_trace
+from verl_profiling.tools.trace_file import CUDA, output_of_trace
 
 
 class Window:
@@ -206,9 +206,4 @@ def output_of(
     activities = tool.options.activities
     if device != CUDA or (activities is not None and CUDA not in activities):
         device = ""
-    if raw.suffix == ".gz":
-        shutil.move(raw, final)
-        return output_of_compressed_trace(final, expected, device)
-    part = final.with_name(f".{final.stem}.part")
-    shutil.move(raw, part)
-    return output_of_raw_trace(part, final, expected, device=device)
+    return output_of_trace(raw, final, expected, device=device)

@@ -17,7 +17,7 @@ from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailabl
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool
 from verl_profiling.tools.process_memory import own_bytes
-from verl_profiling.tools.trace_file import CUDA, output_of_raw_trace
+from verl_profiling.tools.trace_file import CUDA, output_of_trace
 
 _KINETO_TEXT = {'"': "'", "\\": "/"}
 _INSTALL = "install it with: pip install 'verl-profiling[train]'"
@@ -258,7 +258,7 @@ class _TorchRecording(Recording):
         part: Path = final.with_name(f".{final.stem}.part")
         begin = time.perf_counter()
         self._profiler.export_chrome_trace(str(part))
-        output = output_of_raw_trace(
+        output = output_of_trace(
             part,
             final,
             expected,

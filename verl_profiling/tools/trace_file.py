@@ -1,10 +1,11 @@
-"""Turns a tool's raw JSON trace into a verified, compressed artifact."""
+"""Turns the JSON trace of a profiler into a verified, compressed artifact."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -34,48 +35,47 @@ _VALUES = rb"(?:,\s*" + _TEXT + rb":\s*(?:" + _TEXT + rb"|[-+.\w]+))*"
 _END = re.compile(rb'(?:"traceName":\s*' + _TEXT + _VALUES + rb"\s*|\])\}\s*\Z")
 
 
-class _EventCount:
-    """Counts what a trace in Kineto's text holds while it is read.
+def output_of_trace(
+    written: Path, final: Path, expected: Artifact, ranges: Iterable[str] = (), device: str = ""
+) -> Output:
+    """Name a trace that was just written; it is compressed and verified in the background.
+
+    Profilers have reported success for files that were missing or cut off (a full disk, a folder
+    without write permission), so only the file itself is evidence.
 
     Args:
-        device: Kind of the device whose events are looked for; empty for none.
+        written: The file under its temporary name: JSON, or compressed JSON that ends in ``.gz``.
+        final: Path of the compressed artifact, ending in ``.json.gz``.
+        expected: The artifact as expected.
+        ranges: Names of user annotations that the profiler recorded as operators.
+        device: Kind of the device that was in use and to be recorded; empty for none.
 
-    Attributes:
-        events: Events so far.
-        spans: Those of them that have a duration.
-        lost_device: The device, as long as there was no event of one.
-        tail: The last bytes so far.
+    Returns:
+        A ``pending`` output whose ``finish`` compresses and verifies, or a final one that is
+        ``failed`` (no file) or ``truncated`` (cut off; the part is kept for a reader to salvage).
     """
-
-    def __init__(self, device: str = "") -> None:
-        self.events = 0
-        self.spans = 0
-        self.lost_device = device
-        self.tail = b""
-
-    def read(self, source: BinaryIO) -> Iterator[bytes]:
-        """Yield a file in large pieces, cut before a ``"ph"``, which is the first key of Kineto's events."""
-        rest = b""
-        while chunk := source.read(_CHUNK_BYTES):
-            events, phase, begun = (rest + chunk).rpartition(_PHASE)
-            if events:
-                yield self._counted(events)
-            rest = phase + begun
-        if rest:
-            yield self._counted(rest)
-
-    @property
-    def whole(self) -> bool:
-        """Whether the trace was read to its end."""
-        return _ends(self.tail)
-
-    def _counted(self, piece: bytes) -> bytes:
-        self.events += piece.count(_PHASE)
-        self.spans += piece.count(_SPAN)
-        if self.lost_device and any(mark in piece for mark in _OF_A_DEVICE):
-            self.lost_device = ""
-        self.tail = piece[-_TAIL_BYTES:]
-        return piece
+    pending = msgspec.structs.replace(expected, status="pending")
+    if written.suffix == ".gz":
+        shutil.move(written, final)
+        return Output(pending, lambda: _read_through(final, pending, device))
+    unfinished = written.with_name(f"{written.name}.tmp")  # torch renames the file once it is written
+    if not written.exists() and unfinished.exists():
+        unfinished.replace(written)
+    tail = _tail(written)
+    if not tail:
+        written.unlink(missing_ok=True)
+        reason = f"the profiler wrote no file into {final.parent} ({_why_not_writable(final.parent)})"
+        return Output(msgspec.structs.replace(expected, status="failed", reason=reason))
+    raw = final.with_suffix("")
+    shutil.move(written, raw)
+    if not _END.search(tail):
+        size = raw.stat().st_size
+        reason = f"cut off after {size} bytes ({_why_not_writable(final.parent)})"
+        return Output(
+            msgspec.structs.replace(expected, path=raw.name, status="truncated", bytes=size, reason=reason)
+        )
+    names = sorted(set(ranges))
+    return Output(pending, lambda: _compressed(raw, final, pending, _annotations(names), device))
 
 
 def _tail(path: Path) -> bytes:
@@ -86,100 +86,6 @@ def _tail(path: Path) -> bytes:
             return file.read()
     except OSError:
         return b""
-
-
-def _ends(tail: bytes) -> bool:
-    """Return whether these are the last bytes of a whole trace; a cut may fall behind the end of an event."""
-    return _END.search(tail) is not None
-
-
-def _judged(pending: Artifact, count: _EventCount, size: int) -> Artifact:
-    """Return the artifact of a whole trace, by what it holds.
-
-    CUPTI, by which torch records kernels, serves one subscriber in a process. Where another one was first,
-    torch says nothing, and records the host alone.
-    """
-    artifact = msgspec.structs.replace(pending, status="ok", bytes=size, events=count.events)
-    if not count.spans:
-        return msgspec.structs.replace(artifact, status="empty", reason="the trace holds no spans")
-    if not count.lost_device:
-        return artifact
-    reason = f"{count.lost_device} was in use, and no event of it was recorded: {lost_kernels()}"
-    logger.warning("%s: %s", artifact.path, reason)
-    return msgspec.structs.replace(artifact, unrecorded_device=count.lost_device, reason=reason)
-
-
-def output_of_compressed_trace(final: Path, expected: Artifact, device: str) -> Output:
-    """Return the artifact of a trace that an engine compressed itself; it is read through in the background.
-
-    Args:
-        final: The file, under its final name.
-        expected: The artifact as expected.
-        device: Kind of the device that was in use and to be recorded; empty for none.
-    """
-    pending = msgspec.structs.replace(expected, status="pending")
-
-    def verify() -> Artifact:
-        count = _EventCount(device)
-        size = final.stat().st_size
-        try:
-            with igzip.open(final, "rb") as file:
-                for _ in count.read(file):
-                    pass
-            if count.whole:
-                return _judged(pending, count, size)
-        except (OSError, EOFError):
-            pass  # cut off inside of the compression
-        reason = f"cut off after {size} bytes: the engine did not write it to the end"
-        return msgspec.structs.replace(
-            pending, status="truncated", bytes=size, events=count.events, reason=reason
-        )
-
-    return Output(pending, verify)
-
-
-def output_of_raw_trace(
-    part: Path,
-    final: Path,
-    expected: Artifact,
-    ranges: Iterable[str] = (),
-    device: str = "",
-) -> Output:
-    """Verify a raw trace that a profiler has just written, and name it.
-
-    Profilers have reported success for files that were missing or cut off (a full disk, a folder
-    without write permission), so only the file itself is evidence.
-
-    Args:
-        part: The raw JSON file under its temporary name.
-        final: Path of the compressed artifact, ending in ``.json.gz``.
-        expected: The artifact as expected.
-        ranges: Names of user annotations that the profiler recorded as operators.
-        device: Kind of the device that was in use and to be recorded; empty for none.
-
-    Returns:
-        A ``pending`` output whose ``finish`` compresses and verifies, or a final one that is
-        ``failed`` (no file) or ``truncated`` (cut off; the part is kept for a reader to salvage).
-    """
-    unfinished = part.with_name(f"{part.name}.tmp")  # torch renames the file once it is written completely
-    if not part.exists() and unfinished.exists():
-        unfinished.replace(part)
-    tail = _tail(part)
-    if not tail:
-        part.unlink(missing_ok=True)
-        reason = f"the profiler wrote no file into {final.parent} ({_why_not_writable(final.parent)})"
-        return Output(msgspec.structs.replace(expected, status="failed", reason=reason))
-    kept = final.with_suffix("")
-    part.replace(kept)
-    if not _ends(tail):
-        size = kept.stat().st_size
-        reason = f"cut off after {size} bytes ({_why_not_writable(final.parent)})"
-        return Output(
-            msgspec.structs.replace(expected, path=kept.name, status="truncated", bytes=size, reason=reason)
-        )
-    pending = msgspec.structs.replace(expected, status="pending")
-    names = sorted(set(ranges))
-    return Output(pending, lambda: _compress(kept, final, pending, _annotations(names), device))
 
 
 def _why_not_writable(folder: Path) -> str:
@@ -200,12 +106,8 @@ def _annotations(names: list[str]) -> re.Pattern[bytes] | None:
     return re.compile(rb'"cat": "cpu_op",(\s+)(?="name": (?:' + alternatives + rb"),)")
 
 
-def _compress(
-    raw: Path,
-    final: Path,
-    pending: Artifact,
-    annotations: re.Pattern[bytes] | None,
-    device: str,
+def _compressed(
+    raw: Path, final: Path, pending: Artifact, annotations: re.Pattern[bytes] | None, device: str
 ) -> Artifact:
     """Compress ``raw`` to ``final``, read it back, and only then remove ``raw``.
 
@@ -213,8 +115,13 @@ def _compress(
     """
     part = final.with_name(f".{final.name}.part")
     try:
-        size, count = _copy_counting(raw, part, annotations, device)
-        if _size_inside(part) != size:
+        with raw.open("rb") as source, igzip.open(part, "wb", compresslevel=_LEVEL) as target:
+            for piece in _pieces(source):
+                if annotations is not None:
+                    piece = annotations.sub(rb'"cat": "user_annotation",\1', piece)
+                target.write(piece)
+        artifact = _read_through(part, pending, device)
+        if artifact.status == "truncated":
             raise OSError("the compressed file does not read back whole")
         part.replace(final)
         raw.unlink()
@@ -228,27 +135,47 @@ def _compress(
             bytes=raw.stat().st_size if raw.exists() else None,
             reason=f"left uncompressed: {error}",
         )
-    return _judged(pending, count, final.stat().st_size)
+    return artifact
 
 
-def _copy_counting(
-    raw: Path, part: Path, annotations: re.Pattern[bytes] | None, device: str
-) -> tuple[int, _EventCount]:
-    """Compress a file; return the size of its content, and what it holds."""
-    size, count = 0, _EventCount(device)
-    with raw.open("rb") as source, igzip.open(part, "wb", compresslevel=_LEVEL) as target:
-        for piece in count.read(source):
-            content = (
-                piece if annotations is None else annotations.sub(rb'"cat": "user_annotation",\1', piece)
-            )
-            target.write(content)
-            size += len(content)
-    return size, count
+def _read_through(path: Path, pending: Artifact, device: str) -> Artifact:
+    """Return the artifact of a compressed trace, by what it holds.
+
+    CUPTI, by which torch records kernels, serves one subscriber in a process. Where another one was first,
+    torch says nothing, and records the host alone.
+    """
+    events, spans, tail, lost = 0, 0, b"", device
+    size = path.stat().st_size
+    try:
+        with igzip.open(path, "rb") as file:
+            for piece in _pieces(file):
+                events += piece.count(_PHASE)
+                spans += piece.count(_SPAN)
+                tail = piece[-_TAIL_BYTES:]
+                if lost and any(mark in piece for mark in _OF_A_DEVICE):
+                    lost = ""
+    except (OSError, EOFError):
+        tail = b""  # cut off inside of the compression
+    artifact = msgspec.structs.replace(pending, status="ok", bytes=size, events=events)
+    if not _END.search(tail):
+        reason = f"cut off after {size} bytes: the engine did not write it to the end"
+        return msgspec.structs.replace(artifact, status="truncated", reason=reason)
+    if not spans:
+        return msgspec.structs.replace(artifact, status="empty", reason="the trace holds no spans")
+    if lost:
+        reason = f"{lost} was in use, and no event of it was recorded: {lost_kernels()}"
+        logger.warning("%s: %s", artifact.path, reason)
+        return msgspec.structs.replace(artifact, unrecorded_device=lost, reason=reason)
+    return artifact
 
 
-def _size_inside(path: Path) -> int:
-    size = 0
-    with igzip.open(path, "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            size += len(chunk)
-    return size
+def _pieces(source: BinaryIO) -> Iterator[bytes]:
+    """Yield a file in large pieces, cut before a ``"ph"``, which is the first key of Kineto's events."""
+    rest = b""
+    while chunk := source.read(_CHUNK_BYTES):
+        events, phase, begun = (rest + chunk).rpartition(_PHASE)
+        if events:
+            yield events
+        rest = phase + begun
+    if rest:
+        yield rest
