@@ -29,12 +29,11 @@ from verl_profiling.capture.result_file import NOT_STOPPED, Slot
 from verl_profiling.devices import Device
 from verl_profiling.engines.adapter import EngineAdapter, EngineTool, role_of_capture
 from verl_profiling.engines.request_log import RequestLog
-from verl_profiling.engines.window import RangeWindow, TraceWindow, Window
+from verl_profiling.engines.window import Window
 from verl_profiling.errors import CaptureStateError, ConfigError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult, worst_fate
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
-from verl_profiling.tools.nsys import NsysTool
 
 logger = logging.getLogger(__name__)
 
@@ -133,11 +132,7 @@ class EngineRecorder:
         if request.keep:
             Path(request.folder).mkdir(parents=True, exist_ok=True)
         file = self._slot.file.opened(request, role, self._identity)
-        window: Window
-        if isinstance(self._tool, NsysTool):
-            window = RangeWindow(request, role, file, self._identity)
-        else:
-            window = TraceWindow(request, role, file, self._engine, self._tool, self._identity, ranks)
+        window = Window(request, role, file, self._engine, self._tool, self._identity, ranks)
         try:
             with window.meter.measured("start", request.stage):
                 await _while_alive(self._engine, self._engine.start(window.label))

@@ -175,16 +175,7 @@ class SGLangAdapter(EngineAdapter):
             arguments["start_step"] = rollout.sglang.start_step or 1
             if rollout.count is not None:
                 arguments["num_steps"] = rollout.count
-        for name, key in _KEYS.items():
-            if name in arguments and name not in self._calls.offers:
-                raise ConfigError(key, f"this SGLang has no {name}; install a newer one, or leave it out")
         return arguments
-
-
-_KEYS = {
-    "profile_by_stage": "rollout.by_stage",
-    "start_step": "rollout.count",
-}
 
 
 def _device_numbers(server: Mapping[str, Any], ranks: int) -> range:
@@ -353,24 +344,20 @@ class HTTPCalls:
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
-        schemas = self._get("/openapi.json").get("components", {}).get("schemas", {})
-        if "ProfileReqInput" in schemas:
-            properties = schemas["ProfileReqInput"]["properties"]
-        elif "ProfileReq" in schemas:
-            properties = schemas["ProfileReq"]["properties"]
-        else:
+        schemas = self._call("/openapi.json").get("components", {}).get("schemas", {})
+        if (schema := schemas.get("ProfileReqInput") or schemas.get("ProfileReq")) is None:
             raise ToolUnavailableError(f"{url} has no /start_profile; {_INSTALL}")
-        self.offers = frozenset(properties)
-        self.server_args = self._get("/get_server_info")
+        self.offers = frozenset(schema["properties"])
+        self.server_args = self._call("/get_server_info")
 
     async def start(self, options: dict[str, Any]) -> None:
         """Start profiling, or arm a window."""
-        await asyncio.to_thread(self._send, "/start_profile", options)
+        await asyncio.to_thread(self._call, "/start_profile", options)
 
     async def stop(self) -> bool:
         """Stop and write; return whether it was recording."""
         try:
-            await asyncio.to_thread(self._send, "/stop_profile", {})
+            await asyncio.to_thread(self._call, "/stop_profile", {})
         except urllib.error.HTTPError as error:
             if error.code != 500:  # the server's answer when it is not recording
                 raise
@@ -381,29 +368,19 @@ class HTTPCalls:
         """Return nothing: the processes are another one's."""
         return {}
 
-    def _get(self, path: str) -> dict[str, Any]:
+    def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
+        timeout_s = _TIMEOUT_S if body is None else None  # a stop returns once the traces are written
         try:
-            with urllib.request.urlopen(self._url + path, timeout=_TIMEOUT_S) as answer:
-                found: dict[str, Any] = json.load(answer)
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                return json.load(answer) if body is None else None
         except (OSError, ValueError) as error:
+            if body is not None and isinstance(error, urllib.error.HTTPError):
+                raise
             raise CaptureStateError(
-                f"init_capture: {self._url}{path} does not answer ({error}); is it an SGLang server, and up?"
-            ) from error
-        return found
-
-    def _send(self, path: str, body: dict[str, Any]) -> None:
-        request = urllib.request.Request(
-            self._url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request):
-                pass
-        except urllib.error.HTTPError:
-            raise
-        except OSError as error:
-            raise CaptureStateError(
-                f"{self._url}{path} does not answer any more ({error}). SGLang ends its server when one of "
-                "its processes dies; the server's log says why"
+                f"{self._url}{path} does not answer ({error}); is it an SGLang server, and up? SGLang ends its "
+                "server when one of its processes dies; the server's log says why"
             ) from error
 
 
