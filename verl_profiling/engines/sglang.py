@@ -379,8 +379,8 @@ class HTTPCalls:
             if body is not None and isinstance(error, urllib.error.HTTPError):
                 raise
             raise CaptureStateError(
-                f"{self._url}{path} does not answer ({error}); is it an SGLang server, and up? SGLang ends its "
-                "server when one of its processes dies; the server's log says why"
+                f"{self._url}{path} does not answer ({error}); is it an SGLang server, and up? It ends when "
+                "one of its processes dies; the server's log says why"
             ) from error
 
 

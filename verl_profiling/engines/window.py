@@ -111,9 +111,7 @@ class Window:
         """
         folder = Path(self.request.folder)
         if isinstance(self._tool, NsysTool):
-            pending = process_ranges().note_closed(
-                self.expected[0], folder.parent, keep=self.request.keep
-            )
+            pending = process_ranges().note_closed(self.expected[0], folder.parent, keep=self.request.keep)
             [failed] = self.failed(problem)
             return [Output(failed if problem else msgspec.structs.replace(pending, end_ns=self.end_ns))]
         outputs = []

@@ -11,9 +11,11 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.identity import artifact_name
 from verl_profiling.manifest import Artifact, expected_artifact
 
@@ -169,6 +171,25 @@ class Tool(ABC):
             ToolUnavailableError: The tool cannot work here.
             CaptureStateError: Something else records this process already.
         """
+
+
+def imported(module: str, tool: str, package: str = "'verl-profiling[train]'") -> Any:
+    """Import a module that a tool needs, and return it.
+
+    Args:
+        module: The module.
+        tool: Name of the tool.
+        package: What pip installs it by.
+
+    Raises:
+        ToolUnavailableError: It is not installed, or cannot be loaded.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ToolUnavailableError(
+            f"tool {tool!r} needs {module} ({error}); install it with: pip install {package}"
+        ) from error
 
 
 def folder_bytes(folder: Path) -> int:

@@ -161,6 +161,7 @@ class NpuTool(Tool):
                 f"{destination.lane}: torch_npu did not start recording into {folder}; it printed why, "
                 "as [ERROR]"
             )
+        profiler.add_metadata_json("verl_profiling", msgspec.json.encode(destination.metadata).decode())
         return _NpuRecording(profiler, destination, self.options, folder)
 
     def _profiler(self, folder: Path, lane: str) -> Any:
@@ -190,34 +191,30 @@ class NpuTool(Tool):
         )
 
 
+@dataclass(eq=False)
 class _NpuRecording(Recording):
-    def __init__(self, profiler: Any, destination: Destination, options: NpuOptions, folder: Path) -> None:
-        import torch
-        from torch_npu.npu import mstx
-
-        self._profiler = profiler
-        self._destination = destination
-        self._options = options
-        self._folder = folder
-        self._mstx = mstx if options.mstx else None
-        self._enter = torch.autograd._record_function_with_args_enter
-        self._exit = torch.autograd._record_function_with_args_exit
-        profiler.add_metadata_json("verl_profiling", msgspec.json.encode(destination.metadata).decode())
+    _profiler: Any
+    _destination: Destination
+    _options: NpuOptions
+    _folder: Path
 
     @property
     def marks(self) -> Marks:
-        return Marks(self._begin_mark, self._end_mark)
+        import torch
+        from torch_npu.npu import mstx
 
-    def _begin_mark(self, name: str) -> object:
-        range_id = self._mstx.range_start(name, domain=DOMAIN) if self._mstx is not None else 0
-        return range_id, self._enter(name)
+        enter = torch.autograd._record_function_with_args_enter
+        leave = torch.autograd._record_function_with_args_exit
+        if not self._options.mstx:
+            return Marks(enter, leave)
 
-    def _end_mark(self, mark: tuple[int, Any]) -> object:
-        range_id, handle = mark
-        self._exit(handle)
-        if self._mstx is not None and range_id:
-            self._mstx.range_end(range_id, domain=DOMAIN)
-        return None
+        def end(mark: tuple[int, Any]) -> None:
+            range_id, handle = mark
+            leave(handle)
+            if range_id:
+                mstx.range_end(range_id, domain=DOMAIN)
+
+        return Marks(lambda name: (mstx.range_start(name, domain=DOMAIN), enter(name)), end)
 
     def step(self) -> None:
         if self._options.mini_batches is not None:

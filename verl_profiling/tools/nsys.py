@@ -26,7 +26,7 @@ from verl_profiling.manifest import Artifact
 from verl_profiling.nsys_ranges import NOTES_SUFFIX, NSYS_FOLDER, NsysRange
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.settings.schedule import Schedule
-from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool
+from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool, imported
 
 DOMAIN = "verl_profiling"
 """Domain of the NVTX ranges of stages."""
@@ -93,12 +93,7 @@ class NsysTool(Tool):
         Raises:
             ToolUnavailableError: There is none.
         """
-        try:
-            import torch
-        except ImportError as error:
-            raise ToolUnavailableError(
-                "tool 'nsys' needs torch; install it with: pip install 'verl-profiling[train]'"
-            ) from error
+        torch = imported("torch", self.name)
         if not torch.cuda.is_available():
             raise ToolUnavailableError(
                 f"tool 'nsys' records CUDA devices, and torch {torch.__version__} sees none; "
@@ -109,10 +104,7 @@ class NsysTool(Tool):
         """Check that this process runs under Nsight Systems, and has a GPU and NVTX."""
         process_ranges().require()
         self.check_device()
-        try:
-            import nvtx  # noqa: F401
-        except ImportError as error:
-            raise ToolUnavailableError("tool 'nsys' shows stages with NVTX: pip install nvtx") from error
+        imported("nvtx", self.name, "nvtx")
 
     def start(self, destination: Destination) -> Recording:
         self.prepare()
@@ -154,21 +146,16 @@ class _NsysRecording(Recording):
     def marks(self) -> Marks:
         return self._marks
 
-    def stop(self) -> Sequence[Output]:
-        return [Output(self._close(keep=True))]
-
-    def discard(self) -> None:
-        self._close(keep=False)
-
-    def _close(self, keep: bool) -> Artifact:
-        destination = self._destination
+    def stop(self, keep: bool = True) -> Sequence[Output]:
+        artifact, run = self._destination.artifact(NsysTool), self._destination.folder.parent
         try:
             self._tool.close_range()
         finally:
-            artifact = process_ranges().note_closed(
-                destination.artifact(NsysTool), destination.folder.parent, keep=keep
-            )
-        return artifact
+            artifact = process_ranges().note_closed(artifact, run, keep=keep)
+        return [Output(artifact)]
+
+    def discard(self) -> None:
+        self.stop(keep=False)
 
 
 class Ranges:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import tempfile
 import time
 import weakref
@@ -13,8 +12,16 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
-from verl_profiling.tools.base import Destination, Output, Recording, Tool, folder_bytes, remove_folder
+from verl_profiling.errors import CaptureStateError, ConfigError
+from verl_profiling.tools.base import (
+    Destination,
+    Output,
+    Recording,
+    Tool,
+    folder_bytes,
+    imported,
+    remove_folder,
+)
 
 _NO_DATA = (b'"data": {}\n}', b"{}")  # how dump.json and construct.json end when they have no entries
 
@@ -28,28 +35,20 @@ class PrecisionOptions:
             tensors themselves. ``structure``: the modules that ran, without values.
         level: ``L1``: calls of torch functions; ``L0``: modules; ``mix``: both. For modules the
             worker has to call :func:`watch_model`.
-        summary: The content of ``task: statistics``: the statistics, or ``md5`` checksums.
         only: Names of the calls or modules to record, as in msprobe's ``list``.
-        data: Which data of them to record; all by default.
     """
 
     task: Literal["statistics", "tensor", "structure"] = "statistics"
     level: Literal["L0", "L1", "mix"] = "L1"
-    summary: Literal["statistics", "md5"] = "statistics"
     only: tuple[str, ...] = ()
-    data: tuple[Literal["forward", "backward", "input", "output"], ...] = ()
 
     def __post_init__(self) -> None:
         if self.task == "structure" and self.level == "L1":
             raise ConfigError("level", "must be L0 or mix with task=structure, which records modules")
-        if self.summary != "statistics" and self.task != "statistics":
-            raise ConfigError("summary", f"applies only to task=statistics; task is {self.task}")
 
     def as_config(self) -> dict[str, Any]:
         """Return the options in the form of msprobe's ``config.json``."""
-        task: dict[str, Any] = {"list": list(self.only), "data_mode": list(self.data) or ["all"]}
-        if self.task == "statistics":
-            task["summary_mode"] = self.summary
+        task = {"list": list(self.only), "data_mode": ["all"]}
         return {"task": self.task, "level": self.level, self.task: task}
 
 
@@ -82,23 +81,18 @@ class PrecisionTool(Tool):
 
     def prepare(self) -> None:
         """Import msprobe, which takes seconds."""
-        if importlib.util.find_spec("msprobe") is None:
-            raise ToolUnavailableError(
-                "tool 'precision' needs msprobe; install it with: pip install mindstudio-probe"
-            )
-        try:
-            import msprobe.pytorch  # noqa: F401
-        except ImportError as error:
-            raise ToolUnavailableError(
-                f"tool 'precision': msprobe cannot be loaded: {error}; install what it lacks"
-            ) from error
+        imported("msprobe.pytorch", self.name, "mindstudio-probe")
 
     def start(self, destination: Destination) -> Recording:
         """Start recording into the folder of this destination."""
         self.prepare()
-        model = None if self.options.level == "L1" else _watched(destination.lane)
-        debugger = _debugger(self.options, destination.lane)
-        recording = _PrecisionRecording(debugger, destination)
+        model = None if _model is None or self.options.level == "L1" else _model()
+        if model is None and self.options.level != "L1":
+            raise CaptureStateError(
+                f"{destination.lane}: tools.precision.level records modules, but the model is not known; "
+                "call verl_profiling.tools.precision.watch_model(model) once, or set level to L1"
+            )
+        recording = _PrecisionRecording(_debugger(self.options, destination.lane), destination)
         recording.start(model)
         return recording
 
@@ -187,16 +181,6 @@ def _debugger(options: PrecisionOptions, lane: str) -> Any:
             "again; give the roles that share a process the same tools.precision"
         )
     return debugger
-
-
-def _watched(lane: str) -> Any:
-    model = None if _model is None else _model()
-    if model is None:
-        raise CaptureStateError(
-            f"{lane}: tools.precision.level records modules, but the model is not known; call "
-            "verl_profiling.tools.precision.watch_model(model) once, or set level to L1"
-        )
-    return model
 
 
 def _holds_data(written: Path) -> bool:

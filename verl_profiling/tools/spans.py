@@ -36,9 +36,9 @@ class SpansTool(Tool):
         return _SpansRecording(StagePeaks(take_host_peak) if self.options.peak_rss else None)
 
 
+@dataclass(eq=False)
 class _SpansRecording(Recording):
-    def __init__(self, peaks: StagePeaks | None) -> None:
-        self._peaks = peaks
+    _peaks: StagePeaks | None
 
     @property
     def marks(self) -> Marks | None:

@@ -17,7 +17,7 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.manifest import Artifact
-from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool
+from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool, imported
 from verl_profiling.tools.npu import import_torch_npu
 from verl_profiling.tools.process_memory import StagePeaks
 
@@ -116,7 +116,6 @@ class _MemoryRecording(Recording):
 
     def stop(self) -> Sequence[Output]:
         begin = time.perf_counter()
-        _history.recording = None
         self._metrics = {
             "memory/allocated_bytes": float(self._memory.memory_allocated()),
             "memory/reserved_bytes": float(self._memory.memory_reserved()),
@@ -124,7 +123,7 @@ class _MemoryRecording(Recording):
         try:
             snapshot = self._write(TorchMemoryTool.suffix)
         finally:
-            _history.end(self._accelerator, self._options)
+            self.discard()
         outputs = [Output(snapshot, export_s=time.perf_counter() - begin)]
         return [*outputs, Output(self._oom)] if self._oom is not None else outputs
 
@@ -256,12 +255,7 @@ def _dump(memory: Any, path: Path) -> None:
 
 
 def _accelerator() -> _Accelerator:
-    try:
-        import torch
-    except ImportError as error:
-        raise ToolUnavailableError(
-            "tool 'torch_memory' needs torch; install it with: pip install 'verl-profiling[train]'"
-        ) from error
+    torch = imported("torch", TorchMemoryTool.name)
     if torch.cuda.is_available():
         return _Accelerator(
             torch.cuda.memory, torch._C._cuda_isHistoryEnabled, torch._C._cuda_attach_out_of_memory_observer

@@ -15,12 +15,11 @@ import msgspec
 from verl_profiling.devices import used_devices
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.manifest import Artifact
-from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool
+from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool, imported
 from verl_profiling.tools.process_memory import own_bytes
 from verl_profiling.tools.trace_file import CUDA, output_of_trace
 
 _KINETO_TEXT = {'"': "'", "\\": "/"}
-_INSTALL = "install it with: pip install 'verl-profiling[train]'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +102,8 @@ class TorchTool(Tool):
 
     def prepare(self) -> None:
         """Import what the first start of a profiler would import, which takes seconds."""
-        try:
-            import torch._inductor.config
-            import torch.profiler  # noqa: F401
-        except ImportError as error:
-            raise ToolUnavailableError(f"tool 'torch' needs torch; {_INSTALL}") from error
+        for module in ("torch.profiler", "torch._inductor.config"):
+            imported(module, self.name)
         self._activities()
 
     def start(self, destination: Destination) -> Recording:

@@ -52,14 +52,13 @@ class TrajectoriesTool(Tool):
         """Record from now on."""
         log = OpenLog(self.options.max_spans)
         start_log(log)
-        return _TrajectoryRecording(self, destination, log)
+        return _TrajectoryRecording(destination, log)
 
 
+@dataclass(eq=False)
 class _TrajectoryRecording(Recording):
-    def __init__(self, tool: TrajectoriesTool, destination: Destination, log: OpenLog) -> None:
-        self._tool = tool
-        self._destination = destination
-        self._log = log
+    _destination: Destination
+    _log: OpenLog
 
     def stop(self) -> Sequence[Output]:
         begin = time.perf_counter()
@@ -88,6 +87,6 @@ class _TrajectoryRecording(Recording):
             return artifact
         reason = (
             f"{log.spans_left_out:,} spans and {log.trajectories_left_out:,} trajectories after the first "
-            f"{self._tool.options.max_spans:,} were left out; raise tools.trajectories.max_spans to keep them"
+            f"{self._log.max_spans:,} were left out; raise tools.trajectories.max_spans to keep them"
         )
         return msgspec.structs.replace(artifact, status="truncated", reason=reason)
