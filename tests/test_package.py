@@ -56,7 +56,6 @@ ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")
 DOCTOR = ("commands.doctor", "commands.plan")
 # The loop knows the messages to workers; in its own process the stages, the session, the numbers, the hooks.
 TOLD_THE_CONTROLLER = (
-    "capture.after",
     "capture.finishing",
     "capture.messages",
     "capture.session",

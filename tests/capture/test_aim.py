@@ -305,7 +305,7 @@ def test_an_engine_refuses_what_it_was_not_started_for(
 
 def test_a_server_records_no_engine_that_computes_elsewhere(session: Session, tmp_path: Path) -> None:
     """An engine that was started to be recorded without a trace has none, whatever is asked."""
-    recorder, *_ = make_recorder(
+    recorder = make_recorder(
         "http://127.0.0.1:1",
         settings(tool="spans"),
         role="rollout",

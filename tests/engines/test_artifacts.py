@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_profiling.engines.window import output_of
+from verl_profiling.engines.recorder import output_of
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 

@@ -23,8 +23,14 @@ from tests.integrations.wheels import sources
 from tests.npu import engine_sources
 from verl_profiling import ConfigError, ProfilingConfig
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.engines.adapter import EngineAdapter, EngineTrace, check_device, engine_tool
-from verl_profiling.engines.ascend import is_recording, rank_of_recording
+from verl_profiling.engines.adapter import (
+    EngineAdapter,
+    EngineTrace,
+    check_device,
+    engine_tool,
+    is_recording,
+    rank_of_recording,
+)
 from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity

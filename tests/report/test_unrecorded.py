@@ -15,7 +15,7 @@ from step_folders import build_step, rewrite
 
 from verl_profiling.analysis import open_step
 from verl_profiling.devices import VARIABLE
-from verl_profiling.engines.window import output_of
+from verl_profiling.engines.recorder import output_of
 from verl_profiling.manifest import Artifact, CaptureResult
 from verl_profiling.report.check import check
 from verl_profiling.report.model import Report

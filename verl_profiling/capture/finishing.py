@@ -1,22 +1,39 @@
-"""Finishing artifacts while training goes on: compress, upload, and note the outcome."""
+"""What is left of a capture while training goes on: artifacts are compressed and uploaded, and hooks run.
+
+Nothing that a hook of ``after`` does reaches the loop: it runs on a thread, its output goes to a file and
+into the log, and its time is bounded.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import socket
+import subprocess
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.identity import WorkerIdentity, safe_name
 from verl_profiling.manifest import Artifact
 from verl_profiling.remote import Upload, copy_line
+from verl_profiling.settings.limits import AfterHook
 from verl_profiling.tools import Output
+from verl_profiling.visible import visible
 
 logger = logging.getLogger(__name__)
+
+_LOGS = "after"
+_LOOK_AGAIN_S = 0.25
+_GRACE_S = 5.0
+_SHOWN_BYTES = 4096
 
 
 class BackgroundWork:
@@ -130,3 +147,141 @@ def _uploaded(folder: Path, upload: Upload, artifact: Artifact) -> Artifact:
             reason="; ".join(filter(None, (artifact.reason, reason))),
         )
     return artifact
+
+
+class AfterHooks:
+    """The hooks of one process.
+
+    Args:
+        hooks: The settings, by name.
+    """
+
+    def __init__(self, hooks: Mapping[str, AfterHook]) -> None:
+        self._hooks = dict(hooks)
+        self._background = BackgroundWork("after", at_once=False)
+        self._capture_id = ""
+        self._runs: dict[str, Callable[[], None]] = {}
+        self._last: dict[str, Callable[[], None]] = {}
+
+    def begun(self, request: CaptureRequest, who: WorkerIdentity, *, recorded: bool = True) -> None:
+        """Note that a capture began.
+
+        Args:
+            request: The capture; a warm-up has no hooks.
+            who: The process, in one of its roles.
+            recorded: Whether it records.
+        """
+        if not request.keep:
+            return
+        if self._capture_id != request.capture_id:
+            self._capture_id, self._runs = request.capture_id, {}
+        for name, hook in self._hooks.items():
+            if not hook.runs_on(who.role, who.rank, recorded):
+                continue
+            run = partial(_run, name, hook, request, who)
+            if hook.when == "last":
+                self._last[name] = run
+                if request.last and request.stage is None:  # a step may have several windows
+                    self._runs[name] = run
+            else:
+                self._runs.setdefault(name, run)
+
+    def ended(self, capture_id: str, is_written: Callable[[], bool]) -> None:
+        """Run the hooks of a capture that ended, as soon as ``is_written`` says so."""
+        if capture_id != self._capture_id:
+            return
+        runs, self._runs = self._runs, {}
+        for name, run in runs.items():
+            self._last.pop(name, None)
+            self._background.submit(partial(_run_when, is_written, run))
+
+    def train_ends(self) -> None:
+        """Run the hooks that are due once and have not run."""
+        runs, self._last = self._last, {}
+        for run in runs.values():
+            self._background.submit(run)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait for the hooks that run or are due; return whether all ended in time."""
+        return self._background.drain(timeout_s)
+
+    @property
+    def longest_s(self) -> float:
+        """How long all hooks together may take."""
+        return sum(hook.timeout_s + _GRACE_S for hook in self._hooks.values())
+
+
+def _run_when(is_written: Callable[[], bool], run: Callable[[], None]) -> None:
+    while not is_written():
+        time.sleep(_LOOK_AGAIN_S)
+    run()
+
+
+def _run(name: str, hook: AfterHook, request: CaptureRequest, who: WorkerIdentity) -> None:
+    """Run a hook and say how it went."""
+    path = Path(request.folder)
+    written = request.folder if request.upload is None else request.upload.url
+    run = written.rpartition("/")[0]
+    values = {
+        "FOLDER": written if hook.when == "capture" else run,
+        "RUN": run,
+        "STEP": request.step,
+        "ROLE": who.role,
+        "RANK": who.rank,
+        "PID": os.getpid(),
+    }
+    log = path.parent / _LOGS / f"{path.name}.{safe_name(name)}.{who.name}.log"
+    begin = time.monotonic()
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        begin_byte = log.stat().st_size if log.exists() else 0
+        outcome = _outcome(hook, {f"VERL_PROFILING_{key}": str(value) for key, value in values.items()}, log)
+        with log.open("rb") as file:
+            file.seek(max(begin_byte, log.stat().st_size - _SHOWN_BYTES))
+            printed = file.read(_SHOWN_BYTES).decode(errors="replace").rstrip()
+    except OSError as error:
+        outcome, printed = f"could not be run: {error}", ""
+    lines = "".join(f"\n  {visible(line)}" for line in printed.splitlines())
+    logger.log(
+        logging.WARNING if outcome else logging.INFO,
+        "after.%s (%s rank %d, step %d) %s after %.1f s; output in %s%s",
+        *(name, who.role, who.rank, request.step),
+        *(outcome or "succeeded", time.monotonic() - begin, log, lines),
+    )
+    if request.upload is not None and log.exists():
+        try:
+            Upload(url=run, retry_s=request.upload.retry_s).move(log, f"{_LOGS}/{log.name}")
+        except Exception as error:  # each file system raises errors of its own
+            logger.warning("%s was not uploaded: %s: %s", log, type(error).__name__, error)
+
+
+def _outcome(hook: AfterHook, environment: Mapping[str, str], log: Path) -> str:
+    """Run a command; return what went wrong, or nothing."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            hook.command,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        code = process.wait(hook.timeout_s)
+    except subprocess.TimeoutExpired:
+        _end_group(process)
+        return f"was ended: it took longer than timeout_s={hook.timeout_s:g}"
+    return f"exited with {code}" if code else ""
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a command and all it started: first asked, then killed."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            pass
+        try:
+            process.wait(_GRACE_S if number == signal.SIGTERM else None)
+        except subprocess.TimeoutExpired:
+            continue

@@ -12,8 +12,7 @@ from typing import Literal
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.capture.after import AfterHooks
-from verl_profiling.capture.finishing import BackgroundWork
+from verl_profiling.capture.finishing import AfterHooks, BackgroundWork
 from verl_profiling.capture.messages import CaptureRequest, result_of, skipped
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import (

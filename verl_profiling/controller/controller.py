@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from verl_profiling import clock, termination
-from verl_profiling.capture.after import AfterHooks
+from verl_profiling.capture.finishing import AfterHooks
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.stage import SpanLog, StageSink
 from verl_profiling.controller.calls import Waits

@@ -27,6 +27,7 @@ from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.tools.nsys import NsysTool, process_ranges
 
 ENGINES = ("vllm", "sglang", "transformers")
+_ADAPTERS: dict[str, Any] = {"vllm": VLLMAdapter, "sglang": SGLangAdapter}
 
 
 class SessionRecorder:
@@ -42,16 +43,15 @@ class SessionRecorder:
     def __init__(
         self, config: ProfilingConfig, identity: WorkerIdentity, requests: RequestLog, elsewhere: str = ""
     ) -> None:
+        self.identity, self.requests = identity, requests
         self._config = config
         self._elsewhere = elsewhere
-        self._identity = identity
-        self._requests = requests
         self._open = ""
         process_session().register(config, identity)
 
     async def start(self, request: CaptureRequest) -> StartReply:
         """Start a capture, or join the one of this process."""
-        session, who = process_session(), self._identity
+        session, who = process_session(), self.identity
         if request.stage is not None and not self._open and session.recording:
             reason = f"another role of this process records by stage: mark this with stage({request.stage!r})"
             return StartReply(who, "skipped", reason=reason)
@@ -63,7 +63,7 @@ class SessionRecorder:
         reply = session.start(request, who)
         if reply.status in ("recording", "joined") and self._open != request.capture_id:
             self._open = request.capture_id
-            self._requests.begin(request.policy_version)
+            self.requests.begin(request.policy_version)
             session.complete_result(self._with_requests)
         return reply
 
@@ -72,14 +72,14 @@ class SessionRecorder:
         reply = process_session().stop(capture_id)
         if finish_s:  # on a thread, so that the event loop is not blocked
             return await asyncio.to_thread(process_session().stop, capture_id, finish_s)
-        if reply.result.status == "skipped" and reply.result.identity.name != self._identity.name:
-            result = msgspec.structs.replace(reply.result, identity=self._identity)
+        if reply.result.status == "skipped" and reply.result.identity.name != self.identity.name:
+            result = msgspec.structs.replace(reply.result, identity=self.identity)
             return msgspec.structs.replace(reply, result=result)
         return reply
 
     def _with_requests(self, result: CaptureResult) -> CaptureResult:
         self._open = ""
-        return self._requests.end_in_result(self._identity.name, result)
+        return self.requests.end_in_result(self.identity.name, result)
 
 
 def make_recorder(
@@ -91,8 +91,8 @@ def make_recorder(
     rank: int | None,
     requests: RequestLog | None = None,
     devices: Sequence[str] | None = None,
-) -> tuple[EngineRecorder | SessionRecorder, WorkerIdentity, RequestLog]:
-    """Return the recorder of an engine, the identity of its replica, and the log of its requests.
+) -> EngineRecorder | SessionRecorder:
+    """Return the recorder of an engine, which has the identity of its replica and the log of its requests.
 
     Args:
         engine: A vLLM ``AsyncLLM`` or ``LLM``, an SGLang ``Engine``, an object with a
@@ -124,29 +124,24 @@ def make_recorder(
             "pass engine=... a vLLM AsyncLLM or LLM, an SGLang Engine or URL, or a transformers model; "
             "for an engine of your own, requests=RequestLog()"
         )
+    adapter_class = None if package == "vllm" and records_in_process(engine) else _ADAPTERS.get(package or "")
     adapter: EngineAdapter | None = None
-    if package == "vllm" and not records_in_process(engine):
-        elsewhere = VLLMAdapter.name
-        if (tool := engine_tool(settings, elsewhere, opens_ranges=True)) is not None:
-            adapter = VLLMAdapter(engine, config, identity, tool)
-    elif package == "sglang":
-        elsewhere = SGLangAdapter.name
-        if (tool := engine_tool(settings, elsewhere)) is not None and not isinstance(tool, NsysTool):
-            adapter = SGLangAdapter(engine, config, identity, tool)
-    else:
-        elsewhere, tool = "", None
+    if adapter_class is None:
+        tool = None
         _refuse_window(config, settings, identity)
+    elif (tool := engine_tool(settings, adapter_class.name, opens_ranges=package == "vllm")) is not None:
+        adapter = adapter_class(engine, config, identity, tool)
     if requests is None:
         _watch(engine, package, log, identity)
     if adapter is None or tool is None:
-        return SessionRecorder(config, identity, log, elsewhere), identity, log
+        return SessionRecorder(config, identity, log, adapter_class.name if adapter_class else "")
     check_device(tool, adapter, role)
     first = replica * adapter.ranks if rank is None else rank
     identity = msgspec.structs.replace(identity, rank=first, world_size=adapter.ranks)
     if isinstance(tool, NsysTool):
         process_ranges().require()
     known = engine_devices(adapter.device, adapter.ranks, adapter.device_numbers, devices)
-    return EngineRecorder(adapter, tool, identity, config, log, known), identity, log
+    return EngineRecorder(adapter, tool, identity, config, log, known)
 
 
 def _watch(engine: Any, package: str | None, log: RequestLog, identity: WorkerIdentity) -> None:

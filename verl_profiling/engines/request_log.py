@@ -10,7 +10,7 @@ import functools
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -86,11 +86,11 @@ class RequestLog:
             self._policy_version = policy_version
         self.policy_versions = [] if self._policy_version is None else [self._policy_version]
         if self.enabled:
-            self._noted = _Noted()
+            self._noted = _Noted([], set())
 
     def end(self) -> list[Request]:
         """Stop logging; return the requests that ended since :meth:`begin`."""
-        noted, self._noted = self._noted or _Noted(), None
+        noted, self._noted = self._noted or _Noted([], set()), None
         self.pending_since_ns = sorted(request.begin_ns for request in list(noted.open))
         return noted.ended
 
@@ -170,12 +170,11 @@ def _weight_updates(name: str, versions: Sequence[int], requests: Sequence[Reque
     return [f"{name}: the capture spans a weight update: policy version {parts}"]
 
 
-class _Noted:
+class _Noted(NamedTuple):
     """The requests of one capture: ended ones, and open ones."""
 
-    def __init__(self) -> None:
-        self.ended: list[Request] = []
-        self.open: set[OpenRequest] = set()
+    ended: list[Request]
+    open: set[OpenRequest]
 
 
 class OpenRequest(msgspec.Struct, eq=False):

@@ -19,14 +19,12 @@ from typing import Any, ClassVar
 from verl_profiling.engines.adapter import (
     EngineAdapter,
     EngineTrace,
-    how_processes_ended,
-    new_spool,
-    refuse_option,
-)
-from verl_profiling.engines.ascend import (
     check_sglang_reaches_torch_npu,
+    how_processes_ended,
     is_recording,
+    new_spool,
     rank_of_recording,
+    refuse_option,
 )
 from verl_profiling.engines.request_log import OpenRequest, RequestLog
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError

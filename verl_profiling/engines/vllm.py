@@ -25,12 +25,14 @@ from verl_profiling.engines.adapter import (
     EngineAdapter,
     EngineTool,
     EngineTrace,
+    check_vllm_ascend,
     engine_tool,
     how_processes_ended,
+    is_recording,
     new_spool,
     refuse_option,
+    why_not_counted,
 )
-from verl_profiling.engines.ascend import check_vllm_ascend, is_recording, why_not_counted
 from verl_profiling.engines.request_log import OpenRequest, RequestLog
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity

@@ -1,13 +1,14 @@
-"""Mixins for workers, one file per training framework and one for rollout engines."""
+"""Mixins for workers: those of training, and those of rollout engines."""
 
 from verl_profiling.engines.request_log import OpenRequest, RequestLog
 from verl_profiling.workers.base import (
     AgentLoopCaptureMixin,
     CaptureMixin,
+    CaptureTimers,
     FSDPCaptureMixin,
+    MegatronCaptureMixin,
     RewardCaptureMixin,
 )
-from verl_profiling.workers.megatron import CaptureTimers, MegatronCaptureMixin
 from verl_profiling.workers.rollout import RolloutCaptureMixin, SGLangCaptureMixin, VLLMCaptureMixin
 
 __all__ = [

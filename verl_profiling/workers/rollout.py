@@ -36,7 +36,6 @@ class RolloutCaptureMixin:
 
     _capture_identity: WorkerIdentity | None = None
     _capture_recorder: EngineRecorder | SessionRecorder | None = None
-    _capture_requests: RequestLog | None = None
     _capture_idle_reason: str = ""
 
     @classmethod
@@ -110,16 +109,17 @@ class RolloutCaptureMixin:
         settings = ProfilingConfig.from_any(config)
         found = engine if engine is not None else self._capture_engine()
         node = node_rank_of(found) if node_rank is None else node_rank
-        self._capture_recorder = self._capture_requests = None
+        self._capture_recorder = None
         self._capture_identity = WorkerIdentity(role=role, rank=rank or 0, replica=replica, node_rank=node)
         if not settings.for_role(role).enable:
             self._capture_idle_reason = switched_off(self._capture_identity)
         elif node:
             self._capture_idle_reason = f"node {node} of the replica; node 0 records for all"
         else:
-            self._capture_recorder, self._capture_identity, self._capture_requests = make_recorder(
+            self._capture_recorder = make_recorder(
                 found, settings, role=role, replica=replica, rank=rank, requests=requests, devices=devices
             )
+            self._capture_identity = self._capture_recorder.identity
 
     async def start_capture(self, request: CaptureRequest) -> StartReply:
         """Start or join a capture. The callback calls this.
@@ -161,8 +161,8 @@ class RolloutCaptureMixin:
         Args:
             version: Number of the policy version, as the training loop counts it.
         """
-        if self._capture_requests is not None:
-            self._capture_requests.set_policy_version(version)
+        if self._capture_recorder is not None:
+            self._capture_recorder.requests.set_policy_version(version)
 
     def _capture_engine(self) -> Any:
         return getattr(self, "engine", None)
