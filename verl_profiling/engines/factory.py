@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ ENGINES = ("vllm", "sglang", "transformers")
 _ADAPTERS: dict[str, Any] = {"vllm": VLLMAdapter, "sglang": SGLangAdapter}
 
 
+@dataclass(eq=False)
 class SessionRecorder:
     """Passes a replica's captures to the session of this process.
 
@@ -40,14 +42,14 @@ class SessionRecorder:
         elsewhere: Name of the engine, if it computes in other processes, of which nothing is recorded.
     """
 
-    def __init__(
-        self, config: ProfilingConfig, identity: WorkerIdentity, requests: RequestLog, elsewhere: str = ""
-    ) -> None:
-        self.identity, self.requests = identity, requests
-        self._config = config
-        self._elsewhere = elsewhere
+    config: ProfilingConfig
+    identity: WorkerIdentity
+    requests: RequestLog
+    elsewhere: str = ""
+
+    def __post_init__(self) -> None:
         self._open = ""
-        process_session().register(config, identity)
+        process_session().register(self.config, self.identity)
 
     async def start(self, request: CaptureRequest) -> StartReply:
         """Start a capture, or join the one of this process."""
@@ -55,9 +57,9 @@ class SessionRecorder:
         if request.stage is not None and not self._open and session.recording:
             reason = f"another role of this process records by stage: mark this with stage({request.stage!r})"
             return StartReply(who, "skipped", reason=reason)
-        if self._elsewhere:
+        if self.elsewhere:
             try:
-                role_of_capture(self._config, who.role, request, self._elsewhere)
+                role_of_capture(self.config, who.role, request, self.elsewhere)
             except ConfigError as error:
                 return StartReply(who, "refused", reason=cannot_be_had(request, error))
         reply = session.start(request, who)

@@ -13,6 +13,7 @@ import shutil
 import socket
 import time
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -48,6 +49,7 @@ _LOOK_EVERY_S = 0.5
 _DYING_S = 3.0  # an engine whose worker has died answers with some error first, and then ends
 
 
+@dataclass(eq=False)
 class EngineRecorder:
     """The object to which a rollout server passes ``start_capture`` and ``stop_capture``.
 
@@ -60,25 +62,19 @@ class EngineRecorder:
         devices: What it computes on, in order of rank, where that is known.
     """
 
-    def __init__(
-        self,
-        engine: EngineAdapter,
-        tool: EngineTool,
-        identity: WorkerIdentity,
-        config: ProfilingConfig,
-        requests: RequestLog,
-        devices: Sequence[Device] = (),
-    ) -> None:
-        self._engine = engine
-        self._tool = tool
-        self.identity, self.requests = identity, requests
-        self._config = config
-        self._devices = list(devices)
-        self._stop_s = min(config.rollout.stop_s, _SHARE_OF_TIMEOUT * config.timeouts.stop_s)
+    engine: EngineAdapter
+    tool: EngineTool
+    identity: WorkerIdentity
+    config: ProfilingConfig
+    requests: RequestLog
+    devices: Sequence[Device] = ()
+
+    def __post_init__(self) -> None:
+        self._stop_s = min(self.config.rollout.stop_s, _SHARE_OF_TIMEOUT * self.config.timeouts.stop_s)
         self._window: Window | None = None
         self._halting: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()  # held while a window is opened or closed
-        self._slot = Slot(config.after)
+        self._slot = Slot(self.config.after)
 
     async def start(self, request: CaptureRequest) -> StartReply:
         """Start a capture, or join it if it runs already.
@@ -89,10 +85,10 @@ class EngineRecorder:
         """
         received_ns, who = clock.now_ns(), self.identity
         try:
-            role = role_of_capture(self._config, who.role, request, self._engine.name)
+            role = role_of_capture(self.config, who.role, request, self.engine.name)
         except ConfigError as error:
             return StartReply(who, "refused", received_ns, cannot_be_had(request, error))
-        ranks = [rank for rank in range(self._engine.ranks) if role.selects(who.rank + rank, who.replica)]
+        ranks = [rank for rank in range(self.engine.ranks) if role.selects(who.rank + rank, who.replica)]
         if not ranks:
             self._slot.hooks.begun(request, who, recorded=False)
             return StartReply(who, "skipped", received_ns, "not selected")
@@ -102,11 +98,11 @@ class EngineRecorder:
                     return StartReply(who, "joined", received_ns)
                 logger.warning("%s: step %d was never stopped", who, self._window.request.step)
                 await self._close(self._window, NOT_STOPPED)
-            if death := _death_of(self._engine):
+            if death := _death_of(self.engine):
                 raise CaptureStateError(f"start_capture(step={request.step}): {death} ({who})")
             if self._halting is not None and not self._halting.done():
                 raise CaptureStateError(
-                    f"start_capture(step={request.step}): {self._engine.name} is still writing an earlier "
+                    f"start_capture(step={request.step}): {self.engine.name} is still writing an earlier "
                     f"capture ({who}); {_RECORD_LESS}"
                 )
             window = await self._open(request, role, ranks)
@@ -136,22 +132,22 @@ class EngineRecorder:
         if request.keep:
             Path(request.folder).mkdir(parents=True, exist_ok=True)
         file = self._slot.file.opened(request, role, self.identity)
-        window = Window(request, role, file, self._engine, self._tool, self.identity, ranks)
+        window = Window(request, role, file, self.engine, self.tool, self.identity, ranks)
         try:
             with window.meter.measured("start", request.stage):
-                await _while_alive(self._engine, self._engine.start(window.label))
+                await _while_alive(self.engine, self.engine.start(window.label))
         except BaseException:
             window.drop()
             raise
         try:
             window.opened()
         except OSError:
-            await self._engine.stop()
+            await self.engine.stop()
             raise
         self._window, self._slot.file, self._halting = window, file, None
         clock.hold()
         self.requests.begin(request.policy_version)
-        limit_s = self._config.rollout.max_window_s
+        limit_s = self.config.rollout.max_window_s
         if limit_s is not None:
             window.timer = asyncio.get_running_loop().call_later(limit_s, self._end_by_time, window, limit_s)
         return window
@@ -172,7 +168,7 @@ class EngineRecorder:
 
     async def _stop_engine(self, window: Window) -> None:
         with window.meter.measured("stop", window.request.stage):
-            await _while_alive(self._engine, self._engine.stop())
+            await _while_alive(self.engine, self.engine.stop())
 
     async def _close(self, window: Window, failed: str = "") -> CaptureResult:
         """Stop recording, and wait for the traces; return the result."""
@@ -184,7 +180,7 @@ class EngineRecorder:
             artifacts = self._artifacts(window, self._problem(halting))
         else:
             reason = (
-                f"{self._engine.name} had not written it {self._stop_s:g} s after the stop; {_RECORD_LESS}"
+                f"{self.engine.name} had not written it {self._stop_s:g} s after the stop; {_RECORD_LESS}"
             )
             logger.error("%s: step %d: %s", self.identity, window.request.step, reason)
             artifacts = window.failed(reason)
@@ -202,7 +198,7 @@ class EngineRecorder:
         if error is None:
             return ""
         logger.error("%s: stopping the profiler failed: %s", self.identity, error)
-        return _death_of(self._engine) or f"stopping it raised {type(error).__name__}: {error}"
+        return _death_of(self.engine) or f"stopping it raised {type(error).__name__}: {error}"
 
     def _enter_late(self, window: Window, halting: asyncio.Task[None], reason: str) -> None:
         """Enter what the engine has written after its deadline."""
@@ -219,12 +215,12 @@ class EngineRecorder:
         except OSError as error:
             logger.error("%s: step %d: %s", self.identity, request.step, error)
             window.drop()
-            return window.failed(f"{self._engine.name} recorded it, but it cannot be moved: {error}")
+            return window.failed(f"{self.engine.name} recorded it, but it cannot be moved: {error}")
         return [finish(output, self._slot.background, request, window.file.finished) for output in outputs]
 
     def _result(self, window: Window, artifacts: list[Artifact]) -> CaptureResult:
         status, reason = worst_fate(artifacts)
-        if death := _death_of(self._engine):  # the workers may have written whole traces before they ended
+        if death := _death_of(self.engine):  # the workers may have written whole traces before they ended
             status, reason = "failed", death
         if not window.request.keep:
             status, reason, artifacts = "skipped", "warm-up", []
@@ -233,7 +229,7 @@ class EngineRecorder:
             window.request,
             window.role,
             self.identity,
-            tools=[self._tool.name],
+            tools=[self.tool.name],
             status=status,
             reason=reason,
             artifacts=artifacts,
@@ -242,11 +238,12 @@ class EngineRecorder:
             tool_spans=list(window.meter.spans),
             cores=os.cpu_count() or 0,
             notes=window.notes,
-            devices=self._devices,
+            devices=list(self.devices),
         )
         return self.requests.end_in_result(self.identity.name, result)
 
 
+@dataclass(eq=False)
 class Window:
     """One capture of an engine, from its start to its result.
 
@@ -273,40 +270,37 @@ class Window:
         OSError: The spool folder cannot be made.
     """
 
-    def __init__(
-        self,
-        request: CaptureRequest,
-        role: RoleConfig,
-        file: ResultFile,
-        engine: EngineAdapter,
-        tool: EngineTool,
-        identity: WorkerIdentity,
-        ranks: Sequence[int],
-    ) -> None:
-        self.request, self.role, self.file = request, role, file
+    request: CaptureRequest
+    role: RoleConfig
+    file: ResultFile
+    engine: EngineAdapter
+    tool: EngineTool
+    identity: WorkerIdentity
+    ranks: Sequence[int]
+    end_ns: int = 0
+    timer: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
+        request, engine = self.request, self.engine
         self.label = f"step{request.step}-{request.occurrence}-{clock.now_ns():x}"
         self.notes: list[str] = []
         self.meter = CostMeter()
         self.anchor = clock.read_anchor()
-        self.end_ns = 0
-        self.timer: asyncio.TimerHandle | None = None
-        self._engine = engine
-        self._tool = tool
         self._before: set[Path] = set()
         self._traces: list[EngineTrace] = []
-        lanes: list[tuple[str, str | None]] = [(identity.name, None)]
-        if isinstance(tool, NsysTool):
-            process_ranges().check(identity.name)
+        lanes: list[tuple[str, str | None]] = [(self.identity.name, None)]
+        if isinstance(self.tool, NsysTool):
+            process_ranges().check(self.identity.name)
         else:
-            self._traces = [EngineTrace(rank, part) for rank in ranks for part in engine.stages]
-            lanes = [(identity.lane(rank), part) for rank, part in self._traces]
+            self._traces = [EngineTrace(rank, part) for rank in self.ranks for part in engine.stages]
+            lanes = [(self.identity.lane(rank), part) for rank, part in self._traces]
             engine.spool.mkdir(parents=True, exist_ok=True)
             self._before = set(engine.spool.iterdir())
         self.expected = [
             expected_artifact(
                 lane,
-                tool.name,
-                tool.suffix,
+                self.tool.name,
+                self.tool.suffix,
                 "-".join(filter(None, (request.stage, part))) or None,
                 request.occurrence,
             )
@@ -321,7 +315,7 @@ class Window:
         """
         now_ns = clock.now_ns()
         self.expected = [msgspec.structs.replace(artifact, begin_ns=now_ns) for artifact in self.expected]
-        if isinstance(self._tool, NsysTool):
+        if isinstance(self.tool, NsysTool):
             process_ranges().note_opened(Path(self.request.folder), self.expected[0].path)
 
     def gather(self, problem: str) -> list[Output]:
@@ -334,7 +328,7 @@ class Window:
             OSError: A trace cannot be moved.
         """
         folder = Path(self.request.folder)
-        if isinstance(self._tool, NsysTool):
+        if isinstance(self.tool, NsysTool):
             pending = process_ranges().note_closed(self.expected[0], folder.parent, keep=self.request.keep)
             [failed] = self.failed(problem)
             return [Output(failed if problem else msgspec.structs.replace(pending, end_ns=self.end_ns))]
@@ -343,7 +337,7 @@ class Window:
         for trace, expected in zip(self._traces, self.expected, strict=True):
             artifact = msgspec.structs.replace(expected, end_ns=self.end_ns)
             if trace in raws:
-                outputs.append(output_of(raws[trace], folder, artifact, self._tool, self._engine.device))
+                outputs.append(output_of(raws[trace], folder, artifact, self.tool, self.engine.device))
             else:
                 outputs.append(Output(self._without_file(artifact, problem)))
         self.drop()
@@ -351,10 +345,10 @@ class Window:
 
     def drop(self) -> None:
         """Remove what is left in the spool: tables, and traces of ranks that are not selected."""
-        if self._traces and is_spool(self._engine.spool):
-            shutil.rmtree(self._engine.spool, ignore_errors=True)
+        if self._traces and is_spool(self.engine.spool):
+            shutil.rmtree(self.engine.spool, ignore_errors=True)
             try:
-                self._engine.spool.parent.rmdir()
+                self.engine.spool.parent.rmdir()
             except OSError:
                 pass  # it contains the spool of another engine
 
@@ -367,19 +361,19 @@ class Window:
 
     def _written(self) -> dict[EngineTrace, Path]:
         """Return what the engine wrote since its start; of several files of a kind, the newest."""
-        spool = self._engine.spool
+        spool = self.engine.spool
         new = set(spool.iterdir() if spool.is_dir() else ()) - self._before
         found = {}
         for path in sorted(new, key=lambda path: path.stat().st_mtime_ns):
-            if (trace := self._engine.identify(path, self.label)) is not None:
+            if (trace := self.engine.identify(path, self.label)) is not None:
                 found[trace] = path
         return found
 
     def _without_file(self, artifact: Artifact, problem: str) -> Artifact:
-        if self._engine.window.bounded and not problem:
-            reason = f"the window was never reached ({self._engine.window})"
+        if self.engine.window.bounded and not problem:
+            reason = f"the window was never reached ({self.engine.window})"
             return msgspec.structs.replace(artifact, status="empty", reason=reason)
-        silent = f"{self._engine.name} reported no error and wrote no trace; its own log may say why"
+        silent = f"{self.engine.name} reported no error and wrote no trace; its own log may say why"
         return msgspec.structs.replace(artifact, status="failed", reason=problem or silent)
 
 

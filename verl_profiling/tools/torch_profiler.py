@@ -130,7 +130,9 @@ class TorchTool(Tool):
             with_flops=self.options.flops,
             experimental_config=self._experimental_config(),
         )
-        return _TorchRecording(profiler, destination, self.options, activities)
+        profiler.preset_metadata_json("verl_profiling", msgspec.json.encode(destination.metadata).decode())
+        on_accelerator = activities != [torch.profiler.ProfilerActivity.CPU]
+        return _TorchRecording(profiler, destination, self.options, on_accelerator)
 
     def _experimental_config(self) -> Any:
         from torch._C._profiler import _ExperimentalConfig
@@ -180,6 +182,7 @@ class _ShownNames(dict[str, str]):
         return self.setdefault(name, shown)
 
 
+@dataclass(eq=False)
 class _TorchRecording(Recording):
     """Shows stages with torch's own ranges, in the cheapest suitable form.
 
@@ -188,21 +191,17 @@ class _TorchRecording(Recording):
     0.6 us); torch writes it as an operator, and it becomes an annotation in the artifact.
     """
 
-    def __init__(
-        self, profiler: Any, destination: Destination, options: TorchOptions, activities: list[Any]
-    ) -> None:
-        import torch
+    _profiler: Any
+    _destination: Destination
+    _options: TorchOptions
+    _on_accelerator: bool
 
-        self._profiler = profiler
-        self._destination = destination
-        self._options = options
+    def __post_init__(self) -> None:
         self._mini_batches = 0
         self._shown = _ShownNames()
         self._other = _OtherProfiler()
-        self._on_accelerator = activities != [torch.profiler.ProfilerActivity.CPU]
-        profiler.preset_metadata_json("verl_profiling", msgspec.json.encode(destination.metadata).decode())
         self._own_bytes = own_bytes()
-        profiler.start()
+        self._profiler.start()
         self._other.watch()
 
     @property
