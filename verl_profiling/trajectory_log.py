@@ -199,6 +199,16 @@ class LogFooter(msgspec.Struct, frozen=True, array_like=True, tag="end"):
 
 
 Line = LogHeader | LoopRecord | TrajectoryRecord | SpanRecord | Lag | Block | FateChange | Counted | LogFooter
+_PARTS = {
+    LoopRecord: "loops",
+    TrajectoryRecord: "trajectories",
+    SpanRecord: "spans",
+    Lag: "lags",
+    Block: "blocks",
+    FateChange: "fates",
+    Counted: "counts",
+}
+"""Kinds of records in the order of the file, and where a log has them."""
 
 
 class TrajectoryLog(msgspec.Struct, kw_only=True):
@@ -241,10 +251,8 @@ class TrajectoryLog(msgspec.Struct, kw_only=True):
     def lines(self) -> Iterator[Line]:
         """Yield the lines of its file."""
         yield LogHeader(LOG_VERSION, self.lane, self.begin_ns)
-        for part in (self.loops, self.trajectories, self.spans, self.lags, self.blocks):
-            yield from part
-        yield from self.fates
-        yield from self.counts
+        for name in _PARTS.values():
+            yield from getattr(self, name)
         yield LogFooter(self.end_ns, self.spans_left_out, self.trajectories_left_out)
 
 
@@ -279,15 +287,7 @@ def read_log(path: Path, limit_reached: Callable[[int], str] = lambda lines: "")
     """
     header, lines = open_log(path)
     log = TrajectoryLog(lane=header.lane, begin_ns=header.begin_ns, cut=True)
-    parts: dict[type, list[Any]] = {
-        SpanRecord: log.spans,
-        TrajectoryRecord: log.trajectories,
-        Lag: log.lags,
-        Block: log.blocks,
-        LoopRecord: log.loops,
-        FateChange: log.fates,
-        Counted: log.counts,
-    }
+    parts: dict[type, list[Any]] = {kind: getattr(log, name) for kind, name in _PARTS.items()}
     number = 1
     try:
         for number, line in enumerate(lines, 2):

@@ -12,7 +12,6 @@ from verl_profiling.trajectories.loop_lag import LoopLag
 from verl_profiling.trajectories.spans import Span, Trajectory
 from verl_profiling.trajectory_log import (
     NO_SPAN,
-    Block,
     Counted,
     Fact,
     FateChange,
@@ -23,6 +22,7 @@ from verl_profiling.trajectory_log import (
 
 _LONGEST_TEXT = 200
 _MOST_FACTS = 50
+_LOOKED_THROUGH = 20_000  # spans
 
 
 class OpenLog:
@@ -67,12 +67,13 @@ class OpenLog:
         if loop is not None and trajectory.thread == threading.get_ident() and loop.is_running():
             trajectory.loop = self.lag.measure(loop)
 
-    def span_of(self, task: object) -> Span | None:
-        """Return the innermost open span of a task; another thread asks while the task blocks its loop."""
-        for span in reversed(self.spans[-20_000:]):
-            if span.task is task and not span.end_ns:
-                return span
-        return None
+    def span_of(self, task: object) -> int:
+        """Return the number of a task's innermost open span; another thread asks while the task blocks."""
+        spans = self.spans
+        for number in reversed(range(max(0, len(spans) - _LOOKED_THROUGH), len(spans))):
+            if spans[number].task is task and not spans[number].end_ns:
+                return number
+        return NO_SPAN
 
     def end(self) -> None:
         """Note the end of recording; what is still open has no end in the records."""
@@ -88,30 +89,26 @@ class OpenLog:
         """
         spans, self.spans = self.spans, []
         trajectories, self.trajectories = self.trajectories, []
-        numbers_of = {id(found): number for number, found in enumerate([*trajectories, *spans])}
-        first = len(trajectories)
+        numbers = {id(found): number for part in (trajectories, spans) for number, found in enumerate(part)}
         return TrajectoryLog(
             lane=lane,
             begin_ns=self._begin_ns,
             end_ns=self._end_ns,
             loops=self.lag.loops(),
-            trajectories=[self._trajectory(number, found) for number, found in enumerate(trajectories)],
-            spans=[self._span(number, found, numbers_of, first) for number, found in enumerate(spans)],
+            trajectories=[self._trajectory(found, numbers) for found in trajectories],
+            spans=[self._span(found, numbers) for found in spans],
             lags=self.lag.lags,
-            blocks=[
-                Block(*seen[:3], numbers_of.get(id(seen.span), first + NO_SPAN) - first, *seen[4:])
-                for seen in self.lag.blocks
-            ],
+            blocks=self.lag.blocks,
             fates=self.fates,
             counts=self.counts,
             spans_left_out=self._spans_left_out,
             trajectories_left_out=self._trajectories_left_out,
         )
 
-    def _trajectory(self, number: int, found: Trajectory) -> TrajectoryRecord:
+    def _trajectory(self, found: Trajectory, numbers: Mapping[int, int]) -> TrajectoryRecord:
         ended = 0 < found.end_ns <= self._end_ns
         return TrajectoryRecord(
-            number,
+            numbers[id(found)],
             _text(found.group),
             found.sample if isinstance(found.sample, int | None) else _text(found.sample),
             found.begin_ns,
@@ -122,18 +119,18 @@ class OpenLog:
             _facts(found.facts),
         )
 
-    def _span(self, number: int, found: Span, numbers_of: Mapping[int, int], first: int) -> SpanRecord:
+    def _span(self, found: Span, numbers: Mapping[int, int]) -> SpanRecord:
         owner, around = found.trajectory, found.parent
         limit_ns = self._end_ns
         if owner is not None and owner.end_ns:
             limit_ns = min(limit_ns, owner.end_ns)
         ended = 0 < found.end_ns <= limit_ns
-        while around is not None and around is not owner and id(around) not in numbers_of:
+        while around is not None and around is not owner and id(around) not in numbers:
             around = around.parent
         return SpanRecord(
-            number,
-            NO_SPAN if owner is None else numbers_of.get(id(owner), NO_SPAN),
-            NO_SPAN if around is None or around is owner else numbers_of[id(around)] - first,
+            numbers[id(found)],
+            NO_SPAN if owner is None else numbers.get(id(owner), NO_SPAN),
+            NO_SPAN if around is None or around is owner else numbers[id(around)],
             _text(found.name),
             found.begin_ns,
             found.end_ns if ended else max(limit_ns, found.begin_ns),

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, Final, NamedTuple
 
 from verl_profiling import clock
-from verl_profiling.trajectory_log import NO_SPAN, Lag, LoopRecord
+from verl_profiling.trajectory_log import NO_SPAN, Block, Lag, LoopRecord
 
 LOOK_S = 0.02
 LATE_NS = 30_000_000
@@ -37,24 +37,13 @@ _OWN = (sysconfig.get_path("stdlib"), __file__.rpartition("/")[0])
 
 
 class _Sample(NamedTuple):
-    """The task that ran on a loop's thread; nothing if that is not known."""
+    """The task that ran on a loop's thread, and its span; nothing if that is not known."""
 
     at_ns: int
     task: Any = None
-    span: Any = None
+    span: int = NO_SPAN
     function: str = ""
     sure: bool = False
-
-
-class SeenBlock(NamedTuple):
-    """A while in which one task did not let its event loop go on; see :class:`trajectory_log.Block`."""
-
-    loop: int
-    begin_ns: int
-    end_ns: int
-    span: Any
-    task: str
-    function: str
 
 
 class LoopLag:
@@ -65,12 +54,12 @@ class LoopLag:
         blocks: When they were blocked, and by whom.
 
     Args:
-        span_of: Returns the innermost open span of a task.
+        span_of: Returns the number of the innermost open span of a task, or -1.
     """
 
-    def __init__(self, span_of: Callable[[object], object]) -> None:
+    def __init__(self, span_of: Callable[[object], int]) -> None:
         self.lags: list[Lag] = []
-        self.blocks: list[SeenBlock] = []
+        self.blocks: list[Block] = []
         self._span_of = span_of
         self._states: dict[int, LoopState] = {}
         self._lock = threading.Lock()
@@ -149,7 +138,7 @@ class LoopState:
         self._due_ns, self._samples = now_ns, []
         self.loop.call_soon(self._answer)
 
-    def look(self, span_of: Callable[[object], object]) -> None:
+    def look(self, span_of: Callable[[object], int]) -> None:
         """Sample what runs on the loop's thread while it is late; else ask how late it is if a task runs."""
         if not self.loop.is_running():
             return
@@ -158,7 +147,7 @@ class LoopState:
         self._looked_ns, self._cpu_ns = now_ns, cpu_ns
         task = asyncio.current_task(self.loop)
         if self.next_ns == _NEVER:
-            span = None if task is None else span_of(task)
+            span = NO_SPAN if task is None else span_of(task)
             function = _function(sys._current_frames().get(self._ident))
             sure = since_ns < LATE_NS or ran_ns > LATE_NS
             self._samples.append(_Sample(now_ns, task, span, function, sure))
@@ -192,17 +181,17 @@ class LoopState:
             lag.blocks += _blocks(self.number, self._due_ns, now_ns, samples)
 
 
-def _blocks(loop: int, due_ns: int, end_ns: int, samples: list[_Sample]) -> Iterator[SeenBlock]:
+def _blocks(loop: int, due_ns: int, end_ns: int, samples: list[_Sample]) -> Iterator[Block]:
     """Yield the blocks of a while, divided where what ran was seen to be another."""
     sure = {one[1:3] for one in samples if one.sure}
     samples = [one if one[1:3] in sure else _Sample(one.at_ns) for one in samples] or [_Sample(due_ns)]
-    alike = groupby(samples, lambda one: (id(one.task), id(one.span), bool(one.function)))
+    alike = groupby(samples, lambda one: (id(one.task), one.span, bool(one.function)))
     runs = [list(run) for _, run in alike]
     borders = [due_ns, *(run[0].at_ns for run in runs[1:]), end_ns]
     for run, begin_ns, until_ns in zip(runs, borders, borders[1:], strict=False):
         who = run[0]
         task = "" if who.task is None else str(who.task.get_name())[:200]
-        yield SeenBlock(loop, begin_ns, until_ns, who.span, task, run[-1].function)
+        yield Block(loop, begin_ns, until_ns, who.span, task, run[-1].function)
 
 
 def _function(frame: FrameType | None) -> str:
