@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -39,6 +40,7 @@ class _Running(NamedTuple):
     destination: Destination
 
 
+@dataclass(eq=False)
 class Capture:
     """Receives stages (it is a ``StageSink``) and drives the tools of one worker.
 
@@ -62,25 +64,18 @@ class Capture:
         handover_s: How long a stop on another thread waits for the owner, in seconds.
     """
 
-    def __init__(
-        self,
-        request: CaptureRequest,
-        role: RoleConfig,
-        identity: WorkerIdentity,
-        background: BackgroundWork,
-        done: Callable[[Artifact], object],
-        handover_s: float = HANDOVER_S,
-    ) -> None:
-        self.request = request
-        self.identity = identity
-        self.roles = [identity.role]
+    request: CaptureRequest
+    role: RoleConfig
+    identity: WorkerIdentity
+    background: BackgroundWork
+    done: Callable[[Artifact], object]
+    handover_s: float = HANDOVER_S
+
+    def __post_init__(self) -> None:
+        self.roles = [self.identity.role]
         self.notes: list[str] = []
         self.completions: list[Callable[[CaptureResult], CaptureResult]] = []
-        self.whole = role.mode == "e2e" or request.stage is not None
-        self._role = role
-        self._background = background
-        self._done = done
-        self._handover_s = handover_s
+        self.whole = self.role.mode == "e2e" or self.request.stage is not None
         self._lock = threading.RLock()
         self._running: list[_Running] = []
         self._recorded: OpenSpan | None = None
@@ -116,14 +111,14 @@ class Capture:
     @property
     def sink(self) -> StageSink:
         """The receiver of stages: the span log itself, if stages do not start and stop tools."""
-        bound = any(not tool.any_thread for tool in self._role.tools)
+        bound = any(not tool.any_thread for tool in self.role.tools)
         return self._spans if self.whole and not bound else self
 
     def close(self) -> CaptureResult:
         """Stop recording and return the result, of which the tools' errors are a part."""
         self._stop_asked = True
         self._stop_for_good()
-        deadline_s = time.monotonic() + self._handover_s
+        deadline_s = time.monotonic() + self.handover_s
         owner = Path("/proc/self/task", str(self._owner))
         while not self._stopped.wait(_LOOK_S) and time.monotonic() < deadline_s:
             if owner.parent.exists() and not owner.exists():  # it ended without stopping its tools
@@ -173,7 +168,7 @@ class Capture:
                 self._recorded = None
 
     def _selects(self, stage: str) -> bool:
-        return self._role.stages is None or stage in self._role.stages
+        return self.role.stages is None or stage in self.role.stages
 
     def _start_stage(self, name: str) -> bool:
         """Start the tools for a stage; return whether they record."""
@@ -198,7 +193,7 @@ class Capture:
             f"stage {recorded.name!r} of another thread or task was being recorded; a process records one"
         )
         destination = self._destination(name, self._occurrences[name])
-        for tool in self._role.tools:
+        for tool in self.role.tools:
             self._enter(tool, destination, status="skipped", reason=reason)
 
     def _may_stop_here(self) -> bool:
@@ -216,7 +211,7 @@ class Capture:
         """Discard recordings that no thread has stopped, so that the process can record again."""
         problem = (
             f"stop_capture(step={self.request.step}) arrived on another thread than the one that "
-            f"started recording, which passed no stage for {self._handover_s:.1f} s ({self.identity}); "
+            f"started recording, which passed no stage for {self.handover_s:.1f} s ({self.identity}); "
             "start and stop on one thread"
         )
         logger.error("%s: %s", self.identity, problem)
@@ -235,9 +230,9 @@ class Capture:
         self._owner = threading.get_native_id()
         destination = self._destination(stage, occurrence)
         with self._cost.measured("start", stage), self._lock:
-            for tool in self._role.tools:
+            for tool in self.role.tools:
                 writes = tool.suffix and self.request.keep
-                if writes and (refusal := self._role.limits.no_room(destination.folder)):
+                if writes and (refusal := self.role.limits.no_room(destination.folder)):
                     logger.warning(
                         "%s: step %d: %s: %s", self.identity, self.request.step, tool.name, refusal
                     )
@@ -249,7 +244,7 @@ class Capture:
                 except Exception as error:
                     self._failed(tool, destination, "start", error)
                     self._discard()
-                    for other in self._role.tools:
+                    for other in self.role.tools:
                         if other is not tool and other.suffix:
                             reason = f"not recorded, because tool {tool.name} failed to start beside it"
                             self._enter(other, destination, status="failed", reason=reason)
@@ -287,7 +282,7 @@ class Capture:
         with self._lock:
             for running in list(self._running):
                 needed = self._guarded(running, running.recording.bytes_to_stop)
-                share, workers = self._role.limits.memory_share, self.request.workers
+                share, workers = self.role.limits.memory_share, self.request.workers
                 if needed and (reason := memory_overrun(needed, share, workers)):
                     logger.warning(
                         "%s: step %d: recording ends: %s", self.identity, self.request.step, reason
@@ -336,12 +331,12 @@ class Capture:
                 artifact = msgspec.structs.replace(artifact, status="truncated", reason=truncated)
             return artifact
 
-        artifact = finish(output, self._background, self.request, self._done, complete)
+        artifact = finish(output, self.background, self.request, self.done, complete)
         if artifact.path != expected.path:
             self._artifacts.pop(expected.path, None)
         self._artifacts[artifact.path] = artifact
         if artifact.stage is not None:  # more follows, and this process may be killed meanwhile
-            self._done(artifact)
+            self.done(artifact)
 
     def _discard(self) -> None:
         """Discard all recordings, the last one first, whatever one of them raises."""
@@ -375,20 +370,19 @@ class Capture:
 
     def _destination(self, stage: str | None, occurrence: int) -> Destination:
         request = self.request
-        metadata: dict[str, Any] = {
-            "run_id": request.run_id,
-            "capture_id": request.capture_id,
-            "step": request.step,
-            "policy_version": request.policy_version,
-            "stage": stage,
-            "worker": msgspec.to_builtins(self.identity),
-        }
         return Destination(
             folder=Path(request.folder),
             lane=self.identity.lane(),
             stage=stage,
             occurrence=occurrence,
-            metadata=metadata,
+            metadata={
+                "run_id": request.run_id,
+                "capture_id": request.capture_id,
+                "step": request.step,
+                "policy_version": request.policy_version,
+                "stage": stage,
+                "worker": msgspec.to_builtins(self.identity),
+            },
         )
 
     def _result(self) -> CaptureResult:
@@ -401,15 +395,15 @@ class Capture:
             status, reason, artifacts = "skipped", "warm-up", []
         elif artifacts and all(artifact.status == "skipped" for artifact in artifacts):
             status, reason = "skipped", artifacts[0].reason
-        elif not self.whole and not artifacts and any(tool.suffix for tool in self._role.tools):
+        elif not self.whole and not artifacts and any(tool.suffix for tool in self.role.tools):
             ran = ", ".join(sorted({span.name for span in stages})) or "none"
-            wanted = "any" if self._role.stages is None else ", ".join(sorted(self._role.stages))
+            wanted = "any" if self.role.stages is None else ", ".join(sorted(self.role.stages))
             asked = self.request.aim is not None and self.request.aim.stages is not None
             status = "skipped" if asked else "empty"  # who asks for a stage need not know who runs it
             reason = f"no selected stage ran (selected: {wanted}; ran: {ran})"
         return result_of(
             self.request,
-            self._role,
+            self.role,
             self.identity,
             roles=self.roles,
             status=status,
@@ -427,7 +421,7 @@ class Capture:
 
     def _trajectory_notes(self) -> list[str]:
         missed = unrecorded_trajectories() - self._unrecorded
-        if not missed or any(tool.name == "trajectories" for tool in self._role.tools):
+        if not missed or any(tool.name == "trajectories" for tool in self.role.tools):
             return []
         return [
             f"{missed:,} trajectories began here and were not recorded: inherit AgentLoopCaptureMixin, or "
