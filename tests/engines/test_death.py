@@ -108,7 +108,7 @@ async def test_a_start_that_nobody_answers_is_not_waited_for(
     process: subprocess.Popen[bytes], recorder: EngineRecorder, tmp_path: Path
 ) -> None:
     """An engine that dies between the check and its answer."""
-    engine: Any = recorder._engine
+    engine: Any = recorder.engine
 
     async def die(label: str) -> None:
         kill(process)
@@ -124,7 +124,7 @@ async def test_an_error_of_an_engine_that_is_dying_is_not_taken_for_the_cause(
     process: subprocess.Popen[bytes], recorder: EngineRecorder, tmp_path: Path
 ) -> None:
     """A core whose worker has died answers with some error first, and ends afterwards."""
-    engine: Any = recorder._engine
+    engine: Any = recorder.engine
 
     async def fail() -> None:
         asyncio.get_running_loop().call_later(0.7, kill, process)
