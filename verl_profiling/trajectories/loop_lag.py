@@ -163,8 +163,8 @@ class LoopState:
             self._keep(clock.now_ns())
 
     def _answer(self) -> None:
-        if self.next_ns != _NEVER:
-            return  # two asked at once
+        if self.ended or self.next_ns != _NEVER:
+            return  # recording is over, or two asked at once
         now_ns = clock.now_ns()
         self._keep(now_ns)
         self.next_ns = now_ns + PAUSE_NS
