@@ -217,32 +217,32 @@ def test_a_vllm_ascend_that_cannot_be_captured_is_named(
     version: str | None, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message says what to install."""
-    from verl_profiling.engines import ascend
+    from verl_profiling.engines import adapter
 
-    monkeypatch.setattr(ascend.metadata, "version", installed(version))
+    monkeypatch.setattr(adapter.metadata, "version", installed(version))
     with pytest.raises(ToolUnavailableError, match=f"{says}.*vllm-ascend>=0.16"):
-        ascend.check_vllm_ascend()
+        adapter.check_vllm_ascend()
 
 
 def test_a_vllm_ascend_that_counts_no_iterations_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its workers call nothing between iterations before 0.20."""
-    from verl_profiling.engines import ascend
+    from verl_profiling.engines import adapter
 
-    monkeypatch.setattr(ascend.metadata, "version", installed("0.18.0"))
-    ascend.check_vllm_ascend()
-    assert ascend.why_not_counted() == ("vllm-ascend 0.18.0", "vllm-ascend>=0.20")
-    monkeypatch.setattr(ascend.metadata, "version", installed("0.20.2rc1"))
-    assert ascend.why_not_counted() is None
+    monkeypatch.setattr(adapter.metadata, "version", installed("0.18.0"))
+    adapter.check_vllm_ascend()
+    assert adapter.why_not_counted() == ("vllm-ascend 0.18.0", "vllm-ascend>=0.20")
+    monkeypatch.setattr(adapter.metadata, "version", installed("0.20.2rc1"))
+    assert adapter.why_not_counted() is None
 
 
 def test_the_daemon_of_msmonitor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """vllm-ascend would raise when the first capture starts."""
-    from verl_profiling.engines import ascend
+    from verl_profiling.engines import adapter
 
-    monkeypatch.setattr(ascend.metadata, "version", installed("0.26.0rc1"))
+    monkeypatch.setattr(adapter.metadata, "version", installed("0.26.0rc1"))
     monkeypatch.setenv("MSMONITOR_USE_DAEMON", "1")
     with pytest.raises(ToolUnavailableError, match="MSMONITOR_USE_DAEMON is set"):
-        ascend.check_vllm_ascend()
+        adapter.check_vllm_ascend()
 
 
 @pytest.mark.parametrize(
@@ -259,9 +259,9 @@ def test_an_sglang_that_does_not_reach_torch_npu_is_refused(
     names: Outcome, version: str | None, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its next start of the profiler would end all its processes; a newer one is trusted."""
-    from verl_profiling.engines import ascend
+    from verl_profiling.engines import adapter
 
-    monkeypatch.setattr(ascend.metadata, "version", installed(version))
+    monkeypatch.setattr(adapter.metadata, "version", installed(version))
     monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(__version__="2.13.0", **names))
     set_up = partial(
         SGLangCaptureMixin().init_capture, settings(), engine=Manager("npu"), requests=RequestLog()
