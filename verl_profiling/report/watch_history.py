@@ -13,7 +13,7 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, ManifestState
 from verl_profiling.report.trend import excess, slowest
 from verl_profiling.run_files import named_file
-from verl_profiling.timeline.inputs import step_folders, step_number
+from verl_profiling.timeline.inputs import step_folders
 from verl_profiling.units import duration
 from verl_profiling.watch_log import LoggedStage, LoggedStep
 
@@ -38,9 +38,8 @@ class WatchHistory:
         self._most = most
         self._steps: dict[int, LoggedStep] = {}
 
-    def add(self, lines: Iterable[LoggedStep]) -> bool:
-        """Add lines of the log, in the order in which they were logged; return whether there was any."""
-        added = False
+    def add(self, lines: Iterable[LoggedStep]) -> None:
+        """Add lines of the log, in the order in which they were logged."""
         for line in lines:
             while self._steps and self._is_of_a_start_before(line):
                 self._steps.popitem()
@@ -48,8 +47,6 @@ class WatchHistory:
                 self._steps[line.step] = line
             if self._most is not None and len(self._steps) > self._most:
                 del self._steps[next(iter(self._steps))]
-            added = True
-        return added
 
     @property
     def steps(self) -> list[LoggedStep]:
@@ -95,13 +92,11 @@ class CaptureSoFar(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         folder: Its name.
-        step: Number of its first step.
         trigger: Who asked for it, and why; ``None`` if its manifest cannot be read.
         goes_on: Whether its capture has not ended.
     """
 
     folder: str
-    step: int
     trigger: Trigger | None = None
     goes_on: bool = False
 
@@ -132,13 +127,12 @@ def captures_so_far(run: Path, most: int) -> tuple[int, list[CaptureSoFar]]:
 
 
 def _capture(folder: Path) -> CaptureSoFar:
-    step = step_number(folder)
     try:
         path = named_file(folder, MANIFEST_NAME)
         if path.is_file() and path.stat().st_size <= _MOST_BYTES:
             head = msgspec.json.decode(path.read_bytes(), type=_Head)
             goes_on = head.state == "begun"
-            return CaptureSoFar(folder=folder.name, step=step, trigger=head.trigger, goes_on=goes_on)
+            return CaptureSoFar(folder=folder.name, trigger=head.trigger, goes_on=goes_on)
     except _UNREADABLE:
         pass
-    return CaptureSoFar(folder=folder.name, step=step)
+    return CaptureSoFar(folder=folder.name)

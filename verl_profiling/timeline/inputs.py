@@ -70,11 +70,11 @@ def steps_of(paths: Sequence[Path]) -> FoundSteps:
 
 def absent(path: Path) -> TraceFormatError:
     """Return the error for a path that is not there; it names the folder of a capture that has the step."""
-    if _STEP_FOLDER.fullmatch(path.name) and path.parent.is_dir():
+    if (match := _STEP_FOLDER.fullmatch(path.name)) and path.parent.is_dir():
         for folder in step_folders(path.parent):
             with suppress(TraceFormatError):
                 steps = read_manifest(folder).steps
-                if step_number(path) in steps:
+                if int(match[1]) in steps:
                     return TraceFormatError(path, f"no such folder; {folder} has {step_list(steps)}")
     return TraceFormatError(path, "no such file or folder")
 
@@ -191,12 +191,6 @@ def step_folders(run: Path) -> list[Path]:
         if (match := _STEP_FOLDER.fullmatch(child.name)) and child.is_dir():
             found.append((int(match[1]), int(match[2] or 1), child))
     return [folder for _, _, folder in sorted(found)]
-
-
-def step_number(folder: Path) -> int:
-    """Return the step that a folder's name says, or 0."""
-    match = _STEP_FOLDER.fullmatch(folder.name)
-    return int(match[1]) if match else 0
 
 
 def resolve_artifact(directory: Path, artifact: Artifact) -> Path | None:

@@ -76,15 +76,9 @@ def controller_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int)
 
 
 def _stages(spans: Iterable[StageSpan], draw: Callable[..., Event]) -> list[Event]:
+    facts = {True: {"failed": True}, False: {}}
     return [
-        draw(
-            STAGES_TID,
-            "stage",
-            span.name,
-            span.begin_ns,
-            span.end_ns,
-            about={"failed": True} if span.failed else {},
-        )
+        draw(STAGES_TID, "stage", span.name, span.begin_ns, span.end_ns, about=facts[span.failed])
         for span in spans
     ]
 

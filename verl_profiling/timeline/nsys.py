@@ -21,8 +21,6 @@ from verl_profiling.errors import ToolUnavailableError, TraceFormatError
 from verl_profiling.manifest import (
     MANIFEST_NAME,
     MAX_NS,
-    Artifact,
-    CaptureResult,
     worst_fate,
 )
 from verl_profiling.nsys_ranges import NSYS_FOLDER, NsysRange, read_ranges
@@ -157,39 +155,28 @@ def _enter(folder: Path, noted: NsysRange, file: Path | None, reason: str, event
     """Enter a range's artifact, or the trace made from it, into the step's manifest."""
     if not (folder / MANIFEST_NAME).exists():
         return
-    manifest = read_manifest(folder)
-    workers = [_with_range(worker, noted, file, reason, events) for worker in manifest.workers]
-    for before, worker in zip(manifest.workers, workers, strict=True):
-        if worker != before:
-            write_result(folder, worker)
-
-
-def _with_range(
-    worker: CaptureResult, noted: NsysRange, file: Path | None, reason: str, events: int | None
-) -> CaptureResult:
-    known = next((artifact for artifact in worker.artifacts if artifact.path == noted.artifact), None)
-    if known is None or known.tool != _TOOL:
-        return worker
-    fate: Literal["ok", "truncated", "pending"] = (
-        "pending" if file is None else "truncated" if reason else "ok"
-    )
-    entry: Artifact = msgspec.structs.replace(
-        known,
-        path=known.path if file is None else file.name,
-        status=fate,
-        reason=reason,
-        bytes=None if file is None else file.stat().st_size,
-        events=events,
-        begin_ns=noted.begin_ns,
-        end_ns=noted.end_ns or known.end_ns,
-    )
-    artifacts = list(
-        {**{artifact.path: artifact for artifact in worker.artifacts}, entry.path: entry}.values()
-    )
-    status, why = worst_fate(artifacts)
-    if worker.status == "failed":  # the worker itself failed, which its reports do not change
-        status, why = worker.status, worker.reason
-    return msgspec.structs.replace(worker, artifacts=artifacts, status=status, reason=why)
+    for worker in read_manifest(folder).workers:
+        artifacts = {artifact.path: artifact for artifact in worker.artifacts}
+        known = artifacts.get(noted.artifact)
+        if known is None or known.tool != _TOOL:
+            continue
+        entry = msgspec.structs.replace(
+            known,
+            path=known.path if file is None else file.name,
+            status="pending" if file is None else "truncated" if reason else "ok",
+            reason=reason,
+            bytes=None if file is None else file.stat().st_size,
+            events=events,
+            begin_ns=noted.begin_ns,
+            end_ns=noted.end_ns or known.end_ns,
+        )
+        listed = list({**artifacts, entry.path: entry}.values())
+        status, why = worst_fate(listed)
+        if worker.status == "failed":  # the worker itself failed, which its reports do not change
+            status, why = worker.status, worker.reason
+        result = msgspec.structs.replace(worker, artifacts=listed, status=status, reason=why)
+        if result != worker:
+            write_result(folder, result)
 
 
 _DEVICE = "deviceId, streamId, deviceId AS device, streamId AS stream, correlationId AS correlation"

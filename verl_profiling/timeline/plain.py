@@ -68,10 +68,9 @@ def plain_steps(paths: Sequence[Path]) -> FoundSteps:
     """
     if not paths:
         return FoundSteps([], [])
-    folders = dict.fromkeys(path if path.is_dir() else path.parent for path in paths)
-    directory = paths[0] if paths[0].is_dir() else paths[0].parent
-    if len(folders) > 1:
-        directory = Path(os.path.commonpath([folder.resolve() for folder in folders]))
+    directory, *others = dict.fromkeys(path if path.is_dir() else path.parent for path in paths)
+    if others:
+        directory = Path(os.path.commonpath([folder.resolve() for folder in (directory, *others)]))
     traces: dict[Path, _PlainTrace] = {}
     damaged: list[TraceFormatError] = []
     for path in paths:
@@ -134,10 +133,9 @@ def _label(paths: Sequence[Path], directory: Path) -> str:
 
 def _steps(directory: Path, label: str, traces: list[_PlainTrace], together: bool) -> Iterator[StepInputs]:
     steps: dict[int | None, list[_PlainTrace]] = {}
+    is_one = together and len({_step(trace.name) for trace in traces}) > 1
     for trace in traces:
-        steps.setdefault(None if together else _step(trace.name), []).append(trace)
-    if together and len(numbers := {_step(trace.name) for trace in traces}) == 1:
-        steps = {numbers.pop(): traces}
+        steps.setdefault(None if is_one else _step(trace.name), []).append(trace)
     only = traces[0].name if label and len(traces) == 1 else ""
     for step, of_step in sorted(steps.items(), key=lambda item: -1 if item[0] is None else item[0]):
         numbered = f"step_{step:06d}" if step is not None and len(traces) > 1 else ""

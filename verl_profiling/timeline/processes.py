@@ -139,7 +139,6 @@ class Processes:
         first = _FIRST_OTHER + _OTHERS_PER_TRACE * lane_index
         self._next_other = pid + min(first, _LAST_OTHER - _OTHERS_PER_TRACE)
         self._titles: dict[int, str] = {}
-        self._said: dict[int, dict[str, str]] = {}
         self._marked = False
         self._metadata: dict[tuple[str, int | str | None, int | str | None, bytes], Event] = {}
 
@@ -185,36 +184,27 @@ class Processes:
             self._metadata[key] = event
 
     def names(self) -> list[Event]:
-        """Return the names of all processes that have events, and of their threads."""
-        events = self._threads()
+        """Return the names of all processes that have events, and of their threads.
+
+        A device is named by its label; a process that is neither host nor device, by its own name, too.
+        """
+        events: list[Event] = []
+        said: dict[int, dict[str, str]] = {}
+        for event in self._metadata.values():
+            if (new := self.known.get(event.pid)) is None:
+                continue
+            word = _WORDS.get(event.name, "")
+            if event.name not in _PROCESS_METADATA:
+                event.pid = new
+                events.append(event)
+            elif (word and new >= self._pid + _FIRST_OTHER) or (word == "labels" and new > self._pid):
+                said.setdefault(new, {}).setdefault(word, event.said(word)[:_NAME_LENGTH])
         if self._marked:
             self._titles.setdefault(self._pid, self._title)
             events.append(name_thread(self._pid, _PROFILER_TID, "profiler"))
-        for new, said in self._said.items():
-            if named := " ".join(dict.fromkeys(filter(None, said.values()))):
+        for new, words in said.items():
+            if named := " ".join(dict.fromkeys(filter(None, words.values()))):
                 self._titles[new] = f"{self._title} {named}"
         for pid, title in self._titles.items():
             events += name_process(pid, title)
         return events
-
-    def _threads(self) -> list[Event]:
-        """Return the metadata of threads, with the new ids of their processes."""
-        threads = []
-        for event in self._metadata.values():
-            if (new := self.known.get(event.pid)) is None:
-                continue
-            if event.name in _PROCESS_METADATA:
-                self._listen(new, event)
-            else:
-                event.pid = new
-                threads.append(event)
-        return threads
-
-    def _listen(self, new: int, event: Event) -> None:
-        """Keep what names a device (its label) or a process that is neither host nor device."""
-        word = _WORDS.get(event.name)
-        is_other = new >= self._pid + _FIRST_OTHER
-        if word and new > self._pid and (is_other or word == "labels"):
-            said = self._said.setdefault(new, {})
-            if word not in said:
-                said[word] = event.said(word)[:_NAME_LENGTH]

@@ -173,6 +173,14 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
     min_us: float = 0.0
     windows_ns: tuple[tuple[int, int], ...] = ()
 
+    def holds(self, begin_ns: int, end_ns: int) -> bool:
+        """Return whether a span (unix ns on the controller's clock) is kept."""
+        windows = self.windows_ns
+        is_long = end_ns - begin_ns >= self.min_us * 1000
+        return is_long and (
+            not windows or any(begin_ns < last and end_ns >= first for first, last in windows)
+        )
+
     def select(self, events: list[Event], base_ns: int) -> list[Event]:
         """Return the events that are kept.
 

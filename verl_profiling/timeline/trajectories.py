@@ -164,13 +164,10 @@ class _Drawn:
         self.pid, self.base_ns = job.pid + TRAJECTORIES_PID, job.base_ns + offset_ns
         self._log = log
         self._draw = partial(draw, self.base_ns, self.pid)
-        base_ns, least_ns = self.base_ns, job.keep.min_us * 1000
-        windows = [(begin + offset_ns, end + offset_ns) for begin, end in job.keep.windows_ns]
 
         def is_wanted(record: Block | TrajectoryRecord | SpanRecord) -> bool:
-            begin, end = record.begin_ns, record.end_ns
-            is_shown = end >= base_ns and end - begin >= least_ns
-            return is_shown and (not windows or any(begin < last and end >= first for first, last in windows))
+            begin_ns, end_ns = record.begin_ns - offset_ns, record.end_ns - offset_ns
+            return end_ns >= job.base_ns and job.keep.holds(begin_ns, end_ns)
 
         named = Counter(loop.name for loop in log.loops)
         self._loops = {
