@@ -148,12 +148,13 @@ def flat_rows(step: int | None, found: Iterable[msgspec.Struct]) -> Iterator[dic
 
 
 class _Part(NamedTuple):
-    """A cause of lost time, or what trajectories did meanwhile."""
+    """A cause of lost time, or what the loop did outside of the step; or a part of either."""
 
-    cause: str
+    name: str
     seconds: float
-    share: float
-    key: str
+    share: float = 0.0
+    key: str = ""
+    runs: int | None = None
     depth: int = 0
 
 
@@ -167,20 +168,11 @@ def _lost(report: Report) -> list[_Part]:
     return found
 
 
-class _OfRoles(NamedTuple):
-    """The loop outside of the step, or a part of that."""
-
-    name: str
-    runs: int | None
-    seconds: float
-    depth: int = 0
-
-
-def _outside(report: Report) -> list[_OfRoles]:
+def _outside(report: Report) -> list[_Part]:
     found = []
     for row in report.outside:
-        found.append(_OfRoles(row.name, row.runs, row.duration_us / 1e6))
-        found += [_OfRoles(name, None, seconds, depth=1) for name, seconds in row.parts.items()]
+        found.append(_Part(row.name, row.duration_us / 1e6, runs=row.runs))
+        found += [_Part(name, seconds, depth=1) for name, seconds in row.parts.items()]
     return found
 
 
@@ -242,7 +234,7 @@ TABLES: Mapping[str, Table] = {
         Table(
             "lost",
             rows.LostRow,
-            "cause=cause, time=seconds, of observed=share",
+            "cause=name, time=seconds, of observed=share",
             lambda report: f"{report.whose.capitalize()}-seconds idle, or waiting for other ranks.",
             brief=40,
             key=lambda row: row.key,

@@ -26,7 +26,6 @@ _TREND = 20
 _MANY_STAGES = 16
 _MANY_ROLES = 16
 _MANY_SPANS = 8
-_OF_SPANS = ("calls", "mean", "failed", "median", "trend")
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +115,8 @@ def _stages(steps: Sequence[LoggedStep]) -> Table:
 def _spans(steps: Sequence[LoggedStep], latest: LoggedStep) -> Table:
     spent = steps[-1]
     which = "" if spent is latest else f" (step {spent.step})"
-    table = table_of("", (f"in trajectories{which}", "total", *_OF_SPANS))
+    headings = (f"in trajectories{which}", "total", "calls", "mean", "failed", "median", "trend")
+    table = table_of("", headings)
     known = [{spans.name: spans.seconds for spans in step.spans} for step in steps]
     for spans in spent.spans[:_MANY_SPANS]:
         values = [seconds.get(spans.name, 0.0) for seconds in known]
