@@ -73,8 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
         fitting_console(console).print(frame)
     else:
         shown = Live(view.frame("q quits"), console=console, screen=True, auto_refresh=False)
-        with suppress(KeyboardInterrupt), _single_keys() as keys, shown as live:
-            while not (view.pulse.is_over or _quits(keys, max(arguments.interval, _FASTEST_S))):
+        with _inputs() as inputs, shown as live:
+            while not (view.pulse.is_over or _quits(inputs, max(arguments.interval, _FASTEST_S))):
                 live.update(view.frame("q quits"), refresh=True)
         if view.pulse.is_over:
             console.print(view.frame())
@@ -170,26 +170,29 @@ def _is_watched(run_dir: Path) -> bool:
 
 
 @contextmanager
-def _single_keys() -> Iterator[list[int]]:
-    """Yield the terminal, if there is one, from which keys can be read one by one.
+def _inputs() -> Iterator[list[int]]:
+    """Yield what says that the user quits: the terminal, if there is one; its keys are read one by one.
 
-    A signal that ends the process, or says that its terminal was closed, raises ``KeyboardInterrupt``.
+    A signal that ends the process, or says that its terminal was closed, counts as ``q``.
     """
-    before = {number: signal.signal(number, signal.default_int_handler) for number in _SIGNALS}
+    signalled, signals = os.pipe()
+    before = {number: signal.signal(number, lambda *_: os.write(signals, b"q")) for number in _SIGNALS}
     state = None
     try:
         with suppress(OSError, ValueError, termios.error):
             state = termios.tcgetattr(sys.stdin)
             tty.setcbreak(sys.stdin)
-        yield [sys.stdin.fileno()] if state else []
+        yield [signalled, sys.stdin.fileno()] if state else [signalled]
     finally:
         if state:
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, state)
         for number, handler in before.items():
             signal.signal(number, handler)
+        os.close(signalled)
+        os.close(signals)
 
 
-def _quits(keys: list[int], seconds: float) -> bool:
+def _quits(inputs: list[int], seconds: float) -> bool:
     """Wait; return whether a key says that the user quits, or the terminal is gone."""
-    pressed = [os.read(terminal, 64) for terminal in select.select(keys, [], [], seconds)[0]]
+    pressed = [os.read(source, 64) for source in select.select(inputs, [], [], seconds)[0]]
     return any(not key or b"q" in key.lower() for key in pressed)

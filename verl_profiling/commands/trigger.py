@@ -91,11 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
     answer: Answer | None = None
     said: list[str] = []
     for answer in job.follow(demand, _SOON_S if arguments.wait is None else arguments.wait):
-        before, said = said, _in_words(answer, demand, job.place)
+        before, said = said, _in_words(answer, demand, job.folder.url)
         for line in said if said != before and not arguments.json else ():
             print(visible(line), flush=True)
     if arguments.json:
-        asked = {"request": demand.id, "run": job.place, "job": job.in_words()}
+        asked = {"request": demand.id, "run": job.folder.url, "job": job.in_words()}
         print(json.dumps({**asked, "answer": _as_json(answer) if answer is not None else None}))
     elif answer is None:
         print("not taken yet: that is done when the next step begins (see --wait)")
@@ -204,11 +204,6 @@ class Job:
     _request_of: dict[str, str] = field(default_factory=dict)
 
     @property
-    def place(self) -> str:
-        """Where the job records."""
-        return self.folder.url
-
-    @property
     def gone(self) -> str:
         """Why nobody would answer; empty while the job runs, as far as can be seen from here."""
         info = _run_in(self.folder) or self.info
@@ -226,7 +221,7 @@ class Job:
         if process.alive() is None:
             text = f"whether the job runs ({process}) is not seen from here"
         with suppress(OSError):
-            ago_s = time.time() - Path(self.place, WATCH_LOG).stat().st_mtime
+            ago_s = time.time() - Path(self.folder.url, WATCH_LOG).stat().st_mtime
             text += f"; its watch logged a step {max(ago_s, 0.0):.1f} s ago"
         return text
 
@@ -337,7 +332,7 @@ def find_job(place: str | Path, run_id: str | None = None) -> Job:
     if not running:
         raise TraceFormatError(place, f"no job runs here: {found[-1].gone}")
     if len(running) > 1:
-        which = ", ".join(f"{job.place} (run {job.info.run_id})" for job in running)
+        which = ", ".join(f"{job.folder.url} (run {job.info.run_id})" for job in running)
         raise TraceFormatError(place, f"several runs are here, name one with --run: {which}")
     return running[0]
 
