@@ -302,3 +302,13 @@ def test_noise_alone_is_quiet() -> None:
     for step in range(1, 601):
         times = {stage: usual * noise.lognormvariate(0, 0.05) for stage, usual in USUAL.items()}
         assert detector.observe(summary(step, times, noise=noise)) is None
+
+
+def test_a_stage_that_drifts_is_quiet() -> None:
+    """Steps each of a length like that of the step before: nothing is noticed in six hundred."""
+    noise = random.Random(15)
+    detector = Detector(Anomaly(leader=None))
+    drift = 0.0
+    for step in range(1, 601):
+        drift = 0.9 * drift + noise.gauss(0, 0.2 * math.sqrt(1 - 0.9**2))
+        assert detector.observe(short(step, longer("rollout", math.exp(drift)), 1.0)) is None

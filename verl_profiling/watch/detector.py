@@ -7,7 +7,8 @@ first step. And a trend: of memory that grows step by step.
 from __future__ import annotations
 
 from collections import Counter, deque
-from math import log
+from itertools import pairwise
+from math import log, sqrt
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -43,6 +44,7 @@ _LEAST_SPREAD = 0.05
 _WIDEST = log(2)
 _OF_THE_SPREAD, _FULL = 2.0, 6.5
 _BELOW, _FULL_SHIFT, _MOST_SHIFT = 0.15, 0.6, 1.0
+_ENOUGH_ALIKE, _MOST_ALIKE = 20, 0.9
 
 
 class _Evidence:
@@ -139,10 +141,19 @@ class _Series:
         self._waiting.append(value)
 
     def _amount(self, ratio: float) -> float:
-        """Return what a value adds to the evidence: a little at the ratio, and nothing within the spread."""
+        """Return what a value adds to the evidence: a little at the ratio, and nothing within the spread.
+
+        Where steps resemble the step before them, as in drift, they count as fewer: the spread is wider.
+        """
         usual = self.usual
-        shifts = [_shift(value, usual) for value in self._past]
-        spread = max(1.25 * fmean(min(abs(shift), _WIDEST) for shift in shifts), _LEAST_SPREAD)
+        shifts = [max(-_WIDEST, min(_shift(value, usual), _WIDEST)) for value in self._past]
+        spread = max(1.25 * fmean(map(abs, shifts)), _LEAST_SPREAD)
+        if len(shifts) >= _ENOUGH_ALIKE:
+            middle = fmean(shifts)
+            apart = [shift - middle for shift in shifts]
+            together = sum(one * after for one, after in pairwise(apart))
+            alike = min(max(together / (sum(one * one for one in apart) or 1.0), 0.0), _MOST_ALIKE)
+            spread += (spread - _LEAST_SPREAD) * (sqrt((1 + alike) / (1 - alike)) - 1)
         least = max(log(ratio) - _BELOW, _OF_THE_SPREAD * spread)
         return (_shift(self.value, usual) - least) / min(max(_FULL_SHIFT, _FULL * spread), _MOST_SHIFT)
 
