@@ -1,4 +1,4 @@
-"""What is left of a capture while training goes on: artifacts are compressed and uploaded, and hooks run.
+"""The rest of a capture while training goes on: artifacts are compressed and uploaded, and hooks run.
 
 Nothing that a hook of ``after`` does reaches the loop: it runs on a thread, its output goes to a file and
 into the log, and its time is bounded.
