@@ -135,7 +135,8 @@ try:
 
     folder = run / "step_000002"
     artifacts = [worker.artifacts[0] for worker in read_manifest(folder).workers]
-    assert [artifact.status for artifact in artifacts] == ["ok", "pending"], artifacts
+    assert artifacts[0].status == "ok", artifacts
+    assert artifacts[1].status in ("pending", "ok"), "by whether it was compressed when it replied"
     assert not artifacts[0].where and artifacts[1].where.endswith(":" + str(folder / artifacts[1].path))
     assert not (folder / artifacts[1].path).exists()
     assert main(["check", str(run)]) == 1

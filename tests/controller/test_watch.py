@@ -425,6 +425,8 @@ def test_each_step_has_one_account_though_the_clock_is_set_back(tmp_path: Path, 
 
     def work(number: int) -> None:
         nonlocal set_back_s
+        if number == 6:
+            assert after_a_while(lambda: len(whole) >= 4), "they are read before it is set"
         set_back_s = 3600 if number >= 6 else 0
         worker.work(["update_actor"])
 
