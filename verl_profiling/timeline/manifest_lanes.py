@@ -1,4 +1,4 @@
-"""Lanes drawn from the manifest: stages and calls of the loop, workers' stages, engines' requests, and arrows.
+"""Lanes drawn from the manifest: stages and calls of the loop, workers' stages, engines' requests, arrows.
 
 Hundreds of requests may overlap, so they form a separate process below the engine's. Arrows lead to them
 from the spans of trajectories that wait for them.
