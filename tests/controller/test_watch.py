@@ -182,6 +182,7 @@ def test_a_worker_that_is_restarted_is_read_again_and_one_that_is_dead_is_named_
     for step in range(1, 9):
         callback.on_step_begin(step)
         if step == 3:
+            assert after_a_while(lambda: len(whole) == 2)
             actor.die.remote()
             assert after_a_while(lambda: _answers(actor))
         if step == 5:
