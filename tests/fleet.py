@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,25 @@ def wait_for_begun(folder: Path, seconds: float = 30.0) -> None:
         time.sleep(0.002)
 
 
+def once_all_hang(switches: Path, switch: str, workers: int, do: Callable[[], object]) -> threading.Thread:
+    """Start a thread that does something as soon as so many workers hang at a switch."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + 60
+        while len(list(switches.glob(f"{switch}_hangs_*"))) < workers and time.monotonic() < deadline:
+            time.sleep(0.01)
+        do()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
 class TrainWorker(CaptureMixin):
     """A training rank.
 
     Files named ``start``, ``stop`` and ``work`` in the folder ``switches`` make those methods hang
-    until they are removed.
+    until they are removed; who hangs leaves a file, too (see :func:`once_all_hang`).
     """
 
     def __init__(self) -> None:
@@ -97,13 +112,21 @@ class TrainWorker(CaptureMixin):
                 train()
                 time.sleep(seconds)
 
+    def pass_stages(self, names: Sequence[str]) -> None:
+        """Run stages in which nothing is trained: torch takes a new process seconds to import."""
+        for name in names:
+            with stage(name):
+                pass
+
     def drift(self, ns: int) -> None:
         """Let the clock run ahead."""
         self._clock.enter_context(shifted_clock(ns))
 
     def _hang(self, switch: str) -> None:
-        while self.switches is not None and (self.switches / switch).exists():
-            time.sleep(0.01)
+        if self.switches is not None and (self.switches / switch).exists():
+            (self.switches / f"{switch}_hangs_{os.getpid()}").touch()
+            while (self.switches / switch).exists():
+                time.sleep(0.01)
 
 
 class Reborn(TrainWorker):

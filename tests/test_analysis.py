@@ -218,29 +218,6 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own(tmp_path: Path) -> None
     assert re.fullmatch(r"<report of step 12: [\d.]+ m?s, 3 lanes, \d findings>", repr(report))
 
 
-def test_ipython_finds_the_page(folder: Path) -> None:
-    """The formatter of a real IPython takes the page, and a short line for a terminal."""
-    formatters = pytest.importorskip("IPython.core.formatters")
-    data, _ = formatters.DisplayFormatter().format(open_step(folder).report())
-    assert data["text/html"].startswith("<iframe")
-    assert len(data["text/plain"]) < 100
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"null", b"[]", b'{"schema_version": 1}', b'{"schema_version": 99}', b"\xff\xfe", b"{" * 5000],
-    ids=["empty", "null", "list", "no-fields", "newer", "binary", "deep"],
-)
-@pytest.mark.parametrize("use", [lambda path: open_step(path), lambda path: open_run(path.parent).steps()])
-def test_a_hostile_manifest_is_named(content: bytes, use: Callable[[Path], Any], tmp_path: Path) -> None:
-    """Whatever is in it, the error is ours and names the file."""
-    folder = tmp_path / "step_000001"
-    folder.mkdir()
-    (folder / MANIFEST_NAME).write_bytes(content)
-    with pytest.raises(TraceFormatError, match=r"manifest\.json"):
-        use(folder)
-
-
 def test_nothing_there_is_said(tmp_path: Path) -> None:
     """A missing folder at once, an empty one when its steps are asked for."""
     for opening in (open_run, open_step, load_reports):

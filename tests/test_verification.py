@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.verification import CELLS, CONTRACT, NOT_RUN, outcomes, table
+from tests.verification import CELLS, outcomes, table
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -29,30 +26,6 @@ def test_every_test_that_a_cell_names_exists() -> None:
             trees = [ast.parse(source.read_text()) for source in sources]
             names = {getattr(node, "name", "") for tree in trees for node in ast.walk(tree)}
             assert {name.partition("[")[0], *place.split(".")[len(parts) :]} <= names, test
-
-
-def test_the_table_follows_from_the_suites_that_ran(tmp_path: Path) -> None:
-    """After one suite its cells are verified, and all others say that they were not run."""
-    report = tmp_path / "report.xml"
-    name = "test_a_capture_goes_from_start_to_stop"
-    test = f"tests/capture/test_session.py::{name}"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", test],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    found = outcomes([report])
-    assert found == {f"tests.capture.test_session::{name}": True}
-    printed = table(found)
-    [spans] = [line for line in printed.splitlines() if line.startswith("| `spans` | e2e")]
-    assert "real library, CPU" in spans
-    assert printed.count("real library, CPU") == 1
-    assert printed.count(NOT_RUN) == len(CELLS) - 1
-    assert CONTRACT not in printed
 
 
 def test_a_test_that_failed_shows(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.role import RoleConfig
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
-from verl_profiling.workers import AgentLoopCaptureMixin, RewardCaptureMixin, RolloutCaptureMixin
+from verl_profiling.workers import RewardCaptureMixin
 
 ACTOR = WorkerIdentity(role="actor")
 REPLICA = WorkerIdentity(role="rollout", rank=2, replica=1)
@@ -104,20 +104,6 @@ def test_trajectories_go_on_unless_their_role_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("aim", "problem"),
-    [
-        (Aim(tools=("tporch",)), "did you mean 'torch'"),
-        (Aim(tools=("torch", "nsys")), "cannot record together"),
-        (Aim(tools=("torch", "torch")), "twice"),
-    ],
-)
-def test_a_wrong_aim_is_refused_like_wrong_settings(aim: Aim, problem: str) -> None:
-    """The checks of a role's settings apply."""
-    with pytest.raises(ConfigError, match=problem):
-        settings().for_role("actor", aim)
-
-
-@pytest.mark.parametrize(
     "data",
     [
         b'{"mode":"both"}',
@@ -142,20 +128,6 @@ def test_an_aim_in_words() -> None:
 
 
 # What it asks of a session
-
-
-def test_one_capture_is_discrete_and_the_next_is_not(session: Session, tmp_path: Path) -> None:
-    """An aim is of one capture."""
-    session.register(settings(tool="torch"), ACTOR)
-    found = []
-    for number, aim in enumerate((Aim(stages=("b",)), None), 1):
-        session.start(request(tmp_path / str(number), number, aim), ACTOR)
-        for name in "ab":
-            with stage(name):
-                pass
-        result = session.stop(finish_s=20).result
-        found.append((result.mode, [artifact.stage for artifact in result.artifacts]))
-    assert found == [("discrete", ["b"]), ("e2e", [None])]
 
 
 def test_who_runs_none_of_the_stages_that_are_asked_for_is_skipped(session: Session, tmp_path: Path) -> None:
@@ -216,14 +188,6 @@ def test_a_capture_aimed_at_what_runs_side_by_side_is_of_the_whole_step(
         result = worker.stop_capture(f"run-{number}").result
         found.append((result.status, result.mode, len(result.artifacts) > 0))
     assert found == [("ok", "e2e", True), ("ok", "discrete", True)]
-
-
-def test_an_agent_loop_goes_on_with_its_trajectories(session: Session, tmp_path: Path) -> None:
-    """Its mixin adds the tool to the settings that it registers."""
-    worker = AgentLoopCaptureMixin()
-    worker.init_capture(settings(tool="spans"))
-    assert worker.start_capture(request(tmp_path, 1, Aim(tools=("torch",)))).status == "recording"
-    assert worker.stop_capture("run-1").result.tools == ["trajectories"]
 
 
 # What it asks of an engine
@@ -319,12 +283,3 @@ def test_a_server_records_no_engine_that_computes_elsewhere(session: Session, tm
         True,
     )
     assert session.sink is None
-
-
-def test_a_server_that_was_switched_off_refuses_when_it_is_named(session: Session, tmp_path: Path) -> None:
-    """Else it is skipped, as without an aim."""
-    server = RolloutCaptureMixin()
-    server.init_capture(settings(roles={"rollout": {"enable": False}}), engine=object())
-    for aim, status in ((Aim(roles=("rollout",)), "refused"), (Aim(mode="e2e"), "skipped")):
-        started = asyncio.run(server.start_capture(request(tmp_path, 1, aim)))
-        assert (started.status, "switched off" in started.reason) == (status, True)

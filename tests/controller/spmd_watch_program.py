@@ -21,6 +21,7 @@ from fleet import TrainWorker
 
 from verl_profiling import ProfilingCallback, ProfilingConfig, stage
 from verl_profiling.capture.messages import StopReply
+from verl_profiling.run_files import read_manifest
 
 RANK = int(os.environ["RANK"])
 LATE = 2
@@ -89,13 +90,18 @@ def train(config: ProfilingConfig, scenario: str, meet: Meet, said: Path) -> Non
                     time.sleep(late_s if late else usual_s)
                 with stage("update_actor"), stage("inside"):
                     time.sleep(usual_s)
-                    ends = meet(profiling.last_folder is not None)
+                    ends = meet(_is_captured(profiling.last_folder))
                 profiling.on_step_end()
                 if ends:
                     break
         (said / f"summaries_{RANK}_{training}.json").write_bytes(msgspec.json.encode(summaries))
         if profiling.watch is not None:
             profiling.watch.listeners.clear()
+
+
+def _is_captured(folder: Path | None) -> bool:
+    """Return whether the rank that is late was the suspect of the last capture."""
+    return folder is not None and read_manifest(folder).trigger.suspects == [f"actor_rank{LATE}"]
 
 
 def main() -> None:

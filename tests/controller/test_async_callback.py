@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,32 +37,6 @@ async def nothing(step: int) -> None:
     """Do no work."""
 
 
-class Ticks:
-    """How long the event loop was blocked at most."""
-
-    longest_s = 0.0
-
-
-@asynccontextmanager
-async def ticking() -> AsyncIterator[Ticks]:
-    """Watch the event loop while the block runs."""
-    ticks = Ticks()
-
-    async def tick() -> None:
-        last = time.monotonic()
-        while True:
-            await asyncio.sleep(0.01)
-            now = time.monotonic()
-            ticks.longest_s = max(ticks.longest_s, now - last - 0.01)
-            last = now
-
-    task = asyncio.create_task(tick())
-    await asyncio.sleep(0)
-    yield ticks
-    await asyncio.sleep(0.02)
-    task.cancel()
-
-
 async def test_local_workers_of_both_kinds_are_captured(tmp_path: Path, session: Session) -> None:
     """Ordinary methods and coroutines run on the thread of the event loop."""
     config = configured(tmp_path, tool="torch")
@@ -93,41 +65,32 @@ async def test_local_workers_of_both_kinds_are_captured(tmp_path: Path, session:
     assert counts["stop_capture"] in (1, 2), "a second one asks for what was still being compressed"
 
 
-async def test_ray_actors_are_captured(tmp_path: Path, pool: Pool) -> None:
-    """The same manifest as from the blocking callback."""
+async def test_the_event_loop_is_free_while_a_remote_worker_stops(tmp_path: Path, pool: Pool) -> None:
+    """It is the loop that lets the worker stop, some turns later."""
     config = configured(tmp_path, tool="torch")
+    switches = tmp_path / "switches"
+    switches.mkdir()
     set_up(config, pool.sync[:2])
+    ray.get(pool.sync[1].set_up.remote(config, "actor", 1, switches=switches))
     callback = AsyncProfilingCallback(config)
     callback.add_workers("actor", pool.sync[:2])
+    await callback.on_step_begin(2)
+    await asyncio.gather(*(actor.work.remote() for actor in pool.sync[:2]))
+    (switches / "stop").touch()
 
-    async def work(step: int) -> None:
-        await asyncio.gather(*(actor.work.remote() for actor in pool.sync[:2]))
+    async def let_go() -> None:
+        while not list(switches.glob("stop_hangs_*")):
+            await asyncio.sleep(0.01)
+        (switches / "stop").unlink()
 
-    await run(callback, work)
+    turns = asyncio.create_task(let_go())
+    await callback.on_step_end()
+    assert turns.done()
+    await callback.on_train_end()
     assert [(w.name, w.status, w.artifacts[0].status) for w in manifest(config).workers] == [
         ("actor_rank0", "ok", "ok"),
         ("actor_rank1", "ok", "ok"),
     ]
-
-
-async def test_the_event_loop_is_free_while_a_remote_worker_stops(tmp_path: Path, pool: Pool) -> None:
-    """A worker takes two seconds to stop, and the loop goes on ticking."""
-    config = configured(tmp_path)
-    switches = tmp_path / "switches"
-    switches.mkdir()
-    ray.get(pool.sync[0].set_up.remote(config, switches=switches))
-    callback = AsyncProfilingCallback(config)
-    callback.add_workers("actor", pool.sync[0])
-    await callback.on_step_begin(2)
-    (switches / "stop").touch()
-    asyncio.get_running_loop().call_later(2, (switches / "stop").unlink)
-    async with ticking() as ticks:
-        begin = time.monotonic()
-        await callback.on_step_end()
-        assert time.monotonic() - begin >= 1.9
-    await callback.on_train_end()
-    assert ticks.longest_s < 1.5
-    assert manifest(config).workers[0].status == "ok"
 
 
 async def test_a_local_worker_is_called_on_the_thread_of_the_loop(tmp_path: Path, session: Session) -> None:
@@ -173,26 +136,6 @@ async def test_a_rollout_may_begin_and_end_in_different_tasks(tmp_path: Path, se
         ("update_actor", False, 0),
     ]
     assert rollout.end_ns <= update.begin_ns
-
-
-async def test_a_hung_worker_does_not_hold_the_loop_up(tmp_path: Path, pool: Pool) -> None:
-    """It is failed after the timeout, and the loop ticks meanwhile."""
-    config = configured(tmp_path, timeouts={"start_s": 20, "stop_s": 2})
-    switches = tmp_path / "switches"
-    switches.mkdir()
-    set_up(config, pool.sync[:1])
-    ray.get(pool.sync[1].set_up.remote(config, "actor", 1, switches=switches))
-    callback = AsyncProfilingCallback(config)
-    callback.add_workers("actor", pool.sync[:2])
-    await callback.on_step_begin(2)
-    (switches / "stop").touch()
-    async with ticking() as ticks:
-        await callback.on_step_end()
-    (switches / "stop").unlink()
-    await callback.on_train_end()
-    fine, late = manifest(config).workers
-    assert (fine.status, late.status) == ("ok", "ok")
-    assert ticks.longest_s < 1.5
 
 
 async def test_a_rollout_beside_the_step_encloses_none_of_its_stages(tmp_path: Path) -> None:

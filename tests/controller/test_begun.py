@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from conftest import RunPython
-from test_callback import configured, local_worker, manifest, run
+from test_callback import configured, following, manifest, run
 
-from verl_profiling import ProfilingCallback
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.identity import ProcessId
@@ -52,8 +51,7 @@ def manifest_with(folder: Path, text: str) -> Manifest:
 def test_a_capture_that_begins_is_on_disk(tmp_path: Path, session: Session, mode: str) -> None:
     """Who was asked, what was promised, and by which process; the end replaces it."""
     config = configured(tmp_path, tool="torch", mode=mode)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
     seen: list[Manifest] = []
 
     def look(step: int) -> None:
@@ -91,8 +89,7 @@ def test_a_step_that_is_being_recorded_is_not_called_lost(
 ) -> None:
     """While its process runs, the step has begun and not ended."""
     config = configured(tmp_path)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
     callback.on_step_begin(2)
     folder = Path(config.save_path) / "step_000002"
     manifest_with(folder, "begun")
@@ -107,8 +104,7 @@ def test_a_step_that_is_being_recorded_is_not_called_lost(
 def test_a_capture_of_several_steps_says_which_have_begun(tmp_path: Path, session: Session) -> None:
     """So that what a killed run leaves of them is told apart, too."""
     config = configured(tmp_path, schedule={"steps": [2, 3], "continuous": True})
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
     callback.on_step_begin(2)
     callback.on_step_end()
     callback.on_step_begin(3)

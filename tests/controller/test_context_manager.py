@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from fleet import TrainWorker
-from test_callback import configured, local_worker, manifest
+from test_callback import configured, following, local_worker, manifest
 
-from verl_profiling import AsyncProfilingCallback, CaptureStateError, ProfilingCallback, ProfilingError
+from verl_profiling import AsyncProfilingCallback, CaptureStateError, ProfilingCallback
 from verl_profiling.capture.session import Session
 
 FAILS_AT_STOP = "tools.test_third_party:FailsAtStop"
@@ -25,33 +25,6 @@ def leave(profiling: ProfilingCallback, step: int = 2, error: BaseException | No
             raise error
 
 
-def test_leaving_the_block_ends_training(tmp_path: Path, session: Session) -> None:
-    """The trace that was being compressed is in the manifest when the block has been left."""
-    config = configured(tmp_path, tool="torch")
-    worker = local_worker(config)
-    with ProfilingCallback(config) as profiling:
-        profiling.add_workers("actor", worker)
-        for step in range(1, 4):
-            profiling.on_step_begin(step)
-            worker.work(["update_actor"] * 20)
-            profiling.on_step_end()
-    written = manifest(config)
-    assert written.complete
-    assert [artifact.status for artifact in written.workers[0].artifacts] == ["ok"]
-
-
-def test_a_step_that_is_open_when_the_block_is_left_is_kept(tmp_path: Path, session: Session) -> None:
-    """A loop that breaks out of a step loses nothing."""
-    config = configured(tmp_path)
-    worker = local_worker(config)
-    with ProfilingCallback(config) as profiling:
-        profiling.add_workers("actor", worker)
-        profiling.on_step_begin(2)
-        worker.work(["update_actor"])
-    assert not manifest(config).complete
-    assert [span.name for span in manifest(config).workers[0].stages] == ["update_actor"]
-
-
 @pytest.mark.parametrize("error", [ValueError("out of memory"), KeyboardInterrupt(), SystemExit(3)])
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_the_loop_raises_goes_on_and_the_step_is_kept(
@@ -59,8 +32,7 @@ def test_what_the_loop_raises_goes_on_and_the_step_is_kept(
 ) -> None:
     """It is the same object, also where the tool fails too and settings are strict."""
     config = configured(tmp_path, strict=strict, tool=FAILS_AT_STOP)
-    profiling = ProfilingCallback(config)
-    profiling.add_workers("actor", local_worker(config))
+    profiling = following(config)
     with pytest.raises(type(error)) as caught:
         leave(profiling, error=error)
     assert caught.value is error
@@ -82,8 +54,7 @@ def test_the_loops_own_error_is_seen_when_nothing_can_be_written(tmp_path: Path,
     config = configured(tmp_path, strict=True)
     worker = Disconnected()
     worker.set_up(config)
-    profiling = ProfilingCallback(config)
-    profiling.add_workers("actor", worker)
+    profiling = following(config, worker)
     with pytest.raises(ValueError, match="mine"):
         leave(profiling, error=ValueError("mine"))
     assert not Path(config.save_path).exists()
@@ -106,8 +77,7 @@ def test_a_callback_is_entered_once_at_a_time(tmp_path: Path, session: Session, 
 def test_a_callback_may_be_entered_again(tmp_path: Path, session: Session) -> None:
     """A second phase of training, also after one that raised."""
     config = configured(tmp_path, schedule={"every": 1})
-    profiling = ProfilingCallback(config)
-    profiling.add_workers("actor", local_worker(config))
+    profiling = following(config)
     with pytest.raises(ValueError, match="first phase"):
         leave(profiling, 1, ValueError("first phase"))
     with profiling as again:
@@ -120,8 +90,7 @@ def test_a_callback_may_be_entered_again(tmp_path: Path, session: Session) -> No
 async def test_a_block_that_cannot_be_entered_is_not_left_half_open(tmp_path: Path, session: Session) -> None:
     """The blocking callback is refused inside of an event loop, and works outside of it afterwards."""
     config = configured(tmp_path)
-    profiling = ProfilingCallback(config)
-    profiling.add_workers("actor", local_worker(config))
+    profiling = following(config)
     with pytest.raises(CaptureStateError, match="use AsyncProfilingCallback"), profiling:
         pytest.fail("entered")
 
@@ -147,16 +116,6 @@ async def test_a_coroutine_ends_training_on_leaving(tmp_path: Path, session: Ses
             worker.work(["update_actor"] * 20)
             await profiling.on_step_end()
         assert [artifact.status for artifact in manifest(config, step).workers[0].artifacts] == ["ok"]
-
-
-async def test_strict_settings_raise_where_a_coroutine_did_not(tmp_path: Path, session: Session) -> None:
-    """What fails in the last step, which the block's end closes, ends training."""
-    config = configured(tmp_path, strict=True, tool=FAILS_AT_STOP)
-    profiling = AsyncProfilingCallback(config)
-    profiling.add_workers("actor", local_worker(config))
-    with pytest.raises(ProfilingError, match="actor_rank0 failed"):
-        async with profiling:
-            await profiling.on_step_begin(2)
 
 
 async def test_a_task_that_is_cancelled_keeps_its_step(tmp_path: Path, session: Session) -> None:

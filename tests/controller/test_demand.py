@@ -23,12 +23,15 @@ from fleet import TrainWorker, wait_for_begun
 
 from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingConfig
 from verl_profiling.capture.session import Session
-from verl_profiling.capture_request import Aim, Demand
+from verl_profiling.capture_request import Aim, Demand, Trigger
 from verl_profiling.cli import main
 from verl_profiling.commands.trigger import Answer, find_job
+from verl_profiling.controller.anomalies import Anomalies
+from verl_profiling.controller.requests import Decision
 from verl_profiling.controller.step_folder import StepFolders
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.run_files import read_manifest
+from verl_profiling.settings.schedule import StepRange
 from verl_profiling.workers import RequestLog, RolloutCaptureMixin
 
 
@@ -134,52 +137,37 @@ def test_the_next_step_is_captured_and_the_answer_says_so(job: Job) -> None:
     assert "@" in trigger.by
 
 
-def test_several_steps_are_one_folder_each(job: Job) -> None:
-    """One after another from the step that is named."""
+@pytest.mark.parametrize("continuous", [False, True])
+def test_several_steps_are_captured_as_the_schedule_has_them(
+    tmp_path: Path, session: Session, continuous: bool
+) -> None:
+    """One after another from the step that is named: a folder each, or one for all."""
+    job = Job(configured(tmp_path, schedule={"steps": [], "continuous": continuous}))
     answer = job.ask(steps=2, at=3)
     job.step(3)
-    assert (answer().state, answer().folders) == ("accepted", ["step_000003"])
+    assert answer().state == "accepted"
     job.step(3)
-    assert (answer().state, job.captured()) == ("done", [3, 4])
-
-
-def test_continuous_steps_are_one_folder(tmp_path: Path, session: Session) -> None:
-    """As of the schedule."""
-    job = Job(configured(tmp_path, schedule={"steps": [], "continuous": True}))
-    answer = job.ask(steps=3)
-    job.step(4)
     job.callback.on_train_end()
-    assert (job.captured(), answer().state) == ([1], "done")
-    assert read_manifest(job.run / "step_000001").steps == [1, 2, 3]
-
-
-def test_an_aim_holds_for_what_was_asked_alone(job: Job) -> None:
-    """The next capture is as the settings say."""
-    job.ask(Aim(mode="discrete"))
-    job.step()
-    job.ask()
-    job.step()
-    modes = [read_manifest(job.run / f"step_{step:06d}").workers[0].mode for step in (1, 2)]
-    assert modes == ["discrete", "e2e"]
+    assert (answer().state, job.captured()) == ("done", [3] if continuous else [3, 4])
+    assert read_manifest(job.run / "step_000003").steps == ([3, 4] if continuous else [3])
 
 
 @pytest.mark.parametrize(
-    ("aim", "more", "reason"),
+    ("aim", "reason"),
     [
-        (Aim(roles=("actr",)), {}, "did you mean 'actor'"),
-        (Aim(tools=("tensor",)), {}, "unknown tool"),
-        (Aim(tools=("os:system",)), {}, "unknown tool 'os:system'"),
-        (Aim(tools=("torch", "nsys")), {}, "cannot record together"),
-        (Aim(ranks=(7,)), {}, "nobody has 7; there are 0 to 0"),
-        (Aim(replicas=(1,)), {}, "nobody has 1; there are none"),
-        (Aim(stages=("a",), mode="e2e"), {}, "discrete mode"),
+        (Aim(roles=("actr",)), "did you mean 'actor'"),
+        (Aim(tools=("os:system",)), "unknown tool 'os:system'"),
+        (Aim(tools=("torch", "nsys")), "cannot record together"),
+        (Aim(ranks=(7,)), "nobody has 7; there are 0 to 0"),
+        (Aim(replicas=(1,)), "nobody has 1; there are none"),
+        (Aim(stages=("a",), mode="e2e"), "discrete mode"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_its_reason(
-    job: Job, caplog: pytest.LogCaptureFixture, aim: Aim, more: dict[str, Any], reason: str
+    job: Job, caplog: pytest.LogCaptureFixture, aim: Aim, reason: str
 ) -> None:
     """At the next step's begin; the loop goes on, and says it once."""
-    answer = job.ask(aim, **more)
+    answer = job.ask(aim)
     job.step(2)
     assert answer().state == "refused"
     assert reason in answer().reason
@@ -187,27 +175,23 @@ def test_what_cannot_be_had_is_refused_with_its_reason(
     assert len([message for message in caplog.messages if "is refused" in message]) == 1
 
 
-def test_a_step_that_is_over_is_refused(job: Job) -> None:
-    """Whether it was when the request came, or was left out."""
-    answer = job.ask(at=2)
+def test_a_step_that_is_over_or_never_comes_is_refused(job: Job) -> None:
+    """Whether it was when the request came, was left out, or lies behind the end of training."""
+    left_out = job.ask(at=2)
     job.step()
     job.at = 4
     job.step()
-    assert "step 2 never came" in answer().reason
+    assert "step 2 never came" in left_out().reason
     later, early = job.ask(), job.ask(at=1)
     job.step()
     assert later().state == "done"
     assert early().reason == "step 1 is too early: step 6 is the next that can be captured"
-
-
-def test_a_step_that_never_comes_is_refused_when_training_ends(job: Job) -> None:
-    """And a request that nobody took."""
-    answers = [job.ask(at=100), job.ask(steps=5)]
+    far, many = job.ask(at=100), job.ask(steps=5)
     job.step(2)
     late = job.ask()
     job.callback.on_train_end()
-    assert [answer().reason for answer in (*answers, late)] == ["training ended after step 2"] * 3
-    assert answers[1]().folders == ["step_000001", "step_000002"]
+    assert [answer().reason for answer in (far, many, late)] == ["training ended after step 8"] * 3
+    assert many().folders == ["step_000007", "step_000008"]
 
 
 def test_requests_get_one_step_after_another(job: Job) -> None:
@@ -245,35 +229,85 @@ def test_a_schedule_of_every_step_starves_nobody(tmp_path: Path, session: Sessio
     assert (answer().state, answer().folders) == ("done", ["step_000001", "step_000002"])
 
 
-def test_what_cannot_be_written_is_refused(tmp_path: Path, session: Session) -> None:
-    """The capture is lost, and who asked is told."""
-    job = Job(configured(tmp_path))
+def test_a_person_comes_before_the_watch_which_waits(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One capture a step: the watch gets the next one."""
+    due = [Decision(StepRange(3, 3), Trigger(kind="anomaly", reason="it is slow"), Aim(mode="discrete"))]
+    monkeypatch.setattr(Anomalies, "asks", lambda _, step, scheduled: due.pop() if step > 1 and due else None)
+    job = Job(configured(tmp_path, watch={"enable": True, "trigger": {}}))
+    job.ask(at=2)
+    job.step(3)
+    job.callback.on_train_end()
+    found = [read_manifest(job.run / f"step_{step:06d}") for step in (2, 3)]
+    assert [one.trigger.kind for one in found] == ["demand", "anomaly"]
+    assert [one.workers[0].mode for one in found] == ["e2e", "discrete"]
+
+
+def test_a_capture_that_goes_on_is_not_interrupted(tmp_path: Path, session: Session) -> None:
+    """Who names a step inside of it is refused; a warm-up, which would be discarded, gives way."""
+    job = Job(configured(tmp_path, schedule={"steps": [1, 2, 3], "continuous": True}))
+    answer = job.ask(at=2)
+    job.step(4)
+    job.callback.on_train_end()
+    assert "was part of another capture" in answer().reason
+    assert read_manifest(job.run / "step_000001").steps == [1, 2, 3]
+    warm = {"warmup": 1, "wait": 0, "active": 1, "repeat": 1}
+    job = Job(configured(tmp_path, save_path=str(tmp_path / "warm"), schedule=warm))
+    job.ask(at=1)
+    job.step(2)
+    job.callback.on_train_end()
+    assert job.captured() == [1, 2]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_worker_that_cannot_is_named_and_the_loop_goes_on(
+    tmp_path: Path, session: Session, strict: bool
+) -> None:
+    """Also with strict settings: nobody planned this capture."""
+    job = Job(configured(tmp_path, strict=strict))
+    answer = job.ask(Aim(tools=("nsys",)))
+    job.step(2)
+    job.callback.on_train_end()
+    [worker] = read_manifest(job.run / "step_000001").workers
+    assert worker.reason.startswith("asked for tools=nsys, which this process cannot: ")
+    assert [one.status for one in (worker, *answer().workers)] == ["skipped", "skipped"]
+
+
+def test_an_exception_in_the_step_is_part_of_the_answer(job: Job) -> None:
+    """What was recorded is kept, and is not complete."""
     answer = job.ask()
     job.callback.on_step_begin(1)
-    folder = job.run / "step_000001"
-    wait_for_begun(folder)
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
-    folder.write_text("")
-    job.callback.on_step_end()
-    assert (answer().state, "could not be written" in answer().reason) == ("refused", True)
-    job.callback.on_train_end()
+    job.callback.on_exception(ValueError("no memory"))
+    assert (answer().state, answer().complete) == ("done", False)
 
 
 def _no_space(*given: object, **others: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_capture_that_cannot_begin_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its folder cannot be made: who asked does not wait for the end of training."""
+@pytest.mark.parametrize("at", ["begin", "end", "limit"])
+def test_what_cannot_be_written_is_refused(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """The capture is lost, and who asked is told at once; the loop goes on."""
+    job = Job(configured(tmp_path, limits={"min_free_bytes": "1000000TB"} if at == "limit" else {}))
     answer = job.ask()
     with monkeypatch.context() as full:
-        full.setattr(Path, "mkdir", _no_space)
+        if at == "begin":
+            full.setattr(Path, "mkdir", _no_space)
+        elif at == "end":
+            full.setattr(StepFolders, "write", _no_space)
         job.step()
-    assert (answer().state, "could not begin: [Errno 28]" in answer().reason) == ("refused", True)
+    reason = {
+        "begin": "could not begin: [Errno 28]",
+        "end": "could not be written",
+        "limit": "min_free_bytes",
+    }
+    assert (answer().state, reason[at] in answer().reason) == ("refused", True)
     job.step()
-    assert job.captured() == []
+    job.callback.on_train_end()
+    assert job.captured() == ([1] if at == "end" else [])
 
 
 def test_training_ends_also_where_its_last_capture_cannot_be_written(
@@ -293,23 +327,6 @@ def test_training_ends_also_where_its_last_capture_cannot_be_written(
     assert len((job.run / "watch.jsonl").read_text().splitlines()) == 2, "a line a step"
 
 
-def test_no_room_is_said_to_who_asked(tmp_path: Path, session: Session) -> None:
-    """As it is logged for the schedule."""
-    job = Job(configured(tmp_path, limits={"min_free_bytes": "1000000TB"}))
-    answer = job.ask()
-    job.step()
-    job.callback.on_train_end()
-    assert (answer().state, "min_free_bytes" in answer().reason) == ("refused", True)
-
-
-def test_an_exception_in_the_step_is_part_of_the_answer(job: Job) -> None:
-    """What was recorded is kept, and is not complete."""
-    answer = job.ask()
-    job.callback.on_step_begin(1)
-    job.callback.on_exception(ValueError("no memory"))
-    assert (answer().state, answer().complete) == ("done", False)
-
-
 def test_many_ask_at_once(job: Job) -> None:
     """From threads, while the loop runs: each has one answer."""
     answers: list[Callable[[], Answer]] = []
@@ -325,39 +342,35 @@ def test_many_ask_at_once(job: Job) -> None:
 # The loop's process
 
 
-def test_a_signal_captures_the_next_step(job: Job) -> None:
-    """And no other; the manifest says that it was one."""
+def test_a_signal_captures_the_next_step(tmp_path: Path, session: Session) -> None:
+    """And no other; the manifest says that it was one. The folder of requests may be gone by then."""
+    job = Job(configured(tmp_path))
+    assert signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL
+    job.step()
+    (job.run / "requests").rename(job.run / "moved")
     job.step()
     os.kill(os.getpid(), signal.SIGUSR2)
     job.step(2)
-    assert job.captured() == [2]
-    assert read_manifest(job.run / "step_000002").trigger.by == "SIGUSR2"
-
-
-def test_a_handler_of_the_user_stays(tmp_path: Path, session: Session) -> None:
-    """And ours is gone when training has ended, or was never there without the watch."""
+    assert job.captured() == [3]
+    assert read_manifest(job.run / "step_000003").trigger.by == "SIGUSR2"
+    job.callback.on_train_end()
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
-    signal.signal(signal.SIGUSR2, mine := lambda *_: None)
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_handler_of_the_user_stays(tmp_path: Path, session: Session, watched: bool) -> None:
+    """And none is set without the watch, which would listen; nor is there a folder then."""
+    mine: Any = (lambda *_: None) if watched else signal.SIG_DFL
+    signal.signal(signal.SIGUSR2, mine)
     try:
-        job = Job(configured(tmp_path))
+        job = Job(configured(tmp_path, watch={"enable": watched}, schedule={"steps": [] if watched else [9]}))
+        job.step()
         assert signal.getsignal(signal.SIGUSR2) is mine
         job.callback.on_train_end()
         assert signal.getsignal(signal.SIGUSR2) is mine
+        assert job.run.exists() == watched
     finally:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-    job = Job(configured(tmp_path))
-    assert signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL
-    job.callback.on_train_end()
-    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
-
-
-def test_without_the_watch_nobody_listens(tmp_path: Path, session: Session) -> None:
-    """No folder, no handler."""
-    job = Job(configured(tmp_path, watch={}, schedule={"steps": [9]}))
-    job.step()
-    job.callback.on_train_end()
-    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
-    assert not job.run.exists()
 
 
 async def test_a_loop_that_is_a_coroutine_answers_with_the_policy_version(
@@ -439,16 +452,14 @@ def test_what_is_no_request_is_refused(job: Job, caplog: pytest.LogCaptureFixtur
 
 
 def test_links_pipes_and_folders_are_not_opened(job: Job, tmp_path: Path) -> None:
-    """A link to a good request neither; nothing waits for a pipe."""
+    """A link to a good request neither; a pipe would be waited for without an end."""
     requests = job.run / "requests"
     good = tmp_path / "0123456789ab.json"
     good.write_text('{"id":"0123456789ab"}')
     (requests / good.name).symlink_to(good)
     os.mkfifo(requests / "pipe.json")
     (requests / "folder.json").mkdir()
-    begin = time.monotonic()
     job.step(2)
-    assert time.monotonic() - begin < 10, "a pipe would be waited for without an end"
     assert (job.captured(), good.exists()) == ([], True)
     answer = job.ask()
     job.step()
@@ -501,31 +512,23 @@ def test_a_job_is_alive_then_ended(job: Job, capsys: pytest.CaptureFixture[str])
     assert "no job runs here: training ended after step 2" in capsys.readouterr().err
 
 
-def test_the_answer_names_a_worker_that_could_not(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    """With its reason; and the exit code says so."""
-    with job.stepping_once_asked():
-        assert main(["trigger", str(job.run), "--tool", "nsys", "--wait", "20"]) == 1
-    *_, done, reason = capsys.readouterr().out.splitlines()
-    assert done.endswith("policy version 11; actor_rank0 skipped")
-    assert reason.startswith("  actor_rank0: asked for tools=nsys, which this process cannot: ")
-
-
-def test_a_rank_that_no_engine_has_is_nothing_recorded(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    """The loop does not know how many it has; the answer and the exit code say that nobody recorded."""
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--tool", "nsys"], "actor_rank0: asked for tools=nsys, which this process cannot: "),
+        (["--roles", "rollout", "--ranks", "7"], "no worker recorded"),
+    ],
+)
+def test_who_could_not_record_is_in_the_answer(
+    job: Job, capsys: pytest.CaptureFixture[str], asked: list[str], said: str
+) -> None:
+    """With the reason; and the exit code says so."""
     server = RolloutCaptureMixin()
     server.init_capture(settings(tool="spans"), requests=RequestLog())
     job.callback.add_rollout([server])
     with job.stepping_once_asked():
-        asked = ["trigger", str(job.run), "--roles", "rollout", "--ranks", "7", "--wait", "20"]
-        assert main(asked) == 1
-    assert "no worker recorded" in capsys.readouterr().out
-
-
-def test_no_job_was_ever_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder without one, and none at all."""
-    assert main(["trigger", str(tmp_path)]) == 2
-    assert "needs watch.enable=true" in capsys.readouterr().err
-    assert main(["trigger", str(tmp_path / "none")]) == 2
+        assert main(["trigger", str(job.run), *asked, "--wait", "20"]) == 1
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -545,6 +548,13 @@ def test_what_is_known_to_be_wrong_is_said_at_once(
     assert main(["trigger", str(job.run), *options]) == 2
     assert said in capsys.readouterr().err
     assert not list(job.run.glob("requests/*.json"))
+
+
+def test_no_job_was_ever_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder without one, and none at all."""
+    assert main(["trigger", str(tmp_path)]) == 2
+    assert "needs watch.enable=true" in capsys.readouterr().err
+    assert main(["trigger", str(tmp_path / "none")]) == 2
 
 
 LOOP = """

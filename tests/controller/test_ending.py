@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import ray
 from conftest import ROOT, Pool
-from test_callback import configured, local_worker, manifest, set_up
+from fleet import once_all_hang
+from test_callback import configured, following, manifest, set_up
 
-from verl_profiling import ProfilingCallback
 from verl_profiling.capture.session import Session
 from verl_profiling.controller.open_capture import OpenCapture
 from verl_profiling.manifest import Manifest
@@ -148,8 +148,7 @@ def test_a_handler_is_there_while_a_capture_is_open_and_no_longer(
 ) -> None:
     """And none that is the user's own is touched."""
     config = configured(tmp_path, schedule={"steps": [1, 2]})
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     callback.on_step_begin(1)
     assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
@@ -175,22 +174,25 @@ def test_a_hook_that_is_interrupted_leaves_no_worker_recording(tmp_path: Path, p
     switches.mkdir()
     set_up(config, pool.sync[:2])
     ray.get(pool.sync[1].set_up.remote(config, "actor", 1, switches=switches))
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", pool.sync[:2])
+    callback = following(config, pool.sync[:2])
 
     def interrupt(number: int, frame: object) -> None:
         (switches / hook).unlink()
         raise _InterruptedError
+
+    def alarm() -> None:
+        os.kill(os.getpid(), signal.SIGALRM)
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         if hook == "stop":
             callback.on_step_begin(2)
         (switches / hook).touch()
-        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        waiting = once_all_hang(switches, hook, 1, alarm)
         with pytest.raises(_InterruptedError) as raised:
             callback.on_step_begin(2) if hook == "start" else callback.on_step_end()
     finally:
+        waiting.join()
         signal.signal(signal.SIGALRM, before)
     callback.on_exception(raised.value)
     for actor in pool.sync[:2]:
@@ -210,8 +212,7 @@ def test_a_hook_that_fails_leaves_no_worker_recording(
 ) -> None:
     """Whatever of ours raises, in whatever hook, and again when the capture is closed."""
     config = configured(tmp_path, schedule={"steps": [1, 2]})
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
 
     def fail(*arguments: object, **keywords: object) -> None:
         raise RuntimeError("a bug of ours")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from conftest import Pool
 from example_loops import spans
 from fault_tools import FAULTY
 from fleet import AsyncWorker, Reborn, TrainWorker
-from test_callback import configured, local_worker, manifest, run, set_up
+from test_callback import configured, following, local_worker, manifest, run, set_up
 
-from verl_profiling import ProfilingCallback, ProfilingError
+from verl_profiling import ProfilingError
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.manifest import Artifact
@@ -40,12 +41,6 @@ def switches(tmp_path: Path) -> Path:
     return folder
 
 
-def answered(actor: Any) -> None:
-    """Wait until the actor has done its calls, and until this process has heard of it."""
-    ray.get(actor.work.remote())
-    time.sleep(1)
-
-
 @pytest.fixture
 def mortal(ray_cluster: None) -> Iterator[Any]:
     """An actor that a test may kill."""
@@ -59,9 +54,7 @@ def test_a_step_that_raises_keeps_what_was_recorded_and_the_next_one_works(
 ) -> None:
     """``on_exception`` closes the capture, marked as incomplete; training may go on."""
     config = configured(tmp_path, tool="torch", schedule={"steps": [1, 2]})
-    worker = local_worker(config)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", worker)
+    callback = following(config, worker := local_worker(config))
     callback.on_train_begin()
     callback.on_step_begin(1)
     callback.on_rollout_begin()
@@ -85,9 +78,7 @@ def test_a_step_that_raises_keeps_what_was_recorded_and_the_next_one_works(
 def test_a_step_that_begins_while_another_is_open_closes_it(tmp_path: Path, session: Session) -> None:
     """A loop that skipped ``on_step_end`` loses neither step."""
     config = configured(tmp_path, schedule={"steps": [1, 2]})
-    worker = local_worker(config)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", worker)
+    callback = following(config, worker := local_worker(config))
     callback.on_step_begin(1)
     worker.work(["first"])
     callback.on_step_begin(2)
@@ -99,27 +90,11 @@ def test_a_step_that_begins_while_another_is_open_closes_it(tmp_path: Path, sess
     assert [span.name for span in manifest(config, 2).workers[0].stages] == ["second"]
 
 
-def test_training_that_ends_inside_a_capture_keeps_it(tmp_path: Path, session: Session) -> None:
-    """``on_train_end`` closes an open capture."""
-    config = configured(tmp_path, tool="torch", schedule={"steps": [1, 2, 3], "continuous": True})
-    worker = local_worker(config)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", worker)
-    callback.on_step_begin(1)
-    worker.work()
-    callback.on_step_end()
-    callback.on_train_end()
-    written = manifest(config, 1)
-    assert (written.complete, written.steps) == (False, [1])
-    assert [artifact.status for artifact in written.workers[0].artifacts] == ["ok"]
-
-
 def test_a_dead_actor_is_a_failed_entry(tmp_path: Path, pool: Pool, mortal: Any) -> None:
     """It is named with the reason; the other rank's data are whole, and so is the next step."""
     config = configured(tmp_path, tool="torch", schedule={"steps": [1, 2]})
     set_up(config, [pool.sync[0], mortal])
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", [pool.sync[0], mortal])
+    callback = following(config, [pool.sync[0], mortal])
     callback.on_train_begin()
     callback.on_step_begin(1)
     ray.get([pool.sync[0].work.remote(), mortal.work.remote()])
@@ -148,8 +123,7 @@ def test_a_restarted_actor_is_not_taken_for_the_one_that_recorded(
     worker = ray.remote(num_cpus=0, max_restarts=1)(Reborn).remote(config)
     try:
         ray.get(worker.__ray_ready__.remote())
-        callback = ProfilingCallback(config)
-        callback.add_workers("actor", [worker])
+        callback = following(config, [worker])
         with callback:
             callback.on_step_begin(1)
             ray.get(worker.work.remote())
@@ -184,19 +158,14 @@ def test_an_actor_that_was_made_anew_is_added_again(tmp_path: Path, ray_cluster:
         ray.get(actor.__ray_ready__.remote())
         return actor
 
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", [worker := made()])
-    try:
-        with callback:
-            callback.on_step_begin(1)
-            ray.kill(worker)
-            callback.add_workers("actor", [worker := made()])
-            callback.on_step_end()
-            callback.on_step_begin(2)
-            ray.get(worker.work.remote())
-            callback.on_step_end()
-    finally:
+    with following(config, worker := made()) as callback:
+        callback.on_step_begin(1)
         ray.kill(worker)
+        callback.add_workers("actor", [worker := made()])
+        callback.on_step_end()
+        callback.on_step_begin(2)
+        callback.on_step_end()
+    ray.kill(worker)
     [dead], [new] = (manifest(config, step).workers for step in (1, 2))
     assert (dead.name, dead.status, new.name, new.status) == ("actor_rank0", "failed", "actor_rank0", "ok")
     assert "ActorDiedError" in dead.reason
@@ -214,13 +183,12 @@ def test_what_a_worker_wrote_before_it_was_killed_is_kept(
     plan.write_text(json.dumps({"/".join(filter(None, ("2/actor_rank0", doomed))): "killed while writing"}))
     config = configured(tmp_path, mode=mode, tool=FAULTY, tools={FAULTY: {"plan": str(plan)}})
     worker = ray.remote(num_cpus=0)(Reborn).remote(config)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", worker)
+    callback = following(config, worker)
     with callback:
         callback.on_step_begin(2)
         for name in stages:
             try:
-                ray.get(worker.work.remote([name]))
+                ray.get(worker.pass_stages.remote([name]))
             except ray.exceptions.RayActorError:
                 assert name == doomed
         callback.on_step_end()
@@ -236,108 +204,95 @@ def test_what_a_worker_wrote_before_it_was_killed_is_kept(
         part.unlink()
 
 
+def until_both_record(config: ProfilingConfig, step: Callable[[], int]) -> None:
+    """Run captured steps until both ranks are in one: the answer of one that hung is on its way."""
+    deadline = time.monotonic() + 60
+    while [worker.status for worker in manifest(config, step()).workers] != ["ok", "ok"]:
+        assert time.monotonic() < deadline
+
+
 def test_a_hung_actor_is_a_failed_entry_until_it_answers_again(
     tmp_path: Path, pool: Pool, switches: Path
 ) -> None:
-    """Steps go on without it, without waiting for it again; once it answers, it is captured again."""
-    config = configured(
-        tmp_path, tool="torch", schedule={"steps": [1, 2, 3]}, timeouts={"start_s": 20, "stop_s": 1}
-    )
-    set_up(config, pool.sync[:2])
+    """Steps go on without it, and do not wait for it again; what it recorded is taken in when it answers."""
+    timeouts = {"start_s": 20, "stop_s": 2, "finish_s": 20}
+    config = configured(tmp_path, tool="torch", schedule={"every": 1}, timeouts=timeouts)
+    callback = following(config, set_up(config, pool.sync[:2]))
     ray.get(pool.sync[1].set_up.remote(config, "actor", 1, switches=switches))
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", pool.sync[:2])
-    callback.on_train_begin()
-    callback.on_step_begin(1)
-    ray.get([actor.work.remote() for actor in pool.sync[:2]])
-    (switches / "stop").touch()
-    begin = time.monotonic()
-    callback.on_step_end()
-    assert 1 <= time.monotonic() - begin < 10
-    begin = time.monotonic()
-    callback.on_step_begin(2)
-    ray.get(pool.sync[0].work.remote())
-    callback.on_step_end()
-    assert time.monotonic() - begin < 10, "neither for its start, up to 20 s"
-    (switches / "stop").unlink()
-    answered(pool.sync[1])
-    callback.on_step_begin(3)
-    ray.get([actor.work.remote() for actor in pool.sync[:2]])
-    callback.on_step_end()
-    callback.on_train_end()
-    late, not_started = (manifest(config, step).workers[1] for step in (1, 2))
-    assert (late.status, [artifact.status for artifact in late.artifacts]) == ("ok", ["ok"])
-    assert not_started.status == "failed"
-    assert "start_capture was not waited for" in not_started.reason
-    for step in (1, 2):
-        fine = manifest(config, step).workers[0]
-        assert (fine.status, [artifact.status for artifact in fine.artifacts]) == ("ok", ["ok"])
-    assert [worker.status for worker in manifest(config, 3).workers] == ["ok", "ok"]
+    numbers = itertools.count(1)
+
+    def run_step(work: list[Any]) -> int:
+        begin, step = time.monotonic(), next(numbers)
+        callback.on_step_begin(step)
+        ray.get([actor.work.remote() for actor in work])
+        if step == 1:
+            (switches / "stop").touch()
+        callback.on_step_end()
+        assert time.monotonic() - begin < 15, "its start, up to 20 s, is not waited for"
+        return step
+
+    with callback:
+        for said in ("did not return within 2 s", "start_capture was not waited for"):
+            hung = manifest(config, run_step(pool.sync[: 2 if "within" in said else 1])).workers[1]
+            assert (hung.status, said in hung.reason) == ("failed", True)
+        (switches / "stop").unlink()
+        until_both_record(config, lambda: run_step(pool.sync[:2]))
+    for step, fates in ((1, ["ok", "ok"]), (2, ["ok", "failed"])):
+        workers = manifest(config, step).workers
+        assert [worker.status for worker in workers] == fates
+        assert {artifact.status for artifact in workers[0].artifacts} == {"ok"}
+    [late] = manifest(config, 1).workers[1].artifacts
+    assert spans(Path(config.save_path) / "step_000001" / late.path, "aten::addmm")
+    assert check(Path(config.save_path) / "step_000001").ok
 
 
 def test_an_actor_that_hangs_at_the_start_does_not_hold_up_the_others(
     tmp_path: Path, pool: Pool, switches: Path
 ) -> None:
     """The step begins after the timeout; the late worker is stopped as soon as it answers."""
-    config = configured(tmp_path, schedule={"steps": [1, 2]}, timeouts={"start_s": 3, "stop_s": 10})
-    set_up(config, pool.sync[:1])
+    timeouts = {"start_s": 2, "stop_s": 10}
+    config = configured(tmp_path, schedule={"every": 1}, timeouts=timeouts)
+    callback = following(config, set_up(config, pool.sync[:2]))
     ray.get(pool.sync[1].set_up.remote(config, "actor", 1, switches=switches))
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", pool.sync[:2])
-    (switches / "start").touch()
-    callback.on_step_begin(1)
-    callback.on_step_end()
-    (switches / "start").unlink()
-    answered(pool.sync[1])
-    callback.on_step_begin(2)
-    callback.on_step_end()
-    callback.on_train_end()
+    numbers = itertools.count(1)
+
+    def run_step() -> int:
+        step = next(numbers)
+        callback.on_step_begin(step)
+        callback.on_step_end()
+        return step
+
+    with callback:
+        (switches / "start").touch()
+        run_step()
+        (switches / "start").unlink()
+        until_both_record(config, run_step)
     fine, hung = manifest(config, 1).workers
     assert (fine.status, hung.status) == ("ok", "failed")
-    assert "start_capture did not return within 3 s; is the worker hung or busy?" in hung.reason
-    assert [worker.status for worker in manifest(config, 2).workers] == ["ok", "ok"]
+    assert "start_capture did not return within 2 s; is the worker hung or busy?" in hung.reason
 
 
-@pytest.mark.parametrize(
-    ("mode", "answers"),
-    [("e2e", "by the next captured step"), ("discrete", "after the last step"), ("e2e", "never")],
-)
-def test_a_recording_that_is_stopped_late_is_taken_up(
-    tmp_path: Path, pool: Pool, switches: Path, caplog: Any, mode: str, answers: str
+@pytest.mark.parametrize(("mode", "answers"), [("discrete", True), ("e2e", False)])
+def test_a_recording_that_is_stopped_after_the_last_step_is_waited_for(
+    tmp_path: Path, pool: Pool, switches: Path, mode: str, answers: bool
 ) -> None:
-    """The manifest says failed until the worker answers; then it is ok, with the delay, and check agrees."""
-    timeouts = {"start_s": 20, "stop_s": 0.5, "finish_s": 1 if answers == "never" else 20}
-    config = configured(tmp_path, tool="torch", mode=mode, schedule={"steps": [1, 2]}, timeouts=timeouts)
+    """Until the timeouts have passed: the manifest says failed until the worker answers, and check agrees."""
+    timeouts = {"start_s": 20 if answers else 2, "stop_s": 0.5, "finish_s": 20 if answers else 0.5}
+    config = configured(tmp_path, tool="torch", mode=mode, timeouts=timeouts)
     ray.get(pool.sync[0].set_up.remote(config, switches=switches))
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", pool.sync[0])
-    with callback:
-        callback.on_step_begin(1)
+    with following(config, pool.sync[0]) as callback:
+        callback.on_step_begin(2)
         ray.get(pool.sync[0].work.remote())
         (switches / "stop").touch()
         callback.on_step_end()
-        [before] = manifest(config, 1).workers
+        [before] = manifest(config).workers
         assert (before.status, "did not return within 0.5 s" in before.reason) == ("failed", True)
-        if answers == "by the next captured step":
-            (switches / "stop").unlink()
-            answered(pool.sync[0])
-            callback.on_step_begin(2)
-            callback.on_step_end()
-            assert manifest(config, 1).workers[0].status == "ok"
-        elif answers == "after the last step":
-            threading.Timer(1, (switches / "stop").unlink).start()
-    [after] = manifest(config, 1).workers
-    if answers == "never":
-        assert after == before
-        (switches / "stop").unlink()
-        answered(pool.sync[0])
-        return
-    [artifact] = after.artifacts
-    assert (after.status, artifact.status, artifact.step) == ("ok", "ok", 1)
-    assert [span.name for span in after.stages] == ["update_actor"]
-    folder = Path(config.save_path) / "step_000001"
-    assert spans(folder / artifact.path, "aten::addmm")
-    assert check(folder).ok
+        if answers:
+            threading.Timer(0.5, (switches / "stop").unlink).start()
+    assert manifest(config).workers[0].status == ("ok" if answers else "failed")
+    assert check(Path(config.save_path) / "step_000002").ok == answers
+    (switches / "stop").unlink(missing_ok=True)
+    ray.get(pool.sync[0].counts.remote())
 
 
 @pytest.mark.parametrize("where", ["FailsAtStart", "FailsAtStop"])
@@ -346,8 +301,7 @@ def test_a_tool_that_fails_on_one_rank_costs_only_that_rank(tmp_path: Path, pool
     config = configured(tmp_path, roles={"critic": {"tool": f"{FLAWED}:{where}"}, "actor": {"tool": "torch"}})
     set_up(config, pool.sync[:2])
     set_up(config, pool.sync[2:], "critic")
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", pool.sync[:2])
+    callback = following(config, pool.sync[:2])
     callback.add_workers("critic", pool.sync[2:])
     run(callback, lambda step: ray.get([actor.work.remote() for actor in pool.sync]))
     actor0, actor1, critic = manifest(config).workers
@@ -360,8 +314,7 @@ def test_a_tool_that_fails_on_one_rank_costs_only_that_rank(tmp_path: Path, pool
 def test_strict_settings_raise_what_others_only_report(tmp_path: Path, session: Session) -> None:
     """``strict: true`` ends the training; the folder is written all the same."""
     config = configured(tmp_path, strict=True, tool=f"{FLAWED}:FailsAtStop")
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
     with pytest.raises(ProfilingError, match="step 2: actor_rank0 failed: stop raised OSError: device lost"):
         run(callback, lambda step: None)
     assert manifest(config).workers[0].status == "failed"
@@ -375,9 +328,7 @@ def test_a_save_path_that_cannot_be_written_does_not_stop_training(
     """It is logged for every step that is lost; strict settings raise."""
     (tmp_path / "file").touch()
     config = configured(tmp_path, save_path=str(tmp_path / "file" / "run"), strict=strict)
-    worker = local_worker(config)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", worker)
+    callback = following(config, worker := local_worker(config))
     if strict:
         with pytest.raises(OSError, match="file"):
             run(callback, lambda step: None)
@@ -394,9 +345,7 @@ def test_a_folder_that_disappears_during_the_step_is_reported(tmp_path: Path, se
     import shutil
 
     config = configured(tmp_path, tool="torch", schedule={"steps": [1, 2]})
-    worker = local_worker(config)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", worker)
+    callback = following(config, worker := local_worker(config))
 
     def work(step: int) -> None:
         worker.work()
@@ -479,8 +428,7 @@ def test_a_step_whose_folder_cannot_be_made_is_said_everywhere(
             run_folder.unlink()
             aside.rename(run_folder)
 
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
     with callback:
         for step in (1, 2, 3):
             if step == 2:
@@ -495,27 +443,6 @@ def test_a_step_whose_folder_cannot_be_made_is_said_everywhere(
     assert main(["check", str(run_folder)]) == 1
     assert re.search(rf"missing +run.json +step 2 was not captured: .*{why}", capsys.readouterr().out)
     assert [manifest(config, step).workers[0].status for step in (1, 3)] == ["ok", "ok"]
-
-
-def test_the_only_step_that_could_not_be_captured_is_a_finding(
-    tmp_path: Path, session: Session, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of a run that has no step folder; the watch had claimed its folder before."""
-    config = configured(tmp_path, watch={"enable": True})
-    run_folder, aside = Path(config.save_path), tmp_path / "aside"
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
-    with callback:
-        for step in (1, 2):
-            if step == 2:
-                run_folder.rename(aside)
-                run_folder.touch()
-            callback.on_step_begin(step)
-            callback.on_step_end()
-        run_folder.unlink()
-        aside.rename(run_folder)
-    assert main(["check", str(run_folder)]) == 1
-    assert "step 2 was not captured: NotADirectoryError" in capsys.readouterr().out
 
 
 LIMITED = """
@@ -549,95 +476,67 @@ def test_a_disk_that_is_full_only_for_compression_keeps_the_raw_file(tiny_disk: 
     assert (tiny_disk / finished.path).read_bytes() == content
 
 
-def test_a_worker_that_was_not_set_up_is_a_failed_entry(tmp_path: Path, session: Session) -> None:
-    """The reason names the call that is missing."""
+class Calls:
+    """A worker whose capture methods do what the test says."""
+
+    def __init__(self, does: Callable[..., object]) -> None:
+        self.start_capture = self.stop_capture = does
+
+
+class Broken:
+    """A group that has lost its workers."""
+
+    world_size = 2
+
+    def execute_all_async(self, method_name: str, *args: Any) -> list[Any]:
+        """Raise."""
+        raise ConnectionError("lost")
+
+
+def _cancelled(*arguments: object) -> None:
+    raise asyncio.CancelledError
+
+
+async def _cancelled_coroutine(*arguments: object) -> None:
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize(
+    ("workers", "reasons"),
+    [
+        (TrainWorker(), ["call init_capture(config, role=..., rank=...) first"]),
+        (Broken(), ["start_capture raised ConnectionError: lost"] * 2),
+        ([Calls(_cancelled), Calls(_cancelled_coroutine)], ["CancelledError"] * 2),
+        (Calls(lambda *_: "started"), ["start_capture returned str"]),
+    ],
+    ids=["not set up", "a lost group", "cancelled", "another answer"],
+)
+def test_workers_that_do_not_answer_as_ours_are_failed_entries(
+    tmp_path: Path, session: Session, workers: Any, reasons: list[str]
+) -> None:
+    """Each has its entry with the reason, and training goes on."""
     config = configured(tmp_path)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", TrainWorker())
-    run(callback, lambda step: None)
-    [result] = manifest(config).workers
-    assert result.status == "failed"
-    assert "call init_capture(config, role=..., rank=...) first" in result.reason
+    run(following(config, workers), lambda step: None)
+    results = manifest(config).workers
+    assert [one.status for one in results] == ["failed"] * len(reasons)
+    for one, reason in zip(results, reasons, strict=True):
+        assert reason in one.reason
 
 
 def test_two_workers_of_one_name_are_noted(tmp_path: Path, pool: Pool) -> None:
     """Ranks that were left out of ``init_capture`` would overwrite each other's files."""
     config = configured(tmp_path)
     ray.get([actor.set_up.remote(config, "actor", 0) for actor in pool.sync[:2]])
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", pool.sync[:2])
+    callback = following(config, pool.sync[:2])
     run(callback, lambda step: None)
     assert any("two workers are called actor_rank0" in note for note in manifest(config).notes)
-
-
-def test_a_group_that_cannot_be_called_is_failed_entries(tmp_path: Path) -> None:
-    """Whatever ``execute_all_async`` raises, each worker of the group has its entry."""
-
-    class Broken:
-        world_size = 2
-
-        def execute_all_async(self, method_name: str, *args: Any) -> list[Any]:
-            raise ConnectionError("lost")
-
-    config = configured(tmp_path)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", Broken())
-    run(callback, lambda step: None)
-    assert [(w.name, w.status, w.reason) for w in manifest(config).workers] == [
-        ("actor_rank0", "failed", "start_capture raised ConnectionError: lost"),
-        ("actor_rank1", "failed", "start_capture raised ConnectionError: lost"),
-    ]
-
-
-def test_cancelled_workers_are_failed_entries(tmp_path: Path) -> None:
-    """A local worker whose method or coroutine is cancelled does not end the training."""
-
-    class Plain:
-        def start_capture(self, *arguments: Any) -> Any:
-            raise asyncio.CancelledError
-
-        stop_capture = start_capture
-
-    class Coroutine:
-        async def start_capture(self, *arguments: Any) -> Any:
-            raise asyncio.CancelledError
-
-        stop_capture = start_capture
-
-    config = configured(tmp_path)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", [Plain(), Coroutine()])
-    run(callback, lambda step: None)
-    results = manifest(config).workers
-    assert [(one.status, "CancelledError" in one.reason) for one in results] == [("failed", True)] * 2
-
-
-def test_answers_that_are_not_ours_are_failed_entries(tmp_path: Path) -> None:
-    """A method of the same name that returns something else is reported as such."""
-
-    class Stranger:
-        def start_capture(self, request: Any) -> str:
-            return "started"
-
-        def stop_capture(self, *arguments: Any) -> str:
-            return "stopped"
-
-    config = configured(tmp_path)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", Stranger())
-    run(callback, lambda step: None)
-    [result] = manifest(config).workers
-    assert result.status == "failed"
-    assert "start_capture" in result.reason
-    assert "str" in result.reason
 
 
 def test_an_async_worker_serves_requests_while_it_is_captured(tmp_path: Path, pool: Pool) -> None:
     """Starting and stopping on a Ray actor's event loop loses no request."""
     config = configured(tmp_path, tool="torch", schedule={"every": 1})
     set_up(config, [pool.asynchronous])
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", pool.asynchronous)
+    callback = following(config, pool.asynchronous)
     assert issubclass(AsyncWorker, TrainWorker)
     running = [pool.asynchronous.generate.remote(0.3) for _ in range(3)]
     run(callback, lambda step: ray.get(pool.asynchronous.work.remote()), steps=3)

@@ -1,86 +1,102 @@
-"""A capture that its loop forgot inside a step: the next callback takes the workers over, and says so."""
+"""A capture that its loop forgot inside a step, and a loop that is driven by two threads."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import gc
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import ROOT, RunPython
+import ray
+from conftest import Pool
+from fleet import TrainWorker
 from step_outcome import is_ok, reasons, recorded, verdict
+from test_callback import configured, following, local_worker, set_up
 
-PROGRAM = Path(__file__).with_name("forgetful_program.py")
+from verl_profiling import CaptureStateError, ProfilingCallback, ProfilingConfig, stage, termination
+from verl_profiling.capture.messages import CaptureRequest, StartReply
+from verl_profiling.capture.session import Session
 
 
-def holds_after(folder: Path, scenario: str, *address: str) -> None:
-    """Run the loops: later captures are whole, and the forgotten one is failed with the reason."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), scenario, *address],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(done.stderr)
-    folders, left_on = json.loads(done.stdout.splitlines()[-1])
-    assert len(set(folders)) == 10, done.stderr
-    assert [is_ok(recorded(Path(step))) for step in folders] == [True] * 10, done.stderr
-    assert {verdict(Path(step))[0] for step in folders} == {0}
-    assert left_on == [], "the worker goes on recording"
-    forgotten = folder / "run" / "step_000002"
-    [worker] = recorded(forgotten).workers
-    assert (worker.name, worker.status) == ("actor_rank0", "failed")
-    assert "never stopped" in worker.reason
+def cell(profiling: ProfilingCallback, worker: Any, interrupted_at: int = 0) -> Iterator[Path | None]:
+    """Run steps as a cell of a notebook does, without ``with``; yield the folder of each."""
+    for step in range(1, 5):
+        profiling.on_step_begin(step)
+        worker.work() if isinstance(worker, TrainWorker) else ray.get(worker.work.remote())
+        if step == interrupted_at:
+            raise KeyboardInterrupt
+        profiling.on_step_end()
+        yield profiling.last_folder
+
+
+def takes_over(config: ProfilingConfig, worker: Any, keep: bool) -> None:
+    """Interrupt a cell in step 2 and run it again: later captures are whole, the forgotten one is failed."""
+    kept = []  # a notebook keeps the last exception, and with it all that it refers to
+    forgetful = following(config, worker)
+    with pytest.raises(KeyboardInterrupt):
+        list(cell(forgetful, worker, interrupted_at=2))
+    kept += [forgetful] * keep
+    del forgetful
+    gc.collect()
+    profiling = following(config, worker)
+    folders = [folder for folder in cell(profiling, worker) if folder is not None]
+    profiling.on_train_end()
+    assert len(set(folders)) == 4
+    for folder in folders:
+        assert (is_ok(recorded(folder)), verdict(folder)[0]) == (True, 0)
+    termination.release()  # what is forgotten holds SIGTERM for ever
+    forgotten = Path(config.save_path) / "step_000002"
+    [lost] = recorded(forgotten).workers
+    assert (lost.name, lost.status, "never stopped" in lost.reason) == ("actor_rank0", "failed", True)
     assert verdict(forgotten)[0] == 1
 
 
-def test_the_next_callback_takes_over_a_worker_of_this_process(tmp_path: Path) -> None:
+def test_the_next_callback_takes_over_a_worker_of_this_process(tmp_path: Path, session: Session) -> None:
     """A cell that was interrupted in a step and is run again."""
-    holds_after(tmp_path, "interrupted")
+    config = configured(tmp_path, tool="torch", schedule={"every": 1})
+    takes_over(config, local_worker(config), keep=True)
+    assert not session.recording
 
 
-def test_the_next_callback_takes_over_a_ray_actor(tmp_path: Path, ray_cluster: None) -> None:
+def test_the_next_callback_takes_over_a_ray_actor(tmp_path: Path, pool: Pool) -> None:
     """A callback that is dropped in a step and made anew, with the worker in a process of its own."""
-    import ray
+    config = configured(tmp_path, tool="torch", schedule={"every": 1})
+    takes_over(config, set_up(config, pool.sync[:1])[0], keep=False)
+    assert ray.get(pool.sync[0].is_idle.remote())
 
-    holds_after(tmp_path, "dropped", ray.get_runtime_context().gcs_address)
+
+class Slow(TrainWorker):
+    """Takes a while to start."""
+
+    def start_capture(self, request: CaptureRequest) -> StartReply:
+        """Start, when the other thread has had time to come."""
+        time.sleep(0.2)
+        return super().start_capture(request)
 
 
-THREADS = """
-    import json, sys, threading, time
-    from verl_profiling import CaptureStateError, ProfilingCallback, stage
-    from verl_profiling.testing import leaks
-    from verl_profiling.workers import CaptureMixin
+@pytest.mark.parametrize(("together", "strict"), [(False, True), (True, False)])
+def test_a_second_thread_gets_an_error_and_harms_nothing(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture, together: bool, strict: bool
+) -> None:
+    """In a step of the first, or at the same moment: raised with strict settings, and else in the log."""
+    config = configured(tmp_path, schedule={"every": 1}, strict=strict)
+    worker = Slow()
+    worker.set_up(config)
+    profiling = following(config, worker)
+    begin, end = threading.Barrier(2, timeout=60), threading.Barrier(2, timeout=60)
+    errors: list[str] = []
 
-    together, strict = (word == "yes" for word in sys.argv[1:])
-    config = {
-        "enable": True, "tool": "spans", "save_path": "run", "schedule": {"every": 1}, "strict": strict
-    }
-
-    class Slow(CaptureMixin):
-        def start_capture(self, *arguments, **keywords):
-            time.sleep(0.2)
-            return super().start_capture(*arguments, **keywords)
-
-    worker, errors, both = Slow(), [], threading.Barrier(2)
-    worker.init_capture(config, role="actor", rank=0, world_size=1)
-    profiling = ProfilingCallback(config)
-    profiling.add_workers("actor", worker)
-    profiling.on_train_begin()
-
-    def drive(step, meet=False):
+    def drive(step: int, meets: bool = False) -> None:
         try:
-            if meet:
-                both.wait()
+            if meets:
+                begin.wait()
             profiling.on_step_begin(step)
             with stage("update_actor"):
-                time.sleep(0.3 if meet else 0.0)
+                if meets:
+                    end.wait()
             profiling.on_step_end()
         except CaptureStateError as error:
             errors.append(str(error))
@@ -100,20 +116,9 @@ THREADS = """
                 second.join()
             profiling.on_step_end()
     profiling.on_train_end()
-    print(json.dumps([errors, [leak for leak in leaks() if not leak.startswith("thread ")]]))
-"""
-
-
-@pytest.mark.parametrize(("together", "strict"), [("no", "yes"), ("yes", "no")])
-def test_a_second_thread_gets_an_error_and_harms_nothing(
-    tmp_path: Path, run_python: RunPython, together: str, strict: str
-) -> None:
-    """In a step of the first, or at the same moment: raised with strict settings, and else in the log."""
-    done = run_python(THREADS, together, strict)
-    errors, left_on = json.loads(done.stdout.splitlines()[-1])
-    assert left_on == [], "the worker goes on recording"
+    assert not session.recording
     steps = sorted((tmp_path / "run").glob("step_*"))
-    assert [step.name for step in steps] == [f"step_{step:06d}" for step in (1, 2, 3, 4)], done.stderr
+    assert [step.name for step in steps] == [f"step_{step:06d}" for step in (1, 2, 3, 4)]
     manifests = [recorded(step) for step in steps]
     assert [is_ok(manifest) for manifest in manifests] == [True] * 4, [reasons(each) for each in manifests]
-    assert "thread" in ("".join(errors) if strict == "yes" else done.stderr)
+    assert "thread" in ("".join(errors) if strict else caplog.text)

@@ -13,6 +13,7 @@ import pytest
 import ray
 from conftest import Pool
 from fleet import TrainWorker
+from test_callback import following
 
 from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig
 from verl_profiling.capture.session import Session
@@ -44,7 +45,7 @@ def noting(tmp_path: Path, *words: str, **more: Any) -> dict[str, Any]:
 
 def slowly(hook: dict[str, Any]) -> dict[str, Any]:
     """Return a hook that takes its time."""
-    return {**hook, "command": ["sh", "-c", 'sleep 2 && exec "$@"', "sh", *hook["command"]]}
+    return {**hook, "command": ["sh", "-c", 'sleep 0.5 && exec "$@"', "sh", *hook["command"]]}
 
 
 def notes(tmp_path: Path) -> list[str]:
@@ -55,8 +56,7 @@ def notes(tmp_path: Path) -> list[str]:
 
 def train(config: ProfilingConfig, workers: list[Any], work: Any = lambda: None, steps: int = 5) -> None:
     """Run a loop."""
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", workers)
+    callback = following(config, workers)
     with callback:
         for step in range(1, steps + 1):
             callback.on_step_begin(step)
@@ -151,14 +151,13 @@ def test_a_hook_waits_for_what_is_finished_in_the_background(tmp_path: Path, ses
             "tool": f"{__name__}:GatedTool",
         }
     )
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local(config))
+    callback = following(config, local(config))
     logs = tmp_path / "run" / "after"
     with callback:
         for step in (1, 2, 3):
             callback.on_step_begin(step)
             callback.on_step_end()
-        time.sleep(0.7)
+        time.sleep(0.3)
         assert not logs.exists()
         (tmp_path / "run" / "go").touch()
     for name in ("mine.actor_rank0", "all.controller_rank0"):
@@ -186,18 +185,11 @@ def test_a_hook_that_hangs_is_ended_with_all_it_started(
     tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A child that ignores SIGTERM too; the loop has not waited meanwhile."""
-    child = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
-    parent = """if True:
-        import subprocess, sys
-        child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
-        child.stdout.readline()
-        open(sys.argv[2], "w").write(str(child.pid))
-        child.wait()
-    """
-    command = [sys.executable, "-c", parent, child, str(tmp_path / "pid")]
-    config = settings(tmp_path, hang={"command": command, "when": "last", "timeout_s": 5})
+    child = "trap '' TERM; echo $$ > pid.new; mv pid.new pid; while :; do sleep 1; done"
+    command = ["sh", "-c", f'cd {tmp_path}; sh -c "$1" & wait', "sh", child]
+    config = settings(tmp_path, hang={"command": command, "when": "last", "timeout_s": 3})
     train(config, [local(config)])
-    assert "was ended: it took longer than timeout_s=5" in caplog.text
+    assert "was ended: it took longer than timeout_s=3" in caplog.text
     pid = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 10
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:

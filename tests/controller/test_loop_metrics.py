@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 from fleet import TrainWorker
-from test_callback import configured, local_worker, manifest, run
+from test_callback import configured, following, manifest, run
 
 from verl_profiling import ProfilingCallback
 from verl_profiling.capture.messages import StopReply
@@ -91,8 +91,7 @@ def test_metrics_of_any_kind_never_end_training(
 ) -> None:
     """The step is captured and whole, and a note names what was handed over."""
     config = configured(tmp_path, strict=strict)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
     with callback:
         for step in range(1, 4):
             callback.on_step_begin(step)
@@ -110,8 +109,7 @@ def test_metrics_of_any_kind_never_end_training(
 def test_whole_numbers_of_any_type_are_steps(tmp_path: Path, session: Session, number: Any) -> None:
     """Also as policy version."""
     config = configured(tmp_path)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
     callback.on_step_begin(number, number)
     callback.on_step_end()
     assert (manifest(config).step, manifest(config).policy_version) == (2, 2)
@@ -131,8 +129,7 @@ def test_a_step_that_is_no_whole_number_is_refused_on_every_step_alike(
 def test_a_policy_version_that_is_no_number_is_noted(tmp_path: Path, session: Session) -> None:
     """The step is captured without it; in other steps it is not looked at."""
     config = configured(tmp_path, strict=True)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
     for step in (1, 2):
         callback.on_step_begin(step, "v3")  # type: ignore[arg-type]
         callback.on_step_end()
@@ -156,8 +153,7 @@ def test_numbers_of_a_worker_that_are_not_finite_are_named(tmp_path: Path, sessi
     config = configured(tmp_path)
     worker = Measuring()
     worker.set_up(config)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", worker)
+    callback = following(config, worker)
     run(callback, lambda step: None)
     [result] = manifest(config).workers
     assert result.metrics["volts"] == 12.0

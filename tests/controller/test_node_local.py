@@ -11,13 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 from fleet import TrainWorker
+from test_callback import configured, following, run
 
-from verl_profiling import ProfilingCallback, ProfilingConfig
 from verl_profiling.capture.messages import CaptureRequest, StartReply
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
-from verl_profiling.manifest import Artifact, Manifest
-from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.run_files import read_manifest
 
 UNSHARE = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
 
@@ -33,64 +32,28 @@ class Elsewhere(TrainWorker):
         return super().start_capture(msgspec.structs.replace(request, folder=folder))
 
 
-def settings(run: Path, **more: Any) -> ProfilingConfig:
-    """Return settings that record step 2."""
-    return ProfilingConfig.from_any(
-        {
-            "enable": True,
-            "save_path": str(run),
-            "schedule": {"steps": [2]},
-            "timeouts": {"start_s": 60, "stop_s": 60, "finish_s": 60},
-            **more,
-        }
-    )
-
-
-def train(config: ProfilingConfig, worker: TrainWorker) -> None:
-    """Run a loop."""
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", worker)
-    with callback:
-        for step in (1, 2, 3):
-            callback.on_step_begin(step)
-            worker.work()
-            callback.on_step_end()
-
-
+@pytest.mark.parametrize("shared", [False, True])
 def test_a_file_that_cannot_be_seen_is_named_with_its_host(
-    tmp_path: Path, session: Session, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, session: Session, capsys: pytest.CaptureFixture[str], shared: bool
 ) -> None:
-    """In the manifest and by check, which exits with 1."""
-    config, worker = settings(tmp_path / "run"), Elsewhere()
-    worker.elsewhere = tmp_path / "elsewhere"
+    """In the manifest and by check, which exits with 1; of files on a shared file system nothing is said."""
+    config, worker = configured(tmp_path, tool="torch"), TrainWorker() if shared else Elsewhere()
+    if isinstance(worker, Elsewhere):
+        worker.elsewhere = tmp_path / "elsewhere"
     worker.set_up(config)
-    train(config, worker)
+    run(following(config, worker), lambda step: worker.work())
     folder = tmp_path / "run" / "step_000002"
     found = read_manifest(folder)
     [artifact] = found.workers[0].artifacts
+    if shared:
+        assert (artifact.where, found.notes, main(["check", str(folder)])) == ("", [], 0)
+        return
     host = found.workers[0].identity.host
     assert artifact.status in ("pending", "ok"), "as the reply said, by whether it was compressed already"
     assert artifact.where == f"{host}:{tmp_path}/elsewhere/step_000002/actor_rank0.torch.json.gz"
     assert f"files of {host} are not seen from here" in " ".join(found.notes)
     assert main(["check", str(folder)]) == 1
     assert f"it is at {artifact.where}" in capsys.readouterr().out
-
-
-def test_files_on_a_shared_file_system_are_not(tmp_path: Path, session: Session) -> None:
-    """Nothing is said where there is nothing to say."""
-    config, worker = settings(tmp_path / "run"), TrainWorker()
-    worker.set_up(config)
-    train(config, worker)
-    found = read_manifest(tmp_path / "run" / "step_000002")
-    assert found.workers[0].artifacts[0].where == ""
-    assert found.notes == []
-
-
-def _with_where(folder: Path, where: str, path: str = "actor_rank0.torch.json.gz") -> None:
-    manifest: Manifest = read_manifest(folder)
-    artifact = Artifact(path=path, lane="actor_rank0", tool="torch", status="ok", where=where)
-    worker = msgspec.structs.replace(manifest.workers[0], artifacts=[artifact])
-    write_json_atomically(folder / "manifest.json", msgspec.structs.replace(manifest, workers=[worker]))
 
 
 CLUSTER = """
@@ -143,8 +106,8 @@ try:
     print("named")
 finally:
     ray.shutdown()
-    os.killpg(node.pid, 15)
-    node.wait(20)
+    os.killpg(node.pid, 9)
+    node.wait()
     cluster.shutdown()
 """
 

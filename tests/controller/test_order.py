@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_callback import configured, local_worker, manifest, run
+from test_callback import configured, following, manifest, run
 
 from verl_profiling import ProfilingCallback
 from verl_profiling.capture.session import Session
@@ -23,8 +23,7 @@ def loop(callback: ProfilingCallback, first: int, last: int) -> None:
 def test_ends_without_begins_are_said_once(tmp_path: Path, session: Session, caplog: Any) -> None:
     """On steps that are captured and on others; the next steps are as they should be."""
     config = configured(tmp_path, schedule={"steps": [0, 1, 2]})
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
     for _ in range(3):
         callback.on_step_end()
         callback.on_rollout_end()
@@ -48,8 +47,7 @@ def test_steps_that_never_end_are_said_once(
     """Captured or only watched, with what to do; the watch has them from begin to begin."""
     watch = {"enable": watched, "trigger": None}
     config = configured(tmp_path, schedule={"steps": [] if watched else [4]}, watch=watch)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
     with callback:
         for step in range(1, 4):
             callback.on_step_begin(step)
@@ -67,8 +65,7 @@ def test_step_numbers_that_do_not_rise_are_said_once(
     """Those of an epoch, or one for all; captured or only watched."""
     watch = {"enable": watched, "trigger": None}
     config = configured(tmp_path, schedule={"steps": [] if watched else [2]}, watch=watch)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
     with callback:
         for step in (1, 2, 1, 2, 2):
             callback.on_step_begin(step)
@@ -82,8 +79,7 @@ def test_step_numbers_that_do_not_rise_are_said_once(
 def test_a_step_that_raised_may_begin_again(tmp_path: Path, session: Session, caplog: Any) -> None:
     """After ``on_exception``, and after the end of a training; nothing is forgotten there."""
     config = configured(tmp_path, schedule={"steps": [100]})
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
     for _ in range(2):
         with callback:
             for step in (1, 1, 2):
@@ -95,8 +91,7 @@ def test_a_step_that_raised_may_begin_again(tmp_path: Path, session: Session, ca
 def test_a_loop_in_order_is_told_nothing(tmp_path: Path, session: Session, caplog: Any) -> None:
     """Nor one that generates several times in a step, or leaves a step out."""
     config = configured(tmp_path)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
     with callback:
         for step in (1, 2, 4):
             callback.on_step_begin(step)
@@ -141,8 +136,7 @@ def test_steps_that_never_came_are_said_when_training_ends(
 ) -> None:
     """Which ones, and how far the loop got; a second end of training says nothing new."""
     config = configured(tmp_path, schedule=schedule)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
     loop(callback, *ran)
     callback.on_train_end()
     assert caplog.messages == [said]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import pytest
 import ray
 from conftest import Pool
-from fleet import TrainWorker
-from test_callback import configured, local_worker, manifest
+from fleet import TrainWorker, once_all_hang
+from test_callback import configured, following, local_worker, manifest
 
 from verl_profiling import AsyncProfilingCallback, ProfilingCallback
 from verl_profiling.capture.messages import StopReply
@@ -34,8 +33,7 @@ def outside(written: Manifest) -> list[tuple[str, int]]:
 def callback_of(config: Any) -> ProfilingCallback:
     worker = SlowToStop()
     worker.set_up(config, "actor", 0)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", worker)
+    callback = following(config, worker)
     callback.on_train_begin()
     return callback
 
@@ -150,15 +148,15 @@ def test_engines_and_workers_stop_at_the_same_time(tmp_path: Path, pool: Pool, m
             for actor, role in zip(pool.sync, ("actor", "rollout"), strict=False)
         ]
     )
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", pool.sync[0])
+    callback = following(config, pool.sync[0])
     callback.add_rollout(pool.sync[1])
     callback.on_train_begin()
     callback.on_step_begin(2)
     callback.on_rollout_begin()
     switch.touch()
-    threading.Timer(0.3, switch.unlink).start()
+    waiting = once_all_hang(tmp_path, "stop", 2, switch.unlink)
     callback.on_step_end()
+    waiting.join()
     written = manifest(config)
     assert {worker.name: worker.status for worker in written.workers} == {
         "actor_rank0": "ok",

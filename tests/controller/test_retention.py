@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_callback import configured, local_worker, manifest
+from test_callback import configured, following, manifest
 
-from verl_profiling import ProfilingCallback, ProfilingConfig
+from verl_profiling import ProfilingConfig
 from verl_profiling.capture.session import Session
 from verl_profiling.report.check import check
 
@@ -27,8 +27,7 @@ def every_step(tmp_path: Path, **given: Any) -> ProfilingConfig:
 
 def record(config: ProfilingConfig, steps: range) -> None:
     """Run a loop."""
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
     callback.on_train_begin()
     for step in steps:
         callback.on_step_begin(step)
@@ -60,8 +59,7 @@ def test_a_folder_with_files_of_somebody_else_stays(tmp_path: Path, session: Ses
     """A note in it, a report that was made of it: the folder is left alone, and that is said once."""
     config = every_step(tmp_path, limits={"keep_last": 1})
     note = Path(config.save_path) / names(1)[0] / "my notes.txt"
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
     with callback:
         for step in range(1, 5):
             callback.on_step_begin(step)
@@ -78,8 +76,7 @@ def test_a_step_is_not_removed_while_a_worker_writes(tmp_path: Path, session: Se
     import threading
 
     config = every_step(tmp_path, tool="torch", limits={"keep_last": 1})
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
     release = threading.Event()
     session._slot.background.submit(lambda: release.wait(20))
     for step in (1, 2, 3):
@@ -145,8 +142,7 @@ def test_that_nothing_was_captured_for_a_while_is_in_the_next_manifest(
 ) -> None:
     """With the step from which on, and the reason."""
     config = every_step(tmp_path)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
     usage = shutil.disk_usage
     for step in (1, 2, 3, 4):
         full = step in (2, 3)

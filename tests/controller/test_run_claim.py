@@ -10,9 +10,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from test_callback import configured, local_worker, run
+from test_callback import configured, following, run
 
-from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig
+from verl_profiling import ConfigError, ProfilingConfig
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.report.check import Checked, check
@@ -21,8 +21,7 @@ from verl_profiling.run_files import read_manifest, read_run
 
 def record(config: ProfilingConfig) -> Path:
     """Run a loop from its first step; return the folder of the step that was captured."""
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
     run(callback, lambda step: None)
     assert callback.last_folder is not None
     return callback.last_folder
@@ -73,8 +72,7 @@ def test_a_run_that_is_resumed_is_a_run_of_its_own(
 
 def train(config: ProfilingConfig, first: int, last: int) -> None:
     """Run one start of a loop from one step to another."""
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
     with callback:
         for step in range(first, last + 1):
             callback.on_step_begin(step)
@@ -99,8 +97,7 @@ def test_a_run_that_goes_on_elsewhere_is_not_claimed_before_it_records(
 def test_a_step_that_was_left_early_is_named_by_the_check(tmp_path: Path, session: Session) -> None:
     """With why, and with exit status 1; a resumed run has a folder of its own."""
     config = configured(tmp_path, run_id="r", tool="spans")
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
 
     def loop() -> None:
         with callback:
@@ -141,8 +138,7 @@ def test_steps_that_never_came_are_named_by_the_check(
 def test_a_loop_that_counts_from_the_start_again_overwrites_nothing(tmp_path: Path, session: Session) -> None:
     """One callback sees step 2 in every epoch."""
     config = configured(tmp_path)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
     folders = []
     for _ in range(2):
         run(callback, lambda step: None)
@@ -206,13 +202,6 @@ def test_a_folder_whose_run_cannot_be_told_is_left_alone(
     assert "belongs to a run whose file cannot be read" in caplog.text
 
 
-def test_step_folders_without_a_run_are_left_alone(tmp_path: Path, session: Session) -> None:
-    """They are somebody's, e.g. copied there to be analysed."""
-    config = configured(tmp_path)
-    (Path(config.save_path) / "step_000002").mkdir(parents=True)
-    assert record(config).parent == Path(config.save_path) / "run_2"
-
-
 def test_a_file_system_without_hard_links_will_do(
     tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,15 +216,6 @@ def test_a_file_system_without_hard_links_will_do(
     assert read_run(Path(config.save_path)) is not None
 
 
-def test_no_folder_is_taken_before_there_is_something_to_write(tmp_path: Path, session: Session) -> None:
-    """A run whose schedule captures nothing leaves no trace."""
-    config = configured(tmp_path, schedule={"steps": [9]})
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
-    run(callback, lambda step: None)
-    assert not Path(config.save_path).exists()
-
-
 def test_a_name_of_a_run_is_no_path(tmp_path: Path, session: Session) -> None:
     """Whatever it holds, it names no folder."""
     config = configured(tmp_path, run_id="../../etc/ü\n/" + "x" * 5000)
@@ -246,17 +226,3 @@ def test_a_name_of_a_run_is_no_path(tmp_path: Path, session: Session) -> None:
     for run_id, problem in (("", "is empty"), ("a\0", "holds a NUL")):
         with pytest.raises(ConfigError, match=f"run_id: {problem}"):
             configured(tmp_path, run_id=run_id)
-
-
-def test_a_folder_that_cannot_be_written_is_said_and_training_goes_on(
-    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
-) -> None:
-    """There is a file in the place of ``save_path``."""
-    config = configured(tmp_path)
-    Path(config.save_path).write_text("not a folder")
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
-    with caplog.at_level(logging.ERROR):
-        run(callback, lambda step: None)
-    assert callback.last_folder is None
-    assert "on_step_begin: profiling failed, training goes on: " in caplog.text

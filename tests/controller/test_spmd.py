@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import re
 import subprocess
 import sys
 import threading
@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
 from fleet import TrainWorker
-from test_callback import configured, local_worker, manifest, run
+from rank_processes import PATHS, run_ranks
+from step_outcome import reasons, recorded, verdict
+from test_callback import configured, following, local_worker, manifest, run
 
 from verl_profiling import ProfilingCallback
 from verl_profiling.capture.messages import CaptureRequest
@@ -27,33 +28,16 @@ from verl_profiling.report.check import check
 from verl_profiling.run_files import read_manifest, read_run
 
 PROGRAM = Path(__file__).with_name("spmd_program.py")
-PATHS = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
 
 pytestmark = pytest.mark.timeout(180)
 
 
-def ranks(folder: Path, scenario: str, *, distributed: bool = True, **settings: Any) -> list[tuple[int, str]]:
+def ranks(
+    folder: Path, scenario: str, *, distributed: bool = True, **settings: Any
+) -> list[tuple[int | None, str]]:
     """Run the program on two ranks; return exit status and log of each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if distributed else {}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(folder / "run"), scenario, json.dumps(settings)],
-            env={**os.environ, "PYTHONPATH": PATHS, "RANK": str(rank), "WORLD_SIZE": "2", **where},
-            cwd=folder,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        logs = [process.communicate(timeout=100)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(process.returncode, log) for process, log in zip(processes, logs, strict=True)]
+    arguments = [str(folder / "run"), scenario, json.dumps(settings)]
+    return run_ranks(PROGRAM, 2, arguments, folder, distributed=distributed)
 
 
 def steps(folder: Path) -> list[Manifest]:
@@ -145,13 +129,13 @@ def test_a_second_start_of_all_ranks_is_a_run_of_its_own(tmp_path: Path) -> None
         assert "never came" not in follower
 
 
-def test_a_rank_that_is_killed_is_a_failed_entry(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scenario", "status"), [("killed", -9), ("exits", 0)])
+def test_a_rank_that_is_gone_is_a_failed_entry(tmp_path: Path, scenario: str, status: int) -> None:
     """Rank 0 waits for nobody, and the manifest says which process is gone."""
     begin = time.monotonic()
-    (status, log), (killed, _) = ranks(
-        tmp_path, "killed", timeouts={"start_s": 90, "stop_s": 90, "finish_s": 90}
-    )
-    assert (status, killed) == (0, -9), log
+    waits = {"start_s": 90, "stop_s": 90, "finish_s": 90}
+    (own, log), (gone, _) = ranks(tmp_path, scenario, timeouts=waits)
+    assert (own, gone) == (0, status), log
     assert time.monotonic() - begin < 80
     for written in steps(tmp_path):
         assert fates(written) == [("actor_rank0", "ok"), ("actor_rank1", "failed")]
@@ -162,8 +146,28 @@ def test_a_rank_that_is_killed_is_a_failed_entry(tmp_path: Path) -> None:
     assert lost.reason in [entry.reason for entry in result.artifacts]
 
 
+def test_rank_0_that_torchrun_ends_while_it_waits_for_another_writes_the_step(tmp_path: Path) -> None:
+    """The other one is killed on another host, so that rank 0 cannot see that it is gone."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(PROGRAM), str(tmp_path / "run"), "killed elsewhere"],
+        env={**os.environ, "PYTHONPATH": PATHS},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    step = tmp_path / "run" / "step_000002"
+    manifest = recorded(step)
+    first, second = manifest.workers
+    assert (first.status, second.name, bool(second.reason)) == ("ok", "actor_rank1", True), done.stderr
+    assert manifest.state == "written"
+    assert manifest.complete or re.search("SIGTERM|SystemExit: 143", reasons(manifest)), reasons(manifest)
+    assert verdict(step)[0] == 1
+
+
 def test_a_rank_that_is_late_is_taken_in(tmp_path: Path) -> None:
-    """Its result is there when it ends the step, however long after rank 0."""
+    """Its result is there when it ends the step, however long after rank 0; here the loop is a coroutine."""
     results = ranks(tmp_path, "late")
     assert [status for status, _ in results] == [0, 0], results
     first, second = steps(tmp_path)
@@ -207,13 +211,6 @@ def test_the_clock_of_another_host_is_measured(tmp_path: Path) -> None:
         assert abs(begin_ns - written.begin_ns) < 4_000_000_000
 
 
-def test_an_async_loop_is_not_held_up(tmp_path: Path) -> None:
-    """While rank 0 waits for rank 1, its event loop goes on."""
-    results = ranks(tmp_path, "async")
-    assert [status for status, _ in results] == [0, 0], results
-    assert [fates(written) for written in steps(tmp_path)] == [BOTH, BOTH]
-
-
 # One process
 
 
@@ -237,8 +234,7 @@ def test_a_driver_of_other_processes_has_no_peers(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "8")
     config = configured(tmp_path, timeouts={"start_s": 1, "stop_s": 1, "finish_s": 1})
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", Group(local_worker(config)))
+    callback = following(config, Group(local_worker(config)))
     run(callback, lambda step: None)
     assert [worker.status for worker in manifest(config).workers] == ["ok"]
 
@@ -256,8 +252,7 @@ def test_an_environment_that_names_no_rank_of_several_is_one_process(
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", world_size)
     config = configured(tmp_path)
-    callback = ProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
+    callback = following(config)
     run(callback, lambda step: None)
     assert [worker.status for worker in manifest(config).workers] == ["ok"]
     callback = ProfilingCallback(configured(tmp_path / "strict", spmd=True))

@@ -137,14 +137,6 @@ async def test_an_error_of_an_engine_that_is_dying_is_not_taken_for_the_cause(
     assert result.reason.startswith("silent died (core ended with SIGKILL)")
 
 
-def test_how_a_process_ended_is_named() -> None:
-    """A signal by its name, an exit code as such."""
-    codes = {"EngineCore": -signal.SIGILL, "worker": 1, "other": -200}
-    assert how_processes_ended(codes) == (
-        "EngineCore ended with SIGILL, worker ended with exit code 1, other ended with exit code -200"
-    )
-
-
 def test_the_log_is_the_file_that_the_output_goes_to(run_python: Any, tmp_path: Path) -> None:
     """In a Ray worker, say: its two files are named; with a pipe, the process and the host are."""
     code = """

@@ -14,11 +14,10 @@ from tests.engines.example_engine import OwnServer
 from verl_profiling import ProfilingCallback, ToolUnavailableError
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
-from verl_profiling.errors import ConfigError
 from verl_profiling.report.build import build_report
 from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.workers import RequestLog, RolloutCaptureMixin
+from verl_profiling.workers import RolloutCaptureMixin
 
 LENGTHS = ((2, 5, 9), (3, 40))
 
@@ -49,7 +48,6 @@ def roll_out(config: dict[str, Any], servers: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("settings", "artifact"),
     [
-        pytest.param({"tool": "torch"}, ".torch.json.gz", id="torch-e2e"),
         pytest.param({"tool": "torch", "mode": "discrete"}, ".rollout.torch.json.gz", id="torch-discrete"),
         pytest.param({"tool": "spans"}, None, id="spans"),
     ],
@@ -129,10 +127,3 @@ def test_without_a_log_an_own_engine_is_unknown() -> None:
     """The error names the remedy."""
     with pytest.raises(ToolUnavailableError, match=r"engine of your own, requests=RequestLog\(\)"):
         RolloutCaptureMixin().init_capture({"enable": True}, engine=object())
-
-
-def test_a_window_in_iterations_is_refused(session: Session) -> None:
-    """Nothing counts the iterations of an own engine, so asking for some is an error that names the key."""
-    config = {"enable": True, "rollout": {"count": 3}}
-    with pytest.raises(ConfigError, match=r"rollout\.count: rollout replica 0 .* computes in this process"):
-        RolloutCaptureMixin().init_capture(config, requests=RequestLog())
