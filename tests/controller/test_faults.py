@@ -23,7 +23,7 @@ from fault_tools import FAULTY
 from fleet import AsyncWorker, Reborn, TrainWorker
 from test_callback import configured, following, local_worker, manifest, run, set_up
 
-from verl_profiling import ProfilingError
+from verl_profiling import ProfilingConfig, ProfilingError
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.manifest import Artifact
