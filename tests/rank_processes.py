@@ -17,6 +17,16 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch.distributed", "fleet", "verl_profiling.controller.callback"])
 
 
+def start_forkserver() -> None:
+    """Start the process that ranks are forked from, if there is none yet; it finds the tests' modules."""
+    own, os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH"), PATHS
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH")
+        os.environ.update({} if own is None else {"PYTHONPATH": own})
+
+
 def run_ranks(
     program: Path, world_size: int, arguments: Sequence[str], folder: Path, *, distributed: bool = True
 ) -> list[tuple[int | None, str]]:
@@ -24,12 +34,7 @@ def run_ranks(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    own, os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH"), PATHS
-    try:
-        forkserver.ensure_running()
-    finally:
-        os.environ.pop("PYTHONPATH")
-        os.environ.update({} if own is None else {"PYTHONPATH": own})
+    start_forkserver()
     processes, logs = [], [folder / f"rank{rank}.log" for rank in range(world_size)]
     for rank, log in enumerate(logs):
         environment = {"RANK": str(rank), "WORLD_SIZE": str(world_size), **(where if distributed else {})}

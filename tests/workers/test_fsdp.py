@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from example_loops import settings, spans
+from rank_processes import start_forkserver
 
 from verl_profiling import CaptureStateError, stage
 from verl_profiling.capture.messages import CaptureRequest
@@ -63,7 +64,8 @@ def run_two(folder: Path, **given: Any) -> list[CaptureResult]:
     import msgspec
     import torch.multiprocessing as mp
 
-    mp.spawn(train, (folder, settings(**given).to_dict()), nprocs=2)
+    start_forkserver()
+    mp.start_processes(train, (folder, settings(**given).to_dict()), nprocs=2, start_method="forkserver")
     return [
         msgspec.json.decode((folder / f"result{rank}.json").read_bytes(), type=CaptureResult)
         for rank in (0, 1)
