@@ -108,7 +108,7 @@ class DrawnLog:
         *spans: tuple[str, float, float],
         group: str = "g",
         sample: Any = ...,
-        fate: str = "done",
+        status: str = "done",
         loop: int = 0,
         error: str = "",
         **facts: Fact,
@@ -117,7 +117,7 @@ class DrawnLog:
         number = len(self.log.trajectories)
         sample = number if sample is ... else sample
         record = TrajectoryRecord(
-            number, group, sample, self.ns(begin), self.ns(end), fate, loop, error, facts
+            number, group, sample, self.ns(begin), self.ns(end), status, loop, error, facts
         )
         self.log.trajectories.append(record)
         for span in spans:

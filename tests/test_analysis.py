@@ -57,7 +57,7 @@ def test_a_run_lists_its_steps_and_what_holds_for_all(tmp_path: Path) -> None:
     assert [step.step for step in run.steps()] == [9, 10]
     assert run.info() is open_run(DATA / "nccl_data.json.gz").info() is None
     assert run.check().ok
-    assert not [entry for entry in run.steps()[0].check().artifacts if entry.fate != "ok"]
+    assert not [entry for entry in run.steps()[0].check().artifacts if entry.status != "ok"]
     assert repr(run.steps()[0]) == f"<captured step 9: 3 traces in {tmp_path / 'step_000009'}>"
 
 

@@ -46,7 +46,7 @@ def test_check_exits_with_the_finding(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["check", str(folder), "--json"]) == EXIT_FINDING
     result = json.loads(capsys.readouterr().out)
     assert not result["ok"]
-    assert {e["path"]: e["fate"] for e in result["artifacts"]}["actor_rank1.torch.json.gz"] == "missing"
+    assert {e["path"]: e["status"] for e in result["artifacts"]}["actor_rank1.torch.json.gz"] == "missing"
 
 
 @pytest.mark.parametrize("command", ["merge", "report", "check"])

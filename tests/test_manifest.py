@@ -19,13 +19,13 @@ from verl_profiling.manifest import (
     Request,
     Rpc,
     StageSpan,
-    worst_fate,
+    worst_status,
 )
 from verl_profiling.run_files import read_manifest, write_json_atomically
 
 
 def artifact(status: str, **more: object) -> Artifact:
-    """Return an artifact of that fate."""
+    """Return an artifact of that status."""
     return Artifact(path=f"{status}.json", lane="actor_rank0", tool="torch", status=status, **more)  # type: ignore[arg-type]
 
 
@@ -161,7 +161,7 @@ def test_times_of_a_host_are_corrected_by_its_clock() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fates", "status"),
+    ("statuses", "status"),
     [
         ([], "ok"),
         (["ok", "pending"], "ok"),
@@ -172,6 +172,6 @@ def test_times_of_a_host_are_corrected_by_its_clock() -> None:
         (["skipped"], "ok"),
     ],
 )
-def test_the_worst_artifact_decides(fates: list[str], status: str) -> None:
+def test_the_worst_artifact_decides(statuses: list[str], status: str) -> None:
     """A result is as good as its worst artifact, whose reason it takes."""
-    assert worst_fate(artifact(fate) for fate in fates)[0] == status
+    assert worst_status(artifact(status) for status in statuses)[0] == status

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.trajectory_log import (
     Block,
-    FateChange,
     Lag,
     LoopRecord,
     SpanRecord,
+    StatusChange,
     TrajectoryLog,
     TrajectoryRecord,
     read_log,
@@ -32,7 +32,7 @@ LOG = TrajectoryLog(
     spans=[SpanRecord(0, 0, -1, "tool:search", 2_000, 3_000, 77, 0, True, "", {"query": "x"})],
     lags=[Lag(0, 2_500, 400)],
     blocks=[Block(0, 2_100, 2_500, 0, "Task-1", "tools.search (tools.py:3)")],
-    fates=[FateChange("g1", None, "filtered", 8_500)],
+    statuses=[StatusChange("g1", None, "filtered", 8_500)],
     spans_left_out=5,
     trajectories_left_out=1,
 )

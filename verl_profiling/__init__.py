@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from verl_profiling.capture.session import stage
     from verl_profiling.controller.callback import AsyncProfilingCallback, ProfilingCallback
     from verl_profiling.settings.config import ProfilingConfig
-    from verl_profiling.trajectories import current_trajectory, span, trajectory, trajectory_fate
+    from verl_profiling.trajectories import current_trajectory, span, trajectory, trajectory_status
 
 __version__ = "0.1.0"
 
@@ -38,7 +38,7 @@ __all__ = [
     "span",
     "stage",
     "trajectory",
-    "trajectory_fate",
+    "trajectory_status",
 ]
 
 _HOMES = {
@@ -49,7 +49,7 @@ _HOMES = {
     "span": "verl_profiling.trajectories",
     "stage": "verl_profiling.capture.session",
     "trajectory": "verl_profiling.trajectories",
-    "trajectory_fate": "verl_profiling.trajectories",
+    "trajectory_status": "verl_profiling.trajectories",
 }
 
 

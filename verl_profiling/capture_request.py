@@ -28,7 +28,9 @@ _Numbers = Annotated[
 ]
 
 
-class Aim(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class CaptureSelection(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
     """The differences of one capture from the settings. ``None``: none.
 
     A role that records trajectories goes on with its own tools and mode, unless ``roles`` names it.
@@ -110,7 +112,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         asked_ns: When, by their clock.
         steps: How many consecutive steps.
         at: The first of them; ``None`` for the next one that begins.
-        aim: What the captures do differently from the settings.
+        selection: What the captures do differently from the settings.
     """
 
     id: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{12}\Z")]
@@ -118,7 +120,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     asked_ns: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
     steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_STEPS)] = 1
     at: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] | None = None
-    aim: Aim = Aim()
+    selection: CaptureSelection = CaptureSelection()
 
 
 def new_request_id() -> str:

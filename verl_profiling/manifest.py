@@ -37,7 +37,7 @@ __all__ = [
     "ToolSpan",
     "expected_artifact",
     "finite_numbers",
-    "worst_fate",
+    "worst_status",
 ]
 
 SCHEMA_VERSION = 1
@@ -454,7 +454,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     not_captured: dict[int, str] = {}
 
 
-def worst_fate(artifacts: Iterable[Artifact]) -> tuple[CaptureStatus, str]:
+def worst_status(artifacts: Iterable[Artifact]) -> tuple[CaptureStatus, str]:
     """Return the status of a capture with these artifacts, and why it is not ``ok``."""
     artifacts = list(artifacts)
     worst: tuple[tuple[ArtifactStatus, CaptureStatus], ...] = (
@@ -463,10 +463,10 @@ def worst_fate(artifacts: Iterable[Artifact]) -> tuple[CaptureStatus, str]:
         ("truncated", "truncated"),
         ("empty", "empty"),
     )
-    for fate, status in worst:
+    for found, status in worst:
         for artifact in artifacts:
-            if artifact.status == fate:
-                return status, artifact.reason or f"{artifact.path} is {fate}"
+            if artifact.status == found:
+                return status, artifact.reason or f"{artifact.path} is {found}"
     return "ok", ""
 
 

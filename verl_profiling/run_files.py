@@ -24,7 +24,7 @@ from verl_profiling.manifest import (
     CaptureResult,
     Manifest,
     RunInfo,
-    worst_fate,
+    worst_status,
 )
 from verl_profiling.units import step_list
 
@@ -316,7 +316,7 @@ def _capture_of(capture_id: str) -> str:
 
 def _newer(reply: CaptureResult, file: CaptureResult | None) -> CaptureResult:
     if file is None and not reply.revision:
-        return msgspec.structs.replace(reply, reason="; ".join(filter(None, (reply.reason, _fate(reply)))))
+        return msgspec.structs.replace(reply, reason="; ".join(filter(None, (reply.reason, _status(reply)))))
     if file is None or file.revision <= reply.revision:
         return reply
     if file.stopped or reply.status != "failed":
@@ -327,7 +327,7 @@ def _newer(reply: CaptureResult, file: CaptureResult | None) -> CaptureResult:
     return msgspec.structs.replace(file, artifacts=[*file.artifacts, *promised], reason=reason)
 
 
-def _fate(reply: CaptureResult) -> str:
+def _status(reply: CaptureResult) -> str:
     """Return what is known of the process of a worker that has left no result."""
     process = reply.process
     if process is None or reply.status == "skipped" or process.alive():
@@ -341,8 +341,8 @@ def _settled(folder: Path, worker: CaptureResult) -> CaptureResult:
         return worker
     artifacts = [_on_disk(folder, worker, artifact) for artifact in worker.artifacts]
     status, reason = worker.status, worker.reason
-    if (status, reason) == worst_fate(worker.artifacts):
-        status, reason = worst_fate(artifacts)
+    if (status, reason) == worst_status(worker.artifacts):
+        status, reason = worst_status(artifacts)
     return msgspec.structs.replace(worker, artifacts=artifacts, status=status, reason=reason)
 
 

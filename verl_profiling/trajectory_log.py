@@ -70,8 +70,8 @@ class TrajectoryRecord(msgspec.Struct, frozen=True, array_like=True, tag="t"):
         sample: Which of the group's samples it is; ``None`` if not given.
         begin_ns: When it began, which may be before recording did.
         end_ns: When it ended; when recording did, for one that is still running.
-        fate: ``done``, ``failed`` (an exception left it), ``cancelled``, ``running`` (recording ended first),
-            or what the loop said: ``aborted``, ``abandoned``, ``filtered``, ...
+        status: ``done``, ``failed`` (an exception left it), ``cancelled``, ``running`` (recording
+            ended first), or what the loop said: ``aborted``, ``abandoned``, ``filtered``, ...
         loop: Number of its event loop, or -1 without one.
         error: What made it fail, in a line.
         facts: What the loop said about it, e.g. ``validate``, ``turns``, ``min_version``, ``max_version``.
@@ -82,7 +82,7 @@ class TrajectoryRecord(msgspec.Struct, frozen=True, array_like=True, tag="t"):
     sample: int | str | None
     begin_ns: Ns
     end_ns: Ns
-    fate: str
+    status: str
     loop: Id
     error: str
     facts: dict[str, Fact]
@@ -154,19 +154,19 @@ class Block(msgspec.Struct, frozen=True, array_like=True, tag="block"):
     function: str
 
 
-class FateChange(msgspec.Struct, frozen=True, array_like=True, tag="fate"):
-    """A fate that trajectories got after their end, e.g. that their group was filtered out.
+class StatusChange(msgspec.Struct, frozen=True, array_like=True, tag="status"):
+    """A status that trajectories got after their end, e.g. that their group was filtered out.
 
     Attributes:
         group: The group.
         sample: The sample; ``None`` for all of the group.
-        fate: What became of them.
+        status: What became of them.
         at_ns: When that was said.
     """
 
     group: str
     sample: int | str | None
-    fate: str
+    status: str
     at_ns: Ns
 
 
@@ -198,14 +198,16 @@ class LogFooter(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     trajectories_left_out: Count
 
 
-Line = LogHeader | LoopRecord | TrajectoryRecord | SpanRecord | Lag | Block | FateChange | Counted | LogFooter
+Line = (
+    LogHeader | LoopRecord | TrajectoryRecord | SpanRecord | Lag | Block | StatusChange | Counted | LogFooter
+)
 _PARTS = {
     LoopRecord: "loops",
     TrajectoryRecord: "trajectories",
     SpanRecord: "spans",
     Lag: "lags",
     Block: "blocks",
-    FateChange: "fates",
+    StatusChange: "statuses",
     Counted: "counts",
 }
 """Kinds of records in the order of the file, and where a log has them."""
@@ -223,7 +225,7 @@ class TrajectoryLog(msgspec.Struct, kw_only=True):
         spans: Their spans, and those of none.
         lags: How late its loops were.
         blocks: When they were blocked, and by whom.
-        fates: What became of trajectories later.
+        statuses: What became of trajectories later.
         counts: How much of something there was.
         spans_left_out: Spans that were not kept.
         trajectories_left_out: Trajectories that were not kept.
@@ -240,7 +242,7 @@ class TrajectoryLog(msgspec.Struct, kw_only=True):
     spans: list[SpanRecord] = []
     lags: list[Lag] = []
     blocks: list[Block] = []
-    fates: list[FateChange] = []
+    statuses: list[StatusChange] = []
     counts: list[Counted] = []
     spans_left_out: int = 0
     trajectories_left_out: int = 0
@@ -333,8 +335,8 @@ def open_log(path: Path) -> tuple[LogHeader, Iterator[Line]]:
     return header, lines
 
 
-class LaterFates:
-    """The fates that trajectories got after they had ended, by the logs of a step.
+class LaterStatuses:
+    """The statuses that trajectories got after they had ended, by the logs of a step.
 
     The process that logs a change may be another than the one that recorded the trajectory.
 
@@ -343,32 +345,32 @@ class LaterFates:
             group, holds.
     """
 
-    def __init__(self, changes: Iterable[tuple[FateChange, int]] = ()) -> None:
+    def __init__(self, changes: Iterable[tuple[StatusChange, int]] = ()) -> None:
         self._said: dict[tuple[str, int | str | None], tuple[int, str]] = {}
         for change, offset_ns in changes:
             key = change.group, change.sample
             at_ns = change.at_ns - offset_ns
             if change.group and at_ns >= self._said.get(key, (at_ns, ""))[0]:
-                self._said[key] = at_ns, change.fate
+                self._said[key] = at_ns, change.status
 
     @classmethod
-    def of(cls, logs: Iterable[tuple[Path, int]]) -> LaterFates:
+    def of(cls, logs: Iterable[tuple[Path, int]]) -> LaterStatuses:
         """Read the changes of some logs, each with what to subtract from its times."""
-        return cls((change, offset_ns) for path, offset_ns in logs for change in _fate_changes(path))
+        return cls((change, offset_ns) for path, offset_ns in logs for change in _status_changes(path))
 
     def of_trajectory(self, trajectory: TrajectoryRecord) -> str:
-        """Return the fate of a trajectory."""
+        """Return the status of a trajectory."""
         if not self._said:
-            return trajectory.fate
+            return trajectory.status
         keys = ((trajectory.group, trajectory.sample), (trajectory.group, None))
-        return max((self._said[key] for key in keys if key in self._said), default=(0, trajectory.fate))[1]
+        return max((self._said[key] for key in keys if key in self._said), default=(0, trajectory.status))[1]
 
 
-def _fate_changes(path: Path) -> list[FateChange]:
-    """Return the changes of fates in a log, as far as it can be read, without decoding its other lines."""
-    found: list[FateChange] = []
+def _status_changes(path: Path) -> list[StatusChange]:
+    """Return the changes of statuses in a log, as far as it can be read, without decoding its other lines."""
+    found: list[StatusChange] = []
     with suppress(TraceFormatError):
-        found += (line for line in _decoded(path, b'["fate"') if isinstance(line, FateChange))
+        found += (line for line in _decoded(path, b'["status"') if isinstance(line, StatusChange))
     return found
 
 

@@ -18,7 +18,7 @@ from verl_profiling import stage
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session
 from verl_profiling.capture.stage import Stage
-from verl_profiling.capture_request import Aim
+from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.testing import record_step
@@ -115,7 +115,9 @@ def test_another_capture_closes_the_open_one(spans_only: Session, tmp_path: Path
 def test_a_start_that_is_refused_closes_a_forgotten_capture(spans_only: Session, tmp_path: Path) -> None:
     """Any start with another capture's id does."""
     spans_only.start(request(tmp_path / "1"), ACTOR)
-    refused = spans_only.start(request(tmp_path / "2", 2, aim=Aim(tools=("tporch",))), ACTOR)
+    refused = spans_only.start(
+        request(tmp_path / "2", 2, selection=CaptureSelection(tools=("tporch",))), ACTOR
+    )
     assert (refused.status, spans_only.recording) == ("refused", False)
 
 
@@ -504,11 +506,11 @@ def test_a_stage_beside_the_recorded_one_is_skipped_and_says_why(session: Sessio
         with Stage(session, "inside"):
             pass
     result = session.stop("run-1", 30).result
-    fates = {artifact.stage: (artifact.status, artifact.reason) for artifact in result.artifacts}
-    assert fates.keys() == {"update_actor", "reward"}
-    assert fates["reward"][0] == "skipped"
-    assert "'update_actor' of another thread or task was being recorded" in fates["reward"][1]
-    assert fates["update_actor"][0] in ("ok", "pending")
+    statuses = {artifact.stage: (artifact.status, artifact.reason) for artifact in result.artifacts}
+    assert statuses.keys() == {"update_actor", "reward"}
+    assert statuses["reward"][0] == "skipped"
+    assert "'update_actor' of another thread or task was being recorded" in statuses["reward"][1]
+    assert statuses["update_actor"][0] in ("ok", "pending")
     assert result.status == "ok"
 
 

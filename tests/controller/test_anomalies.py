@@ -19,7 +19,7 @@ from test_callback import configured, following
 
 from verl_profiling import ProfilingCallback, ProfilingConfig, stage
 from verl_profiling.capture.session import Session
-from verl_profiling.capture_request import Aim
+from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.cli import main
 from verl_profiling.controller.anomalies import Anomalies
 from verl_profiling.controller.requests import Decision
@@ -42,7 +42,7 @@ class Loop:
         self.step = 0
         self.anomalies = Anomalies(options or Anomaly(), self.check)
 
-    def check(self, aim: Aim) -> None:
+    def check(self, selection: CaptureSelection) -> None:
         """Refuse it, if told to."""
         if not self.allowed:
             raise ConfigError("roles", "no workers were added as 'rollout'")
@@ -90,7 +90,9 @@ def test_the_next_step_is_captured_of_the_suspect_and_its_peer() -> None:
     decision = loop.is_slow(step, slow=SLOW)
     assert decision is not None
     assert (decision.step_range.first, decision.step_range.last) == (step + 2, step + 2)
-    assert decision.aim == Aim(mode="discrete", roles=("rollout",), replicas=(2, 1), stages=("rollout",))
+    assert decision.selection == CaptureSelection(
+        mode="discrete", roles=("rollout",), replicas=(2, 1), stages=("rollout",)
+    )
     assert (decision.trigger.kind, decision.trigger.noticed) == ("anomaly", step + 1)
     assert decision.trigger.suspects == ["rollout2_rank0"]
     assert loop.goes(summary(step + 2)) is None
@@ -114,10 +116,10 @@ def test_an_engine_is_recorded_in_its_window_whatever_its_own_stage_is_called() 
     assert loop.goes(generating(31, SLOW)) is None
     decision = loop.goes(generating(32, SLOW))
     assert decision is not None
-    assert decision.aim is not None
-    assert decision.aim.stages == ("generate", "rollout")
+    assert decision.selection is not None
+    assert decision.selection.stages == ("generate", "rollout")
 
-    assert settings().for_role("rollout", decision.aim).enable
+    assert settings().for_role("rollout", decision.selection).enable
 
 
 def test_a_loop_that_counts_anew_is_captured_again() -> None:
@@ -143,7 +145,7 @@ def test_a_step_that_is_slow_is_captured_whole() -> None:
     times = {"rollout": 850.0, "reward": 180.0, "update_actor": 570.0, "update_weights": 190.0}
     decision = loop.is_slow(step, times=times)
     assert decision is not None
-    assert (decision.trigger.sign, decision.aim) == ("slow_step", None)
+    assert (decision.trigger.sign, decision.selection) == ("slow_step", None)
 
 
 def test_what_is_noticed_soon_after_a_capture_is_captured_when_it_may(
@@ -185,7 +187,7 @@ def test_a_scheduled_capture_says_what_the_watch_noticed() -> None:
     step = loop.quiet()
     decision = loop.is_slow(step, slow=SLOW, scheduled=True)
     assert decision is not None
-    assert (decision.aim, decision.trigger.sign) == (None, "slow_stage")
+    assert (decision.selection, decision.trigger.sign) == (None, "slow_stage")
 
 
 def test_an_aim_that_cannot_be_had_costs_no_capture() -> None:
@@ -194,7 +196,7 @@ def test_an_aim_that_cannot_be_had_costs_no_capture() -> None:
     step = loop.quiet()
     decision = loop.is_slow(step, slow=SLOW)
     assert decision is not None
-    assert decision.aim is None
+    assert decision.selection is None
 
 
 def watched(folder: Path, **trigger: Any) -> ProfilingConfig:

@@ -23,7 +23,7 @@ from fleet import TrainWorker, wait_for_begun
 
 from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingConfig
 from verl_profiling.capture.session import Session
-from verl_profiling.capture_request import Aim, Demand, Trigger
+from verl_profiling.capture_request import CaptureSelection, Demand, Trigger
 from verl_profiling.cli import main
 from verl_profiling.commands.trigger import Answer, find_job
 from verl_profiling.controller.anomalies import Anomalies
@@ -71,10 +71,12 @@ class Job:
                 pass
             self.callback.on_step_end()
 
-    def ask(self, aim: Aim | None = None, steps: int = 1, at: int | None = None) -> Callable[[], Answer]:
+    def ask(
+        self, selection: CaptureSelection | None = None, steps: int = 1, at: int | None = None
+    ) -> Callable[[], Answer]:
         """Ask for captures; return what returns the last answer."""
         found = find_job(self.run)
-        demand = found.ask(aim or Aim(), steps, at)
+        demand = found.ask(selection or CaptureSelection(), steps, at)
 
         def answer() -> Answer:
             given = found.answer(demand)
@@ -153,21 +155,21 @@ def test_several_steps_are_captured_as_the_schedule_has_them(
 
 
 @pytest.mark.parametrize(
-    ("aim", "reason"),
+    ("selection", "reason"),
     [
-        (Aim(roles=("actr",)), "did you mean 'actor'"),
-        (Aim(tools=("os:system",)), "unknown tool 'os:system'"),
-        (Aim(tools=("torch", "nsys")), "cannot record together"),
-        (Aim(ranks=(7,)), "nobody has 7; there are 0 to 0"),
-        (Aim(replicas=(1,)), "nobody has 1; there are none"),
-        (Aim(stages=("a",), mode="e2e"), "discrete mode"),
+        (CaptureSelection(roles=("actr",)), "did you mean 'actor'"),
+        (CaptureSelection(tools=("os:system",)), "unknown tool 'os:system'"),
+        (CaptureSelection(tools=("torch", "nsys")), "cannot record together"),
+        (CaptureSelection(ranks=(7,)), "nobody has 7; there are 0 to 0"),
+        (CaptureSelection(replicas=(1,)), "nobody has 1; there are none"),
+        (CaptureSelection(stages=("a",), mode="e2e"), "discrete mode"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_its_reason(
-    job: Job, caplog: pytest.LogCaptureFixture, aim: Aim, reason: str
+    job: Job, caplog: pytest.LogCaptureFixture, selection: CaptureSelection, reason: str
 ) -> None:
     """At the next step's begin; the loop goes on, and says it once."""
-    answer = job.ask(aim)
+    answer = job.ask(selection)
     job.step(2)
     assert answer().state == "refused"
     assert reason in answer().reason
@@ -196,7 +198,12 @@ def test_a_step_that_is_over_or_never_comes_is_refused(job: Job) -> None:
 
 def test_requests_get_one_step_after_another(job: Job) -> None:
     """Of two that name the same step the second is refused."""
-    answers = [job.ask(at=1), job.ask(), job.ask(Aim(mode="discrete")), job.ask(Aim(mode="e2e"), at=1)]
+    answers = [
+        job.ask(at=1),
+        job.ask(),
+        job.ask(CaptureSelection(mode="discrete")),
+        job.ask(CaptureSelection(mode="e2e"), at=1),
+    ]
     job.step(3)
     assert [answer().state for answer in answers] == ["done", "done", "done", "refused"]
     assert [answer().folders for answer in answers[:3]] == [[f"step_{step:06d}"] for step in (1, 2, 3)]
@@ -204,9 +211,13 @@ def test_requests_get_one_step_after_another(job: Job) -> None:
 
 
 def test_the_schedule_comes_first_and_a_request_joins_it(tmp_path: Path, session: Session) -> None:
-    """Without an aim; one with an aim takes the next step that the schedule leaves alone."""
+    """Without an selection; one with an selection takes the next step that the schedule leaves alone."""
     job = Job(configured(tmp_path, schedule={"steps": [1, 2]}))
-    plain, aimed, named = job.ask(), job.ask(Aim(mode="discrete")), job.ask(Aim(mode="discrete"), at=2)
+    plain, aimed, named = (
+        job.ask(),
+        job.ask(CaptureSelection(mode="discrete")),
+        job.ask(CaptureSelection(mode="discrete"), at=2),
+    )
     job.step(4)
     job.callback.on_train_end()
     assert [answer().folders for answer in (plain, aimed, named)] == [
@@ -223,7 +234,7 @@ def test_the_schedule_comes_first_and_a_request_joins_it(tmp_path: Path, session
 def test_a_schedule_of_every_step_starves_nobody(tmp_path: Path, session: Session) -> None:
     """What was asked for is not used where no step is left for it."""
     job = Job(configured(tmp_path, schedule={"every": 1}))
-    answer = job.ask(Aim(mode="discrete"), steps=2)
+    answer = job.ask(CaptureSelection(mode="discrete"), steps=2)
     job.step(3)
     job.callback.on_train_end()
     assert (answer().state, answer().folders) == ("done", ["step_000001", "step_000002"])
@@ -233,7 +244,11 @@ def test_a_person_comes_before_the_watch_which_waits(
     tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One capture a step: the watch gets the next one."""
-    due = [Decision(StepRange(3, 3), Trigger(kind="anomaly", reason="it is slow"), Aim(mode="discrete"))]
+    due = [
+        Decision(
+            StepRange(3, 3), Trigger(kind="anomaly", reason="it is slow"), CaptureSelection(mode="discrete")
+        )
+    ]
     monkeypatch.setattr(Anomalies, "asks", lambda _, step, scheduled: due.pop() if step > 1 and due else None)
     job = Job(configured(tmp_path, watch={"enable": True, "trigger": {}}))
     job.ask(at=2)
@@ -266,7 +281,7 @@ def test_a_worker_that_cannot_is_named_and_the_loop_goes_on(
 ) -> None:
     """Also with strict settings: nobody planned this capture."""
     job = Job(configured(tmp_path, strict=strict))
-    answer = job.ask(Aim(tools=("nsys",)))
+    answer = job.ask(CaptureSelection(tools=("nsys",)))
     job.step(2)
     job.callback.on_train_end()
     [worker] = read_manifest(job.run / "step_000001").workers
@@ -384,7 +399,7 @@ async def test_a_loop_that_is_a_coroutine_answers_with_the_policy_version(
     callback.add_workers("actor", worker)
     async with callback:
         found = find_job(Path(config.save_path))
-        demand = found.ask(Aim(), 1, None)
+        demand = found.ask(CaptureSelection(), 1, None)
         await callback.on_step_begin(7, policy_version=41)
         await callback.on_step_end()
     answer = found.answer(demand)
@@ -397,7 +412,7 @@ def test_ray_actors_record_what_was_asked_for(tmp_path: Path, pool: Pool) -> Non
     config = configured(tmp_path, tool="torch")
     ray.get([worker.set_up.remote(config, "actor", rank) for rank, worker in enumerate(pool.sync)])
     job = Job(config, worker=pool.sync)
-    answer = job.ask(Aim(ranks=(1,), stages=("update_actor",)))
+    answer = job.ask(CaptureSelection(ranks=(1,), stages=("update_actor",)))
     job.callback.on_step_begin(1)
     ray.get([worker.work.remote() for worker in pool.sync])
     job.callback.on_step_end()
@@ -425,7 +440,7 @@ def put(job: Job, name: str, data: bytes) -> Path:
         b"",
         b"{",
         b"[" * 20_000,
-        b'{"id":"0123456789ab","aim":' + b'{"mode":' * 900 + b"}",
+        b'{"id":"0123456789ab","selection":' + b'{"mode":' * 900 + b"}",
         b'{"id":"0123456789ab","by":"' + b"x" * 20_000 + b'"}',
         b'{"id":"../../../x"}',
         b'{"id":"0123456789ac"}',
@@ -433,7 +448,7 @@ def put(job: Job, name: str, data: bytes) -> Path:
         b'{"id":"0123456789ab","steps":1000000}',
         b'{"id":"0123456789ab","at":-1}',
         b'{"id":"0123456789ab","at":1e400}',
-        b'{"id":"0123456789ab","aim":{"tools":"torch"}}',
+        b'{"id":"0123456789ab","selection":{"tools":"torch"}}',
         b"\xff\xfe\x00",
     ],
 )
@@ -482,7 +497,9 @@ def test_nothing_is_removed_behind_a_link(job: Job, tmp_path: Path, caplog: pyte
 def test_what_is_logged_of_a_request_is_one_line(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     """Whoever asks writes no line of their own into the log, and no control characters."""
     put(job, "a\nERROR\x1b[31m.json", b"x")
-    demand = Demand(id="0123456789ab", by="me\nERROR\x1b[31m", aim=Aim(roles=("no\nbody",)))
+    demand = Demand(
+        id="0123456789ab", by="me\nERROR\x1b[31m", selection=CaptureSelection(roles=("no\nbody",))
+    )
     put(job, f"{demand.id}.json", msgspec.json.encode(demand))
     job.step()
     assert len(caplog.messages) == 2

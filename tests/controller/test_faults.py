@@ -195,9 +195,9 @@ def test_what_a_worker_wrote_before_it_was_killed_is_kept(
     folder = Path(config.save_path) / "step_000002"
     [dead] = manifest(config).workers
     assert (dead.status, bool(re.search(r"Actor(Died|Unavailable)Error", dead.reason))) == ("failed", True)
-    fates = [(artifact.stage, artifact.status) for artifact in dead.artifacts]
-    assert fates == ([("update_critic", "ok")] if mode == "discrete" else [(None, "missing")])
-    found = {entry.path: entry.fate for entry in check(folder).artifacts}
+    statuses = [(artifact.stage, artifact.status) for artifact in dead.artifacts]
+    assert statuses == ([("update_critic", "ok")] if mode == "discrete" else [(None, "missing")])
+    found = {entry.path: entry.status for entry in check(folder).artifacts}
     assert found[dead.artifacts[0].path] == dead.artifacts[0].status
     assert not check(folder).ok
     for part in folder.glob(".*.part"):  # what a killed process was writing stays where it is
@@ -237,9 +237,9 @@ def test_a_hung_actor_is_a_failed_entry_until_it_answers_again(
             assert (hung.status, said in hung.reason) == ("failed", True)
         (switches / "stop").unlink()
         until_both_record(config, lambda: run_step(pool.sync[:2]))
-    for step, fates in ((1, ["ok", "ok"]), (2, ["ok", "failed"])):
+    for step, statuses in ((1, ["ok", "ok"]), (2, ["ok", "failed"])):
         workers = manifest(config, step).workers
-        assert [worker.status for worker in workers] == fates
+        assert [worker.status for worker in workers] == statuses
         assert {artifact.status for artifact in workers[0].artifacts} == {"ok"}
     [late] = manifest(config, 1).workers[1].artifacts
     assert spans(Path(config.save_path) / "step_000001" / late.path, "aten::addmm")

@@ -29,7 +29,7 @@ def train(config: ProfilingConfig, pool: Pool, first: int, last: int, doomed: in
 
 def not_whole(run: Path) -> Iterator[Checked]:
     """Yield what the check says is not as it should be."""
-    return (entry for entry in check(run).artifacts if entry.fate != "ok")
+    return (entry for entry in check(run).artifacts if entry.status != "ok")
 
 
 @pytest.mark.timeout(120)
@@ -41,7 +41,7 @@ def test_a_run_that_was_killed_and_resumed_explains_itself(
     after = configured(tmp_path, run_id="r", schedule={"steps": [2, 3, 50]}, tool="spans")
     run, resumed = Path(before.save_path), Path(before.save_path) / "run_2"
     train(before, pool, 1, 4, doomed=3)
-    assert next(not_whole(run)).fate == "begun"
+    assert next(not_whole(run)).status == "begun"
     assert {Path(entry.path).parent.name for entry in not_whole(run)} == {"step_000003"}
     first = read_run(run)
     assert first is not None

@@ -109,13 +109,13 @@ def test_a_step_that_was_left_early_is_named_by_the_check(tmp_path: Path, sessio
     root = Path(config.save_path)
     cut = Checked(
         path="step_000002/manifest.json",
-        fate="cut",
+        status="cut",
         reason="the step was cut short: ValueError: out of memory",
     )
-    assert [entry for entry in check(root).artifacts if entry.fate != "ok"] == [cut]
+    assert [entry for entry in check(root).artifacts if entry.status != "ok"] == [cut]
     assert main(["check", str(root)]) == 1
     train(config, 2, 3)
-    assert [entry for entry in check(root).artifacts if entry.fate != "ok"] == [cut]
+    assert [entry for entry in check(root).artifacts if entry.status != "ok"] == [cut]
     assert main(["check", str(root / "run_2")]) == 0
 
 

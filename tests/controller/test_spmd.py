@@ -21,7 +21,7 @@ from test_callback import configured, following, local_worker, manifest, run
 from verl_profiling import ProfilingCallback
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session
-from verl_profiling.capture_request import Aim
+from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.commands.trigger import Answer, find_job
 from verl_profiling.manifest import Manifest
 from verl_profiling.report.check import check
@@ -45,7 +45,7 @@ def steps(folder: Path) -> list[Manifest]:
     return [read_manifest(folder / "run" / f"step_{step:06d}") for step in (2, 3)]
 
 
-def fates(written: Manifest) -> list[tuple[str, str]]:
+def statuses(written: Manifest) -> list[tuple[str, str]]:
     """Return name and status of each worker."""
     return [(worker.name, worker.status) for worker in written.workers]
 
@@ -58,7 +58,7 @@ def test_both_ranks_are_in_one_manifest(tmp_path: Path) -> None:
     results = ranks(tmp_path, "store")
     assert [status for status, _ in results] == [0, 0], results
     for written in steps(tmp_path):
-        assert fates(written) == BOTH, [worker.reason for worker in written.workers]
+        assert statuses(written) == BOTH, [worker.reason for worker in written.workers]
         assert len({worker.identity.pid for worker in written.workers}) == 2
         assert [worker.identity.world_size for worker in written.workers] == [2, 2]
         for worker in written.workers:
@@ -82,7 +82,7 @@ def test_without_a_process_group_nothing_is_captured(tmp_path: Path) -> None:
 
 
 def test_all_ranks_record_what_rank_0_was_asked_for(tmp_path: Path) -> None:
-    """Rank 0 tells the others some steps before, over the store; the aim holds for all."""
+    """Rank 0 tells the others some steps before, over the store; the selection holds for all."""
     answers: list[Answer] = []
 
     def ask() -> None:
@@ -90,12 +90,12 @@ def test_all_ranks_record_what_rank_0_was_asked_for(tmp_path: Path) -> None:
             while not (tmp_path / "met_4_0").exists():
                 time.sleep(0.05)
             job = find_job(tmp_path / "run")
-            for aim, steps_, at in (
-                (Aim(), 2, None),
-                (Aim(ranks=(1,), mode="discrete"), 1, None),
-                (Aim(), 1, 5),
+            for selection, steps_, at in (
+                (CaptureSelection(), 2, None),
+                (CaptureSelection(ranks=(1,), mode="discrete"), 1, None),
+                (CaptureSelection(), 1, 5),
             ):
-                demand = job.ask(aim, steps_, at)
+                demand = job.ask(selection, steps_, at)
                 answers.append([*job.follow(demand, 40.0)][-1])
         finally:
             (tmp_path / "stop").touch()
@@ -109,9 +109,9 @@ def test_all_ranks_record_what_rank_0_was_asked_for(tmp_path: Path) -> None:
     both, aimed, early = answers
     assert (both.state, both.complete, len(both.folders)) == ("done", True, 2), results
     for name in both.folders:
-        assert fates(read_manifest(tmp_path / "run" / name)) == BOTH
+        assert statuses(read_manifest(tmp_path / "run" / name)) == BOTH
     one = read_manifest(tmp_path / "run" / aimed.folders[0])
-    assert (fates(one), one.workers[0].mode) == ([("actor_rank1", "ok")], "discrete")
+    assert (statuses(one), one.workers[0].mode) == ([("actor_rank1", "ok")], "discrete")
     assert (early.state, "too early" in early.reason) == ("refused", True)
 
 
@@ -119,8 +119,8 @@ def test_a_second_start_of_all_ranks_is_a_run_of_its_own(tmp_path: Path) -> None
     """Both ranks go to ``run_2``; rank 0 alone puts the run on record."""
     said = [ranks(tmp_path, "store", schedule={"steps": [2, 3, 9]}) for _ in range(2)]
     second = sorted((tmp_path / "run" / "run_2").glob("step_*"))
-    assert [fates(read_manifest(step)) for step in second] == [BOTH, BOTH], said
-    assert [fates(written) for written in steps(tmp_path)] == [BOTH, BOTH], said
+    assert [statuses(read_manifest(step)) for step in second] == [BOTH, BOTH], said
+    assert [statuses(written) for written in steps(tmp_path)] == [BOTH, BOTH], said
     for folder, ((_, leader), (_, follower)) in zip((".", "run_2"), said, strict=True):
         info = read_run(tmp_path / "run" / folder)
         assert info is not None
@@ -138,7 +138,7 @@ def test_a_rank_that_is_gone_is_a_failed_entry(tmp_path: Path, scenario: str, st
     assert (own, gone) == (0, status), log
     assert time.monotonic() - begin < 80
     for written in steps(tmp_path):
-        assert fates(written) == [("actor_rank0", "ok"), ("actor_rank1", "failed")]
+        assert statuses(written) == [("actor_rank0", "ok"), ("actor_rank1", "failed")]
     lost = steps(tmp_path)[1].workers[1]
     assert f"pid {lost.identity.pid} on {lost.identity.host} has ended" in lost.reason
     result = check(tmp_path / "run")
@@ -171,7 +171,7 @@ def test_a_rank_that_is_late_is_taken_in(tmp_path: Path) -> None:
     results = ranks(tmp_path, "late")
     assert [status for status, _ in results] == [0, 0], results
     first, second = steps(tmp_path)
-    assert (fates(first), fates(second)) == (BOTH, BOTH)
+    assert (statuses(first), statuses(second)) == (BOTH, BOTH)
     assert [span.name for span in first.workers[1].stages] == ["reward", "update_actor"]
 
 
@@ -180,9 +180,9 @@ def test_a_rank_whose_step_raises_keeps_what_it_recorded(tmp_path: Path) -> None
     results = ranks(tmp_path, "raises")
     assert [status for status, _ in results] == [0, 0], results
     first, second = steps(tmp_path)
-    assert (fates(first), first.complete) == (BOTH, False)
+    assert (statuses(first), first.complete) == (BOTH, False)
     assert "the step was cut short: actor_rank1: ValueError: out of memory" in first.notes
-    assert fates(second) == [("actor_rank0", "ok"), ("actor_rank1", "failed")]
+    assert statuses(second) == [("actor_rank0", "ok"), ("actor_rank1", "failed")]
     assert not check(tmp_path / "run" / "step_000002").ok
 
 
@@ -191,11 +191,11 @@ def test_a_callback_on_rank_0_alone_waits_for_nobody(tmp_path: Path) -> None:
     (status, log), _ = ranks(tmp_path, "no callback")
     assert status == 0, log
     for written in steps(tmp_path):
-        assert fates(written) == [("actor_rank0", "ok"), ("actor_rank1", "failed")]
+        assert statuses(written) == [("actor_rank0", "ok"), ("actor_rank1", "failed")]
         assert "rank 1 has left no result" in written.workers[1].reason
     (tmp_path / "alone").mkdir()
     (status, log), _ = ranks(tmp_path / "alone", "no callback", spmd=False)
-    assert (status, [fates(written) for written in steps(tmp_path / "alone")]) == (0, [[BOTH[0]]] * 2), log
+    assert (status, [statuses(written) for written in steps(tmp_path / "alone")]) == (0, [[BOTH[0]]] * 2), log
 
 
 def test_the_clock_of_another_host_is_measured(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_the_clock_of_another_host_is_measured(tmp_path: Path) -> None:
     results = ranks(tmp_path, "clock")
     assert [status for status, _ in results] == [0, 0], results
     for written in steps(tmp_path):
-        assert fates(written) == BOTH
+        assert statuses(written) == BOTH
         [clock] = [clock for clock in written.clocks if clock.clock_domain == "elsewhere"]
         assert clock.samples == 8
         assert abs(clock.offset_ns - 5_000_000_000) <= clock.error_ns < 500_000_000

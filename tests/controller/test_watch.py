@@ -19,7 +19,7 @@ from test_callback import configured, following, local_worker, manifest, run, se
 
 from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingConfig, clock, stage
 from verl_profiling.capture.session import Session
-from verl_profiling.capture_request import Aim
+from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.commands.trigger import find_job
 from verl_profiling.controller.watch import Watch
 from verl_profiling.identity import ProcessId, WorkerIdentity
@@ -353,7 +353,7 @@ def test_the_account_of_an_aimed_capture_has_the_others_too(tmp_path: Path, pool
     set_up(config, pool.sync)
     callback, whole = followed(config, ("actor", pool.sync[:2]), ("critic", pool.sync[2:]))
     callback.on_train_begin()
-    find_job(Path(config.save_path)).ask(Aim(roles=("critic",)), 1, 2)
+    find_job(Path(config.save_path)).ask(CaptureSelection(roles=("critic",)), 1, 2)
     for step in range(1, 5):
         callback.on_step_begin(step)
         with callback.stage("update"):

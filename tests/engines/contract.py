@@ -20,7 +20,7 @@ import pytest
 
 from verl_profiling import AsyncProfilingCallback
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.capture_request import Aim
+from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.commands.trigger import find_job
 from verl_profiling.manifest import Artifact, CaptureResult
 from verl_profiling.run_files import read_manifest
@@ -109,10 +109,10 @@ async def assert_replicas_stop_at_the_same_time(servers: Sequence[Any], settings
 
 
 ASKED = {
-    1: Aim(roles=("rollout",), replicas=(1,)),
-    2: Aim(mode="discrete", stages=("rollout",), replicas=(0,)),
-    3: Aim(tools=("nsys",)),
-    4: Aim(roles=("rollout",), ranks=(9,)),
+    1: CaptureSelection(roles=("rollout",), replicas=(1,)),
+    2: CaptureSelection(mode="discrete", stages=("rollout",), replicas=(0,)),
+    3: CaptureSelection(tools=("nsys",)),
+    4: CaptureSelection(roles=("rollout",), ranks=(9,)),
 }
 """What a running job is asked for, by step."""
 
@@ -125,7 +125,7 @@ async def assert_aims_hold_for_their_steps_alone(servers: Sequence[Any], setting
     callback.add_rollout(servers)
     await callback.on_train_begin()
     job = find_job(Path(settings["save_path"]))
-    demands = [job.ask(aim, 1, step) for step, aim in ASKED.items()]
+    demands = [job.ask(selection, 1, step) for step, selection in ASKED.items()]
     found = {}
     for step in range(1, 6):
         await callback.on_step_begin(step)
@@ -370,22 +370,24 @@ class WindowContract(EngineContract):
         """Of one rank, or by stage; aimed at others, or at a tool it has not, the engine records nothing."""
         server.reconfigure()
         last = self.ranks - 1
-        paths = await self.capture(server, request(tmp_path, 1, aim=Aim(roles=("rollout",), ranks=(last,))))
+        paths = await self.capture(
+            server, request(tmp_path, 1, selection=CaptureSelection(roles=("rollout",), ranks=(last,)))
+        )
         assert [path.name for path in paths] == [f"rollout0_rank{last}.torch.json.gz"]
-        aim = Aim(mode="discrete", stages=("rollout",), replicas=(0,))
-        paths = await self.capture(server, request(tmp_path, 2, aim=aim, stage="rollout"))
+        selection = CaptureSelection(mode="discrete", stages=("rollout",), replicas=(0,))
+        paths = await self.capture(server, request(tmp_path, 2, selection=selection, stage="rollout"))
         assert [path.name for path in paths] == [
             f"rollout0_rank{rank}.rollout.torch.json.gz" for rank in range(self.ranks)
         ]
         aims = {
-            Aim(replicas=(1,)): "not selected",
-            Aim(ranks=(8,)): "not selected",
-            Aim(roles=("actor",)): "not selected",
-            Aim(stages=("update_actor",)): "not selected",
-            Aim(tools=("torch_memory",)): "was started to record with torch alone",
+            CaptureSelection(replicas=(1,)): "not selected",
+            CaptureSelection(ranks=(8,)): "not selected",
+            CaptureSelection(roles=("actor",)): "not selected",
+            CaptureSelection(stages=("update_actor",)): "not selected",
+            CaptureSelection(tools=("torch_memory",)): "was started to record with torch alone",
         }
-        for step, (aim, why) in enumerate(aims.items(), 3):
-            order = request(tmp_path, step, aim=aim)
+        for step, (selection, why) in enumerate(aims.items(), 3):
+            order = request(tmp_path, step, selection=selection)
             reply = await server.start_capture(order)
             assert (reply.status in ("skipped", "refused"), why in reply.reason) == (True, True), reply
             await server.generate(1, 20)

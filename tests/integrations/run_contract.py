@@ -162,7 +162,7 @@ class RunContract:
         for step in (2, 3):
             loops, rewards = (run.trajectories(step, role) for role in ("agent_loop", "reward"))
             assert len(loops.trajectories) == PROMPTS * SAMPLES
-            assert {t.fate for t in loops.trajectories} == {"done"}
+            assert {t.status for t in loops.trajectories} == {"done"}
             assert Counter(Counter(t.group for t in loops.trajectories).values()) == {SAMPLES: PROMPTS}
             asked = [span for span in loops.spans if span.name == "generate"]
             assert len({span.request for span in asked}) == PROMPTS * SAMPLES

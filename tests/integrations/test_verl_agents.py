@@ -87,7 +87,7 @@ def test_trajectories_and_turns_are_those_that_verl_counts(run: AgentRun, step: 
     """Every sample of every prompt is a trajectory that is done, with verl's number of turns."""
     found = run.trajectories(step)
     assert len(found) == PROMPTS * SAMPLES
-    assert {t.fate for t in found} == {"done"}
+    assert {t.status for t in found} == {"done"}
     assert Counter(Counter(t.group for t in found).values()) == {SAMPLES: PROMPTS}
     turns = [t.facts["turns"] for t in found]
     metrics = run.run.manifest(step).metrics

@@ -49,8 +49,8 @@ def assert_whole(run: Run) -> None:
     assert sorted(path.name for path in run.save_path.glob("step_*")) == ["step_000002", "step_000003"]
     for step in (2, 3):
         assert run.manifest(step).complete
-        fates = {(worker.name, worker.status, worker.reason) for worker in run.manifest(step).workers}
-        assert {status for _, status, _ in fates} == {"ok"}, fates
+        statuses = {(worker.name, worker.status, worker.reason) for worker in run.manifest(step).workers}
+        assert {status for _, status, _ in statuses} == {"ok"}, statuses
     folder = str(run.save_path)
     for command in (["merge", folder], ["report", folder, "--save"], ["check", folder]):
         assert main(command) == 0

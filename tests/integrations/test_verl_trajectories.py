@@ -168,7 +168,7 @@ def test_a_trajectory_has_what_verl_calls_it_and_what_came_out(verl: SimpleNames
         )
 
     found = only(one_trajectory(verl, run))
-    assert (found.group, found.sample, found.fate) == ("g7", 1, "done")
+    assert (found.group, found.sample, found.status) == ("g7", 1, "done")
     assert found.facts == {
         "validate": False,
         "step": 3,
@@ -228,7 +228,7 @@ def test_outputs_of_any_kind_do_not_end_a_trajectory(verl: SimpleNamespace) -> N
         raise ValueError("no page")
 
     found = only(one_trajectory(verl, raises))
-    assert (found.fate, found.error) == ("failed", "ValueError: no page")
+    assert (found.status, found.error) == ("failed", "ValueError: no page")
 
 
 def test_each_turn_has_the_id_that_the_engine_gets(verl: SimpleNamespace) -> None:
@@ -285,11 +285,11 @@ def test_an_aborted_request_that_is_resumed_is_a_pause(verl: SimpleNamespace) ->
     pauses = named(log, "wait:resume")
     assert len(pauses) == 2
     assert all(pause.end_ns - pause.begin_ns >= 15_000_000 and not pause.failed for pause in pauses)
-    assert only(log).fate == "done"
+    assert only(log).status == "done"
 
 
 def test_a_trajectory_whose_last_request_was_aborted_is_aborted(verl: SimpleNamespace) -> None:
-    """Its fate says so; an abort in an earlier turn is none."""
+    """Its status says so; an abort in an earlier turn is none."""
 
     def runs(*answers: str) -> Callable[[], Any]:
         client = verl.LLMServerClient(*answers)
@@ -301,8 +301,8 @@ def test_a_trajectory_whose_last_request_was_aborted_is_aborted(verl: SimpleName
 
         return run
 
-    assert only(one_trajectory(verl, runs("stop", "abort"))).fate == "aborted"
-    assert only(one_trajectory(verl, runs("abort", "stop"))).fate == "done"
+    assert only(one_trajectory(verl, runs("stop", "abort"))).status == "aborted"
+    assert only(one_trajectory(verl, runs("abort", "stop"))).status == "done"
 
 
 def test_tool_calls_have_the_names_of_tools(verl: SimpleNamespace) -> None:

@@ -50,7 +50,7 @@ def test_every_trajectory_is_recorded(logs: list[TrajectoryLog]) -> None:
     found = [trajectory for log in logs for trajectory in log.trajectories]
     expected = {(f"1.{prompt}", sample) for prompt in range(PROMPTS) for sample in range(GROUP)}
     assert Counter((each.group, each.sample) for each in found) == Counter(expected)
-    assert {(each.fate, each.facts["turns"], each.facts["max_version"]) for each in found} == {
+    assert {(each.status, each.facts["turns"], each.facts["max_version"]) for each in found} == {
         ("done", TURNS, 0)
     }
     names = Counter(span.name for log in logs for span in log.spans)

@@ -17,9 +17,9 @@ from verl_profiling.run_files import read_manifest
 VICTIM = "actor_rank0.torch.json.gz"
 
 
-def fates(path: Path) -> dict[str, str]:
+def statuses(path: Path) -> dict[str, str]:
     """Return what became of each artifact."""
-    return {entry.path: entry.fate for entry in check(path).artifacts}
+    return {entry.path: entry.status for entry in check(path).artifacts}
 
 
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
@@ -27,12 +27,12 @@ def test_a_whole_step_passes(tmp_path: Path, mode: str) -> None:
     """All traces of three workers are read, and all is well."""
     result = check(build_step(tmp_path, mode=mode))
     assert result.ok
-    assert [entry.fate for entry in result.artifacts] == ["ok"] * 3
+    assert [entry.status for entry in result.artifacts] == ["ok"] * 3
     assert all(entry.events for entry in result.artifacts)
 
 
 @pytest.mark.parametrize(
-    ("damage", "fate"),
+    ("damage", "status"),
     [
         (lambda path: path.unlink(), "missing"),
         (lambda path: path.write_bytes(b""), "empty"),
@@ -60,12 +60,12 @@ def test_a_whole_step_passes(tmp_path: Path, mode: str) -> None:
         "cut before gzip",
     ],
 )
-def test_damage_is_found_and_named(tmp_path: Path, damage: object, fate: str) -> None:
+def test_damage_is_found_and_named(tmp_path: Path, damage: object, status: str) -> None:
     """Whatever happened to one file, it is named, and the others stay ok."""
     folder = build_step(tmp_path)
     damage(folder / VICTIM)
-    found = fates(folder)
-    assert found.pop(VICTIM) == fate
+    found = statuses(folder)
+    assert found.pop(VICTIM) == status
     assert set(found.values()) == {"ok"}
     assert not check(folder).ok
 
@@ -75,7 +75,7 @@ def test_a_run_is_checked_step_by_step(tmp_path: Path) -> None:
     build_step(tmp_path, step=1)
     assert check(tmp_path).ok
     (tmp_path / "step_000002").mkdir()
-    assert fates(tmp_path)["step_000002/manifest.json"] == "missing"
+    assert statuses(tmp_path)["step_000002/manifest.json"] == "missing"
     assert not check(tmp_path).ok
 
 
@@ -84,7 +84,7 @@ def test_a_broken_manifest_is_unreadable(tmp_path: Path) -> None:
     folder = build_step(tmp_path, step=1)
     build_step(tmp_path, step=2)
     (folder / "manifest.json").write_text("{")
-    found = fates(tmp_path)
+    found = statuses(tmp_path)
     assert found["step_000001/manifest.json"] == "unreadable"
     assert found["step_000002/actor_rank0.torch.json.gz"] == "ok"
 
@@ -101,7 +101,7 @@ def test_what_the_manifest_knows_is_said_with_its_reason(tmp_path: Path, status:
     if not on_disk:
         (folder / VICTIM).unlink()
     [entry] = [entry for entry in check(folder).artifacts if entry.path == VICTIM]
-    assert (entry.fate, entry.reason) == (status, reason)
+    assert (entry.status, entry.reason) == (status, reason)
     assert not check(folder).ok
 
 
@@ -117,7 +117,7 @@ def test_a_worker_that_is_not_well_is_named(tmp_path: Path, found: dict[str, Any
     folder = build_step(tmp_path)
     rewrite_worker(folder, "actor_rank0", **found)
     result = check(folder)
-    assert [(e.path, e.fate, e.reason) for e in result.artifacts if e.fate != "ok"] == [
+    assert [(e.path, e.status, e.reason) for e in result.artifacts if e.status != "ok"] == [
         ("actor_rank0", found["status"], found["reason"])
     ]
     assert not result.ok
@@ -128,7 +128,7 @@ def test_a_step_that_recorded_nobody_is_a_finding(tmp_path: Path) -> None:
     folder = build_step(tmp_path)
     rewrite(folder, workers=[], notes=["nobody was added"])
     result = check(folder)
-    assert (result.artifacts[-1].path, result.artifacts[-1].fate) == ("manifest.json", "empty")
+    assert (result.artifacts[-1].path, result.artifacts[-1].status) == ("manifest.json", "empty")
     assert result.artifacts[-1].reason == "no worker was captured; nobody was added"
     assert not result.ok
 

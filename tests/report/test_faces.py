@@ -38,7 +38,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     log = DrawnLog(end=13)
     for sample in range(2):
         log.trajectory(0, 4 - sample, ("tool:<b>[red]", 1, 2), min_version=4, max_version=5)
-    log.trajectory(0, 3, group="h", fate="failed", error="it broke")
+    log.trajectory(0, 3, group="h", status="failed", error="it broke")
     log.block(1, 2, 0, "tools.search (tools.py:3)")
     log.log.counts.append(Counted("queue", log.ns(1), 3))
     log.add_to(folder)

@@ -1,4 +1,4 @@
-"""The section "Rollout" of a step: what trajectories waited for, who was last, groups, versions, fates."""
+"""The section "Rollout" of a step: what trajectories waited for, who was last, groups, versions, statuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from verl_profiling.report.rollout.records import OTHERS
 from verl_profiling.report.rows import Polling
 from verl_profiling.report.sentences import rollout_sentences
 from verl_profiling.trajectory_log import (
-    FateChange,
+    StatusChange,
 )
 from verl_profiling.units import duration
 
@@ -229,7 +229,7 @@ def test_a_group_is_done_with_its_last_member(tmp_path: Path) -> None:
     first.trajectory(0, 3, group="a")
     second.trajectory(0, 8, ("tool:sandbox", 3, 8), group="a")
     second.trajectory(0, 1, group="b")
-    second.trajectory(0, 4, group="b", fate="running")
+    second.trajectory(0, 4, group="b", status="running")
     second.trajectory(0, 4, group="alone")
     second.trajectory(0, 4, group="v", validate=True)
     second.trajectory(0, 5, group="v", validate=True)
@@ -280,15 +280,15 @@ def test_versions_are_those_that_the_loop_says_or_else_those_of_the_requests(tmp
 
 
 def test_what_became_of_trajectories_has_its_cost(tmp_path: Path) -> None:
-    """By fate, also where it was said later; validation apart."""
+    """By status, also where it was said later; validation apart."""
     log = DrawnLog()
     log.trajectory(0, 4, ("tool:a", 0, 1), ("tool:b", 1, 2), group="kept", response_tokens=100, turns=3)
     log.trajectory(0, 3, group="boring", response_tokens=50)
-    log.trajectory(0, 1, group="x", fate="failed")
+    log.trajectory(0, 1, group="x", status="failed")
     log.trajectory(0, 5, group="v", validate=True)
-    log.log.fates = [FateChange("boring", None, "filtered", ns(9))]
-    rows = report_with(tmp_path, log).rollout.fates
-    assert [(row.validate, row.fate, row.trajectories, row.seconds) for row in rows] == [
+    log.log.statuses = [StatusChange("boring", None, "filtered", ns(9))]
+    rows = report_with(tmp_path, log).rollout.statuses
+    assert [(row.validate, row.status, row.trajectories, row.seconds) for row in rows] == [
         (False, "done", 1, 4),
         (False, "filtered", 1, 3),
         (False, "failed", 1, 1),
@@ -303,24 +303,29 @@ def test_failed_trajectories_have_their_error_and_the_span_they_were_in(tmp_path
     logs = [DrawnLog(0), DrawnLog(1)]
     for log in logs:
         error = "ValueError: no\nsuch   row " + "x" * 500
-        number = log.trajectory(1, 4, group="g7", fate="failed", error=error)
+        number = log.trajectory(1, 4, group="g7", status="failed", error=error)
         log.span("environment:step", 1, 4, trajectory=number, failed=True)
         log.span("tool:<b>", 2, 4, trajectory=number, failed=True)
         log.span("tool:fine", 3, 3.5, trajectory=number)
         log.span("tool:background", 3.6, 4, trajectory=number, still_open=True)
-        log.trajectory(1, 4, fate="failed")
+        log.trajectory(1, 4, status="failed")
     for index in range(12):
         about = {"error": f"E{index:02}", "sample": None, "validate": index == 11}
-        number = logs[0].trajectory(1, 4, fate="cancelled", **about)
+        number = logs[0].trajectory(1, 4, status="cancelled", **about)
         if index == 0:
             logs[0].span("tool:slow", 2, 4, trajectory=number, still_open=True)
-    logs[0].trajectory(20, 21, group="g7", fate="failed", error=error)
+    logs[0].trajectory(20, 21, group="g7", status="failed", error=error)
     report = report_with(tmp_path, *logs)
     first, second, third, *_, rest, validation = report.rollout.failures
-    assert (first.trajectories, first.fate, first.span, first.example) == (2, "failed", "tool:<b>", "g7/0")
+    assert (first.trajectories, first.status, first.span, first.example) == (2, "failed", "tool:<b>", "g7/0")
     assert first.error.startswith("ValueError: no such row xxx")
     assert len(first.error) == 120
-    assert (second.error, second.span, second.example, second.fate) == ("E00", "tool:slow", "g", "cancelled")
+    assert (second.error, second.span, second.example, second.status) == (
+        "E00",
+        "tool:slow",
+        "g",
+        "cancelled",
+    )
     assert third.span == ""
     assert [(row.error, row.trajectories, row.validate) for row in (rest, validation)] == [
         (OTHERS, 2, False),
@@ -350,13 +355,13 @@ def busy(tmp_path: Path) -> Report:
     log = DrawnLog()
     for number in range(38):
         log.trajectory(0, 3 + number / 38, ("tool:search", 0, 1.5), group=f"g{number // 8}", min_version=4)
-    log.trajectory(0, 9, ("tool:<b>sandbox", 3, 9), group="late", fate="aborted")
+    log.trajectory(0, 9, ("tool:<b>sandbox", 3, 9), group="late", status="aborted")
     mine = log.trajectory(0, 3)
     number = log.span("tool:blocking", 1.6, 2.9, trajectory=mine)
     for waiting in range(5, 20):
         log.span("tool:http", 1.55, 2.901, trajectory=waiting)
     log.block(1.6, 2.9, number, "tools.search (tools.py:3)")
-    log.log.fates = [FateChange("g0", None, "filtered", ns(9))]
+    log.log.statuses = [StatusChange("g0", None, "filtered", ns(9))]
     log.trajectory(0, 1, validate=True)
     return report_with(tmp_path, log, policy_version=5)
 
@@ -420,7 +425,7 @@ def test_trackers_and_comparisons_have_the_rollout(busy: Report) -> None:
 
 
 def test_thousands_of_names_make_a_page_of_bounded_size(tmp_path: Path) -> None:
-    """Of tools, groups, fates and functions, the first of each and the others in one row."""
+    """Of tools, groups, statuses and functions, the first of each and the others in one row."""
     log = DrawnLog()
     for number in range(1_500):
         begin = number / 200
@@ -429,7 +434,7 @@ def test_thousands_of_names_make_a_page_of_bounded_size(tmp_path: Path) -> None:
             begin + 2,
             (f"tool:{number}" + "x" * 500, begin, begin + 1),
             group="g" * number,
-            fate=f"fate {number}",
+            status=f"status {number}",
         )
         log.block(begin, begin + 0.004, mine, "f" * 1_000)
     report = report_with(tmp_path, log)
@@ -437,8 +442,8 @@ def test_thousands_of_names_make_a_page_of_bounded_size(tmp_path: Path) -> None:
     assert [len(rows) for rows in (rollout.causes, rollout.calls, rollout.blocks)] == [101, 51, 20]
     assert rollout.causes[-1].cause == OTHERS
     assert sum(row.seconds for row in rollout.causes) == pytest.approx(rollout.seconds)
-    assert sum(row.trajectories for row in rollout.fates) == 1_500
-    assert len(rollout.fates) == 21
+    assert sum(row.trajectories for row in rollout.statuses) == 1_500
+    assert len(rollout.statuses) == 21
     assert len(render_html(report)) < 600_000
 
 

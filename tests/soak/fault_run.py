@@ -311,7 +311,7 @@ class FaultRun:
             ]
         else:
             entries = check(folder).artifacts
-        kept = {entry.path.removesuffix(".gz") for entry in entries if entry.fate == "ok"}
+        kept = {entry.path.removesuffix(".gz") for entry in entries if entry.status == "ok"}
         outcome.expected = len(whole)
         outcome.kept = len(whole & kept)
         code = main(["check", str(folder)])

@@ -105,7 +105,7 @@ def test_a_loop_that_is_killed_keeps_every_stage_that_was_over(
     cut = [one / f"step_{2 * number + 2:06d}" for number, one in enumerate(runs)]
     right = sum(main(["check", str(folder)]) == 1 for folder in cut)
     for folder, place in zip(cut, places, strict=True):
-        whole = {entry.path for entry in check(folder).artifacts if entry.fate == "ok"}
+        whole = {entry.path for entry in check(folder).artifacts if entry.status == "ok"}
         kept += sum(any(f".{name}." in path for path in whole) for name in finished(place))
     over = sum(len(finished(place)) for place in places)
     steps, done_steps = 2 * kills + 2, int((tmp_path / "done").read_text())

@@ -19,8 +19,8 @@ from verl_profiling.timeline.processes import LANE_PIDS, TRAJECTORIES_PID
 from verl_profiling.timeline.step import Keep
 from verl_profiling.trajectory_log import (
     Counted,
-    FateChange,
     Lag,
+    StatusChange,
 )
 
 
@@ -28,7 +28,7 @@ def test_trajectories_take_as_many_rows_as_ran_at_once(tmp_path: Path) -> None:
     """Three of which two overlap need two rows; spans lie inside, on the controller's clock."""
     drawn = Drawn(tmp_path, clock_ms=5_000)
     first = drawn.trajectory(0, 40, group="g1", turns=2)
-    drawn.trajectory(10, 90, group="g1", fate="failed", error="it broke")
+    drawn.trajectory(10, 90, group="g1", status="failed", error="it broke")
     third = drawn.trajectory(50, 60, group="g2", sample=0, validate=True)
     turn = drawn.span("turn", 1, 39, first)
     drawn.span("generate", 1, 20, first, turn)
@@ -46,7 +46,7 @@ def test_trajectories_take_as_many_rows_as_ran_at_once(tmp_path: Path) -> None:
         ("trajectories 0", "tool:search", 51, 55),
     ]
     arguments = {e["name"]: e.get("args") for e in timeline.of("trajectory") + timeline.of("span")}
-    assert arguments["g1/0"] == {"turns": 2, "group": "g1", "sample": 0, "fate": "done"}
+    assert arguments["g1/0"] == {"turns": 2, "group": "g1", "sample": 0, "status": "done"}
     assert arguments["g1/1 (failed)"]["error"] == "it broke"
     assert arguments["tool:search"] == {"query": "what"}
     assert arguments["turn"] is None
@@ -132,8 +132,8 @@ def test_the_last_word_on_a_fate_is_in_the_name(tmp_path: Path) -> None:
     """Said by another process, for a whole group."""
     drawn = Drawn(tmp_path)
     drawn.trajectory(0, 10, group="g1")
-    drawn.trajectory(0, 10, group="g2", sample=None, fate="running")
-    DrawnLog(1, fates=[FateChange("g1", None, "filtered", drawn.ns(50))]).add_to(drawn.folder)
+    drawn.trajectory(0, 10, group="g2", sample=None, status="running")
+    DrawnLog(1, statuses=[StatusChange("g1", None, "filtered", drawn.ns(50))]).add_to(drawn.folder)
     _, timeline = drawn.merged()
     assert [name for _, name, _, _ in timeline.shown("trajectory")] == ["g1/0 (filtered)", "g2 (running)"]
 
@@ -281,7 +281,7 @@ def test_records_that_contradict_each_other_are_mended(tmp_path: Path) -> None:
 def test_a_hostile_log_costs_its_own_lane(tmp_path: Path) -> None:
     """Names of 100 kB, thousands at once, texts of any kind: bounded, said, and the rest is whole."""
     drawn = Drawn(tmp_path)
-    one = drawn.trajectory(0, 40, group="\u202e\x1b[31m" + "g" * 100_000, sample=None, fate="x" * 100_000)
+    one = drawn.trajectory(0, 40, group="\u202e\x1b[31m" + "g" * 100_000, sample=None, status="x" * 100_000)
     for number in range(3_000):
         drawn.span("n" * 100_000 if number == 0 else "tool", number / 1_000, 40, one, query="q" * 1_000)
     drawn.log.spans[5] = msgspec.structs.replace(drawn.log.spans[5], facts={f"f{i}": i for i in range(5_000)})

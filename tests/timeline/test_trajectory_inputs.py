@@ -32,7 +32,7 @@ def span(number: int, owner: int, parent: int, begin: int, end: int) -> SpanReco
 def checked(folder: Path) -> dict[str, tuple[str, str]]:
     """Return what check says of each log."""
     found = check(folder).artifacts
-    return {entry.path: (entry.fate, entry.reason) for entry in found if entry.path.endswith(LOG_SUFFIX)}
+    return {entry.path: (entry.status, entry.reason) for entry in found if entry.path.endswith(LOG_SUFFIX)}
 
 
 def test_check_reads_logs_to_their_end(tmp_path: Path) -> None:
@@ -48,8 +48,8 @@ def test_check_reads_logs_to_their_end(tmp_path: Path) -> None:
     paths[4].unlink()
     paths[5].write_bytes(b"")
     found = checked(folder)
-    fates = {int(path[len("agent_loop_rank")]): fate for path, (fate, _) in found.items()}
-    assert fates == {
+    statuses = {int(path[len("agent_loop_rank")]): status for path, (status, _) in found.items()}
+    assert statuses == {
         0: "ok",
         1: "truncated",
         2: "unreadable",

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_profiling import current_trajectory, span, trajectory, trajectory_fate
+from verl_profiling import current_trajectory, span, trajectory, trajectory_status
 from verl_profiling.testing import record_step
 from verl_profiling.trajectories import count
 from verl_profiling.trajectories import spans as recorder
@@ -85,7 +85,7 @@ def test_spans_of_concurrent_tasks_do_not_mix() -> None:
         await asyncio.gather(*(one(number) for number in range(5)))
 
     log = ran(all_of_them())
-    assert [found.fate for found in log.trajectories] == ["done"] * 5
+    assert [found.status for found in log.trajectories] == ["done"] * 5
     for number in range(5):
         owner = log.trajectories[number]
         outer, inner = named(log, f"outer{number}"), named(log, f"inner{number}")
@@ -123,7 +123,7 @@ def test_threads_that_are_handed_the_context_keep_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "fate", "text"),
+    ("error", "status", "text"),
     [
         (ValueError("no such tool"), "failed", "ValueError: no such tool"),
         (asyncio.CancelledError(), "cancelled", ""),
@@ -132,7 +132,7 @@ def test_threads_that_are_handed_the_context_keep_it() -> None:
         (KeyboardInterrupt(), "failed", "KeyboardInterrupt: "),
     ],
 )
-def test_what_leaves_a_trajectory_is_its_fate(error: BaseException, fate: str, text: str) -> None:
+def test_what_leaves_a_trajectory_is_its_fate(error: BaseException, status: str, text: str) -> None:
     """The exception passes through, and every span that it left is marked."""
 
     def body() -> None:
@@ -140,7 +140,7 @@ def test_what_leaves_a_trajectory_is_its_fate(error: BaseException, fate: str, t
             raise error
 
     log = recorded(body)
-    assert (only(log).fate, only(log).error) == (fate, text)
+    assert (only(log).status, only(log).error) == (status, text)
     assert [found.failed for found in log.spans] == [True, True]
 
 
@@ -149,14 +149,14 @@ def test_the_loop_says_the_fate() -> None:
 
     def body() -> None:
         with suppress(ValueError), trajectory(group=7, sample="a") as t:
-            t.fate = "aborted"
+            t.status = "aborted"
             raise ValueError("late")
-        trajectory_fate(7, "filtered")
-        trajectory_fate("7", "reused", sample="a")
+        trajectory_status(7, "filtered")
+        trajectory_status("7", "reused", sample="a")
 
     log = recorded(body)
-    assert (only(log).group, only(log).fate) == ("7", "aborted")
-    assert [(found.group, found.sample, found.fate) for found in log.fates] == [
+    assert (only(log).group, only(log).status) == ("7", "aborted")
+    assert [(found.group, found.sample, found.status) for found in log.statuses] == [
         ("7", None, "filtered"),
         ("7", "a", "reused"),
     ]
@@ -229,7 +229,7 @@ def test_what_is_open_when_recording_ends_is_kept() -> None:
             inside[0].__enter__()
 
         first = recorded(body)
-        assert only(first).fate == "running"
+        assert only(first).status == "running"
         assert only(first).end_ns == first.spans[0].end_ns == first.end_ns
         assert first.spans[0].open
         assert not first.spans[0].failed

@@ -21,7 +21,7 @@ from verl_profiling.capture.result_file import CostMeter
 from verl_profiling.capture.stage import OpenSpan, SpanLog, StageSink
 from verl_profiling.devices import given_devices, used_devices
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import Artifact, CaptureResult, StageSpan, worst_fate
+from verl_profiling.manifest import Artifact, CaptureResult, StageSpan, worst_status
 from verl_profiling.settings.config import RoleConfig
 from verl_profiling.tools import Destination, Output, Recording, Tool
 from verl_profiling.tools.process_memory import memory_overrun, process_peak_bytes
@@ -388,7 +388,7 @@ class Capture:
     def _result(self) -> CaptureResult:
         stages = self._stages if self.whole else self._spans.close()
         artifacts = list(self._artifacts.values())
-        status, reason = worst_fate(artifacts)
+        status, reason = worst_status(artifacts)
         if status == "ok" and self._truncated:
             status, reason = "truncated", self._truncated
         if not self.request.keep:
@@ -398,7 +398,7 @@ class Capture:
         elif not self.whole and not artifacts and any(tool.suffix for tool in self.role.tools):
             ran = ", ".join(sorted({span.name for span in stages})) or "none"
             wanted = "any" if self.role.stages is None else ", ".join(sorted(self.role.stages))
-            asked = self.request.aim is not None and self.request.aim.stages is not None
+            asked = self.request.selection is not None and self.request.selection.stages is not None
             status = "skipped" if asked else "empty"  # who asks for a stage need not know who runs it
             reason = f"no selected stage ran (selected: {wanted}; ran: {ran})"
         return result_of(

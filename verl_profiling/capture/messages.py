@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.capture_request import Aim
+from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult
@@ -33,7 +33,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
         upload: Where the files go that are written into ``folder``, if it only stages them.
         roles: Under which roles the callback knows the worker, the first one first.
         workers: How many workers are asked in all.
-        aim: What this capture does differently from the settings.
+        selection: What this capture does differently from the settings.
     """
 
     capture_id: str
@@ -48,7 +48,7 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     upload: Upload | None = None
     roles: list[str] = []
     workers: int = 1
-    aim: Aim | None = None
+    selection: CaptureSelection | None = None
 
 
 class StartReply(msgspec.Struct, frozen=True):
@@ -125,8 +125,8 @@ def switched_off(identity: WorkerIdentity) -> str:
 
 def cannot_be_had(request: CaptureRequest, problem: object) -> str:
     """Return why a worker refuses a capture that is aimed at something that it does not have."""
-    aim = request.aim.in_words() if request.aim is not None else ""
-    return f"asked for {aim}, which this process cannot: {problem}"
+    selection = request.selection.in_words() if request.selection is not None else ""
+    return f"asked for {selection}, which this process cannot: {problem}"
 
 
 def not_set_up(request: CaptureRequest, who: object, arguments: str) -> CaptureStateError:

@@ -22,7 +22,7 @@ from verl_profiling.manifest import (
     CaptureStatus,
     ToolSpan,
     finite_numbers,
-    worst_fate,
+    worst_status,
 )
 from verl_profiling.run_files import RESULT_SUFFIX, write_json_atomically
 from verl_profiling.settings.limits import AfterHook
@@ -265,6 +265,6 @@ def _with_artifact(result: CaptureResult, finished: Artifact) -> CaptureResult:
 
     artifacts = [updated(artifact) for artifact in result.artifacts]
     status, reason = result.status, result.reason
-    if (status, reason) == worst_fate(result.artifacts):
-        status, reason = worst_fate(artifacts)
+    if (status, reason) == worst_status(result.artifacts):
+        status, reason = worst_status(artifacts)
     return msgspec.structs.replace(result, artifacts=artifacts, status=status, reason=reason)

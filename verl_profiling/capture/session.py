@@ -30,7 +30,7 @@ from verl_profiling.capture.messages import (
 )
 from verl_profiling.capture.result_file import NOT_STOPPED, Slot
 from verl_profiling.capture.stage import Both, Stage, StageSink
-from verl_profiling.capture_request import Aim
+from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
@@ -147,14 +147,14 @@ class Session:
                 self._close(capture, NOT_STOPPED)
                 capture = None
             try:
-                role = self._role(identity, request.aim)
+                role = self._role(identity, request.selection)
                 selected = role.selects(identity.rank, identity.replica, identity.topology, identity.sizes)
-                if selected and request.aim is not None:
+                if selected and request.selection is not None:
                     self._prepare(role)
             except (ConfigError, ToolUnavailableError) as error:
                 return StartReply(identity, "refused", received_ns, cannot_be_had(request, error))
             if not role.enable:
-                reason = switched_off(identity) if request.aim is None else "not asked for"
+                reason = switched_off(identity) if request.selection is None else "not asked for"
                 return StartReply(identity, "skipped", received_ns, reason)
             if not selected:
                 self._slot.hooks.begun(request, identity, recorded=False)
@@ -242,13 +242,15 @@ class Session:
             )
         self._slot.hooks.drain(self._finish_s)
 
-    def _role(self, identity: WorkerIdentity, aim: Aim | None) -> RoleConfig:
+    def _role(self, identity: WorkerIdentity, selection: CaptureSelection | None) -> RoleConfig:
         config = self._configs[identity.name]
-        side_by_side = not self._busy.keys().isdisjoint(aim.stages or ()) if aim is not None else False
-        if aim is not None and side_by_side and TRAJECTORIES in config.tool_names(identity.role):
+        side_by_side = (
+            not self._busy.keys().isdisjoint(selection.stages or ()) if selection is not None else False
+        )
+        if selection is not None and side_by_side and TRAJECTORIES in config.tool_names(identity.role):
             # The watch names that as it names a stage, but no stage of the process is recorded in its place.
-            aim = msgspec.structs.replace(aim, mode="e2e", stages=None)
-        return config.for_role(identity.role, aim)
+            selection = msgspec.structs.replace(selection, mode="e2e", stages=None)
+        return config.for_role(identity.role, selection)
 
     def _prepare(self, role: RoleConfig) -> None:
         for tool in role.tools:
@@ -281,7 +283,7 @@ class Session:
         self._slot.hooks.begun(request, identity)
         if identity.role not in capture.roles:
             capture.roles.append(identity.role)
-            own, used = (self._role(who, request.aim) for who in (identity, capture.identity))
+            own, used = (self._role(who, request.selection) for who in (identity, capture.identity))
             if unused := _differences(own, used):
                 capture.notes.append(
                     f"role {identity.role} is recorded as {capture.identity.name}, whose process it shares, "

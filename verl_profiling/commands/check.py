@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         for result in results:
             _print(result, where=f"{visible(result.directory)}/" if len(results) > 1 else "")
         artifacts = [entry for result in results for entry in result.artifacts]
-        bad = sum(entry.fate not in ("ok", "skipped") for entry in artifacts)
+        bad = sum(entry.status not in ("ok", "skipped") for entry in artifacts)
         print(f"{len(artifacts)} artifacts, " + (f"{bad} not ok" if bad else "all ok"))
     return EXIT_OK if all(result.ok for result in results) else EXIT_FINDING
 
@@ -46,4 +46,4 @@ def _print(result: CheckResult, where: str) -> None:
     for entry in result.artifacts:
         events = f"  {entry.events:,} events" if entry.events is not None else ""
         reason = f"  {entry.reason}" if entry.reason else ""
-        print(f"{entry.fate:<10}  {where}{entry.path}{events}{reason}")
+        print(f"{entry.status:<10}  {where}{entry.path}{events}{reason}")

@@ -32,5 +32,5 @@ def run(arguments: argparse.Namespace) -> int:
     collected = collect(path, export=arguments.export)
     for entry in collected:
         reason = f"  {entry.reason}" if entry.reason else ""
-        print(visible(f"{entry.fate:<10}  {entry.path}{reason}"))
-    return EXIT_OK if all(entry.fate == "ok" for entry in collected) else EXIT_FINDING
+        print(visible(f"{entry.status:<10}  {entry.path}{reason}"))
+    return EXIT_OK if all(entry.status == "ok" for entry in collected) else EXIT_FINDING

@@ -24,7 +24,7 @@ from verl_profiling.capture_request import (
     REFUSED,
     REQUEST,
     REQUESTS,
-    Aim,
+    CaptureSelection,
     Demand,
     new_request_id,
 )
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     job = find_job(arguments.run, arguments.run_id)
     if arguments.steps > MOST_STEPS:
         raise ConfigError("--steps", f"asks for {arguments.steps} steps; at most {MOST_STEPS} at a time")
-    demand = job.ask(_aim(arguments), arguments.steps, arguments.at)
+    demand = job.ask(_selection(arguments), arguments.steps, arguments.at)
     if not arguments.json:
         print(visible(f"asked as {demand.id}; {job.in_words()}"), flush=True)
     answer: Answer | None = None
@@ -137,10 +137,10 @@ def _folders(place: str, names: Sequence[str]) -> str:
     return ", ".join(f"{place}/{name}" for name in names)
 
 
-def _aim(arguments: argparse.Namespace) -> Aim:
+def _selection(arguments: argparse.Namespace) -> CaptureSelection:
     if arguments.stages and arguments.mode == "e2e":
         raise ConfigError("--stages", "are recorded in discrete mode, not in e2e")
-    return Aim(
+    return CaptureSelection(
         mode=arguments.mode,
         tools=arguments.tool,
         roles=arguments.roles,
@@ -225,7 +225,7 @@ class Job:
             text += f"; its watch logged a step {max(ago_s, 0.0):.1f} s ago"
         return text
 
-    def ask(self, aim: Aim, steps: int, at: int | None) -> Demand:
+    def ask(self, selection: CaptureSelection, steps: int, at: int | None) -> Demand:
         """Leave a request; return it.
 
         Raises:
@@ -233,7 +233,9 @@ class Job:
         """
         self._request_of.update(dict.fromkeys(self._steps() - self._request_of.keys(), ""))
         by = f"{_user()}@{socket.gethostname()}"[:200]
-        demand = Demand(id=new_request_id(), by=by, asked_ns=time.time_ns(), steps=steps, at=at, aim=aim)
+        demand = Demand(
+            id=new_request_id(), by=by, asked_ns=time.time_ns(), steps=steps, at=at, selection=selection
+        )
         self._requests.create(f"{demand.id}{REQUEST}", msgspec.json.encode(demand))
         return demand
 

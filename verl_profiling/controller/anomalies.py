@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from verl_profiling.capture_request import Aim
+from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.controller.open_capture import ROLLOUT
 from verl_profiling.controller.requests import Decision
 from verl_profiling.errors import ConfigError
@@ -27,10 +27,10 @@ class Anomalies:
 
     Args:
         options: The settings ``watch.trigger``.
-        check: Raises ``ConfigError`` for an aim that cannot be had in this job.
+        check: Raises ``ConfigError`` for an selection that cannot be had in this job.
     """
 
-    def __init__(self, options: Anomaly, check: Callable[[Aim], None]) -> None:
+    def __init__(self, options: Anomaly, check: Callable[[CaptureSelection], None]) -> None:
         self._options = options
         self._check = check
         self._detector = Detector(options)
@@ -73,7 +73,9 @@ class Anomalies:
             return None
         self._noticed, self._waits = None, False
         self._coming = step
-        return Decision(StepRange(step, step), noticed.trigger(), None if scheduled else self._aim(noticed))
+        return Decision(
+            StepRange(step, step), noticed.trigger(), None if scheduled else self._selection(noticed)
+        )
 
     def concluded(self, manifest: Manifest) -> None:
         """Note that a capture was made, whoever asked for it."""
@@ -91,7 +93,7 @@ class Anomalies:
             return f"{since}, and it asks for none for {options.cooldown} steps (watch.trigger.cooldown)"
         return ""
 
-    def _aim(self, noticed: Suspicion) -> Aim | None:
+    def _selection(self, noticed: Suspicion) -> CaptureSelection | None:
         """Return what is captured: the suspects and a peer; their stage, if it is that which is slow.
 
         Where nobody stands out in a slow stage, it is all who worked in it.
@@ -107,7 +109,7 @@ class Anomalies:
         of_a_stage = (
             noticed.sign in _OF_A_STAGE and bool(noticed.ran) and (noticed.stage == ROLLOUT or not engines)
         )
-        aim = Aim(
+        selection = CaptureSelection(
             mode="discrete" if of_a_stage else "e2e",
             roles=tuple(dict.fromkeys(use.role for use in uses)),
             ranks=tuple(dict.fromkeys(use.rank for use in named if use not in engines)) or None,
@@ -115,8 +117,8 @@ class Anomalies:
             stages=tuple(dict.fromkeys([*noticed.ran, *window])) if of_a_stage else None,
         )
         try:
-            self._check(aim)
+            self._check(selection)
         except ConfigError as error:
             logger.warning("watch: the capture is not aimed at %s: %s", ", ".join(noticed.suspects), error)
             return None
-        return aim
+        return selection

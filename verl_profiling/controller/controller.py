@@ -306,7 +306,7 @@ class Controller:
     def _open(self, decision: Decision, step: int, version: int | None, outside: SpanLog) -> Waits[bool]:
         """Make the step folder, and open the capture; return whether there is one."""
         policy_version, notes = whole_version(version)
-        keep, aim = decision.step_range.action is Action.RECORD, decision.aim
+        keep, selection = decision.step_range.action is Action.RECORD, decision.selection
         if not self.decisions.find_ranks():
             return False
         ranks = self.decisions.ranks
@@ -318,7 +318,7 @@ class Controller:
             return False
         folder = self._folders.make(step, keep, shared=ranks is not None)
         last_step = None if self._watching else self.config.schedule.last_step()
-        workers = sum(len(target.workers) for target in self.roster.driven(aim))
+        workers = sum(len(target.workers) for target in self.roster.driven(selection))
         request = CaptureRequest(
             capture_id=f"{run.place.token}-{folder.name if keep else f'warm-up-{next(self._warm_ups)}'}",
             run_id=run.place.run_id,
@@ -329,7 +329,7 @@ class Controller:
             workers=max(1, workers * (ranks.world_size if ranks is not None else 1)),
             last=last_step is not None and decision.step_range.last >= last_step,
             upload=run.upload_of(folder),
-            aim=aim,
+            selection=selection,
         )
         steps = [step_span(step, policy_version)]
         leads = keep and (ranks is None or ranks.leads)

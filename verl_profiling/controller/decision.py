@@ -68,7 +68,7 @@ class Decisions:
         if self._watch is None or self._requests is not None:
             return
         rank, ranks = place_of(self._config, self._roster.targets) or (0, 1)
-        check = partial(self._roster.check_aim, ranks=ranks if ranks > 1 else None)
+        check = partial(self._roster.check_request, ranks=ranks if ranks > 1 else None)
         self._requests = Requests(self._schedule, check, _refer_to_rank_0 if rank else None)
         self._requests.handle_signal()
         if rank:

@@ -182,7 +182,7 @@ class OpenCapture:
 
     def start(self, request: CaptureRequest) -> Waits[None]:
         """Start what a request is for: the engines of a rollout window, or all others that are driven."""
-        targets = self._concerned(request, self.roster.driven(request.aim))
+        targets = self._concerned(request, self.roster.driven(request.selection))
         for target in targets:
             for worker in target.workers:
                 answer = self._answers.setdefault(worker, _Answer(worker))
@@ -193,15 +193,15 @@ class OpenCapture:
         for call in calls:
             self._take_start(call, request)
         self._note_twins()
-        if self.ranks is None or request.aim is None or request.aim.ranks is None:
+        if self.ranks is None or request.selection is None or request.selection.ranks is None:
             self._note_idle_roles(calls)
         yield from self._shake_hands("start_capture", request, targets)
 
     def begin_rollout(self) -> Waits[None]:
         """Open a window on the rollout engines that are captured by stage."""
         yield from self.end_rollout()
-        aim = self.request.aim
-        if any(self.roster.has_windows(target, aim) for target in self.roster.driven(aim)):
+        selection = self.request.selection
+        if any(self.roster.has_windows(target, selection) for target in self.roster.driven(selection)):
             self._windows += 1
             self.rollout_request = msgspec.structs.replace(
                 self.request,
@@ -239,7 +239,9 @@ class OpenCapture:
 
     def _concerned(self, request: CaptureRequest, targets: Iterable[Target]) -> list[Target]:
         windowed = request.stage is not None
-        return [target for target in targets if self.roster.has_windows(target, request.aim) is windowed]
+        return [
+            target for target in targets if self.roster.has_windows(target, request.selection) is windowed
+        ]
 
     def _shake_hands(self, method: str, argument: object, targets: Iterable[Target]) -> Waits[None]:
         """Repeat a call, which changes nothing, to measure clocks that are not the controller's.
@@ -368,7 +370,7 @@ class OpenCapture:
     def expected(self) -> list[CaptureResult]:
         """Return what stands for each worker until its result is there, with what it has promised."""
         found: dict[str, CaptureResult] = {}
-        for target in self.roster.driven(self.request.aim):
+        for target in self.roster.driven(self.request.selection):
             for worker in target.workers:
                 answer = self._answers.get(worker) or _Answer(worker)
                 if answer.started is None or answer.started.status in ("recording", "armed"):
@@ -397,12 +399,12 @@ class OpenCapture:
         """Return what stands for the other ranks' workers, which write their results themselves."""
         if self.ranks is None or not self.ranks.leads:
             return []
-        [target, *_] = self.roster.driven(self.request.aim) or self.roster.targets
+        [target, *_] = self.roster.driven(self.request.selection) or self.roster.targets
         model = self._lost(_Answer(target.workers[0]), self.request, NOT_WRITTEN)
-        return self.ranks.expected(model, self.request.aim)
+        return self.ranks.expected(model, self.request.selection)
 
     def _lost(self, answer: _Answer, request: CaptureRequest, reason: str) -> CaptureResult:
-        role = self.config.for_role(answer.worker.target.roles[0], self.request.aim)
+        role = self.config.for_role(answer.worker.target.roles[0], self.request.selection)
         started = answer.started
         return result_of(
             request,

@@ -17,7 +17,15 @@ from types import FrameType
 
 import msgspec
 
-from verl_profiling.capture_request import REFUSED, REQUEST, REQUESTS, Aim, Demand, Trigger, new_request_id
+from verl_profiling.capture_request import (
+    REFUSED,
+    REQUEST,
+    REQUESTS,
+    CaptureSelection,
+    Demand,
+    Trigger,
+    new_request_id,
+)
 from verl_profiling.errors import ConfigError
 from verl_profiling.remote import LocalFolder, RemoteFolder, is_url
 from verl_profiling.settings.schedule import Action, Schedule, StepRange
@@ -39,12 +47,12 @@ class Decision:
     Attributes:
         step_range: The steps that it covers.
         trigger: Who asked for it, and why.
-        aim: What it does differently from the settings.
+        selection: What it does differently from the settings.
     """
 
     step_range: StepRange
     trigger: Trigger
-    aim: Aim | None = None
+    selection: CaptureSelection | None = None
 
 
 class Requests:
@@ -52,7 +60,7 @@ class Requests:
 
     Args:
         schedule: The settings' schedule.
-        check: Raises ``ConfigError`` for an aim that cannot be had in this job.
+        check: Raises ``ConfigError`` for an selection that cannot be had in this job.
         on_signal: Called instead of taking SIGUSR2 as a request for the next step.
 
     Attributes:
@@ -62,7 +70,7 @@ class Requests:
     def __init__(
         self,
         schedule: Schedule,
-        check: Callable[[Aim], None],
+        check: Callable[[CaptureSelection], None],
         on_signal: Callable[[], object] | None = None,
     ) -> None:
         self.step: int | None = None
@@ -124,17 +132,17 @@ class Requests:
         place, left = self._pending.index(demand), demand.steps - (last - step + 1)
         rest = [msgspec.structs.replace(demand, at=None, steps=left)] if left else []
         self._pending[place : place + 1] = rest
-        aim = None if demand.aim == Aim() else demand.aim
+        selection = None if demand.selection == CaptureSelection() else demand.selection
         self._decided[demand.id] = demand
-        stages = demand.aim.stages or ()
+        stages = demand.selection.stages or ()
         trigger = Trigger(
             kind="demand",
-            reason="as the settings say" if aim is None else aim.in_words(),
+            reason="as the settings say" if selection is None else selection.in_words(),
             by=demand.by,
             request=demand.id,
             stage=stages[0] if len(stages) == 1 else "",
         )
-        return Decision(StepRange(step, last), trigger, aim)
+        return Decision(StepRange(step, last), trigger, selection)
 
     def refused(self, trigger: Trigger, why: str) -> None:
         """Refuse the request that a capture was for, and what is left of it."""
@@ -157,7 +165,7 @@ class Requests:
 
     def _accept(self, demand: Demand, step: int) -> None:
         try:
-            self._check(demand.aim)
+            self._check(demand.selection)
         except ConfigError as error:
             self._refuse(demand, str(error))
             return
@@ -177,7 +185,7 @@ class Requests:
             return demand.at == step
         return (
             not scheduled
-            or demand.aim == Aim()
+            or demand.selection == CaptureSelection()
             or all(self._schedule.action(one) is Action.RECORD for one in range(step, step + _FAR))
         )
 

@@ -20,7 +20,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.session import process_session
-from verl_profiling.capture_request import Aim
+from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.clock import Handshake, best_handshake
 from verl_profiling.controller.calls import Target
 from verl_profiling.controller.requests import Decision
@@ -159,17 +159,17 @@ class Ranks:
             (worker.process == own and amend(worker.capture_id, amended)) or worker for worker in results
         ]
 
-    def expected(self, model: CaptureResult, aim: Aim | None) -> list[CaptureResult]:
+    def expected(self, model: CaptureResult, selection: CaptureSelection | None) -> list[CaptureResult]:
         """Return what stands for the other ranks until their results are there.
 
         Args:
             model: What stands for a worker of this rank.
-            aim: What the capture does differently.
+            selection: What the capture does differently.
         """
         return [
             self._stand_in(model, rank)
             for rank in self.others
-            if aim is None or aim.ranks is None or rank in aim.ranks
+            if selection is None or selection.ranks is None or rank in selection.ranks
         ]
 
     def _stand_in(self, model: CaptureResult, rank: int) -> CaptureResult:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.capture_request import Aim
+from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.controller.calls import Call, Postponed, Target, Waits, settle, wait_for
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import safe_name
@@ -205,41 +205,43 @@ class Roster:
         """The roles that have workers, each once."""
         return list(dict.fromkeys(role for target in self.targets for role in target.roles))
 
-    def driven(self, aim: Aim | None) -> list[Target]:
-        """Return those of which a role is switched on, in a capture with this aim."""
-        return [t for t in self.targets if any(self._config.for_role(role, aim).enable for role in t.roles)]
+    def driven(self, selection: CaptureSelection | None) -> list[Target]:
+        """Return those of which a role is switched on, in a capture with this selection."""
+        return [
+            t for t in self.targets if any(self._config.for_role(role, selection).enable for role in t.roles)
+        ]
 
-    def has_windows(self, target: Target, aim: Aim | None) -> bool:
+    def has_windows(self, target: Target, selection: CaptureSelection | None) -> bool:
         """Return whether it is recorded from the begin of a rollout to its end, not for the whole step."""
-        return target.is_rollout and self._config.for_role(target.roles[0], aim).mode == "discrete"
+        return target.is_rollout and self._config.for_role(target.roles[0], selection).mode == "discrete"
 
-    def check_aim(self, aim: Aim, ranks: int | None = None) -> None:
-        """Check that a capture with this aim can be had of these workers.
+    def check_request(self, selection: CaptureSelection, ranks: int | None = None) -> None:
+        """Check that a capture with this selection can be had of these workers.
 
         Args:
-            aim: The aim.
+            selection: The selection.
             ranks: How many ranks there are, where other processes have some of them.
 
         Raises:
-            ConfigError: It cannot; the key is the aim's.
+            ConfigError: It cannot; the key is the selection's.
         """
         roles = self.roles
-        for role in aim.roles or ():
+        for role in selection.roles or ():
             if role not in roles:
                 raise ConfigError("roles", f"no workers were added as {role!r}; {choices_hint(role, roles)}")
         allowed = {*TOOLS, *(name for role in ("", *roles) for name in self._config.tool_names(role))}
-        for tool in aim.tools or ():
+        for tool in selection.tools or ():
             if tool not in allowed:
                 raise ConfigError("tools", f"unknown tool {tool!r}; {choices_hint(tool, allowed)}")
         for role in roles:
-            self._config.for_role(role, aim)
-        driven = self.driven(aim)
+            self._config.for_role(role, selection)
+        driven = self.driven(selection)
         if not driven:
             raise ConfigError("", "nobody would record: no worker has a role that takes part")
         engines = [target for target in driven if target.is_rollout]
         for key, numbers, having in (
-            ("replicas", aim.replicas, engines),
-            ("ranks", None if engines else aim.ranks, driven),
+            ("replicas", selection.replicas, engines),
+            ("ranks", None if engines else selection.ranks, driven),
         ):
             present = [worker.number for target in having for worker in target.workers]
             count = ranks or max(present, default=-1) + 1

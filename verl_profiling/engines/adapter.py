@@ -176,7 +176,7 @@ def role_of_capture(config: ProfilingConfig, role: str, request: CaptureRequest,
     Raises:
         ConfigError: The capture is aimed at another tool.
     """
-    own, aimed = (config.for_role(role, aim) for aim in (None, request.aim))
+    own, aimed = (config.for_role(role, selection) for selection in (None, request.selection))
     tools, wanted = ([(tool.name, tool.options) for tool in one.tools if tool.suffix] for one in (own, aimed))
     if aimed.enable and tools != wanted:
         names = ", ".join(name for name, _ in tools)

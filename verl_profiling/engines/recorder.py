@@ -33,7 +33,7 @@ from verl_profiling.engines.adapter import EngineAdapter, EngineTool, EngineTrac
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import CaptureStateError, ConfigError
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import Artifact, CaptureResult, expected_artifact, worst_fate
+from verl_profiling.manifest import Artifact, CaptureResult, expected_artifact, worst_status
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.tools.base import Output
 from verl_profiling.tools.npu import NpuTool, output_of_recording
@@ -219,7 +219,7 @@ class EngineRecorder:
         return [finish(output, self._slot.background, request, window.file.finished) for output in outputs]
 
     def _result(self, window: Window, artifacts: list[Artifact]) -> CaptureResult:
-        status, reason = worst_fate(artifacts)
+        status, reason = worst_status(artifacts)
         if death := _death_of(self.engine):  # the workers may have written whole traces before they ended
             status, reason = "failed", death
         if not window.request.keep:

@@ -27,7 +27,7 @@ from verl_profiling.timeline.trace import Trace
 from verl_profiling.trajectory_log import LOG_SUFFIX, read_log
 from verl_profiling.visible import visible_text_of
 
-Fate = Literal["ok", "begun", "cut", "missing", "empty", "truncated", "unreadable", "failed", "skipped"]
+Status = Literal["ok", "begun", "cut", "missing", "empty", "truncated", "unreadable", "failed", "skipped"]
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,14 +35,14 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         path: Path relative to the folder that was checked.
-        fate: What was found.
+        status: What was found.
         reason: Why it is not ``ok``.
         bytes: Its size on disk.
         events: Number of events, for a trace.
     """
 
     path: str
-    fate: Fate
+    status: Status
     reason: str = ""
     bytes: int = 0
     events: int | None = None
@@ -87,7 +87,7 @@ def check(path: Path, limits: Limits | None = None) -> CheckResult:
         checked = [_check_file(path.name, path, limits)]
     else:
         raise absent(path)
-    ok = all(entry.fate in ("ok", "skipped") for entry in checked)
+    ok = all(entry.status in ("ok", "skipped") for entry in checked)
     return visible_text_of(CheckResult(directory=str(path), ok=ok, artifacts=checked))
 
 
@@ -95,63 +95,63 @@ def _check_run(run: Path) -> Iterator[Checked]:
     try:
         info = read_run(run)
     except TraceFormatError as error:
-        yield Checked(path=RUN_NAME, fate="unreadable", reason=error.problem)
+        yield Checked(path=RUN_NAME, status="unreadable", reason=error.problem)
         return
     for step, why in (info.not_captured if info is not None else {}).items():
         if not (run / step_folder_name(step)).exists():
-            yield Checked(path=RUN_NAME, fate="missing", reason=f"step {step} was not captured: {why}")
+            yield Checked(path=RUN_NAME, status="missing", reason=f"step {step} was not captured: {why}")
     if sentence := never_came(info):
-        yield Checked(path=RUN_NAME, fate="missing", reason=sentence)
+        yield Checked(path=RUN_NAME, status="missing", reason=sentence)
 
 
 def _check_step(root: Path, folder: Path, limits: Limits) -> Iterator[Checked]:
     where = "" if folder == root else f"{folder.name}/"
     name = f"{where}{MANIFEST_NAME}"
     if not (folder.is_symlink() or (folder / MANIFEST_NAME).exists()):
-        yield Checked(path=name, fate="missing", reason=f"{folder.name} {UNWRITTEN}")
+        yield Checked(path=name, status="missing", reason=f"{folder.name} {UNWRITTEN}")
         return
     try:
         manifest = read_manifest(folder)
     except TraceFormatError as error:
-        yield Checked(path=name, fate="unreadable", reason=error.problem)
+        yield Checked(path=name, status="unreadable", reason=error.problem)
         return
     if reason := unfinished(manifest):
-        yield Checked(path=name, fate="begun", reason=reason)
+        yield Checked(path=name, status="begun", reason=reason)
     elif not manifest.complete:
         said = "; ".join(note for note in manifest.notes if note.startswith(CUT_SHORT))
-        yield Checked(path=name, fate="cut", reason=said or f"{CUT_SHORT}: it ended early")
+        yield Checked(path=name, status="cut", reason=said or f"{CUT_SHORT}: it ended early")
     for worker in manifest.workers:
         yield from (_check_artifact(folder, artifact, where, limits) for artifact in worker.artifacts)
         explained = any(artifact.status not in ("ok", "pending", "skipped") for artifact in worker.artifacts)
         if worker.status not in ("ok", "skipped") and not explained:  # it died, for one
-            yield Checked(path=f"{where}{worker.name}", fate=worker.status, reason=worker.reason)
+            yield Checked(path=f"{where}{worker.name}", status=worker.status, reason=worker.reason)
     if not manifest.workers:
         reason = "; ".join(("no worker was captured", *manifest.notes))
-        yield Checked(path=name, fate="empty", reason=reason)
+        yield Checked(path=name, status="empty", reason=reason)
 
 
 def _check_artifact(folder: Path, artifact: Artifact, where: str, limits: Limits) -> Checked:
     """Read one artifact of a step folder to its last byte; ``where`` is what its name is to begin with."""
     name = where + artifact.path
     if artifact.status == "skipped":
-        return Checked(path=name, fate="skipped", reason=artifact.reason)
+        return Checked(path=name, status="skipped", reason=artifact.reason)
     try:
         path = resolve_artifact(folder, artifact)
     except TraceFormatError as error:
-        return Checked(path=name, fate="unreadable", reason=error.problem)
+        return Checked(path=name, status="unreadable", reason=error.problem)
     if path is None:
-        fate = artifact.status if artifact.status in ("empty", "failed") else "missing"
-        return Checked(path=name, fate=fate, reason=why_absent(artifact))
+        status = artifact.status if artifact.status in ("empty", "failed") else "missing"
+        return Checked(path=name, status=status, reason=why_absent(artifact))
     if path.is_dir():
         return _check_folder(name, path, limits)
     is_read = path.name.endswith((".json", ".json.gz", LOG_SUFFIX))
     found = _check_file(name, path, limits, content=None if is_read else _bytes)
-    if artifact.status in ("empty", "failed", "truncated") and found.fate in ("ok", artifact.status):
-        return msgspec.structs.replace(found, fate=artifact.status, reason=artifact.reason or found.reason)
+    if artifact.status in ("empty", "failed", "truncated") and found.status in ("ok", artifact.status):
+        return msgspec.structs.replace(found, status=artifact.status, reason=artifact.reason or found.reason)
     return found
 
 
-_Content = tuple[Fate, str, int | None]
+_Content = tuple[Status, str, int | None]
 """What was found in a file, why it is not ``ok``, and the number of its events."""
 
 
@@ -162,18 +162,18 @@ def _check_file(
     read = content or (_log if path.name.endswith(LOG_SUFFIX) else _trace)
     try:
         size = path.stat().st_size
-        fate, reason, events = read(path, limits) if size else ("empty", "0 bytes", None)
+        status, reason, events = read(path, limits) if size else ("empty", "0 bytes", None)
     except OSError as error:  # a link to nothing
-        return Checked(path=name, fate="unreadable", reason=error.strerror or str(error))
+        return Checked(path=name, status="unreadable", reason=error.strerror or str(error))
     except TraceFormatError as error:
-        return Checked(path=name, fate="unreadable", reason=error.problem, bytes=size)
-    return Checked(path=name, fate=fate, reason=reason, bytes=size, events=events)
+        return Checked(path=name, status="unreadable", reason=error.problem, bytes=size)
+    return Checked(path=name, status=status, reason=reason, bytes=size, events=events)
 
 
 def _log(path: Path, limits: Limits) -> _Content:
     log = read_log(path, limits.reached)
     records = len(log.trajectories) + len(log.spans) + len(log.lags)
-    records += len(log.blocks) + len(log.fates) + len(log.counts)
+    records += len(log.blocks) + len(log.statuses) + len(log.counts)
     problems = "; ".join(log.problems)
     if log.damaged or log.cut:
         return "unreadable" if log.damaged else "truncated", problems, records
@@ -206,9 +206,9 @@ def _check_folder(name: str, path: Path, limits: Limits) -> Checked:
     """Check an artifact that is a folder: it has files, and its traces can be read."""
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     if not size:
-        return Checked(path=name, fate="empty", reason="the folder holds no data")
+        return Checked(path=name, status="empty", reason="the folder holds no data")
     for trace in sorted(path.rglob("trace_view.json")):
         found = _check_file(f"{name}/{trace.relative_to(path)}", trace, limits)
-        if found.fate != "ok":
+        if found.status != "ok":
             return found
-    return Checked(path=name, fate="ok", bytes=size)
+    return Checked(path=name, status="ok", bytes=size)

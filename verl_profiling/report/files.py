@@ -138,7 +138,7 @@ def _of_trajectories(report: Report) -> Iterator[tuple[str, float]]:
     yield "trajectories/group_waited_s", rollout.group_waited_s
     if rollout.versioned:
         yield "trajectories/partial_share", rollout.partial / rollout.versioned
-    lost = sum(row.share for row in rollout.fates if not row.validate and row.fate not in KEPT)
+    lost = sum(row.share for row in rollout.statuses if not row.validate and row.status not in KEPT)
     yield "trajectories/for_nothing_share", lost
 
 

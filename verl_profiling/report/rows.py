@@ -600,12 +600,12 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
         return self.last_cause if self.whole else f"{self.last_cause} (not done)"
 
 
-class FateRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Trajectories of one fate, and their cost.
+class StatusRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Trajectories of one status, and their cost.
 
     Attributes:
         validate: They are of validation rollouts.
-        fate: ``done``, ``failed``, ``filtered``, ...
+        status: ``done``, ``failed``, ``filtered``, ...
         trajectories: How many.
         seconds: Their time, added up.
         share: Share of the time of all trajectories, validation apart.
@@ -615,7 +615,7 @@ class FateRow(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     validate: bool
-    fate: str
+    status: str
     trajectories: int
     seconds: float
     share: float
@@ -629,7 +629,7 @@ class FailureRow(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         validate: They are of validation rollouts.
-        fate: ``failed`` or ``cancelled``; empty for all others as one.
+        status: ``failed`` or ``cancelled``; empty for all others as one.
         error: The error, in one line of at most 120 characters.
         trajectories: How many.
         example: Group and sample of one of them: ``group/sample``.
@@ -637,7 +637,7 @@ class FailureRow(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     validate: bool
-    fate: str
+    status: str
     error: str
     trajectories: int
     example: str
@@ -735,7 +735,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         group_waited_s: Time for which members of these waited for their group's last one, added up.
         group_spread_p50_s: Median of the time from a group's first end to its last.
         group_spread_max_s: The longest of these.
-        fates: What became of trajectories.
+        statuses: What became of trajectories.
         failures: Why they failed, most frequent first, validation last.
         versions: Versions of the weights that made the training trajectories, newest first.
         versioned: Training trajectories of which the versions are known.
@@ -763,7 +763,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     group_waited_s: float
     group_spread_p50_s: float
     group_spread_max_s: float
-    fates: list[FateRow]
+    statuses: list[StatusRow]
     failures: list[FailureRow]
     versions: list[VersionRow]
     versioned: int

@@ -294,16 +294,17 @@ TABLES: Mapping[str, Table] = {
             field="versions",
         ),
         Table(
-            "trajectory_fates",
-            rows.FateRow,
-            "fate=fate, validation=validate, trajectories=trajectories, time=seconds, share=share, "
+            "trajectory_statuses",
+            rows.StatusRow,
+            "status=status, validation=validate, trajectories=trajectories, time=seconds, share=share, "
             "tokens=response_tokens, +turns=turns, tool calls=tool_calls",
-            field="fates",
+            field="statuses",
         ),
         Table(
             "trajectory_failures",
             rows.FailureRow,
-            "error=error, validation=validate, trajectories=trajectories, fate=fate, in=span, e.g.=example",
+            "error=error, validation=validate, trajectories=trajectories, status=status, in=span, "
+            "e.g.=example",
             brief=40,
             field="failures",
         ),

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.capture_request import Aim
+from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.remote import check_url, is_url
@@ -150,33 +150,37 @@ class ProfilingConfig:
             return config
         return build(cls, config if config is not None else {}, "")
 
-    def for_role(self, role: str, aim: Aim | None = None) -> RoleConfig:
+    def for_role(self, role: str, selection: CaptureSelection | None = None) -> RoleConfig:
         """Return the settings of one role, computed once.
 
         Args:
             role: The role.
-            aim: What one capture does differently.
+            selection: What one capture does differently.
 
         Raises:
-            ConfigError: The role's settings are wrong, or the aim is.
+            ConfigError: The role's settings are wrong, or the selection is.
         """
-        known = self._by_role.get((role, aim))
-        return known if known is not None else self._by_role.setdefault((role, aim), self._resolve(role, aim))
+        known = self._by_role.get((role, selection))
+        return (
+            known
+            if known is not None
+            else self._by_role.setdefault((role, selection), self._resolve(role, selection))
+        )
 
     @cached_property
-    def _by_role(self) -> dict[tuple[str, Aim | None], RoleConfig]:
+    def _by_role(self) -> dict[tuple[str, CaptureSelection | None], RoleConfig]:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is computed: it holds tools, and one of the user's own may not be picklable."""
         return {name: getattr(self, name) for name in field_types(ProfilingConfig)}
 
-    def _resolve(self, role: str, aim: Aim | None) -> RoleConfig:
+    def _resolve(self, role: str, selection: CaptureSelection | None) -> RoleConfig:
         override, select = self.roles.get(role, RoleOverride()), self.select
         key = f"roles.{role}." if role in self.roles else ""
         names = self.tool_names(role)
-        if aim is not None:
-            override, select = aimed(aim, role, override, select, names)
+        if selection is not None:
+            override, select = aimed(selection, role, override, select, names)
             names = self._names_of(override, key)
         tools = tuple(self._build_tool(name, override, key) for name in names)
         for tool in tools:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from verl_profiling.capture_request import Aim
+from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.ranks import Ranks, coordinates_in, parse_ranks
@@ -137,42 +137,45 @@ class RoleConfig:
 
 
 def aimed(
-    aim: Aim, role: str, override: RoleOverride, select: Selection, tools: tuple[str, ...]
+    selection: CaptureSelection, role: str, override: RoleOverride, select: Selection, tools: tuple[str, ...]
 ) -> tuple[RoleOverride, Selection]:
     """Return what holds for a role, and for all, while one capture is aimed.
 
     Args:
-        aim: Settings of this capture alone.
+        selection: Settings of this capture alone.
         role: The role.
         override: Its own settings.
         select: The selection of all roles.
         tools: Names of its tools.
 
     Raises:
-        ConfigError: The aim contradicts itself.
+        ConfigError: The selection contradicts itself.
     """
-    if aim.stages is not None and aim.mode == "e2e":
+    if selection.stages is not None and selection.mode == "e2e":
         raise ConfigError("stages", "are recorded by themselves in discrete mode, and mode is e2e")
     changes: dict[str, Any] = {}
-    if aim.roles is not None:
-        changes["enable"] = role in aim.roles
+    if selection.roles is not None:
+        changes["enable"] = role in selection.roles
         select = replace(select, roles=None)
-    if aim.stages is not None:
-        changes["stages"] = aim.stages
-        if role == ROLLOUT_ROLE and _ROLLOUT_STAGE not in aim.stages:
+    if selection.stages is not None:
+        changes["stages"] = selection.stages
+        if role == ROLLOUT_ROLE and _ROLLOUT_STAGE not in selection.stages:
             changes["enable"] = False
-    mode = aim.mode or ("discrete" if aim.stages is not None else None)
-    if TRAJECTORIES not in tools or role in (aim.roles or ()):
+    mode = selection.mode or ("discrete" if selection.stages is not None else None)
+    if TRAJECTORIES not in tools or role in (selection.roles or ()):
         if mode is not None:
             changes["mode"] = mode
-        if aim.tools is not None:
-            kept = {TRAJECTORIES} & set(tools) - set(aim.tools)
-            changes["tool"] = (*aim.tools, *kept)
-    by_replica = role == ROLLOUT_ROLE and aim.replicas is not None
-    if by_replica or aim.ranks is not None:
+        if selection.tools is not None:
+            kept = {TRAJECTORIES} & set(tools) - set(selection.tools)
+            changes["tool"] = (*selection.tools, *kept)
+    by_replica = role == ROLLOUT_ROLE and selection.replicas is not None
+    if by_replica or selection.ranks is not None:
         everywhere = dict.fromkeys((one.name for one in fields(Coordinates)), None)
         select = Selection(roles=select.roles, stages=select.stages)
-        changes |= everywhere | {"ranks": None if by_replica else aim.ranks, "replicas": aim.replicas}
+        changes |= everywhere | {
+            "ranks": None if by_replica else selection.ranks,
+            "replicas": selection.replicas,
+        }
     return replace(override, **changes), select
 
 

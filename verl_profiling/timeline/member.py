@@ -22,7 +22,7 @@ from verl_profiling.timeline.manifest_lanes import Arrow
 from verl_profiling.timeline.processes import Processes
 from verl_profiling.timeline.step import Keep, Source
 from verl_profiling.timeline.trace import Event, Trace
-from verl_profiling.trajectory_log import LaterFates
+from verl_profiling.trajectory_log import LaterStatuses
 
 ID_STRIDE = 1 << 32
 """Ids of flows that each member has for itself."""
@@ -47,7 +47,7 @@ class MemberJob(msgspec.Struct, frozen=True, kw_only=True):
         keep: What is kept.
         limits: How much of the trace is read.
         requests: For a log: the requests of the step, by the engine's id of them.
-        fates: For a log: what became of trajectories later.
+        statuses: For a log: what became of trajectories later.
     """
 
     source: Source
@@ -59,7 +59,7 @@ class MemberJob(msgspec.Struct, frozen=True, kw_only=True):
     keep: Keep
     limits: Limits
     requests: dict[str, list[Request]] = {}
-    fates: LaterFates = LaterFates()
+    statuses: LaterStatuses = LaterStatuses()
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):

@@ -41,7 +41,7 @@ from verl_profiling.timeline.step import (
 )
 from verl_profiling.timeline.trace import Event, Trace
 from verl_profiling.timeline.trajectories import write_log_member
-from verl_profiling.trajectory_log import LaterFates
+from verl_profiling.trajectory_log import LaterStatuses
 
 _SLACK_NS = 3_600_000_000_000  # the clock starts an hour before the step, so that no ts is negative
 _LONGEST_US = 1e6  # longer events are never dropped to reduce the size
@@ -169,7 +169,7 @@ def _plan(inputs: StepInputs, scratch: Path, base_ns: int, keep: Keep) -> list[M
     for source in sources:
         lanes.setdefault(source.lane, (len(lanes) + 2) * LANE_PIDS)
     requests = requests_by_id(inputs.manifest) if inputs.manifest and inputs.logs else {}
-    fates = LaterFates.of((source.path, source.offset_ns) for source in inputs.logs)
+    statuses = LaterStatuses.of((source.path, source.offset_ns) for source in inputs.logs)
     uses: dict[str, int] = {}
     plan = []
     for index, source in enumerate(sources, 1):
@@ -184,7 +184,7 @@ def _plan(inputs: StepInputs, scratch: Path, base_ns: int, keep: Keep) -> list[M
             keep=keep,
             limits=inputs.limits,
             requests=requests if source.is_log else {},
-            fates=fates,
+            statuses=statuses,
         )
         plan.append(job)
     return plan

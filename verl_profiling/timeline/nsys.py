@@ -21,7 +21,7 @@ from verl_profiling.errors import ToolUnavailableError, TraceFormatError
 from verl_profiling.manifest import (
     MANIFEST_NAME,
     MAX_NS,
-    worst_fate,
+    worst_status,
 )
 from verl_profiling.nsys_ranges import NSYS_FOLDER, NsysRange, read_ranges
 from verl_profiling.run_files import named_file, read_manifest, whole_file, write_result
@@ -36,14 +36,14 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         path: The report (or the trace made from it), relative to the run's folder.
-        fate: ``ok``: the report is in its step folder. ``truncated``: it is, but the process ended
+        status: ``ok``: the report is in its step folder. ``truncated``: it is, but the process ended
             inside the range. ``missing``: there is no report yet. ``damaged``: a file beside it cannot be
             read, or the report cannot be exported.
         reason: Why it is not ``ok``.
     """
 
     path: str
-    fate: Literal["ok", "truncated", "missing", "damaged"]
+    status: Literal["ok", "truncated", "missing", "damaged"]
     reason: str = ""
 
 
@@ -72,7 +72,7 @@ def collect(run: Path, *, export: bool = False) -> list[Collected]:
     collected: list[Collected] = []
 
     def torn(path: Path, problem: str) -> None:
-        collected.append(Collected(path=str(path.relative_to(root)), fate="damaged", reason=problem))
+        collected.append(Collected(path=str(path.relative_to(root)), status="damaged", reason=problem))
 
     processes = {
         output: [noted for noted in ranges if run in (root, (root / noted.folder).parent)]
@@ -91,7 +91,7 @@ def collect(run: Path, *, export: bool = False) -> list[Collected]:
                 collected += _fetch(root, noted, report, export)
             except TraceFormatError as error:
                 name = f"{noted.folder}/{noted.artifact}"
-                collected.append(Collected(path=name, fate="damaged", reason=str(error)))
+                collected.append(Collected(path=name, status="damaged", reason=str(error)))
     return collected
 
 
@@ -108,10 +108,10 @@ def _fetch(run: Path, noted: NsysRange, report: Path | None, export: bool) -> It
         if not name.endswith(REPORT):
             raise TraceFormatError(target, f"is not a name of a report, which ends with {REPORT}")
     except TraceFormatError as error:
-        yield Collected(path=name, fate="missing", reason=f"refused: {error.problem}")
+        yield Collected(path=name, status="missing", reason=f"refused: {error.problem}")
         return
     if not folder.is_dir():
-        yield Collected(path=name, fate="missing", reason="its step folder is gone")
+        yield Collected(path=name, status="missing", reason="its step folder is gone")
         return
     if report is not None:
         exported = report.with_suffix(".sqlite")
@@ -121,11 +121,11 @@ def _fetch(run: Path, noted: NsysRange, report: Path | None, export: bool) -> It
     if not target.is_file():
         reason = "there is no report of this range yet; has its process ended?"
         _enter(folder, noted, None, reason)
-        yield Collected(path=name, fate="missing", reason=reason)
+        yield Collected(path=name, status="missing", reason=reason)
         return
     reason = "" if noted.end_ns else "the process ended inside this range"
     _enter(folder, noted, target, reason)
-    yield Collected(path=name, fate="truncated" if reason else "ok", reason=reason)
+    yield Collected(path=name, status="truncated" if reason else "ok", reason=reason)
     database = target.with_suffix(".sqlite")
     if export and not database.is_file():
         _export(target, database)
@@ -135,11 +135,11 @@ def _fetch(run: Path, noted: NsysRange, report: Path | None, export: bool) -> It
         try:
             events, problem = convert_nsys(database, trace, {"range": noted.number})
         except TraceFormatError as error:
-            yield Collected(path=path, fate="missing", reason=str(error))
+            yield Collected(path=path, status="missing", reason=str(error))
             return
         reason = reason or problem
         _enter(folder, noted, trace, reason, events)
-        yield Collected(path=path, fate="truncated" if reason else "ok", reason=reason)
+        yield Collected(path=path, status="truncated" if reason else "ok", reason=reason)
 
 
 def _export(report: Path, database: Path) -> None:
@@ -171,7 +171,7 @@ def _enter(folder: Path, noted: NsysRange, file: Path | None, reason: str, event
             end_ns=noted.end_ns or known.end_ns,
         )
         listed = list({**artifacts, entry.path: entry}.values())
-        status, why = worst_fate(listed)
+        status, why = worst_status(listed)
         if worker.status == "failed":  # the worker itself failed, which its reports do not change
             status, why = worker.status, worker.reason
         result = msgspec.structs.replace(worker, artifacts=listed, status=status, reason=why)

@@ -28,7 +28,7 @@ from verl_profiling.trajectory_log import (
     NO_SPAN,
     Block,
     Fact,
-    LaterFates,
+    LaterStatuses,
     SpanRecord,
     TrajectoryLog,
     TrajectoryRecord,
@@ -53,7 +53,7 @@ class ReadLog(msgspec.Struct, frozen=True, kw_only=True):
         source: The file, its lane, and in ``offset_ns`` what to subtract from its times.
         log: Its records, on the clock of the process that wrote them; ``None`` if it cannot be read. No
             number repeats, nothing ends before it begins, trajectories and parents are there, a parent is
-            of the same trajectory and comes first, and fates are the last that any log of the step has.
+            of the same trajectory and comes first, and statuses are the last that any log of the step has.
         problems: What could not be read, or was not recorded, as sentences that name the file.
     """
 
@@ -64,10 +64,10 @@ class ReadLog(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_logs(inputs: StepInputs) -> Iterator[ReadLog]:
     """Yield the logs of a step, in the order of their lanes; each is in memory while it is used."""
-    fates = LaterFates.of((source.path, source.offset_ns) for source in inputs.logs)
+    statuses = LaterStatuses.of((source.path, source.offset_ns) for source in inputs.logs)
     for source in inputs.logs:
         try:
-            log = mended_log(source, inputs.limits, fates)
+            log = mended_log(source, inputs.limits, statuses)
         except TraceFormatError as error:
             yield ReadLog(source=source, log=None, problems=[str(error)])
             continue
@@ -75,7 +75,7 @@ def read_logs(inputs: StepInputs) -> Iterator[ReadLog]:
         yield ReadLog(source=source, log=log, problems=problems)
 
 
-def mended_log(source: Source, limits: Limits, fates: LaterFates) -> TrajectoryLog:
+def mended_log(source: Source, limits: Limits, statuses: LaterStatuses) -> TrajectoryLog:
     """Read one log, and leave out or correct the records that contradict others.
 
     A span whose trajectory is not there belongs to the process. A parent has a smaller number than the spans
@@ -96,7 +96,7 @@ def mended_log(source: Source, limits: Limits, fates: LaterFates) -> TrajectoryL
         if (owner, parent) != (span.trajectory, span.parent):
             spans[number] = msgspec.structs.replace(span, trajectory=owner, parent=parent)
     log.trajectories = [
-        t if (fate := fates.of_trajectory(t)) == t.fate else msgspec.structs.replace(t, fate=fate)
+        t if (status := statuses.of_trajectory(t)) == t.status else msgspec.structs.replace(t, status=status)
         for t in trajectories.values()
     ]
     log.spans = list(spans.values())
@@ -128,7 +128,7 @@ def write_log_member(job: MemberJob) -> Member:
         TraceFormatError: The log cannot be read at all.
         OSError: The member cannot be written.
     """
-    log = mended_log(job.source, job.limits, job.fates)
+    log = mended_log(job.source, job.limits, job.statuses)
     drawn = _Drawn(job, log)
     counters = job.keep.select(list(drawn.counters()), job.base_ns)
     names = name_process(drawn.pid, f"{job.source.title} trajectories")
@@ -225,12 +225,12 @@ class _Drawn:
         return self._loops.get(number, f"loop {number}")
 
     def _trajectory(self, record: TrajectoryRecord, tid: int) -> Event:
-        own: dict[str, Fact] = {"group": record.group, "sample": record.sample, "fate": record.fate}
+        own: dict[str, Fact] = {"group": record.group, "sample": record.sample, "status": record.status}
         if record.error:
             own["error"] = record.error
         about = _bounded(record.facts) | _bounded(own)
         event = self._draw(tid, "trajectory", "", record.begin_ns, record.end_ns, about=about)
-        event.name, event.cname = _trajectory_name(record), _BAD.get(record.fate)
+        event.name, event.cname = _trajectory_name(record), _BAD.get(record.status)
         return event
 
     def _span(self, record: SpanRecord, tid: int) -> Event:
@@ -265,8 +265,8 @@ def _trajectory_name(trajectory: TrajectoryRecord) -> str:
     """Return what a trajectory is called: ``g12/3``, ``g12/4 (failed)``, ``g13/0 (validate)``."""
     group = trajectory.group or f"trajectory {trajectory.id}"
     name = group if trajectory.sample is None else f"{group}/{trajectory.sample}"
-    fate = [trajectory.fate] * (trajectory.fate != "done")
-    said = ["validate"] * (trajectory.facts.get("validate") is True) + fate
+    status = [trajectory.status] * (trajectory.status != "done")
+    said = ["validate"] * (trajectory.facts.get("validate") is True) + status
     return f"{shortened(name)} ({shortened(', '.join(said))})" if said else shortened(name)
 
 

@@ -7,7 +7,7 @@ from verl_profiling.trajectories.spans import (
     current_trajectory,
     span,
     trajectory,
-    trajectory_fate,
+    trajectory_status,
 )
 
-__all__ = ["Span", "Trajectory", "count", "current_trajectory", "span", "trajectory", "trajectory_fate"]
+__all__ = ["Span", "Trajectory", "count", "current_trajectory", "span", "trajectory", "trajectory_status"]

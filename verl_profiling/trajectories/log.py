@@ -14,8 +14,8 @@ from verl_profiling.trajectory_log import (
     NO_SPAN,
     Counted,
     Fact,
-    FateChange,
     SpanRecord,
+    StatusChange,
     TrajectoryLog,
     TrajectoryRecord,
 )
@@ -29,14 +29,14 @@ class OpenLog:
     """The record of a process so far: bounded, and without a lock per span.
 
     Args:
-        max_spans: Spans that are kept at most; and as many trajectories, fates and counts.
+        max_spans: Spans that are kept at most; and as many trajectories, statuses and counts.
     """
 
     def __init__(self, max_spans: int) -> None:
         self.max_spans = max_spans
         self.spans: list[Span] = []
         self.trajectories: list[Trajectory] = []
-        self.fates: list[FateChange] = []
+        self.statuses: list[StatusChange] = []
         self.counts: list[Counted] = []
         self.lag = LoopLag(self.span_of)
         self._begin_ns = clock.now_ns()
@@ -99,7 +99,7 @@ class OpenLog:
             spans=[self._span(found, numbers) for found in spans],
             lags=self.lag.lags,
             blocks=self.lag.blocks,
-            fates=self.fates,
+            statuses=self.statuses,
             counts=self.counts,
             spans_left_out=self._spans_left_out,
             trajectories_left_out=self._trajectories_left_out,
@@ -113,7 +113,7 @@ class OpenLog:
             found.sample if isinstance(found.sample, int | None) else _text(found.sample),
             found.begin_ns,
             found.end_ns if ended else self._end_ns,
-            (_text(found.fate) or "done") if ended else "running",
+            (_text(found.status) or "done") if ended else "running",
             self.lag.number(found.running_loop),
             _text(found.error),
             _facts(found.facts),

@@ -19,7 +19,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.trajectories.loop_lag import LoopState
-from verl_profiling.trajectory_log import Counted, FateChange
+from verl_profiling.trajectory_log import Counted, StatusChange
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -133,12 +133,12 @@ class Trajectory(Span, gc=True):
     """One rollout of one prompt, from its dispatch to its response; made by :func:`trajectory`.
 
     Attributes:
-        fate: What became of it; set it to say more than ``done``, e.g. ``aborted``.
+        status: What became of it; set it to say more than ``done``, e.g. ``aborted``.
     """
 
     group: object = ""
     sample: int | str | None = None
-    fate: str = ""
+    status: str = ""
     error: str = ""
     running_loop: Any = None
 
@@ -157,15 +157,15 @@ class Trajectory(Span, gc=True):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and not self.fate:
-            self.fate = _fate(kind)
-            if self.fate == _FAILED:
+        if kind is not None and not self.status:
+            self.status = _status(kind)
+            if self.status == _FAILED:
                 self.error = f"{kind.__name__}: {_said(error)}"
         self.end_ns = clock.now_ns()
         _open.pop(id(self), None)
         _leave(self)
         if _totals is not None:
-            _totals.add(TRAJECTORY, self.begin_ns, self.end_ns, self.fate == _FAILED)
+            _totals.add(TRAJECTORY, self.begin_ns, self.end_ns, self.status == _FAILED)
 
 
 class _Idle(Trajectory):
@@ -223,16 +223,16 @@ def span(name: str, /, *, request: str = "", **facts: Any) -> Span:
     return _IDLE if _make_span is None else _make_span(name, request, facts)
 
 
-def trajectory_fate(group: object, fate: str, sample: int | str | None = None) -> None:
+def trajectory_status(group: object, status: str, sample: int | str | None = None) -> None:
     """Say what became of trajectories that have ended, e.g. that dynamic sampling filtered their group out.
 
     Args:
         group: The group.
-        fate: ``filtered``, ``aborted``, ``abandoned``, or your own word.
+        status: ``filtered``, ``aborted``, ``abandoned``, or your own word.
         sample: The sample; ``None`` for all of the group.
     """
-    if _log is not None and len(_log.fates) < _log.max_spans:
-        _log.fates.append(FateChange(str(group), sample, fate, clock.now_ns()))
+    if _log is not None and len(_log.statuses) < _log.max_spans:
+        _log.statuses.append(StatusChange(str(group), sample, status, clock.now_ns()))
 
 
 def count(name: str, value: int | float) -> None:
@@ -342,7 +342,7 @@ def _said(error: BaseException | None) -> str:
         return f"(its text raised {type(problem).__name__})"
 
 
-def _fate(kind: type[BaseException]) -> str:
+def _status(kind: type[BaseException]) -> str:
     if issubclass(kind, asyncio.CancelledError | concurrent.futures.CancelledError):
         return "cancelled"
     return "abandoned" if issubclass(kind, GeneratorExit) else _FAILED

@@ -246,7 +246,7 @@ class Detector:
             median=usual,
             history=[*series.history, series.value],
             reason=f"{took}{times} {before}",
-        ).aimed_with(series.seen)
+        ).with_suspects(series.seen)
         return self._explained(found, *series.seen[-1])
 
     def _leading(self, summary: StepSummary, before: StepSummary | None) -> Suspicion | None:
@@ -278,7 +278,7 @@ class Detector:
                     history=list(lead.shares),
                     reason=f"step {summary.step}: {lane} was in stage {stage} {longer} longer than its "
                     f"peers, {share:.0%} of the step, and so it was in {lead.steps - 1} steps shortly before",
-                ).aimed_with([(summary, before)])
+                ).with_suspects([(summary, before)])
         return found
 
     def _follow_spans(self, summary: StepSummary) -> None:

@@ -59,7 +59,7 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
             history=self.history,
         )
 
-    def aimed_with(self, steps: Iterable[tuple[StepSummary, StepSummary | None]]) -> Suspicion:
+    def with_suspects(self, steps: Iterable[tuple[StepSummary, StepSummary | None]]) -> Suspicion:
         """Return it with those who stood out in its stage in each of some steps.
 
         Args:

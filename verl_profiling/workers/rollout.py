@@ -132,7 +132,10 @@ class RolloutCaptureMixin:
             raise not_set_up(request, type(self).__name__, "config, engine=..., replica=...")
         if self._capture_recorder is not None:
             return await self._capture_recorder.start(request)
-        identity, named = self._capture_identity, request.aim.roles if request.aim is not None else None
+        identity, named = (
+            self._capture_identity,
+            request.selection.roles if request.selection is not None else None,
+        )
         refuses = identity.node_rank == 0 and identity.role in (named or ())
         return StartReply(identity, "refused" if refuses else "skipped", reason=self._capture_idle_reason)
 

@@ -185,9 +185,9 @@ async def _as_request(generate: Callable[..., Any], self: Any, *args: Any, **kwa
     aborted = getattr(output, "stop_reason", None) in _ABORTED
     if aborted and pause is not None:
         pause.enter_context(span("wait:resume"))
-    running = current_trajectory()  # its fate is that of its last request
-    if running is not None and (aborted or running.fate == "aborted"):
-        running.fate = "aborted" if aborted else ""
+    running = current_trajectory()  # its status is that of its last request
+    if running is not None and (aborted or running.status == "aborted"):
+        running.status = "aborted" if aborted else ""
     return output
 
 

@@ -144,11 +144,11 @@ def _one_cause(report: Report, rollout: Rollout) -> Iterator[Found]:
 
 @_of_rollout
 def _for_nothing(report: Report, rollout: Rollout) -> Iterator[Found]:
-    rows = [row for row in rollout.fates if not row.validate and row.fate not in KEPT]
+    rows = [row for row in rollout.statuses if not row.validate and row.status not in KEPT]
     share = sum(row.share for row in rows)
     text = (
         f"{share:.0%} of the trajectories' time ({duration(sum(row.seconds for row in rows))}) went into "
-        "those that nothing is made of: " + ", ".join(f"{row.trajectories} {row.fate}" for row in rows[:4])
+        "those that nothing is made of: " + ", ".join(f"{row.trajectories} {row.status}" for row in rows[:4])
     )
     advice = "stop them sooner, filter prompts before the rollout, or repair what makes them fail"
     yield Found(share, share * rollout.wall_s, [], f"{text}.", advice)

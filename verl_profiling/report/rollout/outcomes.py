@@ -1,4 +1,4 @@
-"""The outcomes of trajectories: calls, blocked loops, groups, fates, errors, versions, and the last ones."""
+"""The outcomes of trajectories: calls, blocked loops, groups, statuses, errors, versions, the last ones."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from verl_profiling.report.rows import (
     BlockRow,
     CallRow,
     FailureRow,
-    FateRow,
     GroupRow,
     LastTrajectories,
     PartRow,
+    StatusRow,
     VersionRow,
 )
 
 KEPT = ("done", "running")
-"""Fates of trajectories that were, or may yet be, of use."""
+"""Statuses of trajectories that were, or may yet be, of use."""
 _NONE_RAN = "no trajectory"  # time of the tail in which its trajectories had not begun, or were done
 
 _MOST_CALLS = 50
@@ -163,8 +163,8 @@ def group_rows(
     }
 
 
-def fate_rows(records: Records, served: Mapping[int, Request]) -> list[FateRow]:
-    """Return trajectories by fate, validation apart, those that cost most time first."""
+def status_rows(records: Records, served: Mapping[int, Request]) -> list[StatusRow]:
+    """Return trajectories by status, validation apart, those that cost most time first."""
     spans = records.spans
     tools = [number for number, name in enumerate(records.names) if name.startswith("tool:")]
     owners = spans.trajectory[np.isin(spans.name, tools)]
@@ -172,11 +172,11 @@ def fate_rows(records: Records, served: Mapping[int, Request]) -> list[FateRow]:
     generated = Counter[int]()
     for span, request in served.items():
         generated[int(spans.trajectory[span])] += request.response_tokens
-    common = {fate for fate, _ in Counter(one.fate for one in records.trajectories).most_common(_FEW)}
+    common = {status for status, _ in Counter(one.status for one in records.trajectories).most_common(_FEW)}
     seconds: dict[tuple[bool, str], float] = defaultdict(float)
     counts: dict[tuple[bool, str], Counter[str]] = defaultdict(Counter)
     for number, one in enumerate(records.trajectories):
-        key = (one.validate, one.fate if one.fate in common else OTHERS)
+        key = (one.validate, one.status if one.status in common else OTHERS)
         seconds[key] += (one.end_ns - one.begin_ns) / 1e9
         tokens, made = one.number("response_tokens"), one.number("tool_calls")
         counts[key].update(
@@ -188,9 +188,9 @@ def fate_rows(records: Records, served: Mapping[int, Request]) -> list[FateRow]:
     whole = {kind: sum(took for key, took in seconds.items() if key[0] is kind) for kind in (False, True)}
     ranked = sorted(seconds.items(), key=lambda item: (item[0][0], -item[1], item[0][1]))
     return [
-        FateRow(
+        StatusRow(
             validate=key[0],
-            fate=key[1],
+            status=key[1],
             seconds=took,
             share=took / whole[key[0]] if whole[key[0]] else 0.0,
             **counts[key],
@@ -206,7 +206,7 @@ def failure_rows(trajectories: Sequence[Trajectory]) -> list[FailureRow]:
     for one in trajectories:
         if one.failed_in is not None:
             error = short_name(" ".join(one.said.error.split()))
-            key = (one.validate, one.said.fate, error, one.failed_in)
+            key = (one.validate, one.said.status, error, one.failed_in)
             sample = "" if one.said.sample is None else f"/{one.said.sample}"
             counts[key] += 1
             examples.setdefault(key, short_name(f"{one.said.group}{sample}"))
@@ -215,7 +215,7 @@ def failure_rows(trajectories: Sequence[Trajectory]) -> list[FailureRow]:
     for validate in (False, True):
         rest = sum(count for key, count in ranked[_MOST_FAILURES:] if key[0] is validate)
         found += [(validate, "", OTHERS, "", rest, "")] if rest else []
-    names = ("validate", "fate", "error", "span", "trajectories", "example")
+    names = ("validate", "status", "error", "span", "trajectories", "example")
     return [FailureRow(**dict(zip(names, row, strict=True))) for row in found]
 
 

@@ -52,9 +52,9 @@ class Trajectory(NamedTuple):
         return self.said.facts.get("validate") is True
 
     @property
-    def fate(self) -> str:
-        """The fate of the trajectory in the end."""
-        return short_name(self.said.fate)
+    def status(self) -> str:
+        """The status of the trajectory in the end."""
+        return short_name(self.said.status)
 
     def number(self, fact: str) -> int | None:
         """Return a fact that is a whole number."""
@@ -184,7 +184,7 @@ class _Gathered:
                     begin_ns=first,
                     end_ns=last,
                     cut_begin=first > record.begin_ns - self._offset,
-                    cut_end=last < record.end_ns - self._offset or record.fate == "running",
+                    cut_end=last < record.end_ns - self._offset or record.status == "running",
                     loop=self._loop_of.get(record.loop, NO_SPAN),
                     unseen_begin=record.begin_ns < log.begin_ns,
                     whole_log=not (log.cut or log.spans_left_out),
@@ -248,7 +248,7 @@ class _Gathered:
 def _failed_in(log: TrajectoryLog) -> dict[int, str]:
     """Return the span that each failed trajectory was in: what raised last, else what was still open."""
     inner: dict[int, SpanRecord | None] = {
-        one.id: None for one in log.trajectories if one.error and one.fate in _WITH_ERROR
+        one.id: None for one in log.trajectories if one.error and one.status in _WITH_ERROR
     }
     for span in log.spans if inner else []:
         if (span.failed or span.open) and span.trajectory in inner:

@@ -27,9 +27,9 @@ from verl_profiling.report.rollout.outcomes import (
     block_rows,
     call_rows,
     failure_rows,
-    fate_rows,
     group_rows,
     last_trajectories,
+    status_rows,
     version_rows,
 )
 from verl_profiling.report.rollout.pieces import (
@@ -110,7 +110,7 @@ def rollout_of(
         blocks=block_rows(records.blocks, lag),
         groups=groups,
         **of_groups,
-        fates=fate_rows(records, served),
+        statuses=status_rows(records, served),
         failures=failure_rows(found),
         versions=versions,
         versioned=versioned,

@@ -13,7 +13,7 @@ from example_loops import settings
 from verl_profiling import ConfigError, stage, trajectory
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session
-from verl_profiling.capture_request import Aim
+from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.engines.adapter import EngineAdapter, EngineTrace
 from verl_profiling.engines.factory import make_recorder
 from verl_profiling.engines.recorder import EngineRecorder
@@ -28,9 +28,11 @@ ACTOR = WorkerIdentity(role="actor")
 REPLICA = WorkerIdentity(role="rollout", rank=2, replica=1)
 
 
-def request(folder: Path, number: int, aim: Aim | None) -> CaptureRequest:
+def request(folder: Path, number: int, selection: CaptureSelection | None) -> CaptureRequest:
     """Return a request for one step."""
-    return CaptureRequest(capture_id=f"run-{number}", run_id="run", step=number, folder=str(folder), aim=aim)
+    return CaptureRequest(
+        capture_id=f"run-{number}", run_id="run", step=number, folder=str(folder), selection=selection
+    )
 
 
 def names(role: RoleConfig) -> list[str]:
@@ -48,8 +50,10 @@ def test_an_aim_takes_the_place_of_all_settings_of_a_role() -> None:
         select={"roles": ["actor"], "ranks": "0", "stages": ["update_actor"]},
         roles={"ref": {"enable": False, "mode": "e2e", "tool": "spans", "ranks": "7", "pp": [0]}},
     )
-    aim = Aim(mode="discrete", tools=("torch_memory",), roles=("ref",), ranks=(3,), stages=("ref_log_prob",))
-    ref = config.for_role("ref", aim)
+    selection = CaptureSelection(
+        mode="discrete", tools=("torch_memory",), roles=("ref",), ranks=(3,), stages=("ref_log_prob",)
+    )
+    ref = config.for_role("ref", selection)
     assert (ref.enable, ref.mode, names(ref), ref.stages) == (
         True,
         "discrete",
@@ -58,48 +62,48 @@ def test_an_aim_takes_the_place_of_all_settings_of_a_role() -> None:
     )
     assert ref.selects(3, topology={"pp": 1})
     assert not ref.selects(7)
-    assert not config.for_role("actor", aim).enable
+    assert not config.for_role("actor", selection).enable
     assert not config.for_role("ref").enable
     assert config.for_role("actor").selects(0)
-    assert config.for_role("ref", aim) is ref, "computed once"
+    assert config.for_role("ref", selection) is ref, "computed once"
 
 
 def test_what_an_aim_does_not_name_is_as_the_settings_say() -> None:
-    """An aim at a mode keeps the ranks, an aim at ranks the tools and the roles."""
+    """An selection at a mode keeps the ranks, an selection at ranks the tools and the roles."""
     config = settings(select={"roles": ["actor"], "ranks": "1"}, tool="spans")
-    assert config.for_role("actor", Aim(mode="discrete")).ranks == {1}
-    assert names(config.for_role("actor", Aim(ranks=(2,)))) == ["spans"]
-    assert not config.for_role("critic", Aim(ranks=(2,))).enable
+    assert config.for_role("actor", CaptureSelection(mode="discrete")).ranks == {1}
+    assert names(config.for_role("actor", CaptureSelection(ranks=(2,)))) == ["spans"]
+    assert not config.for_role("critic", CaptureSelection(ranks=(2,))).enable
 
 
 def test_stages_mean_discrete_mode_and_leave_engines_out() -> None:
     """Unless the rollout is one of them; with e2e mode they contradict each other."""
     config = settings(tool="spans")
-    assert config.for_role("actor", Aim(stages=("update_actor",))).mode == "discrete"
-    assert not config.for_role("rollout", Aim(stages=("update_actor",))).enable
-    assert config.for_role("rollout", Aim(stages=("rollout",))).enable
+    assert config.for_role("actor", CaptureSelection(stages=("update_actor",))).mode == "discrete"
+    assert not config.for_role("rollout", CaptureSelection(stages=("update_actor",))).enable
+    assert config.for_role("rollout", CaptureSelection(stages=("rollout",))).enable
     with pytest.raises(ConfigError, match="discrete mode"):
-        config.for_role("actor", Aim(stages=("update_actor",), mode="e2e"))
+        config.for_role("actor", CaptureSelection(stages=("update_actor",), mode="e2e"))
 
 
 def test_replicas_are_those_of_the_rollout_and_ranks_those_of_the_others() -> None:
     """So that one capture can be aimed at a rank and at an engine."""
-    config, aim = settings(select={"ranks": "0"}), Aim(ranks=(3,), replicas=(1,))
-    assert config.for_role("rollout", aim).selects(9, replica=1)
-    assert not config.for_role("rollout", aim).selects(3, replica=0)
-    assert config.for_role("actor", aim).selects(3)
-    assert config.for_role("actor", Aim(replicas=(1,))).selects(0)
-    assert not config.for_role("actor", Aim(replicas=(1,))).selects(1)
-    assert config.for_role("rollout", Aim(ranks=(3,))).selects(3, replica=0)
+    config, selection = settings(select={"ranks": "0"}), CaptureSelection(ranks=(3,), replicas=(1,))
+    assert config.for_role("rollout", selection).selects(9, replica=1)
+    assert not config.for_role("rollout", selection).selects(3, replica=0)
+    assert config.for_role("actor", selection).selects(3)
+    assert config.for_role("actor", CaptureSelection(replicas=(1,))).selects(0)
+    assert not config.for_role("actor", CaptureSelection(replicas=(1,))).selects(1)
+    assert config.for_role("rollout", CaptureSelection(ranks=(3,))).selects(3, replica=0)
 
 
 def test_trajectories_go_on_unless_their_role_is_named() -> None:
     """A process of agent loops gets no profiler because somebody asks for one of the ranks."""
     config = settings(tool="spans").with_trajectories("agent_loop")
-    aim = Aim(tools=("torch",), mode="discrete")
-    kept = config.for_role("agent_loop", aim)
+    selection = CaptureSelection(tools=("torch",), mode="discrete")
+    kept = config.for_role("agent_loop", selection)
     assert (names(kept), kept.mode) == (["trajectories"], "e2e")
-    named = config.for_role("agent_loop", Aim(tools=("torch",), roles=("agent_loop",)))
+    named = config.for_role("agent_loop", CaptureSelection(tools=("torch",), roles=("agent_loop",)))
     assert names(named) == ["torch", "trajectories"]
 
 
@@ -118,13 +122,16 @@ def test_trajectories_go_on_unless_their_role_is_named() -> None:
 def test_an_aim_that_was_sent_is_checked(data: bytes) -> None:
     """Types, bounds and names."""
     with pytest.raises(msgspec.ValidationError):
-        msgspec.json.decode(data, type=Aim)
+        msgspec.json.decode(data, type=CaptureSelection)
 
 
 def test_an_aim_in_words() -> None:
     """As settings are written; nothing for one that changes nothing."""
-    assert Aim(mode="e2e", ranks=(0, 3), roles=("actor",)).in_words() == "mode=e2e, roles=actor, ranks=0,3"
-    assert Aim().in_words() == ""
+    assert (
+        CaptureSelection(mode="e2e", ranks=(0, 3), roles=("actor",)).in_words()
+        == "mode=e2e, roles=actor, ranks=0,3"
+    )
+    assert CaptureSelection().in_words() == ""
 
 
 # What it asks of a session
@@ -133,7 +140,7 @@ def test_an_aim_in_words() -> None:
 def test_who_runs_none_of_the_stages_that_are_asked_for_is_skipped(session: Session, tmp_path: Path) -> None:
     """Nothing is missing of it: who asks for a stage need not know who runs it."""
     session.register(settings(tool="torch"), ACTOR)
-    session.start(request(tmp_path, 1, Aim(stages=("rollout",))), ACTOR)
+    session.start(request(tmp_path, 1, CaptureSelection(stages=("rollout",))), ACTOR)
     with stage("update_actor"):
         pass
     result = session.stop(finish_s=20).result
@@ -142,19 +149,19 @@ def test_who_runs_none_of_the_stages_that_are_asked_for_is_skipped(session: Sess
 
 
 @pytest.mark.parametrize(
-    ("aim", "reason"),
+    ("selection", "reason"),
     [
-        (Aim(tools=("nsys",)), "asked for tools=nsys, which this process cannot: "),
-        (Aim(tools=("npu",)), "torch_npu"),
-        (Aim(tools=("torch", "nsys")), "cannot record together"),
+        (CaptureSelection(tools=("nsys",)), "asked for tools=nsys, which this process cannot: "),
+        (CaptureSelection(tools=("npu",)), "torch_npu"),
+        (CaptureSelection(tools=("torch", "nsys")), "cannot record together"),
     ],
 )
 def test_what_cannot_be_had_here_is_refused_with_its_reason(
-    session: Session, tmp_path: Path, aim: Aim, reason: str
+    session: Session, tmp_path: Path, selection: CaptureSelection, reason: str
 ) -> None:
     """No exception, no file, and the next capture works."""
     session.register(settings(tool="spans"), ACTOR)
-    refused = session.start(request(tmp_path / "1", 1, aim), ACTOR)
+    refused = session.start(request(tmp_path / "1", 1, selection), ACTOR)
     assert refused.status == "refused"
     assert reason in refused.reason
     assert session.sink is None
@@ -165,9 +172,11 @@ def test_what_cannot_be_had_here_is_refused_with_its_reason(
 def test_a_role_that_was_switched_off_records_when_it_is_asked_for(session: Session, tmp_path: Path) -> None:
     """And one that is on does not, when another is."""
     session.register(settings(tool="spans", select={"roles": ["critic"]}), ACTOR)
-    assert session.start(request(tmp_path, 1, Aim(roles=("actor",))), ACTOR).status == "recording"
+    assert (
+        session.start(request(tmp_path, 1, CaptureSelection(roles=("actor",))), ACTOR).status == "recording"
+    )
     session.stop()
-    other = session.start(request(tmp_path, 2, Aim(roles=("critic",))), ACTOR)
+    other = session.start(request(tmp_path, 2, CaptureSelection(roles=("critic",))), ACTOR)
     assert (other.status, other.reason) == ("skipped", "not asked for")
 
 
@@ -181,8 +190,8 @@ def test_a_capture_aimed_at_what_runs_side_by_side_is_of_the_whole_step(
     assert busy is not None
     found = []
     for number, name in enumerate(("reward", "update_actor")):
-        aim = Aim(mode="discrete", roles=("reward",), stages=(name,))
-        worker.start_capture(request(tmp_path, number, aim))
+        selection = CaptureSelection(mode="discrete", roles=("reward",), stages=(name,))
+        worker.start_capture(request(tmp_path, number, selection))
         with busy, stage("update_actor"), trajectory(group="a", sample=1):
             pass
         result = worker.stop_capture(f"run-{number}").result
@@ -214,11 +223,11 @@ class Engine(EngineAdapter):
         return None
 
 
-def ask(recorder: EngineRecorder, folder: Path, aim: Aim | None) -> Any:
+def ask(recorder: EngineRecorder, folder: Path, selection: CaptureSelection | None) -> Any:
     """Start and stop a capture; return both answers."""
 
     async def both() -> Any:
-        started = await recorder.start(request(folder, 1, aim))
+        started = await recorder.start(request(folder, 1, selection))
         return started, await recorder.stop(None, 0.0)
 
     return asyncio.run(both())
@@ -237,31 +246,39 @@ def test_an_engine_is_recorded_at_the_ranks_and_in_the_mode_that_are_asked_for(
 ) -> None:
     """Rank 3 alone; then both, as the settings say."""
     _, recorder = engine
-    for aim, mode, lanes in (
-        (Aim(ranks=(3,), mode="discrete"), "discrete", ["rollout1_rank1"]),
+    for selection, mode, lanes in (
+        (CaptureSelection(ranks=(3,), mode="discrete"), "discrete", ["rollout1_rank1"]),
         (None, "e2e", ["rollout1_rank0", "rollout1_rank1"]),
     ):
-        started, stopped = ask(recorder, tmp_path / mode, aim)
+        started, stopped = ask(recorder, tmp_path / mode, selection)
         assert [artifact.lane for artifact in started.expected] == lanes
         assert stopped.result.mode == mode
 
 
 @pytest.mark.parametrize(
-    ("aim", "status", "reason"),
+    ("selection", "status", "reason"),
     [
-        (Aim(tools=("spans",)), "refused", "was started to record with torch alone"),
-        (Aim(tools=("torch", "torch_memory")), "refused", "was started to record with torch alone"),
-        (Aim(tools=("tporch",)), "refused", "unknown tool"),
-        (Aim(replicas=(0,)), "skipped", "not selected"),
-        (Aim(roles=("actor",)), "skipped", "not selected"),
+        (CaptureSelection(tools=("spans",)), "refused", "was started to record with torch alone"),
+        (
+            CaptureSelection(tools=("torch", "torch_memory")),
+            "refused",
+            "was started to record with torch alone",
+        ),
+        (CaptureSelection(tools=("tporch",)), "refused", "unknown tool"),
+        (CaptureSelection(replicas=(0,)), "skipped", "not selected"),
+        (CaptureSelection(roles=("actor",)), "skipped", "not selected"),
     ],
 )
 def test_an_engine_refuses_what_it_was_not_started_for(
-    engine: tuple[Engine, EngineRecorder], tmp_path: Path, aim: Aim, status: str, reason: str
+    engine: tuple[Engine, EngineRecorder],
+    tmp_path: Path,
+    selection: CaptureSelection,
+    status: str,
+    reason: str,
 ) -> None:
     """Its profiler stays off."""
     noting, recorder = engine
-    started, _ = ask(recorder, tmp_path / "step", aim)
+    started, _ = ask(recorder, tmp_path / "step", selection)
     assert started.status == status
     assert reason in started.reason
     assert noting.starts == 0
@@ -277,7 +294,7 @@ def test_a_server_records_no_engine_that_computes_elsewhere(session: Session, tm
         rank=None,
         requests=RequestLog(),
     )
-    refused = asyncio.run(recorder.start(request(tmp_path, 1, Aim(tools=("torch",)))))
+    refused = asyncio.run(recorder.start(request(tmp_path, 1, CaptureSelection(tools=("torch",)))))
     assert (refused.status, "SGLang was started to be recorded without a trace" in refused.reason) == (
         "refused",
         True,
