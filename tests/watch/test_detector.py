@@ -65,6 +65,15 @@ def test_a_step_that_is_slow_everywhere_is_a_slow_step() -> None:
     assert found.reason.endswith("no process stands out there")
 
 
+def test_who_leads_in_a_slow_stage_is_noticed_with_it() -> None:
+    """One fault, one capture; a process that leads in another stage is another fault."""
+    detector = Detector(Anomaly())
+    step = quiet(detector)
+    slow = {"rollout2_rank0": 2.5}
+    assert slow_twice(detector, step, slow=slow).suspects == ["rollout2_rank0"]
+    assert [detector.observe(summary(step + after, slow=slow)) for after in range(2, 12)] == [None] * 10
+
+
 def test_what_goes_on_is_noticed_once() -> None:
     """A stage that stays slow becomes the usual; when that becomes slower, it is noticed."""
     detector = Detector(Anomaly())

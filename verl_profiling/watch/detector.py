@@ -191,7 +191,10 @@ class Detector:
             return None
         found = self._slow(summary, before)
         self._follow_spans(summary)
-        return found or self._leading(summary, before) or self._growth.observe(summary)
+        if found is not None:
+            self._know_leads(found, summary)
+            return found
+        return self._leading(summary, before) or self._growth.observe(summary)
 
     def _slow(self, summary: StepSummary, before: StepSummary | None) -> Suspicion | None:
         """Return what is slow in a step and was not before, if anything is."""
@@ -248,6 +251,13 @@ class Detector:
             reason=f"{took}{times} {before}",
         ).with_suspects(series.seen)
         return self._explained(found, *series.seen[-1])
+
+    def _know_leads(self, found: Suspicion, summary: StepSummary) -> None:
+        """Note that the suspects of a slow stage lead in it: that is noticed with the stage."""
+        for row in summary.exposed:
+            if row.name == found.stage and row.leader in found.suspects:
+                lead = self._leads.setdefault((row.name, row.leader), _Lead(self._options.window))
+                lead.noticed_share = min(row.lead_ns, row.exposed_ns) / max(summary.duration_ns, 1)
 
     def _leading(self, summary: StepSummary, before: StepSummary | None) -> Suspicion | None:
         """Return who leads in a step, if it has led long enough; by how much again, if that became more."""
@@ -323,16 +333,16 @@ class _Lead(_Evidence):
     def __init__(self, window: int) -> None:
         super().__init__(window, until_over=2)
         self.shares: deque[float] = deque(maxlen=window)
-        self._noticed_share = 0.0
+        self.noticed_share = 0.0
 
     def is_news(self, share: float, least: float) -> bool:
         """Add a step; return whether the lead is large enough, and larger than when it was noticed last."""
         if self._noticed:
             self._score, self.steps, self._age, self._lasted, self._noticed = 0.0, 0, 0, 0, False
-        leads = share >= max(least, NEWS * self._noticed_share)
+        leads = share >= max(least, NEWS * self.noticed_share)
         if not self.add(_OF_A_LEAD if leads else -1.0):
             return False
-        self._noticed_share = share
+        self.noticed_share = share
         return True
 
 
