@@ -320,5 +320,5 @@ def test_a_replica_that_is_slow_at_each_token_is_advised_on_its_host(
         (advice[case],) = (finding["advice"] for finding in found if finding["rule"] == "long_tail")
     assert advice["slow"].startswith("compare the host and the device of rollout2 with those of the others: ")
     assert "32.3 ms a token, the others 16.2 ms" in advice["slow"]
-    assert "cap the response length" not in advice["slow"]
-    assert "cap the response length" in advice["long"]
+    assert "cap lengths" not in advice["slow"]
+    assert "cap lengths" in advice["long"]

@@ -132,7 +132,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
 
     def do_GET(self) -> None:
         # A page elsewhere whose name was made to mean this machine (DNS rebinding) sends its own name.
-        if (self.headers["Host"] or "").rpartition(":")[0] not in _OWN_NAMES:
+        if (self.headers["Host"] or "").partition(":")[0] not in _OWN_NAMES:
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
             return
         name = urlsplit(self.path).path.removeprefix("/")

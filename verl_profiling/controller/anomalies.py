@@ -119,6 +119,6 @@ class Anomalies:
         try:
             self._check(selection)
         except ConfigError as error:
-            logger.warning("watch: the capture is not aimed at %s: %s", ", ".join(noticed.suspects), error)
+            logger.warning("watch: the capture is not of %s alone: %s", ", ".join(lanes), error)
             return None
         return selection

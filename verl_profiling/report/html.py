@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from html import escape
 
@@ -48,7 +49,8 @@ def summary(report: Report) -> str:
 
 def _sentence(finding: Finding, lanes: int) -> str:
     """Return a finding with its advice, and its lanes where it names none and they are not all."""
-    named = [name for name in finding.lanes if name not in finding.text] if len(finding.lanes) < lanes else []
+    words = re.findall(r"\w+", finding.text)
+    named = [name for name in finding.lanes if name not in words] if len(finding.lanes) < lanes else []
     listed = ", ".join(named[:_WHERE]) + (f" and {len(named) - _WHERE} more" if len(named) > _WHERE else "")
     where = f" <span>Where: {escape(listed)}.</span>" if listed else ""
     return f"{escape(finding.text)}{where} <span>Try: {escape(finding.advice)}.</span>"

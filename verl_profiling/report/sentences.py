@@ -50,7 +50,8 @@ def figures(report: Report) -> Iterator[Figure]:
     if report.shares_devices:
         lanes = f"{counted(len(report.devices), 'device')} ({lanes})"
     waiting = causes.get(OTHER_RANKS, 0.0) / observed_s
-    yield Figure(title, f"{working:.0%}", f"of {lanes}, besides {waiting:.0%} waiting for other ranks")
+    wait = f"; {waiting:.0%} wait for other ranks, which counts as lost" if waiting >= 0.005 else ""
+    yield Figure(title, f"{working:.0%}", f"of {lanes}{wait}")
     if lost := sum(causes.values()):
         rules = [OTHER_RANKS if finding.rule == "straggler" else finding.rule for finding in report.findings]
         cause = next((rule for rule in rules if causes.get(rule)), max(causes, key=lambda name: causes[name]))
