@@ -1,4 +1,4 @@
-"""Capture requests of the watch: the next step, with the suspects selected."""
+"""Requests a capture of the next step, for the suspected workers, when the watch detects an anomaly."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _OF_A_STAGE = ("slow_stage", "leader")
 
 
 class Anomalies:
-    """Listens to the watch, and asks for a capture when something is noticed.
+    """Requests a capture when the watch detects an anomaly.
 
     Args:
         options: The settings ``watch.trigger``.
-        check: Raises ``ConfigError`` for an selection that cannot be had in this job.
+        check: Raises ``ConfigError`` for a selection that this job cannot capture.
     """
 
     def __init__(self, options: Anomaly, check: Callable[[CaptureSelection], None]) -> None:
@@ -43,26 +43,26 @@ class Anomalies:
         self._uses: dict[str, RankUse] = {}
 
     def listen(self, summary: StepSummary) -> None:
-        """Take the summary of a step, on the watch's thread."""
+        """Search a step summary for an anomaly; runs on the watch's thread."""
         found = self._detector.observe(summary)
         if found is None:
             return
         logger.warning("watch: %s", found.reason)
         if self._noticed is not None and not self._waits:
-            return  # summaries come many at once: what was noticed first is captured first
+            return  # summaries arrive in batches; the anomaly detected first is captured first
         self._noticed, self._waits = found, False
         self._uses = {use.lane: use for use in (*summary.loop, *summary.workers)}
 
     def step_begins(self, step: int) -> None:
-        """Note that a step begins, in which an open capture may go on."""
-        if step < self._begun:  # the loop counts anew
+        """Record that a step begins; called for every step, also inside a capture of several steps."""
+        if step < self._begun:  # the loop restarted its step numbers
             self._coming = self._captured = None
         self._begun = step
         if self._coming is not None and step > self._coming:
             self._coming = None
 
     def asks(self, step: int, scheduled: bool) -> Decision | None:
-        """Return the capture that is due at the begin of a step, if there is one."""
+        """Return the watch's capture of a step, or ``None``; limits do not apply to a ``scheduled`` step."""
         noticed = self._noticed
         if noticed is None or self._coming is not None:
             return None
@@ -78,13 +78,13 @@ class Anomalies:
         )
 
     def concluded(self, manifest: Manifest) -> None:
-        """Note that a capture was made, whoever asked for it."""
+        """Record that a capture ended, whoever requested it: the cooldown begins."""
         self._captured = manifest.steps[-1] if manifest.steps else manifest.step
         if manifest.trigger.kind == "anomaly":
             self._made += 1
 
     def _refusal(self, step: int) -> str:
-        """Return why the watch asks for none; empty if it may."""
+        """Return why the watch may not request a capture of this step; empty if it may."""
         options = self._options
         if self._made >= options.max_captures:
             return f"it has asked for {self._made} (watch.trigger.max_captures)"
@@ -94,9 +94,9 @@ class Anomalies:
         return ""
 
     def _selection(self, noticed: Suspicion) -> CaptureSelection | None:
-        """Return what is captured: the suspects and a peer; their stage, if it is that which is slow.
+        """Return the workers to capture, and their stage if the anomaly is in one stage.
 
-        Where nobody stands out in a slow stage, it is all who worked in it.
+        The workers are the suspects and a peer; for a slow stage without suspects, all that ran it.
         """
         everyone = noticed.everyone if noticed.sign == "slow_stage" else []
         lanes = [*noticed.suspects, *noticed.peers] or everyone

@@ -47,7 +47,7 @@ class _Callback:
         ConfigError: The settings are wrong. All are checked here, and none later.
 
     Attributes:
-        sink: Receiver of stages when profiling is disabled: none.
+        sink: Receiver of stages when profiling is disabled: always ``None``.
     """
 
     sink: StageSink | None = None
@@ -71,20 +71,20 @@ class _Callback:
             loop: Event loop on which a local object's coroutines run.
 
         Raises:
-            ConfigError: There are none, or one has no capture methods.
+            ConfigError: There are no workers, or one has no capture methods.
         """
         if self._controller is not None:
             self._controller.roster.add(role, workers, loop)
 
     def add_rollout(self, replicas: Any, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Add the rollout replicas, in order of their index, in the place of those that there are.
+        """Add the rollout replicas in order of their index; earlier ones are replaced.
 
         Args:
             replicas: As for :meth:`add_workers`; each has the methods of ``RolloutCaptureMixin``.
             loop: Event loop on which a local object's coroutines run.
 
         Raises:
-            ConfigError: There are none, or one has no capture methods.
+            ConfigError: There are no workers, or one has no capture methods.
         """
         if self._controller is not None:
             self._controller.roster.add(ROLLOUT_ROLE, replicas, loop)
@@ -103,7 +103,7 @@ class _Callback:
             return self._stages.setdefault(made.name, made)
 
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add numbers that the loop computed after ``on_step_end`` to their step, if it was captured last.
+        """Add numbers that the loop computed after ``on_step_end``, if the step is in the last capture.
 
         Args:
             step: Number of the step.
@@ -116,13 +116,13 @@ class _Callback:
                 self._failed("add_metrics", error)
 
     def add_note(self, text: str) -> None:
-        """Add a sentence to the notes of every manifest from now on: what a user should know of this run."""
+        """Add a sentence on this run, for its users, to the notes of every later manifest."""
         if self._controller is not None:
             self._controller.run_notes.append(text)
 
     @property
     def watch(self) -> Watch | None:
-        """The summary of every step; ``None`` if it is switched off."""
+        """The watch, which summarizes every step; ``None`` if it is switched off."""
         return self._controller.watch if self._controller is not None else None
 
     @property
@@ -136,7 +136,7 @@ class _Callback:
         return self._controller.last_folder if self._controller is not None else None
 
     def _step_begins(self, step: int, policy_version: int | None) -> Waits[None] | None:
-        """Note that a step begins; return what is to be done for a capture, if there is one."""
+        """Record that a step begins; return the work for a capture, or ``None``."""
         controller = self._controller
         if controller is None:
             return None
@@ -153,7 +153,7 @@ class _Callback:
         return None if self._is_second_thread(number) else waits
 
     def _is_second_thread(self, step: int) -> bool:
-        """Refuse a captured step that begins while another thread is in one; return whether it is refused.
+        """Refuse a captured step that begins while another thread is in a step; return whether it is refused.
 
         Raises:
             CaptureStateError: It is refused, and the settings are strict.
@@ -178,7 +178,7 @@ class _Callback:
     def _noted(
         self, hook: Callable[[Controller, Any], Waits[None] | None], argument: Any
     ) -> Waits[None] | None:
-        """Note that a hook is called; return what is to be done for the open capture, if there is one."""
+        """Call a hook of the controller; return its work for the open capture, or ``None``."""
         controller = self._controller
         if controller is None:
             return None
@@ -211,7 +211,7 @@ class _Callback:
     def _failed(self, hook: str, error: Exception, loop_raised: bool = False) -> None:
         """The one failure boundary of the hooks: training goes on unless the settings are strict.
 
-        With ``loop_raised`` an exception of the loop is propagating, which no other may replace.
+        With ``loop_raised``, an exception of the loop propagates, and this error must not replace it.
         """
         if self.config.strict and not loop_raised:
             raise error
@@ -228,8 +228,8 @@ class ProfilingCallback(_Callback):
 
     Args:
         config: The settings.
-        blocks_event_loop: Allow the hooks where an event loop runs on the thread, for a coroutine that calls
-            them from functions: the loop stands still meanwhile.
+        blocks_event_loop: Allow hooks on a thread with a running event loop, which they block. For
+            functions that a coroutine calls.
     """
 
     def __init__(
@@ -295,8 +295,8 @@ class ProfilingCallback(_Callback):
         """End generation.
 
         Args:
-            metrics: Numbers to keep with the step. Other values are left out, and ones that are not
-                finite are named in the manifest's notes.
+            metrics: Numbers to keep with the step. Values that are no numbers are left out; numbers that
+                are not finite are listed in the manifest's notes.
         """
         if (waits := self._noted(Controller.rollout_ends, metrics)) is not None:
             self._drive("on_rollout_end", waits)
@@ -305,8 +305,8 @@ class ProfilingCallback(_Callback):
         """End a step: stops all workers, collects their results, writes the step folder.
 
         Args:
-            metrics: Numbers to keep with the step. Other values are left out, and ones that are not
-                finite are named in the manifest's notes.
+            metrics: Numbers to keep with the step. Values that are no numbers are left out; numbers that
+                are not finite are listed in the manifest's notes.
 
         Raises:
             ProfilingError: A capture failed, and the settings are strict.
@@ -389,8 +389,8 @@ class AsyncProfilingCallback(_Callback):
         """See :meth:`ProfilingCallback.on_rollout_begin`.
 
         Args:
-            beside: Generation runs beside the steps: this opens the engines' window alone, and
-                :meth:`on_generation` says when batches are generated.
+            beside: Whether generation overlaps the steps. If so, this hook only starts the engines in
+                discrete mode, and :meth:`on_generation` reports when batches are generated.
         """
         if (waits := self._noted(Controller.rollout_begins, beside)) is not None:
             await self._drive("on_rollout_begin", waits)
@@ -401,9 +401,9 @@ class AsyncProfilingCallback(_Callback):
             await self._drive("on_rollout_end", waits)
 
     def on_generation(self, runs: bool) -> None:
-        """Begin or end the stage ``rollout`` of generation that runs beside the steps.
+        """Begin or end the stage ``rollout`` of generation that overlaps the steps.
 
-        What else the loop does meanwhile is not inside of it. It ends with the step at the latest.
+        Other stages of the loop do not nest inside it. In a capture, it ends with the last step.
 
         Args:
             runs: Whether a batch is being generated from now on.
@@ -412,9 +412,9 @@ class AsyncProfilingCallback(_Callback):
             self._controller.generation(runs)
 
     def on_step_over(self) -> None:
-        """Note that the step ends here, where the loop cannot await :meth:`on_step_end` yet.
+        """Record that the step ends here, if the loop can await :meth:`on_step_end` only later.
 
-        What it does until then is not part of the step.
+        The time until :meth:`on_step_end` is not part of the step.
         """
         if self._controller is not None:
             try:
@@ -441,7 +441,7 @@ class AsyncProfilingCallback(_Callback):
             await self._drive("on_train_end", self._controller.end_train(), loop_raised)
 
     async def _drive(self, hook: str, waits: Waits[None], loop_raised: bool = False) -> None:
-        """Do what a hook does on the caller's task; only the waiting is done on a thread."""
+        """Run a hook on the caller's task; only its blocking functions run on another thread."""
         try:
             for wait in waits:
                 await asyncio.to_thread(wait)

@@ -1,4 +1,4 @@
-"""Calls to workers: sent to all at once, waited for until one deadline, and what came back.
+"""Calls to workers: sent to all at once, with one common deadline, and their replies.
 
 Calling never raises: a worker that is dead, hung or of a wrong type becomes a :class:`Call` without a reply.
 """
@@ -18,17 +18,17 @@ from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
 
 T = TypeVar("T")
 Waits = Generator[Callable[[], object], None, T]
-"""What a hook does: it yields functions that wait, which the asynchronous callback runs on a thread."""
+"""The work of a hook: a generator of blocking functions; the asynchronous callback runs them on a thread."""
 
 
 class Worker:
     """One worker of a target.
 
     Attributes:
-        target: Its target.
-        number: Its index in the role.
-        identity: Who it is: what it said last, or what its target says of it.
-        owed: The outcomes of calls that it has not answered yet.
+        target: The target that the worker belongs to.
+        number: The worker's index in the role.
+        identity: The identity in its last reply; before its first reply, one made from the target.
+        owed: The futures of calls that the worker has not answered yet.
     """
 
     def __init__(self, target: Target, number: int) -> None:
@@ -49,9 +49,9 @@ class Call:
 
     Attributes:
         worker: The called worker.
-        sent_ns: When it was sent, on the controller's clock.
-        returned_ns: When its outcome arrived; 0 while it has not.
-        timeout_s: How long it is waited for; 0 when the worker is known to be busy with an earlier call.
+        sent_ns: When the call was sent, on the controller's clock.
+        returned_ns: When the reply or error arrived; 0 before that.
+        timeout_s: How long to wait for the reply; 0 if the worker is still busy with an earlier call.
     """
 
     def __init__(self, worker: Worker, method: str, future: Future[Any], sent_ns: int) -> None:
@@ -75,11 +75,11 @@ class Call:
             return error
 
     def reply(self) -> Any:
-        """Return the worker's answer, or ``None`` if there is none."""
+        """Return the worker's reply, or ``None`` without one."""
         return self.future.result() if self.future.done() and self.error is None else None
 
     def problem(self) -> str:
-        """Return the reason why there is no answer, in one line."""
+        """Return in one line why there is no valid reply."""
         if not self.future.done():
             if not self.timeout_s:
                 return f"{self.method} was not waited for: the worker has not answered an earlier call yet"
@@ -97,7 +97,7 @@ class Call:
 
 
 class Postponed(Future[Any]):
-    """The outcome of a coroutine that runs while it is waited for, on the thread that waits.
+    """The future of a coroutine that runs only inside :func:`wait_for`, on the waiting thread.
 
     Args:
         coroutine: The coroutine.
@@ -109,14 +109,14 @@ class Postponed(Future[Any]):
         self.coroutine, self.loop = coroutine, loop
 
     def fail(self, error: BaseException) -> None:
-        """Set an error as the outcome, unless there is one: the coroutine does not run."""
+        """Close the coroutine and set an error as its outcome, unless it is done."""
         if not self.done():
             self.coroutine.close()
             self.set_exception(error)
 
 
 def wait_for(calls: Iterable[Call]) -> None:
-    """Block until all calls have returned or the time is up. Coroutines run side by side meanwhile."""
+    """Block until all calls have returned or the longest timeout is over. Coroutines run concurrently."""
     awaited = [call for call in calls if call.timeout_s]
     timeout_s = max((call.timeout_s for call in awaited), default=0.0)
     deadline_s = time.monotonic() + timeout_s
@@ -154,9 +154,9 @@ class Target(ABC):
 
     Attributes:
         roles: The roles under which it was added; several for a process with several roles.
-        workers: Those that answer a call, in order.
-        key: Equal for targets that are the same workers.
-        is_local: It is an object of this process.
+        workers: The workers that a call reaches, in the order of its futures.
+        key: Equal for two targets with the same workers.
+        is_local: Whether the worker is an object of this process.
     """
 
     is_local = False
@@ -168,7 +168,7 @@ class Target(ABC):
 
     @property
     def is_rollout(self) -> bool:
-        """Whether each of them is a replica of an engine."""
+        """Whether the workers are replicas of a rollout engine."""
         return self.roles[0] == ROLLOUT_ROLE
 
     @abstractmethod
@@ -191,7 +191,7 @@ class Target(ABC):
 
 
 def settle(future: Future[Any], function: Callable[[], Any]) -> Future[Any]:
-    """Call a function, and set its outcome."""
+    """Call a function, and set its return value or exception on the future."""
     try:
         future.set_result(function())
     except (Exception, asyncio.CancelledError) as error:

@@ -1,7 +1,7 @@
 """The loop's side of profiling: decides on steps, drives the workers, and writes step folders.
 
-A hook is done here once for both callbacks, on the caller's thread. It yields the functions that wait, which
-the asynchronous callback runs on a thread.
+Each hook is written here once for both callbacks, and runs on the caller's thread. It yields its blocking
+functions, which the asynchronous callback runs on another thread.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from verl_profiling.units import step_list
 
 LAST_READ_S = 5.0  # training may have ended because a worker hangs
 EXIT_S = 20.0
-"""How long a process that ends waits for its workers, at most, each time: supervisors kill after 30 s."""
+"""Upper limit of each wait for workers when the process exits: supervisors kill it after 30 s."""
 
 logger = logging.getLogger(__name__)
 
 
 class Controller:
-    """The work of both callbacks.
+    """The hooks of both callbacks.
 
     Attributes:
-        live: The capture that is open; ``None`` whenever nothing records.
-        sink: Receives the controller's stages, while a capture is open and from then until the next step
-            begins; else ``None``, unless the watch is on.
+        live: The open capture, or ``None``.
+        sink: Receiver of the controller's stages: the watch if it is on, and a capture's log until the
+            step after the captured one begins; else ``None``.
         watch: Summaries of every step; ``None`` if it is off.
         last_folder: Step folder of the last capture, once written.
-        run_notes: What the loop has to say in every manifest.
+        run_notes: Notes of the loop that every manifest gets.
         roster: The workers.
     """
 
@@ -78,10 +78,10 @@ class Controller:
         self._exit_of = 0
         self.sink: StageSink | None = self._receiver(None)
 
-    # The hooks note something in every step. What they return is done for the open capture, if there is one.
+    # Each hook records something in every step, and returns the work for the open capture, or None.
 
     def step_begins(self, step: int, policy_version: int | None) -> Waits[None] | None:
-        """Begin a step, and open a capture or go on with one that covers several steps."""
+        """Begin a step, and open a capture or continue one that covers several steps."""
         if self._folders.after is not None:
             self._end_after()
             clock.follow()
@@ -100,10 +100,10 @@ class Controller:
         return self._begin_step(step, policy_version, decision)
 
     def rollout_begins(self, beside: bool) -> Waits[None] | None:
-        """Begin generation, and open a window on the rollout engines that are captured by stage.
+        """Begin generation, and start the rollout engines in discrete mode.
 
         Args:
-            beside: Generation runs beside the steps; :meth:`generation` says when.
+            beside: Whether generation overlaps the steps; :meth:`generation` then reports when it runs.
         """
         self._order.in_rollout = True
         if self.watch is not None and not beside:
@@ -111,7 +111,7 @@ class Controller:
         return None if self.live is None else self._begin_rollout(self.live, beside)
 
     def rollout_ends(self, metrics: Mapping[str, Any] | None) -> Waits[None] | None:
-        """End generation, and close that window."""
+        """End generation, and stop the rollout engines in discrete mode."""
         if not self._order.in_rollout:
             self._order.rollout_without_begin()
         self._order.in_rollout = False
@@ -120,7 +120,7 @@ class Controller:
         return None if self.live is None else self._end_rollout(self.live, metrics)
 
     def step_ends(self, metrics: Mapping[str, Any] | None) -> Waits[None] | None:
-        """End the step, and close the capture unless it goes on in the next one."""
+        """End the step, and close the capture unless it covers the next step too."""
         if not self._order.in_step:
             self._order.step_without_begin()
         self._order.in_step = False
@@ -137,7 +137,7 @@ class Controller:
         return self.close(complete=False, why=in_a_line(error))
 
     def generation(self, runs: bool) -> None:
-        """Begin or end the stage of a rollout that runs beside the steps."""
+        """Begin or end the stage ``rollout`` of generation that overlaps the steps."""
         if self.watch is not None:
             self.watch.generation(runs)
         live = self.live
@@ -147,7 +147,7 @@ class Controller:
                 live.begin_rollout_stage(beside=True)
 
     def step_over(self) -> None:
-        """Note that the step ends here, though its capture is closed later."""
+        """Record that the step ends here; :meth:`step_ends` closes its capture later."""
         if self.watch is not None:
             self.watch.step_ends()
         live = self.live
@@ -228,8 +228,8 @@ class Controller:
         """Stop all workers and write the step folder.
 
         Args:
-            complete: The step has ended.
-            why: Why not.
+            complete: Whether the step has ended.
+            why: Why it has not ended; else empty.
 
         Raises:
             ProfilingError: Something failed, and the settings are strict.
@@ -252,7 +252,7 @@ class Controller:
                     )
 
     def abandon(self, why: str) -> Waits[None]:
-        """Close the capture after a hook failed, at all events so that no worker goes on recording."""
+        """Close the capture after a hook failed; if that fails too, still stop every worker."""
         try:
             yield from self.close(complete=False, why=why)
         except Exception as error:
@@ -266,9 +266,9 @@ class Controller:
                     self.roster.call(self.roster.targets, "stop_capture", request.capture_id)
 
     def end_train(self, why: str = "training ended inside it") -> Waits[None]:
-        """Close what is open; wait for overdue stops, then for artifacts that are being compressed.
+        """Close the open capture; wait for overdue stops, then for artifacts that are being compressed.
 
-        Each part is done whatever became of the others; what the first of them raised is raised in the end.
+        An error in one part does not skip the others; the first error is raised at the end.
         """
         self._holds_exit(False)
         self._order.is_left()
@@ -295,7 +295,7 @@ class Controller:
         return leads(self.config, self.roster.targets)
 
     def _decide(self, step: int) -> Decision | None:
-        """Return the capture that begins with a step, unless the open one goes on in it."""
+        """Return the capture that begins with a step, or ``None``, e.g. while the open one covers it."""
         if not self.decisions.complete:
             self.decisions.begin(self._folders)
             self.decisions.find_ranks()
@@ -304,7 +304,7 @@ class Controller:
         return self.decisions.at(step, self.live is not None and self.live.goes_on(step))
 
     def _open(self, decision: Decision, step: int, version: int | None, outside: SpanLog) -> Waits[bool]:
-        """Make the step folder, and open the capture; return whether there is one."""
+        """Make the step folder, and open the capture; return whether it was opened."""
         policy_version, notes = whole_version(version)
         keep, selection = decision.step_range.action is Action.RECORD, decision.selection
         if not self.decisions.find_ranks():
@@ -345,7 +345,7 @@ class Controller:
         return live.manifest(self._identity, end_ns, [*self.run_notes, *self.roster.notes])
 
     def _say_begun(self, live: OpenCapture) -> None:
-        """Write what is expected, and let the step begin now: what that took is no part of it."""
+        """Write the manifest with expected results; begin the step after that, so that it has no writing."""
         live.begin_step()
         if live.leads:
             manifest = self._manifest(live, live.steps[0].begin_ns)
@@ -368,13 +368,13 @@ class Controller:
             self._holds_exit(True)
 
     def _receiver(self, log: SpanLog | None) -> StageSink | None:
-        """Return what receives the loop's stages while a log does, or none."""
+        """Return the receiver of the loop's stages: the given log, the watch, both, or ``None``."""
         return log if self.watch is None else self.watch.receiver(log)
 
     def _conclude(
         self, live: OpenCapture, end_ns: int, complete: bool, why: str
     ) -> Waits[list[CaptureResult]]:
-        """Stop all workers and write the manifest; return what they recorded."""
+        """Stop all workers and write the manifest; return the workers' results."""
         stages = live.spans.close()
         results: list[CaptureResult] = []
         try:
@@ -440,7 +440,7 @@ class Controller:
             ranks.end()
 
     def _holds_exit(self, holds: bool) -> None:
-        """Close what is open when the process exits, or no more; a fork of it closes nothing."""
+        """Close the capture when the process exits, or no longer do so; a forked child never does."""
         if holds and not self._exit_of:
             atexit.register(self._exit)
         elif not holds:

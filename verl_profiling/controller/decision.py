@@ -1,8 +1,8 @@
-"""Decides at each step's begin whether it is captured, for whom, and how: the one place where that is done.
+"""Decides when a step begins whether it is captured, who requested it, and how; no other module decides this.
 
-The schedule, a person and the watch may all want a step. The table of docs/watch.md says who comes first.
-Where a loop has several ranks, rank 0 decides what is asked for some steps before, and tells the others, who
-look once a second. Nobody waits: a rank that is already past the step is recorded as failed.
+The schedule, a person and the watch may all request a step; docs/watch.md has a table of priorities.
+In a loop with several ranks, rank 0 decides on requests some steps in advance and announces the captures.
+The other ranks check once a second. No rank waits: one that is already past the step counts as failed.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _STEP_TIMES = 8
 
 
 class Decisions:
-    """Decides at each step's begin.
+    """Decides when a step begins whether it is captured.
 
     Args:
         config: The settings.
         roster: The workers.
-        watch: Summaries of the steps; ``None`` if it is off, and nobody may ask for a capture.
+        watch: The watch; ``None`` if it is off, which also disables capture requests.
 
     Attributes:
         ranks: The ranks of the loop, if it has several.
-        complete: Whether all is done that has to be before the first step.
+        complete: Whether the setup before the first step is done.
     """
 
     def __init__(self, config: ProfilingConfig, roster: Roster, watch: Watch | None) -> None:
@@ -64,7 +64,7 @@ class Decisions:
         self._step_times: deque[float] = deque(maxlen=_STEP_TIMES)
 
     def begin(self, folders: StepFolders) -> None:
-        """Let captures be asked for; where several ranks run the loop, of rank 0."""
+        """Start to accept capture requests; in a loop with several ranks, only rank 0 does."""
         if self._watch is None or self._requests is not None:
             return
         rank, ranks = place_of(self._config, self._roster.targets) or (0, 1)
@@ -89,7 +89,7 @@ class Decisions:
         """Find the other ranks of the loop, if it has any, to decide together with them.
 
         Returns:
-            Whether this process can be captured; where it cannot, the reason is said once.
+            Whether this process can be captured; if not, the reason is logged once.
         """
         if self.ranks is None:
             self.ranks, why = find_ranks(self._config, self._roster.targets)
@@ -102,13 +102,13 @@ class Decisions:
         return not self._unreached
 
     def _who_is_here(self) -> WorkerIdentity:
-        """Return who this process is in manifests, as a rank of a loop: its worker."""
+        """Return this rank's identity in manifests: its worker's, else one of its role and rank."""
         role = next((target.roles[0] for target in self._roster.driven(None)), "controller")
         own = WorkerIdentity(role=role, rank=(process_rank() or (0, 1))[0])
         return process_session().identity or own
 
     def end(self) -> None:
-        """Let nobody ask any more, until training begins again; refuse what is left."""
+        """Refuse pending capture requests, and accept no new ones until training begins again."""
         if self._requests is not None:
             self._requests.end()
         if self._watch is not None and self._anomalies is not None:
@@ -117,11 +117,11 @@ class Decisions:
         self.complete = self._watch is None
 
     def at(self, step: int, goes_on: bool) -> Decision | None:
-        """Return the capture that begins with a step, if one does.
+        """Return the capture that begins with a step, or ``None``.
 
         Args:
             step: The step.
-            goes_on: A capture is open that goes on in it, so that none begins.
+            goes_on: Whether an open capture also covers this step, so that no other begins.
         """
         if self._requests is not None:
             self._requests.step = step
@@ -142,17 +142,17 @@ class Decisions:
         return Decision(found, trigger)
 
     def refused(self, trigger: Trigger, why: str) -> None:
-        """Tell who asked that a capture is not made: the limits leave no room, or it failed."""
+        """Report to the requester that a capture is not made: the limits leave no room, or it failed."""
         if self._requests is not None:
             self._requests.refused(trigger, why)
 
     def concluded(self, manifest: Manifest) -> None:
-        """Note what became of a capture."""
+        """Record that a capture has ended: the cooldown of the watch begins."""
         if self._anomalies is not None:
             self._anomalies.concluded(manifest)
 
     def _asked(self, step: int) -> Decision | None:
-        """Return what is asked for at the begin of a step; a person comes before the watch."""
+        """Return the requested capture of a step, or ``None``; a person's request precedes the watch's."""
         scheduled = self._schedule.action(step) is Action.RECORD
         asked = self._requests.asks(step, scheduled) if self._requests is not None else None
         if asked is None and self._anomalies is not None:
@@ -160,7 +160,7 @@ class Decisions:
         return asked
 
     def _agree(self, ranks: Ranks, step: int) -> None:
-        """Announce the steps to come that are asked for, or take what rank 0 has announced."""
+        """Announce requested captures of later steps (rank 0), or receive announcements (other ranks)."""
         if ranks.leads:
             self._look_ahead(ranks, step)
         self._agreed |= {decision.step_range.first: decision for decision in ranks.announced()}
@@ -174,12 +174,12 @@ class Decisions:
                 )
 
     def _look_ahead(self, ranks: Ranks, step: int) -> None:
-        """Decide the steps that are far enough away for all ranks to have looked."""
+        """Decide on later steps; every rank has time to receive the announcement before they begin."""
         now_s = time.monotonic()
         if self._begun_s:
             self._step_times.append(now_s - self._begun_s)
         self._begun_s = now_s
-        if self._step is None or step < self._step:  # the loop counts anew
+        if self._step is None or step < self._step:  # the loop restarted its step numbers
             self._decided = step
         self._step = step
         shortest_s = max(min(self._step_times, default=_LEAD_S), 0.001)

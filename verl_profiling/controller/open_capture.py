@@ -1,4 +1,4 @@
-"""The capture that is open: what the workers were asked and answered, and the loop's part of its steps."""
+"""The open capture: the calls to the workers and their replies, and the loop's part of the steps."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ NOT_WRITTEN = "the capture has begun, and nothing was written since"
 
 @dataclass
 class _Answer:
-    """The answers of one worker.
+    """The replies of one worker.
 
     Attributes:
         worker: The worker.
-        started: Its answer to the last start; ``None`` if there is none.
-        is_open: It was started, and has not been stopped.
+        started: Its reply to the last start, or ``None``.
+        is_open: Whether it was started and has not been stopped.
         result: Its last result.
-        failure: What stands for a result that it owes; its first failure stays.
+        failure: A placeholder result with the reason of its first failure.
     """
 
     worker: Worker
@@ -60,19 +60,19 @@ class OpenCapture:
     Attributes:
         config: The settings.
         roster: The workers.
-        decision: The steps that it covers, and who asked for it.
-        request: What the workers were asked for.
+        decision: The steps that it covers, and who requested it.
+        request: The request that was sent to the workers.
         folder: Its step folder.
         ranks: The ranks of the loop, if it has several: each captures its own workers.
         leads: Whether this process writes the loop's part of the step folder.
-        steps: The steps that have begun; the end of one that runs is 0.
+        steps: The steps that have begun; ``end_ns`` of the current one is 0.
         outside: The pauses in which the capture starts and stops, and the loop's stages after the step.
-        notes: What a user should know of it.
+        notes: Notes for the user, in the manifest.
         spans: The controller's stages.
         metrics: Numbers of the loop.
         rpcs: All calls made.
-        rollout_request: The rollout window that is open.
-        rollout_span: The stage of the rollout that runs.
+        rollout_request: The request that started the engines in discrete mode, until they are stopped.
+        rollout_span: The open stage ``rollout``, or ``None``.
     """
 
     config: ProfilingConfig
@@ -102,44 +102,44 @@ class OpenCapture:
         return self.steps[-1]
 
     def goes_on(self, step: int) -> bool:
-        """Return whether the capture covers the step that begins, too."""
+        """Return whether the capture also covers this later step."""
         return self.step.step < step <= self.decision.step_range.last
 
     # The loop's part.
 
     def go_on(self, step: int, policy_version: int | None) -> None:
-        """Begin the next step of several that it covers."""
+        """Begin the next step of a capture that covers several."""
         version, notes = whole_version(policy_version)
         self.notes += notes
         self.end_step()
         self.steps.append(step_span(step, version))
 
     def begin_step(self) -> None:
-        """Let the step begin now."""
+        """Set the begin of the current step to now."""
         self.steps[-1] = msgspec.structs.replace(self.step, begin_ns=clock.now_ns())
 
     def begin_rollout_stage(self, beside: bool = False) -> None:
-        """Begin the rollout's stage; one that runs beside this task's has none of its stages inside."""
+        """Begin the stage ``rollout``; with ``beside``, no stage of this task nests inside it."""
         begin = self.spans.begin
         self.rollout_span = copy_context().run(begin, ROLLOUT) if beside else begin(ROLLOUT)
 
     def end_rollout_stage(self) -> None:
-        """End the rollout's stage, which may have begun in another task or thread."""
+        """End the stage ``rollout``, which may have begun in another task or thread."""
         span, self.rollout_span = self.rollout_span, None
         if span is not None:
             self.spans.end_span(span, failed=False)
 
     def end_step(self) -> None:
-        """Note that the step ends now, unless it has ended."""
+        """Set the end of the current step to now, unless it has ended."""
         if not self.step.end_ns:
             self.steps[-1] = msgspec.structs.replace(self.step, end_ns=clock.now_ns())
 
     def keep(self, metrics: Mapping[str, Any] | None, step: StepSpan | None = None) -> None:
-        """Keep the finite numbers among the loop's metrics, and name the others.
+        """Keep the finite numbers among the loop's metrics, and note those that are not finite.
 
         Args:
             metrics: The metrics.
-            step: The step that they are of; ``None`` for the one that began last.
+            step: The step that they belong to; by default the one that began last.
         """
         numbers, notes = finite_numbers(metrics)
         (step or self.step).metrics.update(numbers)
@@ -147,7 +147,7 @@ class OpenCapture:
         self.notes += notes
 
     def manifest(self, controller: WorkerIdentity, end_ns: int, notes: list[str]) -> Manifest:
-        """Return what is known but for the workers' results: the manifest of a step that has not ended.
+        """Return the manifest without the workers' results, marked as incomplete.
 
         Args:
             controller: The process that runs the loop.
@@ -181,12 +181,12 @@ class OpenCapture:
     # The calls.
 
     def start(self, request: CaptureRequest) -> Waits[None]:
-        """Start what a request is for: the engines of a rollout window, or all others that are driven."""
+        """Start the workers of a request: for a rollout, the engines in discrete mode; else all others."""
         targets = self._concerned(request, self.roster.driven(request.selection))
         for target in targets:
             for worker in target.workers:
                 answer = self._answers.setdefault(worker, _Answer(worker))
-                answer.started, answer.is_open = None, True  # whatever happens now, it has to be stopped
+                answer.started, answer.is_open = None, True  # to be stopped even if the start fails
         start_s = self.config.timeouts.start_s
         calls = self.roster.call(targets, "start_capture", request, timeout_s=start_s)
         yield partial(wait_for, calls)
@@ -198,7 +198,7 @@ class OpenCapture:
         yield from self._shake_hands("start_capture", request, targets)
 
     def begin_rollout(self) -> Waits[None]:
-        """Open a window on the rollout engines that are captured by stage."""
+        """Start the rollout engines in discrete mode, which record one rollout."""
         yield from self.end_rollout()
         selection = self.request.selection
         if any(self.roster.has_windows(target, selection) for target in self.roster.driven(selection)):
@@ -213,14 +213,14 @@ class OpenCapture:
             yield from self.start(self.rollout_request)
 
     def end_rollout(self) -> Waits[None]:
-        """Close that window, and end the stage."""
+        """Stop the engines that :meth:`begin_rollout` started, and end the stage ``rollout``."""
         self.end_rollout_stage()
         request, self.rollout_request = self.rollout_request, None
         if request is not None:
             yield from self._stop(request)
 
     def stop(self) -> Waits[None]:
-        """Stop all that was started, at the same time."""
+        """Stop all started workers at the same time."""
         window, self.rollout_request = self.rollout_request, None
         yield from self._stop(*([window] if window is not None else []), self.request)
 
@@ -244,9 +244,9 @@ class OpenCapture:
         ]
 
     def _shake_hands(self, method: str, argument: object, targets: Iterable[Target]) -> Waits[None]:
-        """Repeat a call, which changes nothing, to measure clocks that are not the controller's.
+        """Repeat a call, which has no effect the second time, to measure the clock offsets of other hosts.
 
-        Each clock is read through one target; every worker of it that reads it has a handshake.
+        Each clock is measured through one target; each of its workers on that clock adds a handshake.
         """
         asked, here = set(targets), clock.domain()
         reached: Counter[tuple[str, Target]] = Counter()
@@ -282,7 +282,7 @@ class OpenCapture:
             answer.failure = msgspec.structs.replace(lost, status="skipped")
 
     def _take_stop(self, call: Call, request: CaptureRequest) -> None:
-        """Take an answer to ``stop_capture``; a worker that is late writes its result itself."""
+        """Take the reply to ``stop_capture``; a worker that replies too late still writes its result file."""
         answer = self._answers[call.worker]
         if not answer.is_open:
             return
@@ -294,7 +294,7 @@ class OpenCapture:
             return
         result = reply.result
         if started is not None and started.status in ("skipped", "refused"):
-            return  # it recorded nothing, as it said
+            return  # it recorded nothing, as its start reply said
         if started is None and result.status == "skipped":
             return  # its start failed
         if started is not None and reply.process != started.process:
@@ -312,7 +312,7 @@ class OpenCapture:
                 self.roster.owing.add(call.target)
 
     def _take(self, call: Call, noted: bool = True) -> StartReply | StopReply | None:
-        """Return the answer to a call, which measures a clock, and note the call."""
+        """Return the reply to a call; keep its clock handshake and, if ``noted``, the call's times."""
         reply: StartReply | StopReply = call.reply()
         answered = isinstance(reply, StartReply | StopReply)
         if noted:
@@ -330,7 +330,7 @@ class OpenCapture:
         return reply
 
     def _fail(self, answer: _Answer, request: CaptureRequest, reason: str, stopped: bool = True) -> None:
-        """Note that a worker failed; without ``stopped``, it may begin whenever the request reaches it."""
+        """Record that a worker failed; without ``stopped``, a delayed request may still start it."""
         logger.error("step %d: %s was not captured: %s", request.step, answer.worker.identity, reason)
         lost = msgspec.structs.replace(self._lost(answer, request, reason), stopped=stopped)
         answer.failure = answer.failure or lost
@@ -346,7 +346,7 @@ class OpenCapture:
                 )
 
     def _note_idle_roles(self, calls: list[Call]) -> None:
-        """Note roles of which all workers were called to start, but none records."""
+        """Note each role whose workers were all called to start, but none of which records."""
         reasons: dict[str, list[str]] = {}
         for call in calls:
             started = self._answers[call.worker].started
@@ -368,7 +368,7 @@ class OpenCapture:
     # What became of it.
 
     def expected(self) -> list[CaptureResult]:
-        """Return what stands for each worker until its result is there, with what it has promised."""
+        """Return one placeholder result per worker, with the artifacts that its start reply lists."""
         found: dict[str, CaptureResult] = {}
         for target in self.roster.driven(self.request.selection):
             for worker in target.workers:
@@ -379,7 +379,7 @@ class OpenCapture:
         return list(found.values())
 
     def results(self) -> list[CaptureResult]:
-        """Return one result for each process: its latest, or why there is none."""
+        """Return one result for each process: its latest, or a failed one with the reason."""
         found: dict[str, CaptureResult] = {}
         for answer in self._answers.values():
             result, failure = answer.result or answer.failure, answer.failure
@@ -396,7 +396,7 @@ class OpenCapture:
         return list(found.values())
 
     def others(self) -> list[CaptureResult]:
-        """Return what stands for the other ranks' workers, which write their results themselves."""
+        """Return placeholder results for the workers of other ranks, which write their own results."""
         if self.ranks is None or not self.ranks.leads:
             return []
         [target, *_] = self.roster.driven(self.request.selection) or self.roster.targets
@@ -421,7 +421,7 @@ class OpenCapture:
         )
 
     def _clocks(self) -> list[HostClock]:
-        """Return one entry for each clock that was seen."""
+        """Return the measured offset of each clock domain that has replied."""
         clocks = []
         for domain, opening in self._opening.items():
             closing = self._closing.get(domain, opening)
@@ -444,12 +444,12 @@ class OpenCapture:
 
 
 def step_span(step: int, policy_version: int | None) -> StepSpan:
-    """Return a step that begins."""
+    """Return the span of a step that begins now."""
     return StepSpan(step=step, begin_ns=clock.now_ns(), end_ns=0, policy_version=policy_version)
 
 
 def whole_version(policy_version: object) -> tuple[int | None, list[str]]:
-    """Return a policy version that is a whole number, and a note on one that is not."""
+    """Return a policy version as an integer; else ``None``, with a note if it is no whole number."""
     try:
         return None if policy_version is None else index(policy_version), []  # type: ignore[arg-type]
     except TypeError:

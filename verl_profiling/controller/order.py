@@ -1,4 +1,4 @@
-"""Checks the order in which the loop calls the hooks, in every step; warns once of each mistake."""
+"""Checks in every step the order in which the loop calls the hooks; warns once per mistake."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ logger = logging.getLogger(__name__)
 
 
 class LoopOrder:
-    """Follows the loop.
+    """Tracks the steps and rollouts that the loop has begun and ended.
 
     Attributes:
-        in_step: A step has begun and not ended.
-        in_rollout: Generation has begun and not ended.
+        in_step: Whether a step has begun and not ended.
+        in_rollout: Whether generation has begun and not ended.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class LoopOrder:
         self._said: set[str] = set()
 
     def step_begins(self, step: int, captured: bool) -> None:
-        """Follow the begin of a step."""
+        """Record that a step begins; warn if the last one has not ended, or the number does not rise."""
         if self.in_step and "not ended" not in self._said:
             self._say(
                 f"step {step} begins and step {self._last} has not ended: call on_step_end() last in every "
@@ -60,7 +60,7 @@ class LoopOrder:
         )
 
     def is_left(self) -> None:
-        """Follow a loop that raises or ends: it may begin with any step again."""
+        """Record that the loop raised or ended; the next loop may begin with any step."""
         self.in_step, self._newest = False, None
 
     @property
@@ -69,11 +69,11 @@ class LoopOrder:
         return (self._first, self._last) if self._first is not None and self._last is not None else None
 
     def train_ends(self, schedule: Schedule, resumes: bool) -> list[int]:
-        """Warn of steps that the schedule chose and the loop never began; return those that it lists.
+        """Warn of scheduled steps that never began; return those that ``schedule.steps`` lists.
 
         Args:
             schedule: The steps to capture.
-            resumes: An earlier run of the same name may have come to the steps before the first one here.
+            resumes: Whether an earlier run of the same name may have run the steps before this run's first.
         """
         if self.steps is None:
             self._say("training ends and on_step_begin(step) was never called: nothing was captured")

@@ -1,7 +1,7 @@
 """The step summaries that the ranks of a loop send to rank 0 through the store.
 
-Each rank measures its steps by its own clock. In a summary, all ranks begin the step at the same time.
-The watch's thread of each rank writes and reads; no loop waits.
+Each rank's times are from its own clock; a joined summary shifts them so that all ranks begin it together.
+Only the watch's threads read and write the store; no loop waits.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class RankSummaries:
-    """The other ranks of a loop, from one of them.
+    """Exchanges step summaries between the ranks of a loop: rank 0 receives, the others send.
 
     Args:
         ranks: The ranks.
-        most: So many steps of a rank are kept at most.
+        most: The largest number of steps to keep per rank.
     """
 
     def __init__(self, ranks: Ranks, most: int) -> None:
@@ -38,11 +38,11 @@ class RankSummaries:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, whose summaries have all ranks."""
+        """Whether this is rank 0, which joins the summaries of all ranks."""
         return self._ranks.leads
 
     def send(self, summaries: Iterable[StepSummary], last: bool = False) -> None:
-        """Send rank 0 the summaries of this rank's next steps, if it has taken those before."""
+        """Queue summaries, and send the queue to rank 0 if it has read the previous ones."""
         self._unsent += summaries
         try:
             if (self._unsent or last) and self._ranks.tell(msgspec.msgpack.encode(list(self._unsent)), last):
@@ -53,7 +53,7 @@ class RankSummaries:
             self._failed = True
 
     def look(self, steps: Iterable[int], last: bool = False) -> None:
-        """Take what the ranks have sent that these steps lack."""
+        """Receive the summaries of these steps that other ranks have sent."""
         newest = max(steps, default=0)
         for rank in self._ranks.others:
             if not self._has_sent(rank, newest) or rank in self._late:
@@ -62,7 +62,7 @@ class RankSummaries:
                 self._take(rank)
 
     def lacking(self, step: int) -> list[int]:
-        """Return the ranks that have still to send a step."""
+        """Return the ranks whose summary of a step is missing, without late and ended ranks."""
         return [
             rank
             for rank in self._ranks.others
@@ -70,7 +70,7 @@ class RankSummaries:
         ]
 
     def give_up(self, step: int, waited_s: float) -> None:
-        """Wait for no rank that has still to send a step; each is named once until it sends."""
+        """Stop waiting for the ranks that have not sent a step; each is logged once until it sends."""
         for rank in self.lacking(step):
             self._late.add(rank)
             logger.warning(
@@ -80,7 +80,7 @@ class RankSummaries:
             )
 
     def joined(self, summary: StepSummary) -> StepSummary:
-        """Return a summary of rank 0 with what the others did in that step."""
+        """Return rank 0's summary of a step with the processes of the other ranks added."""
         sent = [steps.pop(summary.step) for steps in self._steps.values() if summary.step in steps]
         loop, workers = list(summary.loop), list(summary.workers)
         for one in sent:
@@ -90,7 +90,7 @@ class RankSummaries:
         return msgspec.structs.replace(summary, loop=loop, workers=workers)
 
     def counts_anew(self) -> None:
-        """Note that the loop begins with an earlier step again."""
+        """Record that the loop restarted with an earlier step number."""
         self._until.clear()
 
     def _has_sent(self, rank: int, step: int) -> bool:
@@ -111,7 +111,7 @@ class RankSummaries:
         for summary in sent[-self._most :]:
             steps[summary.step] = summary
             self._until[rank] = summary.step
-        while len(steps) > self._most:  # of a rank that counts otherwise, none are ever taken
+        while len(steps) > self._most:  # steps with other numbers than rank 0's are never popped
             del steps[next(iter(steps))]
         process = self._ranks.processes.get(rank)
         if last and (data is not None or (process is not None and process.alive() is False)):
@@ -119,7 +119,7 @@ class RankSummaries:
 
 
 def _later(uses: list[RankUse], by_ns: int) -> list[RankUse]:
-    """Return what processes did, with stages that are so much later."""
+    """Return copies of the processes' records with all stage times shifted by ``by_ns``."""
     replace = msgspec.structs.replace
     return [
         replace(

@@ -1,7 +1,7 @@
-"""Captures that people ask for: files in ``requests/`` of the run's folder, and SIGUSR2.
+"""Capture requests of people: files in ``requests/`` of the run's folder, and SIGUSR2.
 
-The folder is looked at when a step begins; one behind a URL every ten seconds, by a background thread.
-Nothing in it may end or delay the loop.
+A local folder is read when a step begins; a folder behind a URL every 10 s, by a background thread.
+No file in the folder may end or delay the loop.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _FAR = 1000
 
 @dataclass(frozen=True)
 class Decision:
-    """A capture that begins now.
+    """The decision to capture one or more steps.
 
     Attributes:
-        step_range: The steps that it covers.
-        trigger: Who asked for it, and why.
-        selection: What it does differently from the settings.
+        step_range: The steps to capture.
+        trigger: Who requested the capture, and why.
+        selection: Overrides of the settings, e.g. other ranks; ``None`` for the settings as they are.
     """
 
     step_range: StepRange
@@ -56,12 +56,12 @@ class Decision:
 
 
 class Requests:
-    """Takes the request files of a run, and the signal; says which request gets a step.
+    """Reads the request files of a run and SIGUSR2; decides which request gets a step.
 
     Args:
         schedule: The settings' schedule.
-        check: Raises ``ConfigError`` for an selection that cannot be had in this job.
-        on_signal: Called instead of taking SIGUSR2 as a request for the next step.
+        check: Raises ``ConfigError`` for a selection that this job cannot capture.
+        on_signal: Called on SIGUSR2; by default, the signal requests a capture of the next step.
 
     Attributes:
         step: The step that began last.
@@ -87,13 +87,13 @@ class Requests:
         self._handles_signal = False
 
     def open(self, run: str) -> None:
-        """Begin to take the requests of a run.
+        """Start to read the request files of a run.
 
         Args:
-            run: Its folder or URL.
+            run: Folder or URL of the run.
 
         Raises:
-            OSError: The folder cannot be set up.
+            OSError: The folder cannot be created.
         """
         if is_url(run):
             self._thread = threading.Thread(
@@ -106,18 +106,18 @@ class Requests:
             self._folder = folder
 
     def handle_signal(self) -> None:
-        """Handle the signal, if nobody else does; only the main thread may."""
+        """Install the handler of SIGUSR2, on the main thread and if there is no other handler."""
         on_main_thread = threading.current_thread() is threading.main_thread()
         if on_main_thread and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
             signal.signal(signal.SIGUSR2, self._handle)
             self._handles_signal = True
 
     def asks(self, step: int, scheduled: bool) -> Decision | None:
-        """Return the capture that the first request gets which is due.
+        """Return the capture of the first request that is due in a step, or ``None``.
 
         Args:
             step: The step.
-            scheduled: The schedule records it, in its own way; what is returned joins that.
+            scheduled: Whether the schedule captures the step anyway; the request joins that capture.
         """
         for new in self._take_all():
             self._accept(new, step)
@@ -145,14 +145,14 @@ class Requests:
         return Decision(StepRange(step, last), trigger, selection)
 
     def refused(self, trigger: Trigger, why: str) -> None:
-        """Refuse the request that a capture was for, and what is left of it."""
+        """Refuse the request behind a capture, including its remaining steps."""
         demand = self._decided.pop(trigger.request, None)
         if demand is not None:
             self._pending = [one for one in self._pending if one.id != demand.id]
             self._refuse(demand, why)
 
     def end(self) -> None:
-        """Refuse what is left; the signal has its default action again, which ends the process."""
+        """Refuse pending requests, and restore the default action of SIGUSR2, which ends the process."""
         last = f" after step {self.step}" if self.step is not None else ""
         for demand in [*self._pending, *self._take_all()]:
             self._refuse(demand, f"training ended{last}")
@@ -177,9 +177,9 @@ class Requests:
         self._pending.append(demand)
 
     def _is_due(self, demand: Demand, step: int, scheduled: bool) -> bool:
-        """Return whether a request can have this step; one that differs leaves the schedule its own.
+        """Return whether a request may have this step.
 
-        It joins the schedule all the same where that leaves no step alone.
+        A request that overrides settings waits for an unscheduled step, unless every step is scheduled.
         """
         if demand.at is not None:
             return demand.at == step
@@ -190,7 +190,7 @@ class Requests:
         )
 
     def _refuse(self, demand: Demand, why: str) -> None:
-        """Log why a request is refused, and tell who asked."""
+        """Log why a request is refused, and write the reason into a file for the requester."""
         who = visible(demand.by) or "somebody"
         logger.warning("request %s of %s is refused: %s", demand.id, who, visible(why))
         if demand.by == SIGNAL:
@@ -202,7 +202,7 @@ class Requests:
     # The files.
 
     def _take_all(self) -> list[Demand]:
-        """Return the requests that came, the eldest first."""
+        """Return the new requests, oldest first."""
         if self._folder is not None:
             self._exchange(self._folder)
         came = [self._came.popleft() for _ in range(len(self._came))]

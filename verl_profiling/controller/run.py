@@ -3,7 +3,7 @@
 ``run.json`` is created exclusively, so of two processes that start at once only one gets the folder, and
 after a crash there is nothing to clean up. A resumed run is another run: it records into ``run_2``.
 
-The files of a run behind a URL wait in a folder of this host; what has arrived there is removed here.
+If ``save_path`` is a URL, files are staged in a local folder, and deleted there once they are uploaded.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class RunPlace(msgspec.Struct, frozen=True):
     """Where a run records.
 
     Attributes:
-        path: Where its files are written on the hosts.
+        path: The folder on each host that files are written to.
         run_id: Name of the run.
-        token: Tells it apart from every other run, of the same name too.
-        url: Where its files go, if ``path`` only stages them.
-        retry_s: How long an upload is tried again.
-        clock_domain: The host of the process that claimed the folder.
+        token: Random id, unique even among runs of the same name.
+        url: Where files are uploaded to, if ``path`` only stages them.
+        retry_s: How long a failed upload is retried.
+        clock_domain: Clock domain of the process that claimed the folder.
     """
 
     path: str
@@ -67,14 +67,14 @@ class RunPlace(msgspec.Struct, frozen=True):
 
 
 class Run:
-    """The folder of a run, and the upload of the loop's files, where it has a URL.
+    """The folder of a run; with a URL, also the upload of the loop's files.
 
     Attributes:
-        place: Where it records.
-        path: The same, of its files on this host.
-        url: The same, behind a URL.
+        place: The run's folder, URL and name, as sent to other ranks.
+        path: The run's folder on this host.
+        url: Where files are uploaded to; ``None`` for a local run.
         resumes: Whether an earlier run has the same name.
-        info: ``run.json``, in the process that claimed the folder: it writes the loop's files.
+        info: Content of ``run.json``; ``None`` except in the process that claimed the folder.
     """
 
     def __init__(self, place: RunPlace, *, resumes: bool = False, info: RunInfo | None = None) -> None:
@@ -85,13 +85,13 @@ class Run:
         self._queued: set[Path] = set()
 
     def upload_of(self, folder: Path) -> Upload | None:
-        """Return where the files of a step folder go, if it only stages them."""
+        """Return the upload target of a step folder; ``None`` for a local run."""
         if self.url is None:
             return None
         return Upload(url=f"{self.url}/{folder.name}", retry_s=self.place.retry_s)
 
     def amend(self, **fields: object) -> None:
-        """Replace fields of ``run.json``; an error is logged, because training needs none of it."""
+        """Replace fields of ``run.json``; an error is logged, not raised."""
         if self.info is None:
             return
         path, self.info = self.path / RUN_NAME, msgspec.structs.replace(self.info, **fields)
@@ -102,7 +102,7 @@ class Run:
         self.publish()
 
     def publish(self, folder: Path | None = None) -> None:
-        """Upload, in the background, the run's files, and the manifest of a step as it is by then."""
+        """Upload the run's files and the manifest of a step folder, in the background."""
         if self.url is None or self.info is None:
             return
         names = (RUN_NAME, OLDER_WATCH_LOG, WATCH_LOG)
@@ -130,13 +130,13 @@ class Run:
             logger.error("uploads to %s were not done after %g s", self.url, timeout_s)
 
     def leave(self) -> None:
-        """Remove from this host what has arrived behind the URL, and log what has not."""
+        """Delete the local copies of uploaded files; log how to upload the remaining ones."""
         if self.url is None or self.info is None:
             return
         for path, size in self._sent.items():
             if path.exists() and path.stat().st_size == size:
                 path.unlink()
-        if any(names for _, _, names in os.walk(self.path)):  # whose folders others may remove meanwhile
+        if any(names for _, _, names in os.walk(self.path)):  # os.walk() skips folders that others remove
             logger.error(
                 "files of run %s wait in %s. To upload them: %s",
                 *(self.url, self.path, copy_line(self.path, self.url)),
@@ -146,7 +146,7 @@ class Run:
 
 
 def claim_run(config: ProfilingConfig) -> Run:
-    """Claim ``save_path``, or ``save_path/run_2`` and so on if it belongs to another run.
+    """Claim ``save_path``; if it belongs to another run, ``save_path/run_2``, ``run_3`` and so on.
 
     Raises:
         OSError: The folder cannot be written.
@@ -173,7 +173,7 @@ def claim_run(config: ProfilingConfig) -> Run:
 
 
 def _claim_remote(config: ProfilingConfig, info: RunInfo) -> tuple[str, bool]:
-    """Claim a folder behind a URL; one that does not answer in time has a folder of its own."""
+    """Claim a folder behind a URL; without an answer in time, use a random folder name below it."""
     answer: Future[tuple[str, bool]] = Future()
 
     def claim() -> None:
@@ -193,14 +193,14 @@ def _claim_remote(config: ProfilingConfig, info: RunInfo) -> tuple[str, bool]:
 
 
 def _claim(root: LocalFolder | RemoteFolder, info: RunInfo) -> tuple[str, bool]:
-    """Claim the first free folder; return where, and whether an earlier run has this name."""
+    """Claim the first free folder; return its path or URL, and whether an earlier run has this name."""
     owner, resumes = "", False
     data = msgspec.json.format(msgspec.json.encode(info), indent=2)
     for number in count(1):
         folder = root if number == 1 else root.child(f"run_{number}")
         whose, same = _owner(folder, info.run_id)
         resumes |= same
-        # Another process may have come in between: then it is the owner.
+        # create() fails if another process was faster: that process owns the folder.
         if not whose and folder.create(RUN_NAME, data):
             if resumes:
                 logger.info("run %s goes on in %s", info.run_id, folder.url)
@@ -212,7 +212,7 @@ def _claim(root: LocalFolder | RemoteFolder, info: RunInfo) -> tuple[str, bool]:
 
 
 def _owner(folder: LocalFolder | RemoteFolder, run_id: str) -> tuple[str, bool]:
-    """Return a sentence on the run that a folder belongs to, if any, and whether it has this name."""
+    """Return a sentence on the run that owns a folder, empty if free; and whether its name is ``run_id``."""
     names = folder.names()
     if RUN_NAME not in names:
         if any(name.startswith("step_") for name in names):

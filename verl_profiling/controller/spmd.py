@@ -1,9 +1,9 @@
-"""One program on every rank: each has a callback of its own, and writes its own result.
+"""SPMD loops: one program on every rank, each with its own callback and its own result file.
 
-The ranks talk through the default store of ``torch.distributed``, on a connection of their own, with four
-families of keys: ``run`` (where the run records), ``requests`` (captures that the schedule does not know),
-``watch`` (what ranks did in their steps) and ``clock`` (handshakes between hosts). A background thread
-reads them, and nobody waits for a rank.
+The ranks exchange messages through the default store of ``torch.distributed``, on a connection of their own.
+The store has four families of keys: ``run`` (the run's folder), ``requests`` (captures outside the schedule),
+``watch`` (step summaries) and ``clock`` (handshakes between hosts). A background thread reads them.
+Only the first captured step waits for another rank: for rank 0's ``run``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from verl_profiling.settings.config import ProfilingConfig
 logger = logging.getLogger(__name__)
 
 PROBLEMS = (OSError, RuntimeError, ValueError, msgspec.MsgspecError)
-"""What a store raises, and the reading of what is found in it."""
+"""Exceptions of a store, and of decoding its values."""
 
 HANDSHAKES = 8
 _HANDSHAKE_S = 2.0
@@ -43,16 +43,16 @@ _trainings: Counter[str] = Counter()
 
 
 class Ranks:
-    """The ranks of one loop, from one of them.
+    """The connection of one rank to the other ranks of its loop.
 
     Args:
         rank: This process's rank.
-        world_size: How many there are.
-        store: The default store.
+        world_size: The number of ranks.
+        store: The default store of ``torch.distributed``.
 
     Attributes:
-        processes: The other ranks' processes, as far as they have said so; rank 0 knows them.
-        clock: This rank's clock, where its host is not rank 0's.
+        processes: On rank 0, the process of each other rank that has registered.
+        clock: The offset of this host's clock to rank 0's; ``None`` unless this rank measured it.
     """
 
     def __init__(self, rank: int, world_size: int, store: Any) -> None:
@@ -81,37 +81,37 @@ class Ranks:
         return self.rank == 0
 
     def publish(self, run: Run) -> None:
-        """Say where the run records; rank 0 does, once."""
+        """Publish the run's folder to the other ranks, once; only rank 0 calls this."""
         if self._place is not None:
             return
         self._place = run.place
         self._store.set("run", msgspec.msgpack.encode(run.place))
 
     def wait_for_run(self, timeout_s: float) -> None:
-        """Wait until :meth:`run` has an answer; the second time no more."""
+        """Wait until rank 0 has published the run's folder; only the first call waits."""
         self._known.wait(timeout_s * self._patience)
         self._patience = 0
 
     def run(self) -> Run | None:
-        """Return where the run records; ``None`` while rank 0 has not said it."""
+        """Return the run; ``None`` until rank 0 has published its folder."""
         return None if self._place is None else Run(self._place)
 
     def announce(self, capture: Decision) -> None:
-        """Tell the other ranks of a capture some seconds before its step begins."""
+        """Announce a capture to the other ranks, some seconds before its step begins."""
         self._store.set(f"requests/{self._sent}", msgspec.msgpack.encode(capture))
         self._sent += 1
 
     def announced(self) -> list[Decision]:
-        """Return the captures that rank 0 has announced since."""
+        """Return the captures that rank 0 has announced since the last call."""
         found, self._requests = self._requests, []
         return found
 
     def tell(self, steps: bytes, last: bool = False) -> bool:
-        """Leave this rank's steps for rank 0; return whether there was room for it.
+        """Store step summaries for rank 0; return ``False`` if it has not read the previous ones.
 
         Args:
-            steps: What there is to tell.
-            last: Training ends; for this there is always room.
+            steps: The encoded summaries.
+            last: Whether training ends; these have a key of their own, and are always stored.
         """
         key = _watch_key(self.rank, last)
         if not last and self._store.check([key]):
@@ -120,7 +120,7 @@ class Ranks:
         return True
 
     def told(self, rank: int, last: bool = False) -> bytes | None:
-        """Return what a rank has left of its steps since; nobody is waited for."""
+        """Return and delete the step summaries that a rank has stored; ``None`` if there are none."""
         steps = self.get(key := _watch_key(rank, last))
         if steps is not None:
             self._store.delete_key(key)
@@ -129,7 +129,7 @@ class Ranks:
     def joined(
         self, stages: list[StageSpan], results: list[CaptureResult], notes: list[str], why: str
     ) -> tuple[list[StageSpan], list[CaptureResult]]:
-        """Enter into this process's result what its callback knows of the step, which is this rank's own.
+        """Add the callback's stages, notes and clock to the result of this process.
 
         Args:
             stages: The loop's stages.
@@ -138,7 +138,7 @@ class Ranks:
             why: Why the step ended early.
 
         Returns:
-            The loop's stages and the results, with the stages of both.
+            The loop's stages with those of the worker in this process added, and the amended results.
         """
         own = ProcessId.current()
         noted = [] if self.leads else [f"rank {self.rank}: {note}" for note in notes]
@@ -160,11 +160,11 @@ class Ranks:
         ]
 
     def expected(self, model: CaptureResult, selection: CaptureSelection | None) -> list[CaptureResult]:
-        """Return what stands for the other ranks until their results are there.
+        """Return placeholder results for the other ranks, until their result files exist.
 
         Args:
-            model: What stands for a worker of this rank.
-            selection: What the capture does differently.
+            model: The placeholder result of a worker of this rank.
+            selection: The selection of the capture; its ``ranks`` limit the list.
         """
         return [
             self._stand_in(model, rank)
@@ -187,19 +187,19 @@ class Ranks:
         )
 
     def end(self) -> None:
-        """Listen no more."""
+        """Stop the background thread."""
         self._ended.set()
         self._thread.join(_LOOK_S)
 
     def get(self, key: str) -> bytes | None:
-        """Return what is under a key, or ``None``; never waits for it."""
+        """Return the value of a key, or ``None``; never waits for the key."""
         if not self._store.check([key]):
             return None
         value: bytes = self._store.get(key)
         return value
 
     def _listen(self) -> None:
-        """Read the store until training ends; one that is gone is said once, and training goes on."""
+        """Read the store until training ends; a lost store is logged once, and training goes on."""
         pause_s = _FIRST_LOOK_S
         try:
             if not self.leads:
@@ -231,7 +231,7 @@ class Ranks:
             self._requests.append(msgspec.msgpack.decode(data, type=Decision))
 
     def _measure(self, domain: str) -> None:
-        """Measure this host's clock against rank 0's, by one rank of the host."""
+        """Measure the offset of this host's clock to rank 0's; one rank per host does so."""
         own = ProcessId.current()
         if own.clock_domain == domain or os.environ.get("LOCAL_RANK", "0") != "0":
             return
@@ -244,7 +244,7 @@ class Ranks:
             if data is None:
                 break
             received_ns, replied_ns = msgspec.msgpack.decode(data, type=tuple[int, int])
-            # Rank 0 answers, so this is the offset of its clock: this one is ahead by the opposite.
+            # A handshake has the offset of rank 0's clock; this host's offset is its negative.
             handshakes.append(Handshake(sent_ns, received_ns, replied_ns, clock.now_ns()))
         if handshakes:
             best = best_handshake(handshakes)
@@ -276,10 +276,10 @@ class Ranks:
 
 
 def place_of(config: ProfilingConfig, targets: list[Target]) -> tuple[int, int] | None:
-    """Return rank and world size where several callbacks record together, else ``None``.
+    """Return rank and world size if the callbacks of several ranks record together, else ``None``.
 
-    They do where the process is a rank of several, and drives nothing but objects of its own: one that
-    drives Ray actors or worker groups is the only one, whatever its environment says.
+    They do if this process is one of several ranks, and all its workers are local objects. A process that
+    drives Ray actors or worker groups records alone, unless ``spmd`` is true.
     """
     place = process_rank()
     local = bool(targets) and all(target.is_local for target in targets)
@@ -289,21 +289,21 @@ def place_of(config: ProfilingConfig, targets: list[Target]) -> tuple[int, int] 
 
 
 def knows_place(config: ProfilingConfig, targets: list[Target]) -> bool:
-    """Return whether it is known yet if several callbacks record together: the workers may have to tell."""
+    """Return whether :func:`place_of` is final: without ``spmd`` set, it depends on the workers."""
     return bool(targets) or config.spmd is not None or (process_rank() or (0, 1))[1] == 1
 
 
 def leads(config: ProfilingConfig, targets: list[Target]) -> bool:
-    """Return whether this callback writes what a run has one of: it is alone, or rank 0.
+    """Return whether this callback writes the files that a run has once: it records alone, or is rank 0.
 
-    Before it has workers, only rank 0 of several does.
+    Before workers are added, only rank 0 of several ranks writes them.
     """
     place = place_of(config, targets) if knows_place(config, targets) else process_rank()
     return place is None or place[0] == 0
 
 
 def find_ranks(config: ProfilingConfig, targets: list[Target]) -> tuple[Ranks | None, str]:
-    """Return the ranks of the loop, if it has several; or why they cannot reach each other.
+    """Return the connection to the loop's ranks, if it has several, and the reason if it failed.
 
     Args:
         config: The settings.
@@ -325,12 +325,12 @@ def find_ranks(config: ProfilingConfig, targets: list[Target]) -> tuple[Ranks | 
 
 
 def in_a_line(error: BaseException) -> str:
-    """Return an error without the frames that a store adds to it."""
+    """Return the type and first line of an error; a store's errors go on with stack frames."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _nested(own: list[StageSpan], others: list[StageSpan]) -> list[StageSpan]:
-    """Return the stages of one process that its worker and its callback noted; the worker's hold."""
+    """Return the stages of worker and callback in one list; for a name in both, ``own`` holds."""
     names = {span.name for span in own}
     added = [span for span in others if span.name not in names]
     if not added:

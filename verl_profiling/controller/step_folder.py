@@ -1,7 +1,7 @@
-"""The step folders of a run: made, written (``manifest.json``, the loop's part of them), kept or removed.
+"""Creates the step folders of a run, writes ``manifest.json``, and applies ``limits.keep_last``.
 
-``limits.keep_last`` removes a step folder of this run in which nothing is but what the run wrote. It is
-renamed first, so that a crash never leaves half a step under its own name.
+Only a folder in which this run wrote every file is removed. It is renamed first, so that a crash never
+leaves half a step under the step's name.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _PAUSES = (CAPTURE_START, CAPTURE_STOP, "write")
 class StepFolders:
     """The step folders of a run, whose folder is claimed when first needed.
 
-    All methods raise ``OSError`` when it cannot be written.
+    All methods raise ``OSError`` when the folder cannot be written.
 
     Args:
         config: The settings; ``save_path`` is the run's folder unless another run has it.
 
     Attributes:
-        claimed: The run, once its folder is claimed, or another rank has said which it is.
+        claimed: The run, once this process has claimed its folder or received it from rank 0.
         after: The log of the loop's stages after a captured step, until :meth:`end_step`.
     """
 
@@ -66,7 +66,7 @@ class StepFolders:
 
     @property
     def run(self) -> Run:
-        """The run."""
+        """The run; the first access claims its folder."""
         if self.claimed is None:
             self.claimed = claim_run(self._config)
             if self._not_captured:
@@ -74,13 +74,13 @@ class StepFolders:
         return self.claimed
 
     def not_captured(self, step: int, why: str) -> None:
-        """Put a step on record whose capture could not begin, as soon as that can be written."""
+        """Record in ``run.json`` that the capture of a step could not begin, and why."""
         self._not_captured[step] = why
         if self.claimed is not None:
             self.claimed.amend(not_captured=self._not_captured)
 
     def share_run(self, ranks: Ranks, step: int) -> Waits[bool]:
-        """Say where the run records, or wait until rank 0 has said so; return whether it is known."""
+        """Publish the run's folder (rank 0), or wait for it (other ranks); return whether it is known."""
         wait_s = self._config.timeouts.start_s
         if ranks.leads:
             ranks.publish(self.run)
@@ -96,7 +96,7 @@ class StepFolders:
         return self.claimed is not None
 
     def no_room(self, step: int, notes: list[str]) -> str:
-        """Return why the limits leave no room for a capture; said when it begins to be so.
+        """Return why the limits leave no room for a capture, empty if they do; logged for the first step.
 
         Args:
             step: The step.
@@ -113,12 +113,12 @@ class StepFolders:
         return why
 
     def make(self, step: int, keep: bool, shared: bool) -> Path:
-        """Make the folder of a step that is captured now; every rank counts alike.
+        """Make the folder of a captured step and return its path, which is the same on all ranks.
 
         Args:
             step: The step.
-            keep: Whether it is more than a warm-up, which has no folder.
-            shared: Other ranks may have made it.
+            keep: ``False`` for a warm-up, which has no folder.
+            shared: Whether another rank may have made the folder already.
         """
         self._recordings[step] += keep
         folder = self.run.path / step_folder_name(step, self._recordings[step])
@@ -127,7 +127,7 @@ class StepFolders:
         return folder
 
     def write(self, folder: Path, manifest: Manifest) -> None:
-        """Write a manifest, which :meth:`add_metrics` and :meth:`end_step` may add to."""
+        """Write a manifest; :meth:`add_metrics` and :meth:`end_step` may add to it later."""
         manifest = msgspec.structs.replace(manifest, process=ProcessId.current())
         write_json_atomically(folder / MANIFEST_NAME, manifest)
         self._last = (folder, manifest)
@@ -135,11 +135,11 @@ class StepFolders:
             self.run.publish(folder)
 
     def conclude(self, folder: Path, manifest: Manifest, outside: SpanLog) -> None:
-        """Write what became of a capture, and remove those that it takes the place of.
+        """Write the final manifest of a capture, and remove step folders beyond ``limits.keep_last``.
 
         Args:
             folder: The step folder.
-            manifest: What became of the capture; where files are that are not seen from here is added.
+            manifest: The final manifest; paths of files on disks of other hosts are added.
             outside: The log of the pauses around the step.
         """
         leaving, notes = self._leaving(folder)
@@ -152,7 +152,7 @@ class StepFolders:
             self._remove(older)
 
     def end_step(self) -> None:
-        """End the record of the loop's stages after a captured step."""
+        """Close the log of the loop's stages after a captured step, and add them to its manifest."""
         after, self.after = self.after, None
         spans = after.close() if after is not None else []
         if after is None or self._last is None or all(span.name in _PAUSES for span in spans):
@@ -163,7 +163,7 @@ class StepFolders:
             logger.warning("the last step folder does not say what followed the step: %s", error)
 
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add numbers of a step to the manifest that was written last, if it is that step's."""
+        """Add numbers of a step to the last written manifest, if that covers the step."""
         if self._last is None or step not in self._last[1].steps:
             return
         numbers, notes = finite_numbers(metrics)
@@ -177,7 +177,7 @@ class StepFolders:
         )
 
     def drain(self, timeout_s: float) -> None:
-        """Wait for uploads, and for removals that are under way."""
+        """Wait for running uploads and removals."""
         if self.claimed is not None:
             self.claimed.drain(timeout_s)
         if self._removal is not None:
@@ -192,7 +192,7 @@ class StepFolders:
                 self.write(*self._last)
 
     def _leaving(self, folder: Path) -> tuple[list[Path], list[str]]:
-        """Take up a capture that is about to be written; return the folders to remove, and notes on them."""
+        """Add a step folder to the stored ones; return older folders to remove, and notes on them."""
         keep_last = self._config.limits.keep_last
         leaving: list[Path] = []
         notes: list[str] = []
@@ -200,7 +200,7 @@ class StepFolders:
             return leaving, notes
         self._stored.append(folder)
         for older in self._stored[:-keep_last]:
-            if is_pending(older):  # it stays for now
+            if is_pending(older):  # a worker still writes into it
                 continue
             self._stored.remove(older)
             if strangers := _strangers(older, self.run.place.run_id):
@@ -213,7 +213,7 @@ class StepFolders:
         return leaving, notes
 
     def _remove(self, folder: Path) -> None:
-        """Remove a step folder: its name at once, its content in the background."""
+        """Remove a step folder: rename it at once, delete its content in the background."""
         hidden = folder.with_name(f".{folder.name}.removed")
         try:
             folder.rename(hidden)
@@ -225,7 +225,7 @@ class StepFolders:
 
 
 def _located(folder: Path, manifest: Manifest) -> Manifest:
-    """Return a manifest with the place of each artifact that a host has on a disk of its own."""
+    """Return a manifest with ``where`` set for artifacts that are on the disk of another host."""
     seen = {*os.listdir(folder)}  # noqa: PTH208 (the loop waits for it)
     hosts: dict[str, None] = {}
     workers = []
@@ -250,7 +250,7 @@ def is_pending(folder: Path, upload: Upload | None = None) -> bool:
 
     Args:
         folder: The folder.
-        upload: Where its files go, if it only stages them: a process puts its result there last.
+        upload: The upload target, if the folder only stages files; a process uploads its result last.
     """
     pending = {
         f"{worker.name}{RESULT_SUFFIX}"
@@ -263,7 +263,7 @@ def is_pending(folder: Path, upload: Upload | None = None) -> bool:
 
 
 def _strangers(folder: Path, run_id: str) -> str:
-    """Return what a step folder holds that the run did not write; empty if nothing."""
+    """Return up to three names of files that the run did not write; empty if there are none."""
     try:
         manifest = read_manifest(folder)
     except TraceFormatError:

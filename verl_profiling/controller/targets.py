@@ -44,7 +44,7 @@ class _RayActor(Target):
 class _WorkerGroup(Target):
     """A group with verl's convention: ``execute_all_async(method, *args)`` returns a reference per worker.
 
-    A method that the group itself has is called directly: colocated workers have it under another name.
+    If the group itself has the method, it is called directly: its colocated workers use another name for it.
     """
 
     def __init__(self, role: str, group: Any) -> None:
@@ -63,17 +63,17 @@ class _WorkerGroup(Target):
 
 
 class _Local(Target):
-    """An object of this process. Its coroutines run side by side with those of others.
+    """A worker object of this process. Coroutines of several worker objects run concurrently.
 
-    Its plain methods run on the calling thread, one object after another.
+    Plain methods run on the calling thread, one object after another.
 
     Args:
         role: Its role.
         first: Its index in the role.
         worker: The object.
         loop: Event loop of its coroutines; by default the caller's, or a new one.
-        on_threads: Its plain methods run on threads: more than ``MANY_IN_TURN`` objects of a role
-            stand for other processes, which answer side by side.
+        on_threads: Whether plain methods run on threads. So many objects of a role (over
+            ``MANY_IN_TURN``) are proxies of other processes, which can answer concurrently.
     """
 
     is_local = True
@@ -156,13 +156,13 @@ def _on_thread(function: Callable[[], Any]) -> Future[Any]:
 
 
 class Roster:
-    """Knows the workers, and which of them the settings select.
+    """The workers that were added, and which of them the settings select.
 
     Attributes:
-        targets: All that were added.
-        notes: What the settings select and nobody has.
-        owing: Those that may still write something when their stop has been answered, or should have been.
-        most_s: Seconds that anybody is waited for at most.
+        targets: All targets that were added.
+        notes: Warnings on the settings, e.g. on a selected role without workers.
+        owing: Targets that may still write files after a stop: artifacts are pending, or a reply is overdue.
+        most_s: Upper limit of all timeouts, in seconds.
     """
 
     def __init__(self, config: ProfilingConfig) -> None:
@@ -174,11 +174,11 @@ class Roster:
         self._is_checked = False
 
     def add(self, role: str, workers: Any, loop: asyncio.AbstractEventLoop | None) -> None:
-        """Register workers, in the place of those that the role has; others of them get one name more.
+        """Register the workers of a role and replace its earlier ones; known workers get one role more.
 
         Raises:
-            ConfigError: There are none, the role's files would have the names of another's, or one has no
-                capture methods.
+            ConfigError: There are no workers, one has no capture methods, or the role's file names would be
+                those of another role.
         """
         for other in self.roles:
             if other != role and safe_name(other) == safe_name(role):
@@ -187,7 +187,7 @@ class Roster:
                 )
         added = make_targets(role, workers, loop)
         self._is_checked = False
-        self._config.for_role(role)  # its tools are imported now, and not in the first captured step
+        self._config.for_role(role)  # imports its tools now, not in the first captured step
         for target in [target for target in self.targets if role in target.roles]:
             if target.roles != [role]:
                 target.roles.remove(role)
@@ -206,24 +206,24 @@ class Roster:
         return list(dict.fromkeys(role for target in self.targets for role in target.roles))
 
     def driven(self, selection: CaptureSelection | None) -> list[Target]:
-        """Return those of which a role is switched on, in a capture with this selection."""
+        """Return the targets with at least one role enabled in a capture with this selection."""
         return [
             t for t in self.targets if any(self._config.for_role(role, selection).enable for role in t.roles)
         ]
 
     def has_windows(self, target: Target, selection: CaptureSelection | None) -> bool:
-        """Return whether it is recorded from the begin of a rollout to its end, not for the whole step."""
+        """Return whether a target records only during rollouts (an engine in discrete mode)."""
         return target.is_rollout and self._config.for_role(target.roles[0], selection).mode == "discrete"
 
     def check_request(self, selection: CaptureSelection, ranks: int | None = None) -> None:
-        """Check that a capture with this selection can be had of these workers.
+        """Check that these workers can make a capture with this selection.
 
         Args:
             selection: The selection.
-            ranks: How many ranks there are, where other processes have some of them.
+            ranks: The number of ranks, if other processes have some of them.
 
         Raises:
-            ConfigError: It cannot; the key is the selection's.
+            ConfigError: They cannot; its key is a field of the selection.
         """
         roles = self.roles
         for role in selection.roles or ():
@@ -250,7 +250,7 @@ class Roster:
                 raise ConfigError(key, f"nobody has {', '.join(map(str, numbers))}; there are {have}")
 
     def check_selection(self, capturing: bool) -> None:
-        """Log what the settings select and nobody has; for a captured step, also that nobody is there."""
+        """Warn of roles in the settings without workers; in a captured step, also if there are no workers."""
         if self._is_checked:
             return
         roles = self.roles
@@ -270,23 +270,23 @@ class Roster:
         self.notes = found
 
     def finish(self, hooks_s: float) -> Waits[None]:
-        """Let processes finish what they are compressing, and their hooks: Ray ends them with the loop."""
+        """Wait until workers have compressed artifacts and run hooks, before Ray ends them with the loop."""
         timeouts = self._config.timeouts
         with_hooks = {role for hook in self._config.after.values() for role in hook.roles}
         targets = [one for one in self.targets if one in self.owing or with_hooks & {*one.roles}]
         wait_s = timeouts.finish_s + timeouts.start_s + hooks_s
         calls = self.call(targets, "stop_capture", None, timeouts.finish_s)
         for call in calls:
-            call.timeout_s = min(wait_s, self.most_s)  # also of those that have not answered yet
+            call.timeout_s = min(wait_s, self.most_s)  # also if an earlier call is unanswered
         yield partial(wait_for, calls)
         self.owing.clear()
 
     def call(
         self, targets: Iterable[Target], method: str, *arguments: Any, timeout_s: float = 0.0
     ) -> list[Call]:
-        """Call all workers. One that has not answered yet gets the call too, and is not waited for.
+        """Call all workers; one with an unanswered earlier call is called too, but gets no timeout to wait.
 
-        A request says under which roles the worker was added.
+        A capture request is sent with the roles under which the target was added.
         """
         calls: list[Call] = []
         for target in targets:

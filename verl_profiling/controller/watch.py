@@ -1,7 +1,7 @@
 """The watch in the loop's process: a summary of every step, made from the stages of all processes.
 
-The loop's thread notes when steps begin and end. One background thread asks the workers, waits for them
-with a timeout, and has the summaries judged and logged.
+The loop's thread records when steps begin and end. One background thread reads the stages of the workers
+with a timeout, makes the summaries, and passes them to the detector and the log.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ LOOP = RankUse(lane="controller", role="controller")
 
 LEAST_PAUSE_S = 1.0
 PAUSE = 1000
-"""The workers are asked again after this many times the CPU time of asking them, though fewer steps than
-``watch.every`` have ended."""
+"""Pause between two reads of the workers, as a multiple of a read's CPU time, e.g. 2 s after 2 ms. After it,
+the workers are read even if fewer steps than ``watch.every`` have ended."""
 
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0
 
@@ -50,13 +50,13 @@ class Watch:
     Args:
         options: The settings.
         roster: The workers.
-        timeout_s: How long a step waits for an answer.
+        timeout_s: How long a step's summary waits for replies of workers.
 
     Attributes:
         sums: The stages of the loop's process.
         summaries: The summaries of the last steps.
-        listeners: Called with every summary, on the watch's thread: when the workers have answered, or have
-            not for the timeout.
+        listeners: Called with every summary on the watch's thread, once all workers have replied or the
+            timeout is over.
     """
 
     def __init__(self, options: WatchOptions, roster: Roster, timeout_s: float) -> None:
@@ -85,7 +85,7 @@ class Watch:
 
         Args:
             ranks: The ranks.
-            own: Who this one is in manifests.
+            own: This rank's identity in manifests.
         """
         self._ranks = RankSummaries(ranks, self._steps) if self._every else None
         self.sums = process_sums(self._most)
@@ -93,30 +93,30 @@ class Watch:
         self._workers.alone = False
 
     def receiver(self, log: StageSink | None) -> StageSink:
-        """Return what receives the stages of the loop's process while a log of a capture does, or none."""
+        """Return the receiver of this process's stages: the watch, together with a capture's log if given."""
         return self.sums if log is None else Both(log, self.sums)
 
     def step_begins(self, step: int, policy_version: int | None = None) -> None:
-        """Follow the begin of a step; the one before ends, if the loop did not end it."""
+        """Record that a step begins; ends the previous step if the loop did not."""
         self.step_ends()
         self._step = PendingStep(step, clock.now_ns(), policy_version=policy_version)
 
     def no_step(self) -> None:
-        """Forget the step that began last: the loop found that there is none left."""
+        """Discard the step that began last: the loop had no batch left for it."""
         self._step = None
 
     def capture_begins(self, folder: str) -> None:
-        """Note that the step is captured; what it took to begin that is no part of the step."""
+        """Record that the step is captured; the time to start the capture is not part of the step."""
         if self._step is not None:
             self._step.captured = folder
             self._step.begin_ns = clock.now_ns()
 
     def step_ends(self) -> None:
-        """Follow the end of a step, and have the workers asked if they are due."""
+        """Record that a step ends, and read the workers in the background if a read is due."""
         step, self._step = self._step, None
         if step is None:
             return
-        if not self._beside:  # a loop that does not say when generation ends has it to the end of the step
+        if not self._beside:  # a rollout that the loop has not ended ends with the step
             self.rollout_ends()
         step.end_ns = clock.now_ns()
         self._ended.append(step)
@@ -132,24 +132,24 @@ class Watch:
         self._rollout = self.sums.begin(ROLLOUT)
 
     def generation(self, runs: bool) -> None:
-        """Begin or end it beside the steps: no other stage of this task is inside of it."""
+        """Begin or end a ``rollout`` that overlaps steps; no other stage of this task nests inside it."""
         self._beside = (ROLLOUT,)
         self.rollout_ends()
         if runs:
             self._rollout = copy_context().run(self.sums.begin, ROLLOUT)
 
     def rollout_ends(self) -> None:
-        """End it; it may have begun in another task or thread."""
+        """End the stage ``rollout``; it may have begun in another task or thread."""
         stage, self._rollout = self._rollout, None
         if stage is not None:
             self.sums.end_stage(stage)
 
     def capture_ended(self) -> None:
-        """Have the workers asked after a capture."""
+        """Read the workers in the background after a capture."""
         self._read()
 
     def train_ends(self, timeout_s: float) -> None:
-        """Ask the workers for the last time, and wait until all summaries are there."""
+        """Read the workers for the last time, and wait until all summaries are made."""
         self.step_ends()
         self._until_s = time.monotonic() + timeout_s
         self._read()
@@ -160,7 +160,7 @@ class Watch:
         self._ranks, self._until_s = None, inf
 
     def _read(self) -> None:
-        """Have the background thread ask; it ends when the steps have their summaries."""
+        """Start a read on the background thread; it ends when all ended steps have summaries."""
         with self._lock:
             self._at_once = True
             if self._thread is None or not self._thread.is_alive():
@@ -180,7 +180,7 @@ class Watch:
                 self._pending.clear()
 
     def _look(self) -> None:
-        """Ask for the steps that have ended since, and publish those that have all answers."""
+        """Call the workers for newly ended steps, and publish the steps with all replies."""
         begin_s = time.thread_time()
         if self._at_once:
             self._at_once = False
@@ -224,7 +224,7 @@ class Watch:
         return True
 
     def _publish(self, steps: Sequence[PendingStep]) -> None:
-        """Make the summaries of steps, say where their time went, and pass them on."""
+        """Make the summaries of steps, add their exposed times, and pass them to the listeners."""
         own = self.sums.of_steps(self._who, [(step.begin_ns, step.end_ns) for step in steps])
         summaries = [
             StepSummary(
@@ -249,7 +249,7 @@ class Watch:
             for listener in list(self.listeners):
                 try:
                     listener(summary)
-                except Exception as error:  # what is done with a summary is no matter of the watch
+                except Exception as error:  # an error of a listener does not stop the watch
                     self._say_once(id(listener), summary.step, error)
 
     def _explained(self, summary: StepSummary) -> StepSummary:

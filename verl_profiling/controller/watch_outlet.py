@@ -1,4 +1,4 @@
-"""From the begin of training to its end: what the watch finds goes to the run's folder."""
+"""Writes the step summaries of the watch into the run's folder, from the begin of training to its end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class WatchOutlet:
-    """Logs every step, on the watch's thread, and has TensorBoard draw it.
+    """Writes every step summary to the watch's log and, if set, to a TensorBoard file, on the watch's thread.
 
     Args:
         config: The settings.
@@ -40,7 +40,7 @@ class WatchOutlet:
         self._complained = False
 
     def begin(self) -> None:
-        """Begin, unless this process follows another rank."""
+        """Open the log, unless another rank writes it."""
         if self._watch is None or self._log is not None or not leads(self._config, self._roster.targets):
             return
         try:
@@ -59,7 +59,7 @@ class WatchOutlet:
         self._watch.listeners.append(self._listen)
 
     def end(self) -> None:
-        """Log no more; the next begin of training begins anew."""
+        """Close the log; the next :meth:`begin` opens it again."""
         if self._watch is not None and self._log is not None:
             self._watch.listeners.remove(self._listen)
         if self._curves is not None:

@@ -1,4 +1,4 @@
-"""Asks the workers what they did in steps, on the watch's thread; a late answer counts for its steps."""
+"""Reads the workers' stages of ended steps, on the watch's thread; a late reply counts for its steps."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _HANDSHAKES = 32
 
 @dataclass(eq=False)
 class PendingStep:
-    """A step on the way to its summary; its times are those of the loop's clock.
+    """A step whose summary is not made yet; its times are on the loop's clock.
 
     Attributes:
         step: Its number.
         begin_ns: When it began.
         end_ns: When it ended; 0 until then.
-        policy_version: Version of the weights that it began with, if the loop says it.
+        policy_version: Version of the weights that it began with, if the loop reports it.
         captured: Name of its step folder, if it is captured.
-        workers: What workers did in it, by process, as far as they have answered.
-        lacks: Workers whose answer is waited for.
-        since_s: Since when it waits, on the monotonic clock.
+        workers: The stages of each process that has replied.
+        lacks: Workers whose reply is missing.
+        since_s: When the wait for replies began, on the monotonic clock.
     """
 
     step: int
@@ -47,13 +47,13 @@ class PendingStep:
 
 
 class WatchedWorkers:
-    """The workers, and the questions that they have not answered yet.
+    """The workers of a watched loop, and the calls that they have not answered yet.
 
     Args:
         roster: The workers.
 
     Attributes:
-        alone: Whether this process runs the loop alone; a rank of several ignores its own answer.
+        alone: Whether this process runs the loop alone; one of several ranks ignores its own reply.
     """
 
     def __init__(self, roster: Roster) -> None:
@@ -67,20 +67,20 @@ class WatchedWorkers:
 
     @property
     def has_any(self) -> bool:
-        """Whether the loop has workers, read or not."""
+        """Whether the loop has workers."""
         return bool(self._roster.targets)
 
     @property
     def are_asked(self) -> bool:
-        """Whether an answer is on the way."""
+        """Whether a call is unanswered."""
         return bool(self._open)
 
     def expected(self) -> set[Target]:
-        """Return the workers that answer in time, as far as is known."""
+        """Return the workers to wait for: all but late ones and those without ``read_watch``."""
         return {*self._roster.driven(None)} - self._late - self._without
 
     def ask(self, steps: Sequence[PendingStep]) -> None:
-        """Ask the workers that steps lack, unless an earlier question is open."""
+        """Call the workers whose reply is missing, unless they have an unanswered call."""
         busy = {call.target for call, _ in self._open}
         offsets_ns = {domain: best_handshake(known).offset_ns for domain, known in self._handshakes.items()}
         offsets_ns[clock.domain()] = 0
@@ -92,7 +92,7 @@ class WatchedWorkers:
                 self._open += [(call, asked) for call in target.call("read_watch", question)]
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for answers, and take them."""
+        """Wait for replies, and add them to their steps."""
         wait([call.future for call, _ in self._open if not isinstance(call.future, Postponed)], timeout_s)
         still_open, answered = [], set()
         for call, asked in self._open:
@@ -106,14 +106,14 @@ class WatchedWorkers:
                 for step in asked:
                     step.lacks.discard(call.target)
         self._open = still_open
-        for call, asked in still_open:  # of a group, all are waited for
+        for call, asked in still_open:  # a group is complete with its last reply
             if call.target in answered:
                 for step in asked:
                     step.lacks.add(call.target)
         self._late -= answered - {call.target for call, _ in still_open}
 
     def give_up(self, steps: Sequence[PendingStep]) -> None:
-        """Wait no more for what steps lack; who has not answered is named once."""
+        """Stop waiting for missing replies of steps; each late worker is logged once."""
         late = {target for step in steps for target in step.lacks}
         self._late |= late
         for call, _ in self._open:
@@ -122,7 +122,7 @@ class WatchedWorkers:
                 self._say(call, f"has not answered read_watch for {waited_s:.1f} s; it is asked when it has")
 
     def _take(self, call: Call, asked: Sequence[PendingStep]) -> bool:
-        """Take an answer; return whether it needs no other question."""
+        """Add a reply to its steps; return whether the worker need not be called again for them."""
         reading = call.reply()
         if call.error is not None and "ActorUnavailableError" in call.problem():  # Ray restarts it
             return False
