@@ -202,6 +202,23 @@ def test_a_folder_whose_run_cannot_be_told_is_left_alone(
     assert "belongs to a run whose file cannot be read" in caplog.text
 
 
+def test_step_folders_without_a_run_are_left_alone(tmp_path: Path, session: Session) -> None:
+    """They are somebody's, e.g. copied there to be analysed."""
+    config = configured(tmp_path)
+    theirs = Path(config.save_path) / "step_000002"
+    theirs.mkdir(parents=True)
+    (theirs / "trace.json").write_text("[]")
+    assert record(config).parent == Path(config.save_path) / "run_2"
+    assert contents(theirs) == {"trace.json": b"[]"}
+
+
+def test_no_folder_is_taken_before_there_is_something_to_write(tmp_path: Path, session: Session) -> None:
+    """A run whose schedule captures nothing leaves no trace."""
+    config = configured(tmp_path, schedule={"steps": [9]})
+    train(config, 1, 3)
+    assert not Path(config.save_path).exists()
+
+
 def test_a_file_system_without_hard_links_will_do(
     tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,18 @@ def test_a_watch_that_judges_no_step_is_said_once_at_the_begin(
     assert sum("watch.trigger: never asks" in record.message for record in caplog.records) == 1
 
 
+def test_without_the_watch_nobody_is_called_and_nothing_is_kept(tmp_path: Path, pool: Pool) -> None:
+    """The calls of a run are those of before: nothing reads what workers keep, and they keep nothing."""
+    config = configured(tmp_path)
+    group = WorkerGroup(set_up(config, pool.sync[:2]))
+    callback = following(config, group)
+    run(callback, lambda step: ray.get([worker.work.remote() for worker in group.workers]), steps=5)
+    assert group.calls == ["start_capture", "stop_capture"]
+    assert callback.watch is None
+    assert ray.get([worker.read_watch.remote(WatchQuestion()) for worker in group.workers]) == [None, None]
+    assert not list(tmp_path.rglob("watch*"))
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 def test_the_rings_of_ray_actors_are_read_every_few_steps(tmp_path: Path, pool: Pool, grouped: bool) -> None:
     """By one call for each, or one for a group, and by the answers to the end of a capture."""
@@ -181,6 +193,37 @@ def test_a_worker_that_is_restarted_is_read_again_and_one_that_is_dead_is_named_
     assert all("ActorUnavailableError" in text for text in restarting), said
     assert len(restarting) <= 1, said
     assert "ActorDiedError" in said[0] or "ActorUnavailableError" in said[0]
+
+
+def test_a_loop_without_workers_is_one_process(tmp_path: Path) -> None:
+    """Nobody is missing in its summaries."""
+    callback, whole = followed(watched(tmp_path))
+    run(callback, lambda step: None, steps=2)
+    assert {row.leader for summary in whole for row in summary.exposed if row.name} == {"controller"}
+
+
+def test_a_rollout_may_end_in_another_task_than_it_began_in(tmp_path: Path) -> None:
+    """And stages that begin meanwhile are neither inside of it nor lost."""
+    callback = AsyncProfilingCallback(watched(tmp_path, schedule={"steps": [100]}))
+    whole: Summaries = []
+    callback.watch.listeners.append(whole.append)
+
+    async def loop() -> None:
+        async with callback:
+            for step in (1, 2):
+                await callback.on_step_begin(step)
+                await asyncio.create_task(callback.on_rollout_begin())
+                with callback.stage("beside"):
+                    await asyncio.create_task(callback.on_rollout_end())
+                with callback.stage("after"):
+                    await asyncio.sleep(0.02)
+                await callback.on_step_end()
+
+    asyncio.run(loop())
+    assert [names(summary.loop) for summary in whole] == [{"controller": ["rollout", "beside", "after"]}] * 2
+    for [use] in (summary.loop for summary in whole):
+        rollout, _, after = use.stages
+        assert rollout.begin_ns + rollout.duration_ns <= after.begin_ns
 
 
 def test_the_end_of_training_is_not_held_up_by_a_worker_that_hangs(

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from drawn_steps import Drawn, Kernel, Worker, in_group, report_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl_profiling.analysis import open_step
 from verl_profiling.report.model import Report
 
+DATA = Path(__file__).parents[1] / "data"
 REDUCE, GATHER = "ncclDevKernel_AllReduce_Sum", "ncclDevKernel_AllGather"
 SEND = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 
@@ -204,3 +209,36 @@ def test_a_collective_without_a_group_is_matched_with_none(groups: list[list[int
     """The header of a trace names no group, as in old ones, or several: with gloo, or in a CUDA graph."""
     ranks = [[("gemm", 0, 1 + rank / 2), (REDUCE, 1 + rank / 2, 4)] for rank in range(4)]
     assert nobody_is_blamed(steps(tmp_path, ranks, groups))
+
+
+def real_rank(
+    folder: Path, content: Mapping[str, Any], rank: int, group: list[int], late_us: float, shorter: float
+) -> None:
+    """Write a real trace as one rank of a group, which comes late to each collective, or is quicker in it."""
+    changed = []
+    for event in content["traceEvents"]:
+        args = event.get("args", {})
+        if "Process Group Ranks" in args and event["cat"] == "kernel":
+            took = event["dur"] * shorter
+            args = {**args, "Process Group Ranks": str(group), "Group size": len(group)}
+            late = min(late_us, took)
+            event = {**event, "args": args, "ts": event["ts"] + late, "dur": took - late}
+        changed.append(event)
+    info = {**content["distributedInfo"], "rank": rank}
+    written = {**content, "distributedInfo": info, "traceEvents": changed}
+    (folder / f"rank{rank}.json.gz").write_bytes(gzip.compress(json.dumps(written).encode(), 1))
+
+
+def test_ranks_of_a_real_step_wait_in_their_group_only(tmp_path: Path) -> None:
+    """A step on an A100 with NCCL, drawn as two groups, of which one is twice as quick in each collective."""
+    content = json.loads(gzip.decompress((DATA / "nccl_data.json.gz").read_bytes()))
+    for rank, (group, late_us, shorter) in enumerate(
+        [([0, 1], 0, 1.0), ([0, 1], 100, 1.0), ([2, 3], 0, 0.5), ([2, 3], 0, 0.5)]
+    ):
+        real_rank(tmp_path, content, rank, group, late_us, shorter)
+    report = open_step(tmp_path).report()
+    kernels = [e for e in content["traceEvents"] if e.get("cat") == "kernel" and "nccl" in e["name"]]
+    expected = sum(min(100, event["dur"]) for event in kernels)
+    assert [row.waiting_us for row in report.workers] == [pytest.approx(expected, abs=1), 0, 0, 0]
+    late = {(row.group, row.late) for row in report.collectives if row.wait_us}
+    assert late == {("[0, 1]", "worker_rank1")}

@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import again
+from step_folders import rewrite
 
 from verl_profiling import AsyncProfilingCallback, span, trajectory
 from verl_profiling.cli import main
+from verl_profiling.identity import WorkerIdentity
+from verl_profiling.manifest import CaptureResult, Request
+from verl_profiling.run_files import read_manifest
 from verl_profiling.workers import AgentLoopCaptureMixin
 
 Reported = Callable[..., dict[str, Any]]
@@ -30,7 +37,7 @@ def reported(
 ) -> Reported:
     """Capture a step in which an agent loop runs a coroutine; return its report, as ``--json`` prints it.
 
-    Another coroutine has begun when the capture does, and goes on in it.
+    Another coroutine has begun when the capture does, and goes on in it; requests are an engine's.
     """
 
     async def loop(
@@ -54,9 +61,13 @@ def reported(
         body: Coroutine[Any, Any, object],
         before: Coroutine[Any, Any, object] | None = None,
         watch: bool = False,
+        requests: Sequence[Request] = (),
     ) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("run")
         asyncio.run(loop(folder, body, before or nothing(), watch))
+        engine = CaptureResult(identity=WorkerIdentity(role="rollout", replica=0), requests=list(requests))
+        step = folder / "step_000001"
+        rewrite(step, workers=[*read_manifest(step).workers, *([engine] if requests else [])])
         capsys.readouterr()
         main(["report", str(folder / "step_000001"), "--json"])
         found: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -165,3 +176,75 @@ def test_what_began_before_the_capture_has_the_name_of_its_span(reported: Report
     else:
         assert shares[unknown] > 0.7
         assert seconds["tool:search"] > 0.25
+
+
+@again
+def test_every_cause_is_within_two_percent_of_a_stopwatch(reported: Reported) -> None:
+    """An engine that takes set times, tools that sleep, and one that blocks all that the engine answered."""
+    truth, requests = Counter[str](), list[Request]()
+    blocked, answered = threading.Event(), threading.Semaphore(0)
+
+    async def watched(name: str, seconds: float) -> None:
+        begin = time.time_ns()
+        with span(name):
+            await asyncio.sleep(seconds)
+        truth[name] += time.time_ns() - begin
+
+    async def generate(id: str, decode: float) -> None:
+        loop, done, marks = asyncio.get_running_loop(), asyncio.Event(), [time.time_ns()] * 2
+
+        def engine() -> None:
+            for wait in (0.05, 0.05, decode):
+                time.sleep(wait)
+                marks.append(time.time_ns())
+            blocked.wait(20)  # the loop, before it is answered
+            marks[-1] = time.time_ns()
+            words = ("begin_ns", "arrival_ns", "scheduled_ns", "first_token_ns", "last_token_ns")
+            times = dict(zip(words, marks, strict=True))
+            counts = {"prompt_tokens": 1, "response_tokens": 1}
+            requests.append(Request(replica=0, id=id, end_ns=marks[-1], **times, **counts))
+            _, *parts = (end - begin for begin, end in pairwise(marks))
+            truth.update(dict(zip(("queued", "prefill", "decode"), parts, strict=True)))
+            loop.call_soon_threadsafe(done.set)
+            answered.release()
+
+        with span("generate", request=id):
+            threading.Thread(target=engine).start()
+            await done.wait()
+        truth["loop lag"] += time.time_ns() - marks[-1]
+
+    async def one(number: int) -> None:
+        begin = time.time_ns()
+        async with trajectory(group=f"g{number // 4}", sample=number % 4):
+            await watched("environment:start", 0.1)
+            await generate(f"r{number}", 0.25 + 0.02 * number)
+            await watched("tool:sleeps", 0.3)
+        truth["all"] += time.time_ns() - begin
+
+    async def blocks() -> None:
+        begin = time.time_ns()
+        async with trajectory(group="blocks"):
+            await watched("tool:waits", 0.42)
+            blocking = time.time_ns()
+            with span("tool:blocks"):
+                blocked.set()
+                assert all(answered.acquire(timeout=20) for _ in range(8))
+                time.sleep(0.4)
+            truth["tool:blocks"] += time.time_ns() - blocking
+        truth["all"] += time.time_ns() - begin
+
+    async def body() -> None:
+        await asyncio.gather(*(one(number) for number in range(8)), blocks())
+
+    report = reported(body(), requests=requests)
+    rollout, expected = report["rollout"], {cause: took / 1e9 for cause, took in truth.items()}
+    whole = expected.pop("all")
+    found = {row["cause"]: row["seconds"] for row in rollout["causes"]}
+    assert expected["loop lag"] > 8 * 0.4
+    assert rollout["seconds"] == pytest.approx(whole, rel=0.02)
+    assert sum(found.values()) == pytest.approx(rollout["seconds"])
+    wrong = {c: (found.get(c, 0.0), expected.get(c, 0.0)) for c in {*found, *expected}}
+    assert {c: both for c, both in wrong.items() if abs(both[0] - both[1]) > 0.02 * whole} == {}
+    row = max(rollout["blocks"], key=lambda row: row["seconds"])
+    assert (row["what"], row["trajectories"]) == ("tool:blocks", 8)
+    assert row["seconds"] == pytest.approx(expected["tool:blocks"], abs=0.1)

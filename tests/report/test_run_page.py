@@ -90,6 +90,28 @@ def test_steps_that_stay_in_their_range_have_no_change(steps: list[Report], tmp_
     assert "Changed first: rollout in Step 10" in text_of(shorter, "findings")
 
 
+def test_steps_that_leave_their_range_by_little_have_no_change(steps: list[Report], tmp_path: Path) -> None:
+    """Those before lie 2 s apart, so 1 s more on either side says nothing; nor does a tenth of a usual."""
+
+    def with_rollout(number: int, seconds: float) -> Report:
+        rows = [
+            msgspec.structs.replace(row, duration_us=seconds * 1e6) if row.name == "rollout" else row
+            for row in steps[0].stages
+        ]
+        return msgspec.structs.replace(steps[0], step=10 + number, stages=rows)
+
+    def said(*seconds: float) -> str:
+        made = [with_rollout(number, took) for number, took in enumerate(seconds)]
+        return text_of(page_of(made, tmp_path), "findings")
+
+    none = "No stage and no cause of lost time left its range."
+    around = (4.0, 6.0, 5.9, 4.1, 6.9, 3.1)
+    assert none in said(*around)
+    assert "Changed first: rollout in Step 16, 11.0 s (median of 6 before: 5.00 s)." in said(*around, 11.0)
+    assert none in said(5.0, 5.0, 5.4)
+    assert "Changed first: rollout in Step 12, 5.60 s (median of 2 before: 5.00 s)." in said(5.0, 5.0, 5.6)
+
+
 def test_every_step_has_a_row_with_a_link_to_its_page(steps: list[Report], tmp_path: Path) -> None:
     """Relative, so that the run's folder can be moved."""
     elements = Elements()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from drawn_steps import Drawn, Worker, drawn_inputs
+from rank_processes import run_ranks
 from step_folders import rewrite, rewrite_worker
 from step_outcome import printed
 
@@ -316,3 +318,84 @@ def test_a_process_that_ran_no_operator_is_not_damaged(
     ]
     assert main(["check", str(tmp_path)]) == 0
     assert "all ok" in capsys.readouterr().out
+
+
+def test_other_commands_take_a_capture_that_the_watch_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``check``, ``diff`` and the page of the run read its manifest like any other."""
+    folders = []
+    for step, end in ((2, 4), (3, 7)):
+        folder = tmp_path / f"run/step_{step:06d}"
+        folder.mkdir(parents=True)
+        own: list[Drawn] = [("update_actor", 2, end)]
+        workers = [rank(index, [("gemm", 2, end)], own) for index in range(2)]
+        drawn_inputs(folder, [("rollout", 0.0, 2.0), *own], workers, 8.0)
+        rewrite(folder, step=step, steps=[step], trigger=SLOW_STAGE)
+        folders.append(str(folder))
+    assert main(["check", str(tmp_path / "run")]) == 0
+    assert main(["diff", *folders]) == 0
+    assert "update_actor" in capsys.readouterr().out
+    assert main(["diff", *folders, "--fail-above", "50%"]) == 1
+    assert main(["report", str(tmp_path / "run"), "--save"]) == 0
+    assert "asked for by the watch" in capsys.readouterr().out
+    page = (tmp_path / "run/index.html").read_text()
+    assert all(f'href="{Path(folder).name}/report.html"' in page for folder in folders)
+
+
+SLOW_RANK = """
+    import os, sys
+    import torch
+    import torch.distributed as dist
+    from verl_profiling import ProfilingCallback, ProfilingConfig, stage
+    from verl_profiling.workers import CaptureMixin
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    steps = {"steps": [2, 3, 4]}
+    config = ProfilingConfig.from_any({"enable": True, "save_path": sys.argv[1], "schedule": steps})
+    actor, profiling = CaptureMixin(), ProfilingCallback(config)
+    actor.init_capture(config, role="actor")
+    profiling.add_workers("actor", actor)
+    with profiling:
+        for step in range(1, 6):
+            profiling.on_step_begin(step)
+            with stage("update_actor"):
+                matrix = torch.ones(600, 600)
+                for _ in range(40 if dist.get_rank() else 10):
+                    matrix = matrix @ matrix * 1e-3
+                dist.all_reduce(matrix)
+            profiling.on_step_end()
+    dist.destroy_process_group()
+"""
+
+
+def test_a_rank_that_really_has_more_to_do_is_told_by_what(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1's own work sets it apart, and the operator that it is; rank 0, which waits, has nothing.
+
+    So says the middle one of three steps: a machine that does other things may hold a rank up in some.
+    """
+    (tmp_path / "slow_rank.py").write_text(textwrap.dedent(SLOW_RANK))
+    results = run_ranks(tmp_path / "slow_rank.py", 2, [str(tmp_path / "run")], tmp_path)
+    assert [status for status, _ in results] == [0, 0], results
+    folders = sorted((tmp_path / "run").glob("step_*"))
+    assert len(folders) == 3
+
+    def more(suspect: int) -> tuple[float, float, float]:
+        """Return by how much a rank was longer in the stage, how long, and by how much in ``aten::mm``."""
+        lanes = {"suspects": [f"actor_rank{suspect}"], "peers": [f"actor_rank{1 - suspect}"]}
+        trigger = msgspec.structs.replace(SLOW_STAGE, sign="leader", value=0.5, median=0.0, **lanes)
+        found = []
+        for folder in folders:
+            rows = reported(folder, trigger, capsys)["suspects"]
+            told = {(row["kind"], row["name"]): (row["value"], row["peer_value"]) for row in rows}
+            (own, others), (kernel, its) = told["stage", "update_actor"], told["kernel", "aten::mm"]
+            found.append((own - others, own, kernel - its))
+        return sorted(found)[1]
+
+    longer, whole, multiplied = more(1)
+    assert longer > 0.3 * whole
+    assert multiplied > 0.3 * longer
+    assert more(0)[0] < 0

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from step_folders import WORKERS, build_step, read_events, recordings, rewrite, rewrite_worker, unix_ns
 
 from verl_profiling.analysis import open_step
+from verl_profiling.cli import main
 from verl_profiling.manifest import StageSpan, ToolSpan
 from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import find_steps
@@ -263,6 +264,27 @@ def test_a_truncated_trace_costs_nobody_elses_data(tmp_path: Path) -> None:
     assert 0 < result.members[0].events < whole.members[0].events
     assert any("actor_rank0.torch.json.gz: byte " in problem for problem in result.problems)
     assert "controller" in process_names(events).values()
+
+
+def test_a_missing_trace_is_named_and_the_rest_merged(tmp_path: Path) -> None:
+    """A worker that died leaves its stages and a sentence, not an exception."""
+    folder = build_step(tmp_path)
+    (folder / "actor_rank1.torch.json.gz").unlink()
+    result, events = merged(folder)
+    assert result.problems == ["actor_rank1.torch.json.gz is missing"]
+    assert set(WORKERS) <= set(process_names(events).values())
+
+
+def test_several_gzip_members_are_one_file(tmp_path: Path) -> None:
+    """As joined files are, and timelines: ``check`` and ``merge`` read them to their end."""
+    text = recordings()["actor_rank0"].trace.encode()
+    path = tmp_path / "rank0.json.gz"
+    path.write_bytes(gzip.compress(text[:9_999]) + gzip.compress(text[9_999:]))
+    result, events = merged(path)
+    names = {event["name"] for event in json.loads(text)["traceEvents"] if event["ph"] == "X"}
+    assert names <= {event["name"] for event in events}
+    assert result.problems == []
+    assert main(["check", str(path), str(result.path)]) == 0
 
 
 def test_bytes_still_being_compressed_are_read_raw(tmp_path: Path) -> None:

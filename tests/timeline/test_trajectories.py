@@ -278,6 +278,18 @@ def test_records_that_contradict_each_other_are_mended(tmp_path: Path) -> None:
     ]
 
 
+def test_a_log_that_was_full_says_so(tmp_path: Path) -> None:
+    """What it has is shown, and how many it has not of spans and of trajectories."""
+    drawn = Drawn(tmp_path)
+    drawn.trajectory(0, 40, ("tool", 1, 9))
+    drawn.log.spans_left_out, drawn.log.trajectories_left_out = 1_500, 2
+    result, timeline = drawn.merged()
+    assert [len(timeline.shown(what)) for what in ("trajectory", "span")] == [1, 1]
+    full = "that were not recorded, because the log was full"
+    said = [f"trajectories {full}: 2", f"spans {full}: 1,500"]
+    assert result.problems == [f"agent_loop_rank0.trajectories.jsonl.gz: {one}" for one in said]
+
+
 def test_a_hostile_log_costs_its_own_lane(tmp_path: Path) -> None:
     """Names of 100 kB, thousands at once, texts of any kind: bounded, said, and the rest is whole."""
     drawn = Drawn(tmp_path)

@@ -65,6 +65,17 @@ def test_a_step_that_is_slow_everywhere_is_a_slow_step() -> None:
     assert found.reason.endswith("no process stands out there")
 
 
+def test_time_that_lies_in_no_stage_is_noticed() -> None:
+    """The loop itself was slow: there is nobody to capture."""
+    detector = Detector(Anomaly())
+    step = quiet(detector)
+    late = [
+        msgspec.structs.replace(one, end_ns=one.end_ns + 900 * MS) for one in map(summary, (step, step + 1))
+    ]
+    found = twice(detector, *(msgspec.structs.replace(one, exposed=exposed(one)) for one in late))
+    assert (found.sign, found.stage, found.suspects) == ("slow_stage", "", [])
+
+
 def test_who_leads_in_a_slow_stage_is_noticed_with_it() -> None:
     """One fault, one capture; a process that leads in another stage is another fault."""
     detector = Detector(Anomaly())
@@ -304,13 +315,14 @@ def test_a_summary_of_nothing_is_nothing() -> None:
         assert [detector.observe(step) for step in steps] == [None] * len(numbers)
 
 
-def test_noise_alone_is_quiet() -> None:
-    """Six hundred steps in which everything varies by some percent: nothing is noticed."""
+@pytest.mark.parametrize(("steps", "spread", "read"), [(600, 0.05, True), (3_000, 0.2, False)])
+def test_noise_alone_is_quiet(steps: int, spread: float, read: bool) -> None:
+    """Thousands of steps in which everything varies, also by a fifth: nothing is noticed."""
     noise = random.Random(7)
     detector = Detector(Anomaly())
-    for step in range(1, 601):
-        times = {stage: usual * noise.lognormvariate(0, 0.05) for stage, usual in USUAL.items()}
-        assert detector.observe(summary(step, times, noise=noise)) is None
+    for step in range(1, steps + 1):
+        times = {stage: usual * noise.lognormvariate(0, spread) for stage, usual in USUAL.items()}
+        assert detector.observe(summary(step, times, noise=noise, read=read)) is None
 
 
 def test_a_stage_that_drifts_is_quiet() -> None:

@@ -82,6 +82,29 @@ def test_of_one_process_nothing_is_compared() -> None:
     assert (rows[0].role, rows[0].leader, rows[0].lead_ns) == ("controller", "controller", 0)
 
 
+def test_two_late_ranks_are_tied() -> None:
+    """Neither is the one that the others waited for; nor is the one that is alone before or behind."""
+    for late in ((140, 141), (141, 140)):
+        [first, *_] = exposed(summary(300, ranks((100, 1), *((took, 1) for took in late))))
+        assert (first.exposed_ns, first.leader, first.lead_ns) == (141 * MS, "", 0)
+    [first, *_] = exposed(summary(300, ranks((100, 1), (140, 1), (180, 1))))
+    assert (first.leader, first.lead_ns) == ("actor_rank2", 60 * MS)
+
+
+def test_workers_that_were_not_read_are_not_guessed() -> None:
+    """The loop's own times are exact all the same; a loop that has no workers leads itself."""
+    step = summary(100, controller(("rollout", 0, 90)))
+    assert in_ms(exposed(step)) == [("rollout", 90), ("", 10)]
+    assert [row.leader for row in exposed(step)] == ["", ""]
+    assert [row.leader for row in exposed(step, has_workers=False)] == ["controller", ""]
+
+
+def test_nothing_at_all_lies_in_no_stage() -> None:
+    """A loop that marks no stage, or has no process; a step of no length has no row."""
+    assert in_ms(exposed(summary(10, controller()))) == in_ms(exposed(summary(10, []))) == [("", 10)]
+    assert exposed(summary(0, [])) == exposed(summary(-5, [])) == []
+
+
 def test_ranks_in_different_orders_are_not_compared() -> None:
     """Where one rank ran the stages the other way round, both rows name nobody; the stage after them does."""
     there, back = [("a", 0, 10), ("b", 10, 50), ("c", 60, 10)], [("b", 0, 50), ("a", 50, 10), ("c", 60, 40)]

@@ -50,6 +50,11 @@ class TestValues:
         back = msgspec.structs.replace(made, end_ns=made.begin_ns - 3600 * 10**9)
         assert values_of(back)["profiling/watch/step_s"] == 0
 
+    def test_where_nobody_leads_there_is_no_rank(self) -> None:
+        """Nor of a leader that is unknown."""
+        for step in (summary(1, leader=""), summary(1, leader="somebody")):
+            assert "profiling/watch/rollout/leader_rank" not in values_of(step)
+
 
 def test_what_is_no_sink_is_refused_before_training() -> None:
     """With what there is."""
