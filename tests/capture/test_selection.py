@@ -69,7 +69,7 @@ def test_an_aim_takes_the_place_of_all_settings_of_a_role() -> None:
 
 
 def test_what_an_aim_does_not_name_is_as_the_settings_say() -> None:
-    """An selection at a mode keeps the ranks, an selection at ranks the tools and the roles."""
+    """An selection at a mode keeps the ranks, a selection at ranks the tools and the roles."""
     config = settings(select={"roles": ["actor"], "ranks": "1"}, tool="spans")
     assert config.for_role("actor", CaptureSelection(mode="discrete")).ranks == {1}
     assert names(config.for_role("actor", CaptureSelection(ranks=(2,)))) == ["spans"]

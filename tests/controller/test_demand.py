@@ -211,7 +211,7 @@ def test_requests_get_one_step_after_another(job: Job) -> None:
 
 
 def test_the_schedule_comes_first_and_a_request_joins_it(tmp_path: Path, session: Session) -> None:
-    """Without an selection; one with an selection takes the next step that the schedule leaves alone."""
+    """Without a selection; one with an selection takes the next step that the schedule leaves alone."""
     job = Job(configured(tmp_path, schedule={"steps": [1, 2]}))
     plain, aimed, named = (
         job.ask(),

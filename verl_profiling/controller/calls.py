@@ -106,47 +106,58 @@ class Postponed(Future[Any]):
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop | None) -> None:
         super().__init__()
-        self.coroutine, self.loop = coroutine, loop
+        self.loop = loop
+        self._coroutine = coroutine
+        self._has_begun = False
+
+    async def run(self) -> None:
+        """Run the coroutine on this event loop, and set the outcome."""
+        self._has_begun = True
+        try:
+            answer = await self._coroutine
+        except (Exception, asyncio.CancelledError) as error:
+            self.fail(error)
+        else:
+            if not self.done():
+                self.set_result(answer)
 
     def fail(self, error: BaseException) -> None:
-        """Close the coroutine and set an error as its outcome, unless it is done."""
+        """Set an error as the outcome, unless there is one; a coroutine that has not begun does not run."""
+        if not self._has_begun:
+            self._coroutine.close()
         if not self.done():
-            self.coroutine.close()
             self.set_exception(error)
 
 
 def wait_for(calls: Iterable[Call]) -> None:
-    """Block until all calls have returned or the longest timeout is over. Coroutines run concurrently."""
-    awaited = [call for call in calls if call.timeout_s]
-    timeout_s = max((call.timeout_s for call in awaited), default=0.0)
+    """Block until all calls have returned or the time is up. Coroutines run side by side meanwhile."""
+    calls = list(calls)
+    timeout_s = max((call.timeout_s for call in calls), default=0.0)
     deadline_s = time.monotonic() + timeout_s
-    by_loop: dict[asyncio.AbstractEventLoop | None, list[Postponed]] = {}
-    for call in awaited:
+    by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[Postponed, bool]]] = {}
+    for call in calls:
         if isinstance(call.future, Postponed):
-            by_loop.setdefault(call.future.loop, []).append(call.future)
+            by_loop.setdefault(call.future.loop, []).append((call.future, bool(call.timeout_s)))
     for loop, together in by_loop.items():
-        running = _run(together, deadline_s, f"it did not return within {timeout_s:g} s, and was cancelled")
+        late = f"it did not return within {timeout_s:g} s, and was cancelled"
+        running = _run(together, deadline_s, late if loop is None else "")
         try:
             asyncio.run(running) if loop is None else loop.run_until_complete(running)
-        except BaseException as error:
+        except Exception as error:
             running.close()
-            for future in together:
+            for future, _ in together:
                 future.fail(error)
-            if not isinstance(error, Exception):
-                raise
-    concurrent.futures.wait([call.future for call in awaited], max(0.0, deadline_s - time.monotonic()))
+    awaited = [call.future for call in calls if call.timeout_s]
+    concurrent.futures.wait(awaited, max(0.0, deadline_s - time.monotonic()))
 
 
-async def _run(together: list[Postponed], deadline_s: float, late: str) -> None:
-    """Run coroutines until the deadline, and set their outcomes."""
-    tasks = [asyncio.ensure_future(future.coroutine) for future in together]
-    await asyncio.wait(tasks, timeout=max(0.0, deadline_s - time.monotonic()))
-    for task, future in zip(tasks, together, strict=True):
-        if task.done():
-            settle(future, task.result)
-        else:
-            task.cancel()
-            future.set_exception(TimeoutError(late))
+async def _run(together: list[tuple[Postponed, bool]], deadline_s: float, late: str) -> None:
+    """Run coroutines until the deadline; a late one of the caller's loop goes on when that runs again."""
+    tasks = [(asyncio.ensure_future(future.run()), is_awaited) for future, is_awaited in together]
+    if awaited := [task for task, is_awaited in tasks if is_awaited]:
+        await asyncio.wait(awaited, timeout=max(0.0, deadline_s - time.monotonic()))
+    for future, _ in together if late else ():
+        future.fail(TimeoutError(late))
 
 
 class Target(ABC):

@@ -17,6 +17,9 @@ from verl_profiling.step_summary import RankUse, StepSummary
 
 logger = logging.getLogger(__name__)
 
+_MOST_BYTES = 7 << 20
+"""Size of a message at most, in bytes: torch's TCPStore closes the connection at 8 MiB."""
+
 
 class RankSummaries:
     """Exchanges step summaries between the ranks of a loop: rank 0 receives, the others send.
@@ -45,7 +48,11 @@ class RankSummaries:
         """Queue summaries, and send the queue to rank 0 if it has read the previous ones."""
         self._unsent += summaries
         try:
-            if (self._unsent or last) and self._ranks.tell(msgspec.msgpack.encode(list(self._unsent)), last):
+            sent = msgspec.msgpack.encode(list(self._unsent))
+            while len(sent) > _MOST_BYTES:  # the older half is dropped
+                self._unsent = deque(list(self._unsent)[len(self._unsent) // 2 + 1 :], self._most)
+                sent = msgspec.msgpack.encode(list(self._unsent))
+            if (self._unsent or last) and self._ranks.tell(sent, last):
                 self._unsent.clear()
         except PROBLEMS as error:
             if not self._failed and not last:

@@ -191,6 +191,9 @@ class Roster:
         for target in [target for target in self.targets if role in target.roles]:
             if target.roles != [role]:
                 target.roles.remove(role)
+                for worker in target.workers:
+                    if not worker.identity.pid:  # it has not said who it is
+                        worker.identity = msgspec.structs.replace(worker.identity, role=target.roles[0])
                 continue
             self.targets.remove(target)
         by_key = {target.key: target for target in self.targets}
@@ -295,7 +298,8 @@ class Roster:
             calls += target.call(method, *arguments)
         for call in calls:
             owed = call.worker.owed
-            call.timeout_s = 0.0 if owed else min(timeout_s, self.most_s)
+            is_busy = any(not outcome.done() for outcome in list(owed))
+            call.timeout_s = 0.0 if is_busy else min(timeout_s, self.most_s)
             owed.add(call.future)
             call.future.add_done_callback(owed.discard)
         return calls

@@ -239,9 +239,7 @@ def _tail(report: Report) -> Iterator[Found]:
             f"waited for the last replica of the rollout (rollout{tail.last_replica} was done after "
             f"{_time(tail.last_finish_us)}, the median is {_time(tail.median_finish_us)})"
         )
-        advice = (
-            f"if its responses are longer: balance prompts, cap lengths, {TAIL}; else compare its host"
-        )
+        advice = f"if its responses are longer: balance prompts, cap lengths, {TAIL}; else compare its host"
         late = [row.name for row in report.workers if row.replica == tail.last_replica is not None]
         found = _of_cause(report, "long_tail", text, slow_replica(report.replicas) or advice)
         yield found._replace(lanes=late or found.lanes)

@@ -116,11 +116,11 @@ class _MemoryRecording(Recording):
 
     def stop(self) -> Sequence[Output]:
         begin = time.perf_counter()
-        self._metrics = {
-            "memory/allocated_bytes": float(self._memory.memory_allocated()),
-            "memory/reserved_bytes": float(self._memory.memory_reserved()),
-        }
         try:
+            self._metrics = {
+                "memory/allocated_bytes": float(self._memory.memory_allocated()),
+                "memory/reserved_bytes": float(self._memory.memory_reserved()),
+            }
             snapshot = self._write(TorchMemoryTool.suffix)
         finally:
             self.discard()

@@ -3,19 +3,18 @@
 Takes the arguments of ``verl.trainer.main_ppo``, composes its configuration, and lets verl and this
 package check it. Nothing is started, and no accelerator is needed. Another main module, verl's or your own,
 is named before them: ``dry_run -m verl.experimental.one_step_off_policy.main_ppo ARGUMENTS``.
-It is run with a check in place of its function under ``@hydra.main``.
+It is imported, and its function under ``@hydra.main`` is not called.
 """
 
 from __future__ import annotations
 
+import functools
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from functools import partial, wraps
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from runpy import run_module
 from typing import Any
 
 import hydra
@@ -31,10 +30,12 @@ from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.units import step_list
 
 _MAIN = "verl.trainer.main_ppo"
-_ASYNC_MAINS = (
+_MAINS = (
+    _MAIN,
     "verl.experimental.one_step_off_policy.main_ppo",
     "verl.experimental.fully_async_policy.fully_async_main",
 )
+_SFT = ("verl.trainer.sft_trainer", "verl.trainer.sft_trainer_ray")
 _PLUGIN = "verl_profiling.integrations.verl"
 
 
@@ -44,18 +45,44 @@ def main() -> None:
     if sys.argv[1:2] == ["-m"]:
         module = sys.argv[2] if len(sys.argv) > 2 else ""
         del sys.argv[1:3]
+    if module in _SFT:
+        sys.exit(
+            f"profiling: {module} is not profiled: this package records loops of reinforcement learning; "
+            "use verl's own profiler there (profiler.enable, trainer.profile_interval)"
+        )
+    checked = _checked_main(module)
     print(shlex.join(["python", "-m", module, *sys.argv[1:]]), flush=True)
-    decorator, checks = hydra.main, partial(check, module)
     with tempfile.TemporaryDirectory() as outputs:  # Hydra writes there what it writes for every command
         sys.argv.append(f"hydra.run.dir={outputs}")
-        hydra.main = lambda *args, **kwargs: lambda task: decorator(*args, **kwargs)(wraps(task)(checks))
-        try:
-            run_module(module, run_name="__main__", alter_sys=True)
-        except (ImportError, ValueError) as error:
-            mains = ", ".join((_MAIN, *_ASYNC_MAINS))
-            sys.exit(f"-m {module}: cannot be imported: {error}; main modules of verl: {mains}")
-        finally:
-            hydra.main = decorator
+        checked()
+
+
+def _checked_main(module: str) -> Callable[[], None]:
+    """Import a main module, and return its function under ``@hydra.main`` with the check in its place."""
+    found: list[Callable[[], None]] = []
+    decorator = hydra.main
+
+    def noting(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+        def note(task: Any) -> Any:
+            if task.__module__ == module:
+                task.__module__ = "__main__"  # Hydra then looks for the configuration where the run will
+            checked = functools.wraps(task)(functools.partial(check, module))
+            found.append(main := decorator(*args, **kwargs)(checked))
+            return main
+
+        return note
+
+    hydra.main = noting
+    try:
+        names = vars(import_module(module)).values()
+    except (ImportError, ValueError) as error:
+        sys.exit(f"-m {module}: cannot be imported: {error}; main modules of verl: {', '.join(_MAINS)}")
+    finally:
+        hydra.main = decorator
+    for main in reversed(found):
+        if any(main is value for value in names):
+            return main
+    sys.exit(f"-m {module}: has no function under @hydra.main, whose configuration could be checked")
 
 
 def check(module: str, config: Any) -> None:
@@ -69,10 +96,7 @@ def check(module: str, config: Any) -> None:
     from verl.utils.config import validate_config
 
     if "actor_rollout_ref" not in config:
-        sys.exit(
-            f"-m {module}: is not profiled: its configuration has no actor_rollout_ref, as loops of "
-            "reinforcement learning have; for SFT, use verl's own profiler"
-        )
+        sys.exit(f"-m {module}: is no trainer of verl: its configuration has no actor_rollout_ref")
     if config.get("profiling") is not None:
         _check_hooks(config)
     roles = {
