@@ -348,7 +348,6 @@ def test_a_coroutine_that_hangs_in_its_own_loop_is_waited_for_once(tmp_path: Pat
     loop.close()
 
 
-
 @pytest.mark.parametrize("own_loop", [False, True])
 def test_a_coroutine_worker_is_driven_from_an_ordinary_loop(
     tmp_path: Path, session: Session, own_loop: bool
