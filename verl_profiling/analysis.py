@@ -5,7 +5,7 @@
 >>> step.report().findings
 >>> step.to_frame("workers").set_index("name")["busy_us"]
 
-Nothing is read until it is asked for, and neither torch nor a GPU is needed.
+Traces are read only when a method needs their events. Neither torch nor a GPU is needed.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ def open_step(
     Args:
         path: Step folder, trace, or a folder that holds one step or the traces of one.
         limits: How much of each trace is read.
-        communication: Regular expressions of kernels that communicate, besides those that are known.
+        communication: Regular expressions of further communication kernels.
 
     Raises:
         TraceFormatError: There is nothing to analyse, or the manifest cannot be read.
-        ConfigError: There are several steps, or one of the expressions is none.
+        ConfigError: There are several steps, or an expression is invalid.
     """
     return only_step(open_run(path, limits, communication).steps(), path)
 
 
 def only_step(steps: Sequence[CapturedStep], path: str | os.PathLike[str]) -> CapturedStep:
-    """Return the one step among those under a path.
+    """Return the only step found under a path.
 
     Raises:
-        ConfigError: There are several.
+        ConfigError: There are several steps.
     """
     if len(steps) > 1:
         last = steps[-1].inputs
@@ -93,11 +93,11 @@ def open_run(
     Args:
         path: Run folder, or anything that :func:`open_step` takes.
         limits: How much of each trace is read.
-        communication: Regular expressions of kernels that communicate, besides those that are known.
+        communication: Regular expressions of further communication kernels.
 
     Raises:
         TraceFormatError: There is no such file or folder, or it holds several runs.
-        ConfigError: One of the expressions is none.
+        ConfigError: An expression is invalid.
     """
     return CapturedRun(_existing(path), limits or Limits(), tuple(communication))
 
@@ -107,19 +107,19 @@ def open_steps(
     limits: Limits | None = None,
     communication: Sequence[str] = (),
 ) -> tuple[list[CapturedStep], list[str]]:
-    """Open the steps under several paths; plain traces of all of them together are one capture.
+    """Open the steps under several paths; plain traces from all paths form one capture.
 
     Args:
         paths: Anything that :func:`open_run` takes.
         limits: How much of each trace is read.
-        communication: Regular expressions of kernels that communicate, besides those that are known.
+        communication: Regular expressions of further communication kernels.
 
     Returns:
-        The steps that can be read, and what keeps steps from being whole, as sentences.
+        The readable steps, and one sentence per problem that makes a step incomplete or unreadable.
 
     Raises:
         TraceFormatError: There is nothing to analyse, or a path holds several runs.
-        ConfigError: One of the expressions is none.
+        ConfigError: An expression is invalid.
     """
     patterns = tuple(communication)
     communicates(patterns)
@@ -142,10 +142,10 @@ def _existing(path: str | os.PathLike[str]) -> Path:
 
 
 def load_reports(path: str | os.PathLike[str]) -> list[Report]:
-    """Return the report of a saved ``report.json``, or those of all steps under a path.
+    """Return the report in a saved ``report.json``, or the reports of all steps under a path.
 
     Raises:
-        TraceFormatError: It is neither.
+        TraceFormatError: The path is no report and holds no step.
     """
     saved = saved_report(path)
     if saved is not None:
@@ -154,10 +154,10 @@ def load_reports(path: str | os.PathLike[str]) -> list[Report]:
 
 
 def saved_report(path: str | os.PathLike[str]) -> Report | None:
-    """Return the report of a saved ``report.json``; ``None`` for any other path.
+    """Return the report in a saved ``report.json``; ``None`` for any other path.
 
     Raises:
-        TraceFormatError: It is called like one, and is none.
+        TraceFormatError: The file has a report's name, but holds no report.
     """
     from verl_profiling.report.model import Report
 
@@ -176,7 +176,7 @@ class CapturedRun:
     Attributes:
         directory: The run's folder.
         limits: How much of each trace is read.
-        communication: Regular expressions of kernels that communicate, besides those that are known.
+        communication: Regular expressions of further communication kernels.
     """
 
     def __init__(self, directory: Path, limits: Limits, communication: tuple[str, ...] = ()) -> None:
@@ -189,7 +189,7 @@ class CapturedRun:
         return f"<captured run in {self.directory}>"
 
     def steps(self) -> list[CapturedStep]:
-        """Return the steps that can be read, in order; a warning names the others.
+        """Return the readable steps, in order; warn of each unreadable or incomplete step.
 
         Raises:
             TraceFormatError: There is nothing to analyse, or no manifest can be read.
@@ -200,7 +200,7 @@ class CapturedRun:
         return steps
 
     def steps_and_problems(self) -> tuple[list[CapturedStep], list[str]]:
-        """Return the steps that can be read, in order, and what keeps steps from being whole, as sentences.
+        """Return the readable steps, in order, and a sentence per problem that makes a step incomplete.
 
         Raises:
             TraceFormatError: There is nothing to analyse, or no manifest can be read.
@@ -208,7 +208,7 @@ class CapturedRun:
         return _opened([self.directory], self.limits, self.communication)
 
     def info(self) -> RunInfo | None:
-        """Return what holds for every step of the run (settings, versions); ``None`` for plain traces.
+        """Return the run's settings and versions (``run.json``); ``None`` for plain traces.
 
         Raises:
             TraceFormatError: ``run.json`` cannot be read.
@@ -216,10 +216,10 @@ class CapturedRun:
         return read_run(self.directory) if self.directory.is_dir() else None
 
     def never_came(self) -> str:
-        """Return a sentence on steps of the schedule that the loop never began; empty where it began all.
+        """Return a sentence on scheduled steps that the loop never began; empty if it began all of them.
 
-        It is also empty while the run trains, where it was killed, and where its file is damaged,
-        which :meth:`check` says.
+        The sentence is also empty while the run trains, if the run was killed, and if ``run.json`` is
+        damaged (:meth:`check` reports the damage).
         """
         try:
             return visible(never_came(self.info()))
@@ -227,7 +227,7 @@ class CapturedRun:
             return ""
 
     def check(self) -> CheckResult:
-        """Read every artifact to its last byte, and say what is missing, empty or damaged.
+        """Read every artifact to its last byte, and report missing, empty and damaged artifacts.
 
         Raises:
             TraceFormatError: There is nothing to check.
@@ -239,7 +239,7 @@ class CapturedStep:
     """Everything captured for one step.
 
     Attributes:
-        inputs: What was found of it: the manifest, and a source for each trace.
+        inputs: The files of the step: its manifest, and a source for each trace.
     """
 
     def __init__(self, inputs: StepInputs) -> None:
@@ -261,22 +261,22 @@ class CapturedStep:
 
     @property
     def manifest(self) -> Manifest | None:
-        """The expected artifacts with their status, in the loop's time; ``None`` for plain traces."""
+        """The expected artifacts with their status, on the controller's clock; ``None`` for plain traces."""
         return self.inputs.manifest
 
     def by_step(self) -> list[CapturedStep]:
-        """Return the steps of a continuous capture, each with a report of its own; of any other, itself."""
+        """Return the steps of a continuous capture, one object each; any other capture returns ``[self]``."""
         parts = one_by_one(self.inputs)
         return [self] if len(parts) == 1 else [CapturedStep(part) for part in parts]
 
     def report(self, on_progress: Progress | None = None) -> Report:
-        """Return the report; the traces are read once. A notebook shows it as its page.
+        """Return the report, which a notebook shows as an HTML page; traces are read at the first call only.
 
         Args:
             on_progress: Called with each trace once it is read.
 
         Raises:
-            ConfigError: It is a continuous capture of several steps, each of which has a report.
+            ConfigError: The capture holds several steps, each with its own report (see :meth:`by_step`).
             TraceFormatError: There is neither a manifest nor a readable trace.
         """
         from verl_profiling.report.build import build_report
@@ -289,9 +289,9 @@ class CapturedStep:
         return self._report
 
     def lanes(self, on_progress: Progress | None = None) -> list[Lane]:
-        """Read the traces and return what each lane did, as sets of time on the controller's clock.
+        """Read the traces and return the activity of each lane, as intervals on the controller's clock.
 
-        A step keeps only its report, so keep what this returns.
+        The result is not cached: each call reads the traces again.
 
         Args:
             on_progress: Called with each trace once it is read.
@@ -304,11 +304,12 @@ class CapturedStep:
         return read_step(self.inputs, on_progress).step.lanes
 
     def to_frame(self, name: FrameName) -> DataFrame:
-        """Return one table of the report as a pandas data frame; ``requests`` reads no trace.
+        """Return one table of the report as a pandas data frame.
 
         Args:
-            name: The table. Columns are the fields of its rows in :mod:`verl_profiling.report.rows`, after
-                the step; a worker's idle time has a column for each cause, ``lost_<cause>_us``.
+            name: The table. Its first column is the step, the others are the fields of its row class in
+                :mod:`verl_profiling.report.rows`. The idle time of a worker has one column per cause,
+                ``lost_<cause>_us``. The table ``requests`` comes from the manifest; no trace is read for it.
 
         Raises:
             ConfigError: There is no table of this name.
@@ -345,17 +346,17 @@ class CapturedStep:
 
         Args:
             output: File to write; by default ``timeline.json.gz`` in the step's folder, or
-                ``timeline.ranks_0.json.gz`` and so on for a part of it.
-            stages: Keep only what happened during these stages.
+                e.g. ``timeline.ranks_0.json.gz`` for a part of the step.
+            stages: Keep only events during these stages.
             ranks: Keep only these ranks of each role, e.g. ``0,8-15``.
-            min_us: Leave out shorter events (us).
+            min_us: Leave out events shorter than this (us).
             max_bytes: Leave out the shortest events until the timeline is no larger than this.
-            jobs: Processes to use. With more than one, the main module of a caller that has threads
-                must be importable (``multiprocessing`` starts processes with ``spawn`` then).
-            on_progress: Called with each trace when it is done.
+            jobs: Number of processes. If ``jobs > 1`` and the caller has threads, its main module must be
+                importable, because ``multiprocessing`` then starts processes with ``spawn``.
+            on_progress: Called with each trace once it is in the timeline.
 
         Raises:
-            ConfigError: A stage or rank is none of this step's, or ``output`` is one of its traces.
+            ConfigError: The step has no such stage or rank, or ``output`` is one of its traces.
             TraceFormatError: There is no trace in the step that can be read.
             OSError: The timeline cannot be written.
         """
@@ -377,7 +378,7 @@ class CapturedStep:
         )
 
     def check(self) -> CheckResult:
-        """Read every artifact to its last byte, and say what is missing, empty or damaged.
+        """Read every artifact to its last byte, and report missing, empty and damaged artifacts.
 
         Raises:
             TraceFormatError: There is nothing to check.
@@ -385,23 +386,23 @@ class CapturedStep:
         return check(self.directory, self.inputs.limits)
 
     def output(self, name: str) -> Path:
-        """Return where a result goes by default: beside the traces, under a name that is the step's own.
+        """Return the default path of a result: next to the traces, with a name that no other step uses.
 
         Args:
-            name: Its usual name, e.g. ``report.json``.
+            name: Usual file name of the result, e.g. ``report.json``.
         """
         return self.inputs.output(name)
 
     def _window(self) -> tuple[tuple[int, int], ...]:
-        """Return when the step ran (unix ns) if it is one of several, which are in the same traces."""
+        """Return the step's begin and end (unix ns) if its traces hold several steps; else an empty tuple."""
         manifest = self.inputs.manifest if self.inputs.capture else None
         return () if manifest is None else ((manifest.begin_ns, manifest.end_ns),)
 
     def _output(self, output: str | os.PathLike[str] | None, name: str, selection: str = "") -> Path:
-        """Return where a result goes.
+        """Return the path of a result.
 
         Raises:
-            ConfigError: It would replace one of the step's traces.
+            ConfigError: The path is one of the step's traces.
         """
         if output is None:
             return self.inputs.output(name, selection)
@@ -412,7 +413,7 @@ class CapturedStep:
         """Refuse to write a result over one of the step's traces.
 
         Raises:
-            ConfigError: The path is one of them.
+            ConfigError: The path is a trace of the step.
         """
         place = Path(path).resolve()
         if any(place == read.path.resolve() for read in (*self.inputs.sources, *self.inputs.logs)):
@@ -420,5 +421,5 @@ class CapturedStep:
 
 
 def _label(selection: Mapping[str, object]) -> str:
-    """Return what tells a part of a step from the whole, in the name of a file."""
+    """Return the selection as part of a file name, e.g. ``ranks_0.min_us_5``; empty for the whole step."""
     return ".".join(f"{name}_{value}" for name, value in selection.items() if value)

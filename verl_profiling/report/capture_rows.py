@@ -1,4 +1,4 @@
-"""Rows from the manifest and the logs: measures, costs, clocks, requests, replicas, counts."""
+"""Rows from the manifest and the logs: measures, costs, clocks, requests, replicas, counters."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _OF_A_REQUEST = (
     *("replica", "id", "prompt_tokens", "response_tokens", "cached_tokens", "preemptions"),
     *("policy_version", "failed"),
 )
-_TIMES_OF_A_REQUEST = ("arrival", "scheduled", "first_token", "last_token")  # 0 where they are not known
+_TIMES_OF_A_REQUEST = ("arrival", "scheduled", "first_token", "last_token")  # 0 if unknown
 _SET_CLOCK_US = 1_000
-_SET_CLOCK_SHARE = 0.001  # NTP slews a clock by at most half of this
+_SET_CLOCK_SHARE = 0.001  # twice the rate at which NTP slews a clock (500 ppm)
 
 
 def measures_of(worker: CaptureResult) -> Iterator[MeasureRow]:
-    """Yield the numbers of a worker, in the order of its stages."""
+    """Yield a worker's metrics, one row each."""
     for key, value in worker.metrics.items():
         stage, name = "", key
         if key.startswith(_STAGE_PREFIX):
@@ -43,7 +43,7 @@ def measures_of(worker: CaptureResult) -> Iterator[MeasureRow]:
 
 
 def costs(manifest: Manifest, directory: Path) -> list[CostRow]:
-    """Return what the capture cost each worker that took part."""
+    """Return the cost of the capture for each worker that was not skipped."""
     return [
         CostRow(
             worker=worker.name,
@@ -58,15 +58,15 @@ def costs(manifest: Manifest, directory: Path) -> list[CostRow]:
 
 
 def _size(directory: Path, artifact: Artifact) -> int:
-    """Return an artifact's size, from the disk if it was still being compressed."""
+    """Return an artifact's size in bytes; from the disk if the manifest has none yet."""
     path = None
-    with suppress(TraceFormatError):  # it leads out of the folder: the report's coverage says so
+    with suppress(TraceFormatError):  # a path outside the folder is reported in the report's coverage
         path = resolve_artifact(directory, artifact) if artifact.bytes is None else None
     return artifact.bytes or (path.stat().st_size if path and path.is_file() else 0)
 
 
 def told_apart(manifest: Manifest) -> Iterator[tuple[CaptureResult, Request, bool]]:
-    """Yield each request with its worker, and whether it was sent to validate."""
+    """Yield each request with its worker, and whether it belongs to validation."""
     validating = time_of(manifest.stages, VALIDATE)
     for worker in manifest.workers:
         begins = np.array([request.begin_ns for request in worker.requests], np.int64)
@@ -100,7 +100,7 @@ def _since(begin_ns: int, time_ns: int) -> float | None:
 
 
 def _per_token_us(request: Request) -> float | None:
-    """Return the mean time from token to token; the first is the prefill's."""
+    """Return the mean time per response token (us), without the first token, which the prefill makes."""
     if not request.first_token_ns or request.response_tokens < 2:
         return None
     decode_ns = (request.last_token_ns or request.end_ns) - request.first_token_ns
@@ -108,7 +108,7 @@ def _per_token_us(request: Request) -> float | None:
 
 
 def clocks(manifest: Manifest) -> list[Clock]:
-    """Return how accurately the clock of each host is known."""
+    """Return the clock offset of each host, with its error bound and drift."""
     return [
         Clock(
             host=clock.host,
@@ -122,7 +122,7 @@ def clocks(manifest: Manifest) -> list[Clock]:
 
 
 def anchors(manifest: Manifest) -> list[AnchorRow]:
-    """Return what the clock of each worker did between its first reading and its last."""
+    """Return by how much each worker's unix clock moved against its monotonic clock during the capture."""
     return [
         AnchorRow(
             worker=worker.name,
@@ -138,7 +138,7 @@ def anchors(manifest: Manifest) -> list[AnchorRow]:
 
 
 def clock_notes(manifest: Manifest) -> Iterator[str]:
-    """Yield a note for each worker whose host's clock was set while it was captured."""
+    """Yield a note for each worker on whose host the clock was set during the capture."""
     for row in anchors(manifest):
         if abs(row.set_us) > max(_SET_CLOCK_US, _SET_CLOCK_SHARE * (row.watched_us - row.set_us)):
             by = duration(row.set_us / 1e6, signed=True)
@@ -167,13 +167,13 @@ def core_notes(manifest: Manifest, on_cpus: Iterable[str]) -> Iterator[str]:
 
 
 Counts = dict[tuple[str, str], list[tuple[int, float]]]
-"""What processes counted: time (ns) and value, by lane and name."""
+"""Samples (unix ns, value) of each counter, by lane and counter name."""
 
 
 def counter_rows(counts: Counts, begin_ns: int, end_ns: int) -> list[CounterRow]:
-    """Return a row for each count of each process that was said in the step or before it.
+    """Return a row for each counter with a sample in the step or before it.
 
-    A count holds until the next one of its name; the last one before the step holds at its begin.
+    A sample holds until the counter's next one; the last sample before the step holds at its begin.
     """
     rows = []
     for (lane, name), said in counts.items():
@@ -191,7 +191,7 @@ def counter_rows(counts: Counts, begin_ns: int, end_ns: int) -> list[CounterRow]
 
 
 def replica_rows(requests: Iterable[RequestRow]) -> list[ReplicaRow]:
-    """Return one row for each replica that noted requests, in their order."""
+    """Return one row for each replica that recorded requests, sorted by replica."""
     by_replica: dict[tuple[int, str], list[RequestRow]] = {}
     for request in requests:
         by_replica.setdefault((request.replica, request.worker), []).append(request)
@@ -199,7 +199,7 @@ def replica_rows(requests: Iterable[RequestRow]) -> list[ReplicaRow]:
 
 
 def slow_replica(rows: Iterable[ReplicaRow]) -> str:
-    """Return advice on the replica that takes longest for a token, if it stands out; else nothing."""
+    """Return advice on the replica with the slowest decode, or "" if no replica is an outlier."""
     known = sorted((row.per_token_p50_us, row.worker) for row in rows if row.per_token_p50_us)
     if len(known) < 2:
         return ""
@@ -245,7 +245,7 @@ def _replica_row(requests: list[RequestRow]) -> ReplicaRow:
 
 
 def _cache_hit_share(requests: list[RequestRow]) -> float | None:
-    """Return the share of prompt tokens that were cached, of the requests that tell; at most all of them."""
+    """Return the cached share (0 to 1) of prompt tokens, over requests whose cached tokens are known."""
     told = [
         (min(request.cached_tokens, request.prompt_tokens), request.prompt_tokens)
         for request in requests

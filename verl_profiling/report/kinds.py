@@ -1,15 +1,15 @@
-"""Classifies what stands in a trace: the kind of an event, calls that block, iterations of an engine.
+"""Classifies the events of a trace: kind of an event, calls that block, iterations of an engine.
 
-* **Device trace** (with events of a device): busy time is the union, over all streams, of kernels and
-  copies. A kernel whose name is in the table of communication is communication, any other is computation;
-  copies and memsets are memory.
-* **CPU trace** (without any): busy time is the union, over all threads, of operators, calls of a runtime
-  and collectives. Waiting in Python between them is not busy time.
-* **NPU trace** (msprof's, in torch_npu's ``trace_view.json``): events have no category. Their process
-  decides, and on the hardware their task type.
+* **Device trace** (has device events): busy time is the union, over all streams, of kernels and copies.
+  Kernels in the table of communication kernels are communication, all others computation; copies and
+  memsets are memory.
+* **CPU trace** (has no device events): busy time is the union, over all threads, of operators, runtime
+  calls and collectives. Waiting in Python between them is not busy time.
+* **NPU trace** (msprof's, in torch_npu's ``trace_view.json``): events have no category. The name of an
+  event's process decides its kind; for events of the hardware, the task type does.
 
-Without the kernels that only the table of communication knows, the classes of device events are those of
-HolisticTraceAnalysis 0.5 (``utils/utils.py``, ``get_kernel_type``), so that the figures can be compared.
+Device events are classified as in HolisticTraceAnalysis 0.5 (``utils/utils.py``, ``get_kernel_type``), so
+figures can be compared. The table of communication kernels has further kernels that HTA does not know.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from verl_profiling.report.communication_kernels import HOST_COLLECTIVES
 from verl_profiling.timeline.categories import CATEGORIES, meaning_of
 
 COMPUTE, COMMUNICATION, MEMORY, UNKNOWN, HOST, HOST_COMMUNICATION, ITERATION, NOTHING = range(8)
-"""Kinds of events: of a device, of an unknown category, of the host, of an engine; what does not count."""
+"""Kinds of events: three on the device, an unknown category, two on the host, engine iteration, no work."""
 
 _QUEUES = ("enqueue", "dequeue")  # of torch_npu, to the thread that calls the NPU
 NO_WORK = frozenset(
@@ -30,11 +30,11 @@ NO_WORK = frozenset(
     if category.meaning in ("no work", "on device, no work")
     for name in category.names
 ) - {"user_annotation", *_QUEUES}
-"""Categories of which no event counts."""
+"""Categories whose events are no busy time."""
 
 _OPERATORS = ("cpu_op", "Operator")
 _LAUNCH = re.compile(r"Launch|runFunction|EnqueueKernel")
-# MTIA records copies, waits and its own control beside kernels: names of HTA's ``types.py``, and seen ones.
+# MTIA gives copies, waits and control tasks the category of kernels; names: HTA's ``types.py`` and traces.
 _MTIA = "mtia_ccp_events"
 _MTIA_COPY = re.compile(r"dma")
 _MTIA_CONTROL = re.compile(
@@ -46,9 +46,9 @@ def kind_of(category: str, name: str, communicates: Callable[[str], bool]) -> in
     """Return the kind of an event by its category and name.
 
     Args:
-        category: Its category.
-        name: Its name.
-        communicates: Says of a kernel's name whether it communicates.
+        category: Category of the event.
+        name: Name of the event.
+        communicates: Returns whether the kernel of a given name communicates.
     """
     meaning = meaning_of(category)
     if meaning == "kernel":
@@ -75,19 +75,19 @@ def _kernel(category: str, name: str, communicates: Callable[[str], bool]) -> in
 
 
 def is_launch(category: str, name: str) -> bool:
-    """Return whether an event is a call that gives a device something to do."""
+    """Return whether an event is a host call that enqueues work on a device."""
     if category in _QUEUES:
         return True
     return meaning_of(category) == "host" and category not in _OPERATORS and bool(_LAUNCH.search(name))
 
 
-# The processes of an NPU, by the parser's sources (github.com/kali20gakki/msprof,
-# ``analysis/csrc/application/timeline``); the second of each pair is the name in older versions.
+# Process names in an NPU trace, from msprof's parser (github.com/kali20gakki/msprof,
+# ``analysis/csrc/application/timeline``); the second name of each pair is from older versions.
 _HARDWARE = ("Ascend Hardware", "Task Scheduler")  # a thread per stream, an event per task
-_COLLECTIVES = ("Communication", "HCCL")  # a thread per group; those of planes have the collectives' parts
-_HOSTS = ("CANN", "AscendCL", "CPU functions")  # runtime calls; the last is torch.autograd.profiler's
+_COLLECTIVES = ("Communication", "HCCL")  # a thread per group; "Plane" threads hold parts of collectives
+_HOSTS = ("CANN", "AscendCL", "CPU functions")  # runtime calls; "CPU functions": torch.autograd.profiler
 OVERLAP = "Overlap Analysis"
-"""Process in which msprof computes its own figures of the hardware and its collectives."""
+"""Name of the process whose events are msprof's own overlap figures."""
 
 _COLLECTIVE_KERNELS = ("AicpuKernel", "AivKernel")
 _COMPUTING = re.compile(
@@ -112,11 +112,11 @@ def npu_kind(process: str, pid: object, thread: str, name: str, task_type: str) 
 def task_kind(name: str, task_type: str) -> int:
     """Return the kind of a task of the hardware.
 
-    Tasks of the AI cores and of the AI CPU are computation, DMA tasks are copies; waits, records and
-    placeholders only occupy a stream. Kernels that only drive a collective belong to it. For any other
-    type (``Other`` is what msprof writes where it does not know the chip) the name decides: where msprof
-    knows no operator, it gives a task its type for a name, in capitals, and that is looked at in the same
-    way; a task with the name of an operator is computation.
+    Tasks of AI cores and AI CPU are computation, DMA tasks are copies. Waits, records and placeholders
+    are no work. Kernels that drive a collective are no work either: the collective has its own event.
+    Any other type (``Other``: msprof does not know the chip) is decided by the task's name. A name in
+    capitals is a task type, e.g. ``MEMCPY_ASYNC``, and is matched as one; any other name is an
+    operator's, and its task is computation.
     """
     if name.endswith(_COLLECTIVE_KERNELS):
         return NOTHING
@@ -131,9 +131,9 @@ def task_kind(name: str, task_type: str) -> int:
     return COMPUTE if is_operator else NOTHING
 
 
-# Calls of CUDA's runtime and driver API, HIP's, which mirror them, and AscendCL's. An asynchronous copy
-# returns once it is launched, but from pageable memory it blocks ("API synchronization behavior" in the
-# CUDA Runtime API), so it counts where it takes long: launching one takes some ten microseconds.
+# Calls of the CUDA runtime and driver API, of HIP and of AscendCL. An asynchronous copy returns after about
+# 10 us, but a copy from pageable memory blocks ("API synchronization behavior" in the CUDA Runtime API).
+# So an asynchronous copy counts as blocking if the call takes long.
 LONG_COPY_NS = 100_000
 _BLOCKING = re.compile(
     r"(?:AscendCL@)?(?:cuda|cu|hip|aclrt)"
@@ -143,7 +143,7 @@ _GRAPH_LAUNCH = re.compile(r"(?:cuda|cu|hip)GraphLaunch")
 
 
 def blocks_from_ns(name: str) -> int | None:
-    """Return from which duration a call that copies, allocates or waits blocks; ``None`` for others."""
+    """Return the duration (ns) from which a call counts as blocking; ``None`` for calls that never block."""
     if not _BLOCKING.match(name):
         return None
     if "Async" not in name:
@@ -163,7 +163,7 @@ _SGLANG = re.compile(r"step\[(EXTEND|DECODE)\S* bs=(\d{1,12})(?: toks=(\d{1,12})
 
 
 def parse_iteration(name: str) -> tuple[int, int] | None:
-    """Return prompt tokens and new tokens of the iteration of an engine that is called so, or ``None``."""
+    """Parse the name of an engine iteration into (prompt tokens, new tokens); ``None`` for other names."""
     if match := _VLLM.match(name):
         return int(match[2]), int(match[4])
     if match := _SGLANG.match(name):

@@ -1,1 +1,1 @@
-"""The section "Rollout" of the report: what trajectories waited for."""
+"""The section "Rollout" of the report: where the time of trajectories went."""

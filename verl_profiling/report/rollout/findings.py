@@ -16,7 +16,7 @@ from verl_profiling.units import duration
 _FEW_LANES = 3
 _LOOP_BLOCKED = 0.02
 POLLS = 0.05
-"""Share of the step from which on a trainer that polls is a finding."""
+"""Share of the step lost to polling above which the polling trainer is a finding."""
 
 _AWAIT = "await it, or run it in a thread (asyncio.to_thread)"
 TAIL = "or carry the tail over to the next step (partial rollout)"
@@ -36,16 +36,16 @@ _ADVICE = {
     OWN_CODE: MARK_MORE,
     BEFORE: "switch the watch on, which knows the spans that are open, or capture steps in a row",
 }
-"""What to try, by what trajectories wait for."""
+"""Advice by the cause of the trajectories' time."""
 
 
 class Found(NamedTuple):
     """The result of a rule.
 
     Attributes:
-        share: What is compared with the rule's threshold.
+        share: Share of time that is compared with the rule's threshold.
         seconds: Lane-seconds at stake.
-        lanes: The lanes that it is about.
+        lanes: The lanes that the finding is about.
         text: A sentence with its number.
         advice: What to try.
     """
@@ -60,7 +60,7 @@ class Found(NamedTuple):
 def _of_rollout(
     found_in: Callable[[Report, Rollout], Iterator[Found]],
 ) -> Callable[[Report], Iterator[Found]]:
-    """Return what finds something in the rollout, with seconds on all lanes."""
+    """Turn a rule on the rollout into a rule on the report; its seconds become lane-seconds of all lanes."""
 
     def found(report: Report) -> Iterator[Found]:
         if report.rollout is not None and report.rollout.seconds:
@@ -72,7 +72,7 @@ def _of_rollout(
 
 @_of_rollout
 def _blocked(report: Report, rollout: Rollout) -> Iterator[Found]:
-    """Yield what blocked event loops, of all processes together, while trajectories stood still."""
+    """Yield a finding per function or span that blocked event loops, over all processes."""
     by_name: dict[str, list[BlockRow]] = {}
     for row in rollout.blocks:
         by_name.setdefault(row.what, []).append(row)
@@ -125,7 +125,7 @@ def _last_trajectories(report: Report, rollout: Rollout) -> Iterator[Found]:
 
 @_of_rollout
 def _one_cause(report: Report, rollout: Rollout) -> Iterator[Found]:
-    """Yield the largest cause besides the engine's own work; lag is named once."""
+    """Yield the largest cause but the engine's own work; skip loop lag if :func:`_blocked` reports it."""
     blocked = any(found.share >= _LOOP_BLOCKED for found in _blocked(report))
     of_engines = ("decode", "generate", "prefill", "first token")
     said = (*of_engines, BEFORE, UNEXPLAINED, *((LOOP_LAG,) if blocked else ()))
@@ -169,7 +169,7 @@ def polling(report: Report, rollout: Rollout) -> Iterator[Found]:
 
 
 def called(cause: str) -> str:
-    """Return a cause as it is called in a sentence: ``tool `search```."""
+    """Return a cause as a sentence shows it, e.g. ``tool `search``` for ``tool:search``."""
     family, _, name = cause.partition(":")
     return f"{family} `{name}`" if name and family in ("tool", "wait") else cause
 
@@ -179,13 +179,13 @@ def _advice(cause: str) -> str:
 
 
 def on_all(report: Report, seconds: float) -> float:
-    """Return the lane-seconds of time that all lanes lose."""
+    """Convert seconds that every device lane loses to lane-seconds."""
     return seconds * max(len(report.devices), 1)
 
 
 RULES = (
     ("loop_blocked", _LOOP_BLOCKED, _blocked),  # of the trajectories' time
-    ("last_trajectories", 0.15, _last_trajectories),  # of the rollout, more than theirs
+    ("last_trajectories", 0.15, _last_trajectories),  # share of the rollout minus share of the trajectories
     ("trajectory_cause", 0.25, _one_cause),  # of the trajectories' time
     ("trajectories_for_nothing", 0.10, _for_nothing),
     ("polling", POLLS, polling),  # of the step

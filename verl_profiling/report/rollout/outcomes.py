@@ -25,8 +25,8 @@ from verl_profiling.report.rows import (
 )
 
 KEPT = ("done", "running")
-"""Statuses of trajectories that were, or may yet be, of use."""
-_NONE_RAN = "no trajectory"  # time of the tail in which its trajectories had not begun, or were done
+"""Statuses of trajectories that are used, or may still be."""
+_NONE_RAN = "no trajectory"  # time of the tail in which none of its trajectories ran
 
 _MOST_CALLS = 50
 _MOST_BLOCKS = 200
@@ -35,10 +35,10 @@ _FEW = 20
 
 
 def call_rows(records: Records) -> list[CallRow]:
-    """Return the spans by the role of their process and their name, those that took most first.
+    """Return one row per process role and span name, the largest total time first.
 
-    Durations are those of whole spans, with what is inside of them, as far as they are in the step. Those
-    beyond 50 rows are one, ``(all others)``.
+    Durations include nested spans, and are clipped to the step. Beyond 50 rows, the rest is one row,
+    ``(all others)``.
     """
     spans = records.spans
     roles = list(dict.fromkeys(role for _, role in records.processes))
@@ -60,7 +60,7 @@ def _call_row(role: str, name: str, rows: Ints, records: Records) -> CallRow:
     took = (end - begin) / 1e9
     p50, p90, p99 = percentiles(took, 50, 90, 99)
     covered = length(union(np.stack((begin, end), axis=1)))
-    ran = end > begin  # where one ends another may begin
+    ran = end > begin  # a span that begins when another ends does not overlap it
     before = np.searchsorted(np.sort(end[ran]), np.sort(begin[ran]), side="right")
     return CallRow(
         role=role,
@@ -78,13 +78,13 @@ def _call_row(role: str, name: str, rows: Ints, records: Records) -> CallRow:
 
 
 def block_rows(blocks: Blocks, lag: Pieces) -> list[BlockRow]:
-    """Return what blocked event loops, longest first, and who stood still meanwhile.
+    """Return the functions and spans that blocked event loops, longest first, with the delayed trajectories.
 
-    Of many names, those that blocked the loops of all processes for longest are kept.
+    Only the 20 names with the longest total over all processes are kept.
 
     Args:
         blocks: The blocks.
-        lag: For which times trajectories stood still.
+        lag: Intervals of the trajectories' loop lag.
     """
     took = np.bincount(blocks.what, weights=blocks.end - blocks.begin, minlength=len(blocks.named))
     axes = Axes(int(blocks.loop.max(initial=0)) + 1, blocks.begin, blocks.end, lag.begin, lag.end)
@@ -118,14 +118,15 @@ def block_rows(blocks: Blocks, lag: Pieces) -> list[BlockRow]:
 def group_rows(
     trajectories: Sequence[Trajectory], pieces: Pieces, begin_ns: int
 ) -> tuple[list[GroupRow], dict[str, Any]]:
-    """Return the groups of several training trajectories, those whose members waited most first.
+    """Return groups of two or more training trajectories, sorted by the time members waited for the last.
 
-    And their number, the time waited and, of the times from the first end to the last, median and largest.
+    The second result has totals over all groups: their count, the time waited, and median and maximum of
+    the spread (seconds from a group's first end to its last).
 
     Args:
         trajectories: All trajectories.
-        pieces: What they waited for.
-        begin_ns: Begin of the step.
+        pieces: Time of the trajectories by cause.
+        begin_ns: Begin of the step (unix ns).
     """
     groups: dict[str, list[int]] = {}
     for number, one in enumerate(trajectories):
@@ -164,7 +165,7 @@ def group_rows(
 
 
 def status_rows(records: Records, served: Mapping[int, Request]) -> list[StatusRow]:
-    """Return trajectories by status, validation apart, those that cost most time first."""
+    """Return one row per status, training before validation, the largest total time first."""
     spans = records.spans
     tools = [number for number, name in enumerate(records.names) if name.startswith("tool:")]
     owners = spans.trajectory[np.isin(spans.name, tools)]
@@ -200,7 +201,7 @@ def status_rows(records: Records, served: Mapping[int, Request]) -> list[StatusR
 
 
 def failure_rows(trajectories: Sequence[Trajectory]) -> list[FailureRow]:
-    """Return the most frequent errors of failed and cancelled trajectories, and the others as one row."""
+    """Return the 10 most frequent errors of failed and cancelled trajectories, then ``(all others)``."""
     counts = Counter[tuple[bool, str, str, str]]()
     examples: dict[tuple[bool, str, str, str], str] = {}
     for one in trajectories:
@@ -222,15 +223,15 @@ def failure_rows(trajectories: Sequence[Trajectory]) -> list[FailureRow]:
 def version_rows(
     records: Records, served: Mapping[int, Request], trained: int | None
 ) -> tuple[list[VersionRow], int, int]:
-    """Return versions, newest first; how many trajectories they are known of, and how many several made.
+    """Return policy versions, newest first, and two counts of training trajectories.
 
-    A trajectory's versions are what the loop says (``min_version``, ``max_version``), else those that its
-    requests began with.
+    The counts are the trajectories of known version, and those generated with several versions. Versions
+    come from the loop (``min_version``, ``max_version``), else from the trajectory's requests.
 
     Args:
-        records: What was recorded.
-        served: The request of each span that has one.
-        trained: Version that the step trains, if that is known.
+        records: The recorded trajectories.
+        served: The request of each span, by the span's number.
+        trained: Version that the step trains, if known.
     """
     segments, tokens = Counter[int](), Counter[int]()
     of_requests: defaultdict[int, set[int]] = defaultdict(set)
@@ -267,23 +268,23 @@ def version_rows(
 def last_trajectories(
     numbers: Ints, begin: Ints, end: Ints, pieces: Pieces, step_ns: int
 ) -> LastTrajectories | None:
-    """Return the tail: the last ``k`` trajectories, after all others were done.
+    """Return the tail: the time in which only the last ``k`` of ``n`` trajectories still ran.
 
-    Of ``n`` trajectories, ``k`` is at most ``n / 2``, and the number for which the tail's share of the
-    rollout exceeds ``k / n`` by most: where the curve of finished trajectories bends.
+    ``k`` is at most ``n / 2``. It maximizes the tail's share of the rollout minus ``k / n``, i.e. it is
+    where the curve of finished trajectories bends.
 
     Args:
         numbers: Numbers of the trajectories.
-        begin: Their begins (ns).
-        end: Their ends (ns).
-        pieces: What all trajectories waited for.
-        step_ns: Begin of the step.
+        begin: Begin of each trajectory (unix ns).
+        end: End of each trajectory (unix ns).
+        pieces: Time of all trajectories by cause.
+        step_ns: Begin of the step (unix ns).
     """
     if not len(numbers):
         return None
     order = np.argsort(end, kind="stable")
     ends, first = end[order], int(begin.min())
-    done = np.concatenate(([first], ends[:-1]))[::-1]  # when all but the last 1, 2, ... were
+    done = np.concatenate(([first], ends[:-1]))[::-1]  # time at which all but the last 1, 2, ... had ended
     sizes = np.arange(1, len(ends) + 1)
     wall = max(int(ends[-1]) - first, 1)
     gain = (ends[-1] - done) / wall - sizes / len(ends)

@@ -1,16 +1,16 @@
 """The time of trajectories, in intervals of one cause each.
 
-Loop lag is the time for which a trajectory stood still because another task blocked its event loop. A block
-stops every task of its loop, but not what tasks wait for elsewhere: an engine goes on with a request, a
-sandbox with its program. So a trajectory stands still in a block
+Loop lag is the time for which a trajectory is delayed because another task blocks its event loop. A block
+stops every task of the loop, but not work elsewhere: an engine goes on with its request, a sandbox with its
+program. So a block counts as lag of a trajectory if
 
-* that is not its own (the span that ran is not one of its spans),
-* while it is not in the engine's hands, and
-* if what it waited for ended within :data:`DRAIN_NS` after the block, when the loop runs what became due
-  meanwhile. What goes on for longer would not have ended any sooner, and keeps its time.
+* the block is not by one of the trajectory's own spans,
+* the engine does not process a request of the trajectory meanwhile, and
+* the trajectory's wait ended in the block or within :data:`DRAIN_NS` after it, when the loop runs the tasks
+  that became ready. A longer wait would not have ended sooner without the block.
 
-When, inside the block, it became due is not recorded. All of it counts as lag, which is an upper bound,
-except where the engine says when it was done.
+When a task became ready inside the block is not recorded. The whole block counts as lag, which is an upper
+bound, except where the engine's request has an end.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from verl_profiling.report.intervals import Axes, Ints, union, without
 from verl_profiling.report.rollout.records import Blocks, Records
 
 DRAIN_NS = 50_000_000
-"""Time after a block in which a loop runs what became due in it; longer would be a block of its own."""
+"""Time after a block in which the loop runs the tasks that became ready during the block."""
 
-_TOGETHER_NS = 10_000_000  # between blocks of one turn of the loop, other tasks take a moment
+_TOGETHER_NS = 10_000_000  # blocks with gaps up to this are one block: other tasks run for a moment between
 _MOST_PAIRS = 5_000_000
 
 TO_THE_ENGINE, FROM_THE_ENGINE = "to the engine", "from the engine"
 _PARTS = (TO_THE_ENGINE, "queued", "first token", "prefill", "generate", "decode", FROM_THE_ENGINE)
-"""What a request waits for, as :meth:`~verl_profiling.manifest.Request.parts` calls it."""
+"""Causes of a request's time, named as in :meth:`~verl_profiling.manifest.Request.parts`."""
 GENERATE, LOOP_LAG, OWN_CODE, UNEXPLAINED = "generate", "loop lag", "own code", "unexplained"
 BEFORE = "began before the capture"
 _CAUSES = (*_PARTS, LOOP_LAG, OWN_CODE, BEFORE, UNEXPLAINED)
-"""Causes that are no names of spans."""
+"""Causes that are not span names."""
 
 _NUMBERS = {name: number for number, name in enumerate(_CAUSES)}
 _ON_THE_WAY = (_NUMBERS[TO_THE_ENGINE], _NUMBERS[FROM_THE_ENGINE])
 
 
 class Pieces(NamedTuple):
-    """Time by cause, as columns. Pieces of one owner may overlap: they share that time.
+    """Intervals of one cause each, as columns. Overlapping intervals of one owner share the time equally.
 
     Attributes:
         owner: Number of the trajectory (or process).
-        begin: Begin (ns).
-        end: End (ns).
-        cause: Number of the cause in ``causes``.
+        begin: Begin (unix ns).
+        end: End (unix ns).
+        cause: Index of the cause in ``causes``.
         loop: Number of the event loop, or -1.
-        uncertain: It is lag of which the begin is not known: an upper bound.
+        uncertain: Whether the interval is loop lag with an unknown begin (an upper bound).
         causes: Names of the causes.
     """
 
@@ -65,22 +65,23 @@ class Pieces(NamedTuple):
     causes: Sequence[str]
 
     def of(self, rows: Ints) -> Pieces:
-        """Return some of the pieces."""
+        """Return the intervals at the given indices."""
         return Pieces._make((*(column[rows] for column in self[:-1]), self.causes))
 
 
 def pieces_of(records: Records, served: Mapping[int, Request]) -> tuple[Pieces, Pieces]:
-    """Return what trajectories waited for, and what processes did outside of them: their innermost spans.
+    """Return the time of trajectories by cause, and the time of processes outside trajectories.
 
-    At each instant of a trajectory there is at least one piece of it. A ``generate`` span divides by its
-    request. Where no span is open it is the trajectory's own code; ``unexplained`` in a process whose log is
-    not whole. Until the first span of a trajectory that began before recording did, it ``began before the
-    capture``: it may have been in a span that nobody knows. Then the time for which it stood still is taken
-    out.
+    Each instant of a trajectory has a cause, the innermost open span, with these exceptions:
+
+    * a ``generate`` span is divided by the parts of its request;
+    * without an open span, ``own code``, or ``unexplained`` if the process's log is incomplete;
+    * before the first span of a trajectory older than the recording, ``began before the capture``;
+    * loop lag is cut out of all these intervals.
 
     Args:
-        records: What was recorded.
-        served: The request of each span that has one, by the span's number.
+        records: The recorded trajectories.
+        served: The request of each span, by the span's number.
     """
     spans = records.spans
     causes, of_name = _causes(records)
@@ -91,14 +92,14 @@ def pieces_of(records: Records, served: Mapping[int, Request]) -> tuple[Pieces, 
     index, first, last, cause = (column[inside] for column in (index, first, last, cause))
     index, first, last, cause = _divided(index, first, last, cause, served, records)
     goes_on = (spans.open[index] > 0) & (last == spans.end[index])
-    held = (cause < len(_PARTS)) & ~np.isin(cause, _ON_THE_WAY)  # by the engine: no block holds it up
+    held = (cause < len(_PARTS)) & ~np.isin(cause, _ON_THE_WAY)  # in the engine: no block delays the request
     waits = (spans.trajectory[index], first, last, cause, np.where(held | goes_on, -1, spans.loop[index]))
     columns = [np.concatenate(pair) for pair in zip(waits, _gaps(records), strict=True)]
     return _with_lag(records, causes, *columns), every.of(np.flatnonzero(~inside))
 
 
 def _causes(records: Records) -> tuple[list[str], Ints]:
-    """Return the names of all causes, and the number of the cause of each name of a span."""
+    """Return the names of all causes, and for each span name the index of its cause."""
     taken = set(_CAUSES) - {GENERATE}
     numbers = dict(_NUMBERS)
     named = (f"span {name}" if name in taken else name for name in records.names)
@@ -107,10 +108,10 @@ def _causes(records: Records) -> tuple[list[str], Ints]:
 
 
 def _innermost(records: Records) -> tuple[Ints, Ints, Ints]:
-    """Return when spans have no other one open inside them: numbers of the spans, begins and ends.
+    """Return the intervals in which a span has no open child: span numbers, begins, ends.
 
-    A span inside another that has ended is inside the one around that. A parent that comes later, or of
-    another trajectory or process, is none, so there are no circles.
+    If a span's parent has ended, the nearest open ancestor is its parent. Parents that begin later, or
+    belong to another trajectory or process, are ignored, so there are no cycles.
     """
     spans = records.spans
     owner = np.where(spans.trajectory >= 0, spans.trajectory, -1 - spans.process)
@@ -124,20 +125,20 @@ def _innermost(records: Records) -> tuple[Ints, Ints, Ints]:
 def _divided(
     index: Ints, first: Ints, last: Ints, cause: Ints, served: Mapping[int, Request], records: Records
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """Divide the pieces of ``generate`` spans by what their requests waited for.
+    """Divide the intervals of ``generate`` spans by the parts of their requests.
 
-    What is before a request was sent is on the way to the engine, what is after its end on the way back.
+    Time before the request's begin is ``to the engine``, time after its end ``from the engine``.
     """
     if not served:
         return index, first, last, cause
     begin, end = records.spans.begin, records.spans.end
-    edges: list[list[int]] = []  # from the span's begin to its end
-    labels: list[list[int]] = []  # of what lies between two edges
+    edges: list[list[int]] = []  # per request, from the span's begin to its end (unix ns)
+    labels: list[list[int]] = []  # per request, the cause between each two edges
     row_of = np.full(len(begin), -1, dtype=np.int64)
     for row, (number, request) in enumerate(served.items()):
         row_of[number] = row
         parts: list[tuple[str, int]] = [(name, until) for name, _, until in request.parts()]
-        if not parts or parts[0][0] != TO_THE_ENGINE:  # nothing is known of it before it was sent
+        if not parts or parts[0][0] != TO_THE_ENGINE:  # the request's arrival is not known
             parts.insert(0, (TO_THE_ENGINE, request.begin_ns))
         rest = len(_PARTS) - len(parts)
         edges.append([begin[number], *(until for _, until in parts), *[end[number]] * rest])
@@ -156,7 +157,7 @@ def _divided(
 
 
 def _gaps(records: Records) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Return when trajectories were in no span: trajectory, begin, end, cause, loop."""
+    """Return the intervals of trajectories without an open span: trajectory, begin, end, cause, loop."""
     spans = records.spans
     columns = [
         (one.begin_ns, one.end_ns, one.loop, one.whole_log, one.unseen_begin) for one in records.trajectories
@@ -173,7 +174,7 @@ def _gaps(records: Records) -> tuple[Ints, Ints, Ints, Ints, Ints]:
 def _with_lag(
     records: Records, causes: list[str], owner: Ints, begin: Ints, end: Ints, cause: Ints, loop: Ints
 ) -> Pieces:
-    """Take out the time for which trajectories stood still, as pieces with that cause."""
+    """Cut loop lag out of the intervals, and append it as intervals with the cause ``loop lag``."""
     number, low, high = _standing_still(owner, loop, begin, end, records.blocks)
     left, first, last = without(begin, end, number, low, high)
     rows = np.concatenate((left, number))
@@ -192,13 +193,13 @@ def _with_lag(
 def _standing_still(
     trajectory: Ints, loop: Ints, begin: Ints, end: Ints, blocks: Blocks
 ) -> tuple[Ints, Ints, Ints]:
-    """Return for which times whose spans stood still: numbers of the spans, begins and ends.
+    """Return the loop lag inside the intervals: indices of the intervals, begins, ends.
 
     Args:
-        trajectory: Trajectory of each span.
-        loop: Event loop of each span, or -1.
-        begin: Begin of each span (ns).
-        end: End of each span (ns).
+        trajectory: Trajectory of each interval.
+        loop: Event loop of each interval, or -1.
+        begin: Begin of each interval (unix ns).
+        end: End of each interval (unix ns).
         blocks: The blocks of all loops.
     """
     none = np.empty(0, dtype=np.int64)
@@ -222,7 +223,7 @@ def _standing_still(
 def _without_own(
     number: Ints, low: Ints, high: Ints, trajectory: Ints, blocks: Blocks
 ) -> tuple[Ints, Ints, Ints]:
-    """Take out of the times of each span the blocks of its own trajectory."""
+    """Subtract from each interval of lag the blocks by its own trajectory."""
     own = np.flatnonzero(blocks.trajectory >= 0)
     owners = max(len(number), int(trajectory.max(initial=0)) + 1)
     axes = Axes(owners, low, high, blocks.begin, blocks.end)
@@ -232,7 +233,7 @@ def _without_own(
     reach = np.maximum.accumulate(of[:, 1]) if len(of) else of[:, 1]
     first = np.searchsorted(reach, asked[:, 0], side="right")
     last = np.searchsorted(of[:, 0], asked[:, 1], side="left")
-    if np.maximum(last - first, 0).sum() > _MOST_PAIRS:  # of no loop that ran: its blocks do not overlap
+    if np.maximum(last - first, 0).sum() > _MOST_PAIRS:  # damaged log: blocks of a real loop do not overlap
         return number, low, high
     block, row = _ragged(first, last)
     _, own_begin, own_end = axes.take(of[block])
@@ -241,7 +242,7 @@ def _without_own(
 
 
 def _ragged(first: Ints, last: Ints) -> tuple[Ints, Ints]:
-    """Return the numbers from ``first`` up to ``last`` of each row, one after the other, and their rows."""
+    """Return the concatenated ``range(first, last)`` of all rows, and the row of each number."""
     counts = np.maximum(last - first, 0)
     rows = np.repeat(np.arange(len(counts)), counts)
     starts = np.cumsum(counts) - counts
@@ -249,12 +250,12 @@ def _ragged(first: Ints, last: Ints) -> tuple[Ints, Ints]:
 
 
 def _nested(owner: Ints, begin: Ints, end: Ints, parent: Ints, inside: Ints) -> tuple[Ints, Ints]:
-    """Return the open parent of each selected span, and the end of each span with its descendants."""
+    """Return the nearest open ancestor of each selected span, and each span's end including descendants."""
     begins, ends, reach = begin.tolist(), end.tolist(), end.tolist()
     up, owners = np.where(parent < np.arange(len(parent)), parent, -1).tolist(), owner.tolist()
     found = []
     for child in inside.tolist():
-        # An ended span stays ended for all that begin later, so the way past it is shortened for them.
+        # Spans come in order of begin, so an ended span stays ended: later spans skip it (path compression).
         around, way = up[child], []
         while around >= 0 and ends[around] <= begins[child]:
             way.append(around)

@@ -13,27 +13,27 @@ from verl_profiling.timeline.step import Source
 from verl_profiling.trajectory_log import NO_SPAN, Block, SpanRecord, TrajectoryLog, TrajectoryRecord
 
 UNKNOWN = "unknown"
-"""Name of what blocked an event loop where no sample saw it."""
+"""Name of a block for which there is no stack sample."""
 OTHERS = "(all others)"
-"""What is behind the rows that are shown."""
+"""Name of the row that adds up all rows not shown."""
 
 _LONGEST = 120
 _WITH_ERROR = ("failed", "cancelled")
 
 
 class Trajectory(NamedTuple):
-    """One trajectory, as far as it was recorded in the step.
+    """The part of one trajectory that was recorded in the step.
 
     Attributes:
-        said: Its record, in the time of its process.
-        begin_ns: Begin of what was recorded of it.
-        end_ns: End of what was recorded of it.
-        cut_begin: It began before it was recorded, or before the step.
-        cut_end: It ended after the step, or was still running when recording ended.
-        loop: Number of its event loop among those of all processes, or -1.
-        unseen_begin: It began before its process recorded, so that it may have been in a span by then.
-        whole_log: All spans of its process were kept, so that time without one is its own code.
-        failed_in: Name of the span that it failed in, if it did, has an error, and was in one.
+        said: Record of the trajectory, on the clock of its process.
+        begin_ns: Begin of the recorded part, on the controller's clock.
+        end_ns: End of the recorded part, on the controller's clock.
+        cut_begin: Whether the trajectory began before the recording or the step.
+        cut_end: Whether the trajectory ended after the step, or still ran when the recording ended.
+        loop: Number of the event loop, counted over all processes, or -1.
+        unseen_begin: Whether the trajectory began before the recording; a span of it may be unrecorded.
+        whole_log: Whether the process's log has all spans. If so, time outside any span is ``own code``.
+        failed_in: Span in which the trajectory failed; empty if in no span, ``None`` if it has no error.
     """
 
     said: TrajectoryRecord
@@ -48,16 +48,16 @@ class Trajectory(NamedTuple):
 
     @property
     def validate(self) -> bool:
-        """Whether it is of a validation rollout."""
+        """Whether the trajectory belongs to a validation rollout."""
         return self.said.facts.get("validate") is True
 
     @property
     def status(self) -> str:
-        """The status of the trajectory in the end."""
+        """Final status of the trajectory."""
         return short_name(self.said.status)
 
     def number(self, fact: str) -> int | None:
-        """Return a fact that is a whole number."""
+        """Return a fact of the trajectory if it is an integer, else ``None``."""
         value = self.said.facts.get(fact)
         if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53:
             return value
@@ -65,19 +65,19 @@ class Trajectory(NamedTuple):
 
 
 class SpanTable(NamedTuple):
-    """Spans as columns, in order of their begin for each process; times are clipped to the trajectory.
+    """Spans as columns, sorted by begin within each process; times are clipped to the trajectory.
 
     Attributes:
-        trajectory: Number of the trajectory, or -1 for spans of a process.
-        process: Number of the process.
-        name: Number of the name.
-        begin: Begin (ns).
-        end: End (ns).
-        parent: Number of the span around it, or -1.
+        trajectory: Number of the trajectory, or -1 for spans outside trajectories.
+        process: Index in :attr:`Records.processes`.
+        name: Index in :attr:`Records.names`.
+        begin: Begin (unix ns).
+        end: End (unix ns).
+        parent: Number of the enclosing span, or -1.
         loop: Number of the event loop, or -1.
-        failed: 1 where an exception left it.
-        open: 1 where it went on after the end that it has here.
-        requests: The engine's id of the request, of the spans that have one.
+        failed: 1 if an exception left the span.
+        open: 1 if the span went on after ``end``: it was still open in the log, or ``end`` is clipped.
+        requests: The engine's request id, by the number of the span that made the request.
     """
 
     trajectory: Ints
@@ -93,15 +93,16 @@ class SpanTable(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Whiles in which one task did not let its event loop go on, as columns.
+    """Intervals in which one task blocked its event loop, as columns.
 
     Attributes:
         loop: Number of the event loop.
-        begin: Begin (ns).
-        end: End (ns).
-        trajectory: Number of the trajectory whose task it was, or -1.
-        what: Number, in ``named``, of what ran.
-        named: Lane, span (or else function, or ``unknown``), and the function that blocked for longest.
+        begin: Begin (unix ns).
+        end: End (unix ns).
+        trajectory: Number of the trajectory whose task blocked the loop, or -1.
+        what: Index in ``named`` of the blocking span.
+        named: (lane, span, function). Without a span, its place has the function, else ``unknown``. Of
+            several functions in one span, it is the one that blocked longest.
     """
 
     loop: Ints
@@ -113,14 +114,14 @@ class Blocks(NamedTuple):
 
 
 class Records(NamedTuple):
-    """All that was recorded of trajectories in a step.
+    """The recorded trajectories of a step.
 
     Attributes:
         processes: Lane and role of each process.
         trajectories: The trajectories.
         names: Names of spans.
-        spans: Their spans, and those of processes.
-        blocks: When event loops were blocked.
+        spans: Spans of the trajectories, and spans outside trajectories.
+        blocks: Intervals in which event loops were blocked.
     """
 
     processes: list[tuple[str, str]]
@@ -131,12 +132,12 @@ class Records(NamedTuple):
 
 
 def read_records(logs: Iterable[tuple[Source, TrajectoryLog]], begin_ns: int, end_ns: int) -> Records:
-    """Return what is in logs from the begin of a step to its end.
+    """Return the trajectories, spans and blocks of a step.
 
     Args:
-        logs: The logs, in which no number repeats and every parent is there, each with its source.
-        begin_ns: Begin of the step.
-        end_ns: End of the step.
+        logs: One log per process with its source. Ids are unique in a log, and each parent is in it.
+        begin_ns: Begin of the step (unix ns, controller's clock).
+        end_ns: End of the step (unix ns, controller's clock).
     """
     found = _Gathered()
     for source, log in logs:
@@ -155,7 +156,7 @@ def read_records(logs: Iterable[tuple[Source, TrajectoryLog]], begin_ns: int, en
 
 
 class _Gathered:
-    """The columns while logs are read, one after the other."""
+    """Collects the columns of :class:`Records`, log by log."""
 
     def __init__(self) -> None:
         self.processes: list[tuple[str, str]] = []
@@ -168,7 +169,7 @@ class _Gathered:
         self._count = self._loops = 0
 
     def add(self, source: Source, log: TrajectoryLog, window: tuple[int, int]) -> None:
-        """Add what is in a window of a log."""
+        """Add the records of a log that overlap a window."""
         self._offset, self._window = source.offset_ns, window
         self._loop_of = {loop.id: self._loops + index for index, loop in enumerate(log.loops)}
         self._loops += len(log.loops)
@@ -196,11 +197,11 @@ class _Gathered:
     def _clipped(
         self, record: TrajectoryRecord | SpanRecord | Block, window: tuple[int, int]
     ) -> tuple[int, int]:
-        """Return what is in a window of the time of a record."""
+        """Return a record's begin and end on the controller's clock, clipped to a window."""
         return max(record.begin_ns - self._offset, window[0]), min(record.end_ns - self._offset, window[1])
 
     def _add_spans(self, log: TrajectoryLog, numbers: dict[int, int]) -> dict[int, int]:
-        """Add the spans of a log; return the number of the trajectory of each of those that are kept."""
+        """Add the spans of a log; return the trajectory number of each kept span, by span id."""
         rows: list[tuple[int, ...]] = []
         kept: dict[int, int] = {NO_SPAN: NO_SPAN}
         owners: dict[int, int] = {}
@@ -246,7 +247,7 @@ class _Gathered:
 
 
 def _failed_in(log: TrajectoryLog) -> dict[int, str]:
-    """Return the span that each failed trajectory was in: what raised last, else what was still open."""
+    """Return the span in which each trajectory failed: the last one that raised, else the last open one."""
     inner: dict[int, SpanRecord | None] = {
         one.id: None for one in log.trajectories if one.error and one.status in _WITH_ERROR
     }
@@ -258,5 +259,5 @@ def _failed_in(log: TrajectoryLog) -> dict[int, str]:
 
 
 def short_name(name: str) -> str:
-    """Return a name of at most 120 characters, so that no log makes a page of any size."""
+    """Return a name cut to 120 characters, which bounds the size of the report's page."""
     return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"

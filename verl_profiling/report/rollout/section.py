@@ -53,11 +53,11 @@ _MOST_CAUSES, _MOST_PARTS = 100, 20
 def rollout_of(
     step: Step, logs: Iterable[tuple[Source, TrajectoryLog]]
 ) -> tuple[Rollout, Explanation] | None:
-    """Return the section, and what says of any time what went on; ``None`` without a record.
+    """Return the section and the explanation of the step's time; ``None`` if no trajectory was recorded.
 
     Args:
         step: The step.
-        logs: The logs of its trajectories, each with its source.
+        logs: The trajectory logs of the step, each with its source.
     """
     if step.manifest is None:
         return None
@@ -123,7 +123,7 @@ def rollout_of(
 def _causes(
     pieces: Pieces, shares: NDArray[np.float64], validate: NDArray[np.bool_], kind: bool
 ) -> list[CauseRow]:
-    """Return what training or validation trajectories waited for; they add up to their time."""
+    """Return the time of training or validation trajectories by cause; causes add up to the total time."""
     rows = np.flatnonzero((validate[pieces.owner] == kind) & (shares > 0))
     took = np.bincount(pieces.cause[rows], weights=shares[rows], minlength=len(pieces.causes)) / 1e9
     pairs = np.unique(pieces.cause[rows] * len(validate) + pieces.owner[rows])
@@ -148,14 +148,14 @@ def _parts(seconds: dict[str, float]) -> list[PartRow]:
 
 
 def _polling(step: Step, ends: Ints) -> Polling | None:
-    """Return what it cost that the trainer polls in a rollout; ``None`` where it did not.
+    """Return the cost of the trainer's polling in the rollout; ``None`` if the trainer did not poll.
 
-    Of each part of the rollout, the time that it polls after the last trajectory that ended there is lost:
-    nothing that ended later is in its batch. Before that, it waits for trajectories and loses nothing.
+    In each interval of the rollout stage, polling after the last trajectory's end is lost time. Polling
+    before it is a wait for trajectories, which costs nothing.
 
     Args:
         step: The step.
-        ends: When trajectories of training ended.
+        ends: Ends of the training trajectories (unix ns).
     """
     rollout = step.during(ROLLOUT)
     pauses = [(span.begin_ns, span.end_ns) for span in step.stages if span.name == POLLING]
@@ -178,17 +178,17 @@ def _polling(step: Step, ends: Ints) -> Polling | None:
 
 
 class Explanation:
-    """Says of any time what went on.
+    """Attributes any time window to causes.
 
-    An instant is divided equally among all that trajectories wait for then. Where none runs, it belongs to
-    the spans of processes outside of trajectories; else to the controller's innermost stage inside the
-    rollout; else to the engines, if a request is on its way; else it is unexplained.
+    An instant is divided equally among the causes of all trajectories that run then. If none runs, it goes
+    to spans outside trajectories; else to the controller's innermost nested stage; else to requests that
+    run in an engine; else it is unexplained.
 
     Args:
-        trajectories: What trajectories waited for.
-        processes: What processes did outside of trajectories.
+        trajectories: Time of the trajectories by cause.
+        processes: Time of the processes outside trajectories by cause.
         stages: The controller's stages.
-        requests: When requests were on their way.
+        requests: Intervals in which an engine had a request.
     """
 
     def __init__(
@@ -209,10 +209,10 @@ class Explanation:
             taken = union(taken, left)
 
     def of(self, window: Spans) -> dict[str, float]:
-        """Return seconds by cause, the largest first and what is unexplained last; they add up to the window.
+        """Return seconds by cause, largest first and ``unexplained`` last; they add up to the window.
 
         Args:
-            window: The time; an instant in several of its spans counts as often.
+            window: Intervals of time; an instant in two intervals counts twice.
         """
         took = np.zeros(len(self._names))
         for cause, sharing in self._levels:
@@ -226,7 +226,7 @@ class Explanation:
 
 
 def few_causes(seconds: dict[str, float]) -> dict[str, float]:
-    """Return the causes with most time; the others are one, before what is unexplained."""
+    """Return the 20 largest causes, then ``(all others)``, then ``unexplained``."""
     named = [name for name in seconds if name != UNEXPLAINED]
     few = {name: seconds[name] for name in named[:_MOST_PARTS]}
     if rest := named[_MOST_PARTS:]:
