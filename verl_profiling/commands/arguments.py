@@ -1,4 +1,4 @@
-"""The arguments that several commands take, and what reads them."""
+"""Arguments shared by several commands, and their parsers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
 def local_path(text: str) -> Path:
-    """Return the path that an argument is.
+    """Parse an argument as a local path.
 
     Raises:
-        argparse.ArgumentTypeError: It is a URL.
+        argparse.ArgumentTypeError: The argument is a URL.
     """
     if is_url(text):
         raise argparse.ArgumentTypeError(
@@ -30,7 +30,7 @@ def local_path(text: str) -> Path:
 
 
 def add_paths(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that names what to work on, which may be several things."""
+    """Add the positional argument ``PATH``, one or several."""
     parser.add_argument(
         "paths",
         type=local_path,
@@ -42,7 +42,7 @@ def add_paths(parser: argparse.ArgumentParser) -> None:
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how much of a trace is read."""
+    """Add the options that limit how much of a trace is read."""
     group = parser.add_argument_group(
         "limits", "Reading a trace ends where it reaches one; what was read is kept, and the exit code is 1."
     )
@@ -62,7 +62,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def add_communication(parser: argparse.ArgumentParser) -> None:
-    """Add the option that says which kernels communicate, besides those that are known."""
+    """Add the option for further communication kernels."""
     parser.add_argument(
         "--communication",
         action="append",
@@ -73,15 +73,15 @@ def add_communication(parser: argparse.ArgumentParser) -> None:
 
 
 def limits_of(arguments: argparse.Namespace) -> Limits:
-    """Return the limits that were asked for."""
+    """Return the limits given on the command line."""
     return Limits(content_bytes=arguments.max_content, memory_bytes=arguments.max_memory)
 
 
 def size(text: str) -> int:
-    """Return the number of bytes that ``200M`` or ``1.5G`` is.
+    """Parse a size in bytes, e.g. ``200M`` or ``1.5G``.
 
     Raises:
-        ArgumentTypeError: It is not a size.
+        ArgumentTypeError: The text is not a size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B?", text.upper())
     size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
@@ -91,10 +91,10 @@ def size(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """Return a number of things, of which there is at least one.
+    """Parse an integer of at least 1.
 
     Raises:
-        ArgumentTypeError: It is none.
+        ArgumentTypeError: The text is not such an integer.
     """
     if not (text.isdecimal() and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
@@ -102,10 +102,10 @@ def count(text: str) -> int:
 
 
 def at_least_0(kind: str) -> Callable[[str], float]:
-    """Return what reads a finite number of at least 0.
+    """Return a parser of finite numbers of at least 0.
 
     Args:
-        kind: What it is, with an example.
+        kind: Description of the number for the error, e.g. ``a time in seconds such as 2``.
     """
 
     def read(text: str) -> float:

@@ -27,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check what is under each path."""
+    """Check the artifacts under each path."""
     runs = [open_run(path, limits_of(arguments)) for path in dict.fromkeys(arguments.paths)]
     results = [run.check() for run in runs]
     if arguments.json:

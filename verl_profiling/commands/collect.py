@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Collect what is finished."""
+    """Collect the finished reports."""
     path: Path = arguments.path
     if not path.is_dir():
         raise TraceFormatError(path, "no such folder")

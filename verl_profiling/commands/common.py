@@ -1,4 +1,4 @@
-"""How the commands work: steps one by one, with warnings and a progress bar."""
+"""Shared by the commands: processes steps one by one, with warnings and a progress bar."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from verl_profiling.visible import visible
 
 
 class StepByStep:
-    """The steps under a path, of which the damage of one costs that one, and is said.
+    """The steps under some paths; a damaged step is skipped with a warning.
 
     Args:
-        paths: What the user named.
-        limits: How much of each trace is read.
-        communication: Regular expressions of kernels that communicate, besides those that are known.
+        paths: The paths on the command line.
+        limits: Limits on reading each trace.
+        communication: Regular expressions of further communication kernels.
 
     Raises:
         TraceFormatError: There is nothing to analyse.
 
     Attributes:
-        steps: The captures that can be read, of one step each unless they are continuous.
-        exit_code: 0 while all is well.
+        steps: The readable captures; a continuous capture has several steps, any other one.
+        exit_code: 0, or 1 after a warning.
     """
 
     def __init__(self, paths: Sequence[Path], limits: Limits, communication: Sequence[str] = ()) -> None:
@@ -44,7 +44,7 @@ class StepByStep:
 
     @property
     def each(self) -> list[CapturedStep]:
-        """The steps one by one, those of a continuous capture too."""
+        """All steps, with continuous captures split into their steps."""
         return [step for capture in self.steps for step in capture.by_step()]
 
     @property
@@ -53,10 +53,10 @@ class StepByStep:
         return sum(len(step.inputs.sources) + len(step.inputs.logs) for step in self.steps)
 
     def output_for_one(self, output: Path | None) -> None:
-        """Check that there is one step where its result goes to one file or folder.
+        """Check that there is only one step if ``--output`` is given.
 
         Raises:
-            ConfigError: There are several.
+            ConfigError: There are several steps.
         """
         if output and len(self.steps) > 1:
             titles = ", ".join([*(step.inputs.title for step in self.steps[:3]), "..."][: len(self.steps)])
@@ -64,10 +64,10 @@ class StepByStep:
 
     @contextmanager
     def surviving(self) -> Iterator[None]:
-        """Let the work on one step fail, unless that fails with all of them.
+        """Turn a trace error of one step into a warning.
 
         Raises:
-            TraceFormatError: Nothing came of any step.
+            TraceFormatError: Every step has failed.
         """
         try:
             yield
@@ -79,19 +79,19 @@ class StepByStep:
             self.exit_code = EXIT_FINDING
 
     def problem(self, sentence: str) -> None:
-        """Say what is wrong with a step, and exit with 1."""
+        """Print a warning about a step, and set the exit code to 1."""
         warn(sentence)
         self.exit_code = EXIT_FINDING
 
 
 def warn(problem: str) -> None:
-    """Say on standard error what did not work."""
+    """Print a warning to standard error."""
     print(f"warning: {visible(problem)}", file=sys.stderr)
 
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[object], None]]:
-    """Show a progress bar on standard error when that is a terminal; yields what advances it."""
+    """Show a progress bar on standard error if it is a terminal; yield the function that advances it."""
     console = Console(stderr=True)
     count = TextColumn("{task.completed}/{task.total}")
     columns = (TextColumn(what), BarColumn(), count, TimeElapsedColumn())

@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verdict(diff: Diff, slower: list[Change], arguments: argparse.Namespace) -> str:
-    """Say what is slower, by how much, and what that rests on."""
+    """Return a sentence on the slower stages, the change of each, and the number of steps compared."""
     named = ", ".join(visible(f"{c.name} ({duration(c.change_s, signed=True)})") for c in slower) or "nothing"
     limit = f"more than {100 * arguments.fail_above:.3g}% and {duration(arguments.min_ms / 1000)}"
     return f"slower by {limit}: {named} ({diff.basis})"

@@ -1,4 +1,4 @@
-"""``verl-profiling doctor``: what this machine can record, and whether a configuration can run here."""
+"""``verl-profiling doctor``: lists the tools that work on this machine, and checks a configuration."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class Diagnosis(msgspec.Struct, frozen=True):
     """One line of the diagnosis.
 
     Attributes:
-        subject: What was looked at.
-        state: What was found.
-        problem: Whether it prevents a configuration from running, or a tool from working.
+        subject: The examined part, e.g. ``accelerators`` or ``tool nsys``.
+        state: The finding.
+        problem: Whether the finding keeps a configuration from running, or a tool from working.
     """
 
     subject: str
@@ -71,12 +71,12 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
 
 def examine_machine() -> list[Diagnosis]:
-    """Return what this machine has: packages, accelerators, tools, permissions."""
+    """Return a diagnosis for each part of this machine: packages, accelerators, tools, permissions."""
     return [*_system(), *_packages(), *_accelerators(), *_tools()]
 
 
 def examine_config(config: ProfilingConfig) -> list[Diagnosis]:
-    """Return what a configuration needs, and which of it is missing here."""
+    """Return a diagnosis for each tool of a configuration, and for the folder it writes to."""
     if not config.enable:
         return [Diagnosis("config", "is disabled: nothing is recorded")]
     diagnoses = []
@@ -103,10 +103,10 @@ def load_config(path: Path) -> ProfilingConfig:
     """Read a configuration: YAML or JSON, or the ``run.json`` of a run.
 
     The settings may be under a key ``profiling`` or ``config``. Hydra's ``defaults`` list is ignored;
-    the defaults are those of the package.
+    missing settings get the package's defaults.
 
     Raises:
-        ConfigError: It cannot be read, or the settings are wrong.
+        ConfigError: The file cannot be read, or the settings are wrong.
     """
     try:
         values: Any = _decode(path)
@@ -187,7 +187,7 @@ def _tools() -> Iterator[Diagnosis]:
 
 
 def _save_path(config: ProfilingConfig) -> Diagnosis:
-    """Say whether step folders can be made, and how much space is free."""
+    """Diagnose whether step folders can be created, and the free space."""
     folder = config.local_folder
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):

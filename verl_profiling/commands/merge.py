@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _merge(step: CapturedStep, arguments: argparse.Namespace, advance: Progress, work: StepByStep) -> str:
-    """Merge one step; return the line that says so."""
+    """Merge one step; return the line to print."""
     result = step.merge(
         arguments.output,
         stages=arguments.stage,

@@ -1,4 +1,4 @@
-"""``verl-profiling plan``: what a configuration would capture: steps, workers, stages, number of files."""
+"""``verl-profiling plan``: prints the steps, workers, stages and files that a configuration would capture."""
 
 from __future__ import annotations
 
@@ -108,13 +108,13 @@ class PlannedRole(msgspec.Struct, frozen=True, kw_only=True):
     """The planned recording of one role.
 
     Attributes:
-        role: The role; empty for all roles that the settings do not name.
+        role: The role; empty for all roles without settings of their own.
         captured: Whether it is captured at all.
         mode: ``e2e`` or ``discrete``.
-        workers: Workers that are captured, in words.
-        stages: Stages that are recorded in discrete mode, in words.
-        files: Files that each tool writes, in words.
-        most_files: Largest number of files per capture, if the settings name ranks and stages.
+        workers: The captured workers, as text.
+        stages: The captured stages in discrete mode, as text.
+        files: The files of each tool, as text.
+        most_files: Largest number of files per capture; ``None`` without a list of ranks or stages.
     """
 
     role: str
@@ -127,20 +127,21 @@ class PlannedRole(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The captures that a configuration leads to.
+    """The planned captures of a configuration.
 
     Attributes:
-        captures_something: Whether a step and a role would be captured, as far as is known.
-        settings: All settings, as they were understood.
-        changed: Dotted keys of the settings that differ from the defaults, with their values.
-        schedule: The chosen steps, in words.
-        captures: The captures: all, or the first ones if the length of the run is not known.
+        captures_something: Whether any role and step would be captured. An empty list of steps counts,
+            because captures can be requested.
+        settings: All settings, parsed.
+        changed: Settings that differ from the defaults: value by dotted key.
+        schedule: The selected steps, as text.
+        captures: All captures, or the first ones if the length of the run is not known.
         more_captures: Whether further captures follow.
-        warm_ups: Steps up to there that run the tools and discard the recording.
-        never: Listed steps that are outside of the run.
-        kept: Captures that stay, in words; empty if all do.
-        cautions: What is allowed, and likely to hurt the run.
-        roles: One entry for each role that the settings name, and one for all others.
+        warm_ups: Warm-up steps up to the last of ``captures``; their recordings are discarded.
+        never: Listed steps after the end of the run.
+        kept: The captures kept on disk, as text; empty for all.
+        cautions: Sentences on settings that are valid, but may hurt the run or have no effect.
+        roles: One entry for each role with settings of its own, and one for all others.
     """
 
     captures_something: bool
@@ -157,11 +158,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_of(config: ProfilingConfig, steps: int | None = None) -> Plan:
-    """Return what a configuration would capture.
+    """Return the plan of a configuration.
 
     Args:
         config: The settings.
-        steps: Number of the loop's last step, if it is known.
+        steps: Number of the loop's last step, if known.
     """
     schedule = config.schedule
     captures, warm_ups, more = _captures(schedule, schedule.last_step(steps))
@@ -183,7 +184,7 @@ def plan_of(config: ProfilingConfig, steps: int | None = None) -> Plan:
 
 
 def _captures(schedule: Schedule, last: int | None) -> tuple[list[PlannedCapture], list[int], bool]:
-    """Return the captures, the warm-up steps among them, and whether there are more captures."""
+    """Return the captures, the warm-up steps up to the last of them, and whether more captures follow."""
     captures: list[PlannedCapture] = []
     warm_ups: list[int] = []
     most = _MOST_CAPTURES if last is None else _FAR
@@ -254,7 +255,7 @@ def _files(tool: Tool, settings: RoleConfig) -> str:
 
 
 def _numbers(numbers: frozenset[int]) -> str:
-    """Return numbers as ``0, 8-15``."""
+    """Return numbers as text with ranges, e.g. ``0, 8-15``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1 and number > 0:

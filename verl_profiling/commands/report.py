@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Report on every step under the path, and on runs of which none was captured."""
+    """Report on every captured step under the paths, and on runs without a captured step."""
     runs = {path: the_run(path) for path in arguments.paths if path.exists()}
     uncaptured = [run for run in runs.values() if is_uncaptured(run)]
     paths = [path for path in arguments.paths if runs.get(path) not in uncaptured]
@@ -69,10 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _of_uncaptured(runs: Sequence[Path], arguments: argparse.Namespace, *, alone: bool) -> list[Path]:
-    """Show what the watch has logged of runs without a captured step; return the pages that were written.
+    """Show the watch log of runs without a captured step; return the written pages.
 
     Raises:
-        ConfigError: Something else is to be written, which there is of captured steps only.
+        ConfigError: ``--csv`` or ``--tensorboard`` is given, which need a captured step.
     """
     for option in ("csv", "tensorboard"):
         if alone and getattr(arguments, option):
@@ -93,7 +93,7 @@ def _of_uncaptured(runs: Sequence[Path], arguments: argparse.Namespace, *, alone
 
 
 def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: list[Path]) -> int:
-    """Report on the captured steps; add to what was written, and return the exit code."""
+    """Report on the captured steps; append the written files to ``written``, and return the exit code."""
     work = StepByStep(paths, limits_of(arguments), arguments.communication)
     reports: list[tuple[CapturedStep, Report]] = []
     with progress("reading", sum(len(step.inputs.sources) for step in work.each)) as advance:
@@ -138,7 +138,7 @@ def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: lis
 
 
 def _watched(run: Path) -> list[LoggedStep]:
-    """Return what the watch of a run has logged; a log that cannot be read is said."""
+    """Return the steps in the watch log of a run; warn if the log cannot be read."""
     history, log = WatchHistory(), WatchLogReader(run)
     try:
         history.add(log.read())

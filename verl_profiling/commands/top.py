@@ -62,7 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the run until the user has seen enough."""
+    """Show the run until the user quits or the run ends."""
     run_dir = _the_one(arguments.run_dir, arguments.run_id)
     if not run_dir.is_dir():
         raise TraceFormatError(run_dir, "no such folder of a run")
@@ -82,10 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _the_one(path: Path, run_id: str | None) -> Path:
-    """Return the folder of the run that is meant: the only one there, or the only one that has not ended.
+    """Return the folder of the only run at a path, or of the only one that has not ended.
 
     Raises:
-        TraceFormatError: There is none of that id, or several may be meant, which are listed.
+        TraceFormatError: No run has the given id, or several runs are candidates, which are printed.
     """
     found = {run: _info(run) for run in runs_at(path)}
     if run_id is not None:
@@ -104,7 +104,7 @@ def _the_one(path: Path, run_id: str | None) -> Path:
 
 
 def _info(run: Path) -> RunInfo | None:
-    """Return ``run.json`` of a run; ``None`` where it cannot be read."""
+    """Return ``run.json`` of a run; ``None`` if it cannot be read."""
     try:
         return read_run(run)
     except TraceFormatError:
@@ -112,13 +112,13 @@ def _info(run: Path) -> RunInfo | None:
 
 
 class View:
-    """Follows a run.
+    """A live view of a run.
 
     Raises:
-        TraceFormatError: It has no log of its watch, and will not have one.
+        TraceFormatError: The run has no watch log, and its watch is off.
 
     Attributes:
-        pulse: Whether the run lived when it was looked at last.
+        pulse: State of the run at the last frame: running, ended, or gone.
     """
 
     pulse: Pulse
@@ -133,7 +133,7 @@ class View:
             )
 
     def frame(self, footer: str = "") -> RenderableType:
-        """Return what there is to show now."""
+        """Read the new steps of the watch log, and return the frame to show."""
         self._history.add(self._log.read())
         self.pulse = _pulse(self._run)
         captures = captures_so_far(self._run, _CAPTURES)
@@ -152,10 +152,10 @@ def _pulse(run: Path) -> Pulse:
 
 
 def _heard(run_dir: Path) -> str:
-    """Return when the run last logged a step."""
+    """Return the time since the run last logged a step, as text."""
     written = []
     for log in (WATCH_LOG, OLDER_WATCH_LOG):
-        with suppress(OSError):  # not there, or just renamed: the log was begun anew
+        with suppress(OSError):  # the log does not exist, or was just rotated
             written.append((run_dir / log).stat().st_mtime)
     if not written:
         return "nothing heard of it yet"
@@ -171,9 +171,9 @@ def _is_watched(run_dir: Path) -> bool:
 
 @contextmanager
 def _inputs() -> Iterator[list[int]]:
-    """Yield what says that the user quits: the terminal, if there is one; its keys are read one by one.
+    """Yield the file descriptors to watch for ``q``: a pipe for signals, and the terminal if there is one.
 
-    A signal that ends the process, or says that its terminal was closed, counts as ``q``.
+    SIGINT, SIGTERM and SIGHUP (terminal closed) write a ``q`` to the pipe.
     """
     signalled, signals = os.pipe()
     before = {number: signal.signal(number, lambda *_: os.write(signals, b"q")) for number in _SIGNALS}
@@ -193,6 +193,6 @@ def _inputs() -> Iterator[list[int]]:
 
 
 def _quits(inputs: list[int], seconds: float) -> bool:
-    """Wait; return whether a key says that the user quits, or the terminal is gone."""
+    """Wait for input, at most ``seconds``; return whether ``q`` was read or the terminal is closed."""
     pressed = [os.read(source, 64) for source in select.select(inputs, [], [], seconds)[0]]
     return any(not key or b"q" in key.lower() for key in pressed)

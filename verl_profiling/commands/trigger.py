@@ -1,6 +1,6 @@
-"""``verl-profiling trigger``: asks a running job for captures, and follows what becomes of them.
+"""``verl-profiling trigger``: sends capture requests to a running job, and follows their state.
 
-The job is asked in its run's folder, or behind a URL.
+A request is a file in the run's folder, which may be a URL.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask, and follow what becomes of it."""
+    """Send a capture request, and print its state until it is done or the time is up."""
     job = find_job(arguments.run, arguments.run_id)
     if arguments.steps > MOST_STEPS:
         raise ConfigError("--steps", f"asks for {arguments.steps} steps; at most {MOST_STEPS} at a time")
@@ -112,7 +112,7 @@ def _as_json(answer: Answer) -> dict[str, object]:
 
 
 def _in_words(answer: Answer, demand: Demand, place: str) -> list[str]:
-    """Return an answer as a line, and a line for each worker that has nothing."""
+    """Return an answer as lines: its state, then one line per worker with a reason."""
     if answer.state == "refused":
         return [f"refused: {answer.reason}"]
     folders = _folders(place, answer.folders)
@@ -171,15 +171,15 @@ def _step(text: str) -> int:
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a request so far.
+    """The state of a capture request.
 
     Attributes:
         state: ``accepted``, then ``done``; or ``refused``.
-        reason: Why it was refused.
-        folders: The step folders of its captures, in order.
+        reason: Reason of a refusal.
+        folders: The step folders of the request's captures, in order.
         complete: Whether all steps were recorded to their end.
-        policy_versions: Versions of the weights in these steps, where the loop reports them.
-        workers: The results of the workers that took part in the last capture.
+        policy_versions: Policy versions of the captured steps, if the loop reports them.
+        workers: Results of the workers in the last capture.
     """
 
     state: str
@@ -192,11 +192,11 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Job:
-    """A run that can be asked.
+    """A run that takes capture requests.
 
     Attributes:
-        folder: Its folder, or what is behind its URL.
-        info: Its ``run.json``.
+        folder: The run's folder, local or at a URL.
+        info: The run's ``run.json``.
     """
 
     folder: LocalFolder | RemoteFolder
@@ -205,7 +205,7 @@ class Job:
 
     @property
     def gone(self) -> str:
-        """Why nobody would answer; empty while the job runs, as far as can be seen from here."""
+        """Why the job can take no request; empty while it runs, or if its process is on another host."""
         info = _run_in(self.folder) or self.info
         if info.end_ns is not None:
             last = f" after step {info.last_step}" if info.last_step is not None else ""
@@ -215,7 +215,7 @@ class Job:
         return ""
 
     def in_words(self) -> str:
-        """Return what is known of the job now."""
+        """Return a sentence on whether the job runs, and on the age of its last logged step."""
         process = self.info.process
         text = f"the job runs ({process})"
         if process.alive() is None:
@@ -226,10 +226,10 @@ class Job:
         return text
 
     def ask(self, selection: CaptureSelection, steps: int, at: int | None) -> Demand:
-        """Leave a request; return it.
+        """Write a capture request into the run's folder; return the request.
 
         Raises:
-            OSError: The folder cannot be written; behind a URL it may be another error.
+            OSError: The folder cannot be written (for a URL, other errors are possible).
         """
         self._request_of.update(dict.fromkeys(self._steps() - self._request_of.keys(), ""))
         by = f"{_user()}@{socket.gethostname()}"[:200]
@@ -240,7 +240,7 @@ class Job:
         return demand
 
     def answer(self, demand: Demand) -> Answer | None:
-        """Return what became of a request so far; ``None`` while the job has not taken it."""
+        """Return the state of a request; ``None`` until the job has taken it."""
         names, state, reason = self._requests.names(), "accepted", ""
         steps = sorted(self._steps())
         captures = {name: capture for name in steps if (capture := self._capture(name, demand.id))}
@@ -262,16 +262,16 @@ class Job:
         )
 
     def follow(self, demand: Demand, seconds: float) -> Iterator[Answer]:
-        """Yield the answers to a request as they come, until the last one, or until the time is up.
+        """Yield each new state of a request, until it is done or refused, or ``seconds`` have passed.
 
         Raises:
-            ProfilingError: The job is gone.
+            ProfilingError: The job has ended before the request was done.
         """
         deadline = time.monotonic() + seconds
         seen: Answer | None = None
         pause_s, most_s = 0.01, _PAUSE_S if isinstance(self.folder, LocalFolder) else _SLOW_PAUSE_S
         while True:
-            gone = self.gone if pause_s == most_s else ""  # before the answer, which may be the last word
+            gone = self.gone if pause_s == most_s else ""  # checked first: a job may answer and then end
             answer = self.answer(demand)
             if answer is not None and answer != seen:
                 yield (seen := answer)
@@ -292,7 +292,7 @@ class Job:
         return {name for name in self.folder.names() if name.startswith("step_")}
 
     def _capture(self, name: str, request: str) -> Manifest | None:
-        """Return the manifest of a step folder, if its capture was made for a request."""
+        """Return the manifest of a step folder if its capture belongs to the given request, else ``None``."""
         if self._request_of.get(name, request) != request:
             return None
         try:
@@ -300,21 +300,21 @@ class Job:
                 manifest = read_manifest(self.folder.path / name)
             else:
                 manifest = msgspec.json.decode(self.folder.child(name).read(MANIFEST_NAME), type=Manifest)
-        except (*_UNREADABLE, TraceFormatError, OSError):  # it has just been made
+        except (*_UNREADABLE, TraceFormatError, OSError):  # a new folder may have no manifest yet
             return None
         self._request_of[name] = manifest.trigger.request
         return manifest if manifest.trigger.request == request else None
 
 
 def find_job(place: str | Path, run_id: str | None = None) -> Job:
-    """Return the job that runs in a folder, or behind a URL.
+    """Return the job that runs in a folder, or at a URL.
 
     Args:
-        place: Its run's folder, or its ``save_path``.
-        run_id: The run, where several are there.
+        place: Folder or URL of the run, or its ``save_path``.
+        run_id: Id of the run, if several share the folder.
 
     Raises:
-        TraceFormatError: No job can be asked there, or several can.
+        TraceFormatError: No job, or more than one, takes requests there.
     """
     root = folder_at(str(place).rstrip("/"))
     if isinstance(root, LocalFolder) and not root.path.is_dir():
@@ -340,7 +340,7 @@ def find_job(place: str | Path, run_id: str | None = None) -> Job:
 
 
 def _run_in(folder: LocalFolder | RemoteFolder) -> RunInfo | None:
-    """Return the file of a run; ``None`` where there is none that can be read."""
+    """Return ``run.json`` of a folder; ``None`` if it is missing or unreadable."""
     try:
         return msgspec.json.decode(folder.read(RUN_NAME), type=RunInfo)
     except (*_UNREADABLE, OSError):

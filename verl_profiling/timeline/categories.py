@@ -1,7 +1,7 @@
-"""The categories of events: one table for all accelerators, which the documentation prints.
+"""The categories of trace events: one table for all accelerators, which the documentation prints.
 
-A category that is not in the table is unknown: where its events are on a device, they are shown as
-unrecognised work of it (see :mod:`~verl_profiling.report.kinds`).
+A category that is not in the table is unknown. Device events of unknown category are shown as
+unrecognised work of the device (see :mod:`~verl_profiling.report.kinds`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _NPU = "https://github.com/Ascend/pytorch/tree/master/torch_npu/profiler/analysi
 
 
 class Category(NamedTuple):
-    """The kind of the events of these categories.
+    """The meaning of one or several categories.
 
     Attributes:
         names: The categories; ``*`` stands for the name of any vendor.
-        of: Whose they are.
-        meaning: What their events are.
-        source: Where this is said.
+        of: Accelerators, or versions of torch, whose traces have the categories.
+        meaning: Kind of the events.
+        source: URL of the definition.
     """
 
     names: tuple[str, ...]
@@ -81,16 +81,16 @@ CATEGORIES = (
     Category(("external_correlation", "ProfilerStep", "Module", "Memory"), "torch", "no work", _OLD),
     Category(("enqueue", "dequeue"), "Ascend NPU", "no work", _NPU),
 )
-"""All categories that are known."""
+"""All known categories."""
 
 _MEANINGS = {name: category.meaning for category in CATEGORIES for name in category.names}
-_NOT_OF_A_PROCESS = ("Trace", "overhead")  # kineto's own marks
+_NOT_OF_A_PROCESS = ("Trace", "overhead")  # categories of kineto's own marks
 _LAUNCHES = ("ac2g", "async")  # arrows from a call on the host to its kernel
 
 
 @lru_cache(maxsize=1024)
 def meaning_of(category: str) -> Meaning | None:
-    """Return what events of a category are; ``None`` if it is unknown."""
+    """Return the kind of a category's events; ``None`` if the category is unknown."""
     of_any = (
         meaning for name, meaning in _MEANINGS.items() if name[0] == "*" and category.endswith(name[1:])
     )
@@ -98,13 +98,13 @@ def meaning_of(category: str) -> Meaning | None:
 
 
 def is_on_device(event: Event) -> bool:
-    """Return whether an event is on a lane of a device: one of its own, or the end of a launch."""
+    """Return whether an event is on a device's lane: a device event, or the head of a launch arrow."""
     if event.ph == "f" and event.cat in _LAUNCHES:
         return True
     return meaning_of(event.cat) in ("kernel", "copy", "on device, no work")
 
 
 def is_host(event: Event) -> bool:
-    """Return whether an event is of a process that runs code on the host."""
+    """Return whether an event is from a process that runs code on the host."""
     on_host = meaning_of(event.cat) in ("host", "collective on the host", "no work")
     return on_host and event.cat not in _NOT_OF_A_PROCESS

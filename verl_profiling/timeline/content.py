@@ -1,7 +1,7 @@
 """Reads the bytes of a trace file in bounded blocks, compressed or not.
 
-A small file can unpack to any number of bytes, so :class:`Limits` bounds what is read. Where a limit is
-reached, reading ends there, what was read is kept, and a sentence says so.
+A small compressed file can unpack to any number of bytes, so :class:`Limits` bounds the content. Reading
+stops at a limit; the content up to there is kept, and a warning is added.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.units import byte_size
 
 BLOCK_BYTES = 1 << 18
-"""What is worked on at a time stays in a processor's own cache."""
+"""Size of a block, small enough for a core's L2 cache."""
 
 _READ_BYTES = 1 << 16
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -35,19 +35,19 @@ _CGROUPS = (  # folder, limit, usage; version 2 and version 1
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of one trace is read. The commands have an option for each.
+    """Limits on reading one trace. The commands have an option for each limit.
 
     Attributes:
-        content_bytes: Bytes of the content, uncompressed.
-        memory_bytes: Memory of the reading process; by default three quarters of what it could get when
-            it began.
+        content_bytes: Bytes of content, uncompressed.
+        memory_bytes: Memory of the reading process (bytes). The default is three quarters of the memory
+            that is available at the first check, and at least 1 GiB.
     """
 
     content_bytes: int = 64 << 30
     memory_bytes: int | None = None
 
     def reached(self, events: int) -> str:
-        """Return why a process that read so many events stops, or ``""``."""
+        """Return a sentence if this process is over its memory limit, else ``""``."""
         allowed = _allowed_bytes() if self.memory_bytes is None else self.memory_bytes
         if (used := _resident_bytes()) <= allowed:
             return ""
@@ -63,7 +63,7 @@ def _allowed_bytes() -> int:
 
 
 def memory_available() -> int:
-    """Return how many bytes of memory this process can have, those that it has included."""
+    """Return the bytes of memory this process can use in all: its present use plus the free memory."""
     free = [_counted(_MEMINFO).get("MemAvailable:", sys.maxsize >> 10) << 10]
     for folder, limit, usage in _CGROUPS:
         bound, used = _text(folder / limit).strip(), _text(folder / usage).strip()
@@ -75,7 +75,7 @@ def memory_available() -> int:
 
 
 def _resident_bytes() -> int:
-    """Return the memory of this process; 0 where the system has no /proc, so there is no limit either."""
+    """Return the memory of this process (bytes); 0 without /proc, which switches the limit off."""
     try:
         with _STATM.open("rb", buffering=0) as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -84,7 +84,7 @@ def _resident_bytes() -> int:
 
 
 def _counted(path: Path) -> dict[str, int]:
-    """Return the first number of each line by its first word."""
+    """Return the number in the second column of each line, by the word in the first."""
     lines = (line.split() for line in _text(path).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
 
@@ -97,15 +97,15 @@ def _text(path: Path) -> str:
 
 
 class Blocks:
-    """The content of one file as blocks of at most ``BLOCK_BYTES``; the first is small.
+    """The uncompressed content of one file, in blocks of at most ``BLOCK_BYTES``; the first block is small.
 
     A gzip file may have several members (RFC 1952, section 2.2). Iterating over a damaged file does
-    not raise: it ends early, and :attr:`damage` says why.
+    not raise: it ends early, and :attr:`damage` has the reason.
 
     Attributes:
         path: The file.
-        position: Bytes of uncompressed content handed out so far.
-        damage: Why the content ended early, or ``""``.
+        position: Bytes of uncompressed content yielded so far.
+        damage: Reason why the content ended early, or ``""``.
     """
 
     def __init__(self, path: Path, limits: Limits) -> None:

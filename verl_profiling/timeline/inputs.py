@@ -33,7 +33,7 @@ _STEP_FOLDER = re.compile(r"step_(\d+)(?:\.(\d+))?")
 
 
 def find_steps(path: Path) -> list[StepInputs]:
-    """Return the steps under ``path`` that can be read: a step folder, a run folder, or plain traces.
+    """Return the readable steps under ``path``: a step folder, a run folder, or plain traces.
 
     Raises:
         TraceFormatError: There is nothing to analyse, no manifest can be read, or there are several runs.
@@ -42,9 +42,9 @@ def find_steps(path: Path) -> list[StepInputs]:
 
 
 def steps_of(paths: Sequence[Path]) -> FoundSteps:
-    """Return the steps of runs in their own folders, whatever other runs are in folders below.
+    """Return the steps of each path; a run folder yields its own steps, not those of runs in subfolders.
 
-    Plain traces of all paths together are grouped into steps.
+    Plain traces of all paths are grouped into steps together.
 
     Raises:
         TraceFormatError: As for :func:`find_steps`.
@@ -69,7 +69,7 @@ def steps_of(paths: Sequence[Path]) -> FoundSteps:
 
 
 def absent(path: Path) -> TraceFormatError:
-    """Return the error for a path that is not there; it names the folder of a capture that has the step."""
+    """Return the error for a missing path; for a missing step folder, it names the capture with that step."""
     if (match := _STEP_FOLDER.fullmatch(path.name)) and path.parent.is_dir():
         for folder in step_folders(path.parent):
             with suppress(TraceFormatError):
@@ -80,7 +80,7 @@ def absent(path: Path) -> TraceFormatError:
 
 
 def _captured_steps(path: Path) -> FoundSteps | None:
-    """Return the steps with a manifest; ``None`` where there is none."""
+    """Return the captured steps at a path; ``None`` if there is no step folder (plain traces)."""
     if is_step(path):
         return FoundSteps([_from_manifest(path)])
     folders = step_folders(path) if path.is_dir() else []
@@ -97,7 +97,7 @@ def _captured_steps(path: Path) -> FoundSteps | None:
 
 
 def is_step(folder: Path) -> bool:
-    """Return whether a folder is one step's, from its manifest or, where that is lost, from its place."""
+    """Return whether a folder is a step folder: it has a manifest, or is a ``step_<n>`` of a run folder."""
     if (folder / MANIFEST_NAME).exists():
         return True
     of_a_run = bool(_STEP_FOLDER.fullmatch(folder.name)) and (folder.parent / RUN_NAME).exists()
@@ -105,7 +105,7 @@ def is_step(folder: Path) -> bool:
 
 
 def unfinished(manifest: Manifest) -> str:
-    """Return a sentence on a capture that has begun and was never written; empty for any other."""
+    """Return a sentence on a capture that began and has not ended; empty for a complete capture."""
     if manifest.state != "begun":
         return ""
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.begin_ns / 1e9))
@@ -118,9 +118,9 @@ def unfinished(manifest: Manifest) -> str:
 
 
 def the_run(path: Path) -> Path:
-    """Return the folder of the one run that a path names or holds; other paths are returned as they are.
+    """Return the folder of the only run at or below a path; a path without a run is returned unchanged.
 
-    ``run.json`` names the run in whose folder it is, without those in folders below.
+    The path of a ``run.json`` stands for the run in its folder alone, without runs in subfolders.
 
     Raises:
         TraceFormatError: The path holds several runs.
@@ -133,7 +133,7 @@ def the_run(path: Path) -> Path:
 
 
 def runs_at(path: Path) -> list[Path]:
-    """Return the folders of the runs that a path names or holds; the path itself if there is none."""
+    """Return the folders of the runs at or below a path; the path itself if there is no run."""
     if path.name == RUN_NAME and path.is_file():
         return [path.parent]
     if not path.is_dir() or is_step(path):
@@ -145,7 +145,7 @@ def runs_at(path: Path) -> list[Path]:
 
 
 def _runs_below(path: Path) -> Iterator[Path]:
-    """Yield the folders of runs up to two levels down; a run that goes on may remove some meanwhile."""
+    """Yield the run folders one or two levels below a path; folders may vanish while a job runs."""
     for inside, folders, names in os.walk(path):
         depth = len(Path(inside).relative_to(path).parts)
         if depth and RUN_NAME in names:
@@ -159,7 +159,7 @@ def _name(run: Path) -> Path:
 
 
 def described(run: Path) -> str:
-    """Return how many captured steps a run has, its id and when it was started, and whether it goes on."""
+    """Return a run's number of captured steps, its id, its start, and whether it is running."""
     steps = len(step_folders(run))
     count = f"{steps} step{'s' if steps != 1 else ''}" if steps else "no captured step"
     try:
@@ -174,7 +174,7 @@ def described(run: Path) -> str:
 
 
 def _refuse_mixture(path: Path, steps: list[StepInputs]) -> None:
-    """Refuse step folders of several runs that lie side by side, e.g. copied there."""
+    """Refuse step folders of several runs in one folder, e.g. copies."""
     runs: dict[str, list[str]] = {}
     for step in steps:
         if step.manifest is not None:
@@ -194,12 +194,12 @@ def step_folders(run: Path) -> list[Path]:
 
 
 def resolve_artifact(directory: Path, artifact: Artifact) -> Path | None:
-    """Return the file that holds an artifact's bytes, or ``None``.
+    """Return the path of an artifact, or ``None`` if it is missing.
 
-    While the artifact is being compressed, that is the raw file beside it.
+    While the artifact is being compressed, the path is the uncompressed file's.
 
     Raises:
-        TraceFormatError: It is not a file or a folder inside of the step folder.
+        TraceFormatError: The artifact's path leads out of the step folder.
     """
     path = named_file(directory, artifact.path)
     if path.exists():
@@ -209,7 +209,7 @@ def resolve_artifact(directory: Path, artifact: Artifact) -> Path | None:
 
 
 def why_absent(artifact: Artifact) -> str:
-    """Return why the bytes of an artifact are not in the step folder, and where they are, if known."""
+    """Return why an artifact is not in the step folder, and its location, if known."""
     elsewhere = f"it is at {artifact.where}" if artifact.where else ""
     return "; ".join(filter(None, (artifact.reason, elsewhere)))
 
@@ -248,13 +248,13 @@ def _from_manifest(directory: Path) -> StepInputs:
 
 
 def _on_loop_clock(manifest: Manifest) -> Manifest:
-    """Return a manifest in which the times of all workers are on the clock of the loop."""
+    """Return the manifest with the times of all workers on the controller's clock."""
     workers = [_shifted(worker, manifest.offset_ns(worker.identity)) for worker in manifest.workers]
     return msgspec.structs.replace(manifest, workers=workers)
 
 
 def _shifted(worker: CaptureResult, offset_ns: int) -> CaptureResult:
-    """Return a worker with an offset subtracted from its times, but for those that are not known (0)."""
+    """Return a worker with an offset subtracted from its times; unknown times stay 0."""
     if not offset_ns:
         return worker
 
@@ -286,7 +286,7 @@ def _source(manifest: Manifest, worker: CaptureResult, artifact: Artifact, path:
 
 
 def _files_in(path: Path) -> Iterator[Path]:
-    """Yield the log or the Chrome traces of an artifact: itself, or what torch_npu put into its folder."""
+    """Yield the trace or log of an artifact; if it is a folder (torch_npu), each Chrome trace in it."""
     if path.is_dir():
         for found in sorted(path.rglob("trace_view.json")):
             yield named_file(path, str(found.relative_to(path)))

@@ -1,7 +1,7 @@
 """Lanes drawn from the manifest: stages and calls of the loop, workers' stages, engines' requests, arrows.
 
-Hundreds of requests may overlap, so they form a separate process below the engine's. Arrows lead to them
-from the spans of trajectories that wait for them.
+Hundreds of requests may overlap, so the requests of an engine form a process of their own. Arrows lead from
+the ``generate`` spans of trajectories to their requests.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _ARROW = "causes"
 _FIRST_RPC_TID = 1000
 _STEPS_TID = 999_998
 _MOST_ROWS = 64
-_APART_NS = 1_000  # Perfetto may cut off a nanosecond of a time
+_APART_NS = 1_000  # more than Perfetto's rounding of times (1 ns)
 
 
 def controller_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int) -> list[Event]:
-    """Return the stages and calls of the loop, the workers' stages and tools, and arrows between stages.
+    """Return the loop's stages and calls, the workers' stages and tools, and arrows between stages.
 
     Args:
         manifest: The capture.
@@ -84,7 +84,7 @@ def _stages(spans: Iterable[StageSpan], draw: Callable[..., Event]) -> list[Even
 
 
 def _spread(spans: list[Event]) -> list[Event]:
-    """Put stages that overlap without nesting on separate threads, and name these.
+    """Put stages that overlap without nesting on separate threads; return the threads' names.
 
     Perfetto nests the slices of a thread, but the stages of an asynchronous loop may overlap.
     """
@@ -104,7 +104,7 @@ def _spread(spans: list[Event]) -> list[Event]:
 
 
 def _nests(span: Event, opened: list[Event]) -> bool:
-    """Close the stages that ended before ``span`` began; return whether it ends inside the others."""
+    """Drop the stages that ended before ``span`` began; return whether ``span`` fits inside the rest."""
     while opened and _end_us(opened[-1]) <= (span.ts or 0.0):
         opened.pop()
     return not opened or _end_us(span) <= _end_us(opened[-1])
@@ -115,9 +115,9 @@ def _end_us(span: Event) -> float:
 
 
 def _arrows(stages: dict[str, list[Event]]) -> list[Event]:
-    """Return arrows from each stage of the controller to the same stage of the workers inside it.
+    """Return arrows from the controller's stages to the workers' stages of the same name inside them.
 
-    That is the latest one of the same name that has begun and not ended.
+    If several such stages of the controller are open, the arrow starts at the latest.
     """
     arrows: list[Event] = []
     opened: dict[str, list[Event]] = {}  # by name
@@ -141,12 +141,12 @@ def _end(stage: Event, phase: str, number: int) -> Event:
 
 
 class Arrow(msgspec.Struct, frozen=True):
-    """Leads from the span that waits for a request to the request.
+    """An arrow from a ``generate`` span to its request.
 
     Attributes:
         id: Number of the arrow in the timeline.
-        request: Id and begin of the request.
-        from_ns: When it leaves, on the controller's clock.
+        request: Id and begin (unix ns) of the request.
+        from_ns: Time of the arrow's tail (unix ns, controller's clock).
     """
 
     id: int
@@ -155,7 +155,7 @@ class Arrow(msgspec.Struct, frozen=True):
 
 
 def requests_by_id(manifest: Manifest) -> dict[str, list[Request]]:
-    """Return the requests that have an id, by that; those of one id in order of their begin."""
+    """Return the requests by their id, sorted by begin; requests without an id are left out."""
     found: dict[str, list[Request]] = {}
     for worker in manifest.workers:
         for request in worker.requests:
@@ -169,14 +169,14 @@ def requests_by_id(manifest: Manifest) -> dict[str, list[Request]]:
 def joined(
     spans: Iterable[tuple[int, str, int, int]], requests: Mapping[str, list[Request]]
 ) -> dict[int, Request]:
-    """Return the request of each span that has one.
+    """Return the request of each span, by the span's number; spans without a request are left out.
 
-    An engine may see one id several times. Of those requests it is the one that the span shares most time
-    with, of the two that begin around it; a request that shares none is not the span's.
+    Several requests may have the span's request id, e.g. after a retry. Of the last one before the span's
+    begin and the first one after it, the span gets the one with the larger overlap.
 
     Args:
-        spans: Number, id of the request, begin and end (ns) of each span.
-        requests: The requests by id.
+        spans: (number, request id, begin, end) of each span, in unix ns.
+        requests: The requests by id, sorted by begin.
     """
     found = {}
     for number, id, begin, end in spans:
@@ -202,14 +202,14 @@ def _common(request: Request, begin: int, end: int) -> int:
 def request_events(
     worker: CaptureResult, pid: int, base_ns: int, keep: Keep, leading: Mapping[tuple[str, int], list[Arrow]]
 ) -> tuple[list[Event], int]:
-    """Return the requests of an engine as slices of a process of their own, and how many are left out.
+    """Return the slices of an engine's requests, in a process of their own, and the number left out.
 
     Args:
         worker: The engine.
         pid: First process id of its lane.
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
-        keep: Which slices are wanted.
-        leading: The arrows that lead to each request.
+        keep: Selection of the slices.
+        leading: Arrows to each request, by its id and begin.
     """
     pid += REQUESTS_PID
     rows = packed_rows([(request.begin_ns, request.end_ns) for request in worker.requests])
@@ -229,7 +229,7 @@ def request_events(
 
 
 def _slices(request: Request, draw: Callable[..., Event]) -> Iterator[Event]:
-    """Yield the slice of a request and inside it those of its parts, where any of them is known apart."""
+    """Yield the slice of a request, and one slice per part inside it if there are several parts."""
     facts = {
         "prompt_tokens": request.prompt_tokens,
         "response_tokens": request.response_tokens,
@@ -248,10 +248,10 @@ def _slices(request: Request, draw: Callable[..., Event]) -> Iterator[Event]:
 
 
 def _head(request: Request, arrow: Arrow, base_ns: int, pid: int, tid: int) -> Event:
-    """Return the end of an arrow, which points to the next slice: a microsecond earlier that is the request.
+    """Return the head of an arrow, 1 us before the request; Perfetto attaches it to the next slice.
 
-    Perfetto binds what has the request's own time to its first part. An arrow that leaves later than that,
-    because clocks differ, ends inside the request.
+    At the request's own begin, Perfetto would attach the head to the request's first part. If the tail is
+    later than the request's begin (clock error), the head is 1 us after the tail.
     """
     at_ns, inside = request.begin_ns - _APART_NS, None
     if at_ns <= arrow.from_ns:

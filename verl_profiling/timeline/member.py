@@ -25,7 +25,7 @@ from verl_profiling.timeline.trace import Event, Trace
 from verl_profiling.trajectory_log import LaterStatuses
 
 ID_STRIDE = 1 << 32
-"""Ids of flows that each member has for itself."""
+"""Number of flow ids reserved for each member."""
 
 _HASHED_IDS = 1 << 52
 _ONES = 1.5 * 2**52
@@ -38,16 +38,16 @@ class MemberJob(msgspec.Struct, frozen=True, kw_only=True):
     """The inputs of a process that writes one member.
 
     Attributes:
-        source: The trace.
+        source: The trace or log.
         output: File to write.
-        index: Place among all members, from 1: flow ids become unique with it.
+        index: Index among all members, from 1; flow ids are offset by it.
         pid: First process id of the lane.
-        lane_index: Place among the members of the same lane.
+        lane_index: Index among the members of the same lane, from 0.
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
-        keep: What is kept.
-        limits: How much of the trace is read.
-        requests: For a log: the requests of the step, by the engine's id of them.
-        statuses: For a log: what became of trajectories later.
+        keep: Selection of events.
+        limits: Limits on reading the trace.
+        requests: For a log: the requests of the step, by the engine's request id.
+        statuses: For a log: statuses set after the trajectories had ended.
     """
 
     source: Source
@@ -63,15 +63,15 @@ class MemberJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome for one trace.
+    """The result for one trace.
 
     Attributes:
         path: The trace.
         events: Number of events written, without metadata (``ph == "M"``).
-        left_out: Events that :class:`Keep` left out.
-        problems: What could not be read.
-        arrows: What leads from it to requests.
-        is_readable: Whether anything of it could be read.
+        left_out: Number of events that :class:`Keep` left out.
+        problems: Sentences on unreadable parts.
+        arrows: Arrows from the trace's spans to requests.
+        is_readable: Whether any part of the trace could be read.
     """
 
     path: Path
@@ -88,7 +88,7 @@ def compressor() -> Any:
 
 
 class MemberFile:
-    """A gzip member of events while it is written, with a comma before each."""
+    """Writes events as one gzip member, with a comma before each event."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._gzip = compressor()
@@ -101,7 +101,7 @@ class MemberFile:
         self._file.write(self._gzip.flush())
 
     def write(self, events: Iterable[Event]) -> int:
-        """Write events, some thousands at a time; return how many there were, without metadata."""
+        """Write events in batches of 4,096; return their number, without metadata."""
         left, count = iter(events), 0
         while batch := list(islice(left, _BATCH)):
             self._file.write(self._gzip.compress(b",\n"))
@@ -117,7 +117,7 @@ def write_member(job: MemberJob) -> Member:
         TraceFormatError: The trace cannot be read at all.
         OSError: The member cannot be written.
     """
-    bytes(_KEPT_BYTES)  # glibc keeps blocks up to the largest that was freed, and gives larger ones back
+    bytes(_KEPT_BYTES)  # freeing it raises glibc's mmap threshold: freed blocks up to this size are reused
     trace = Trace(job.source.path, job.limits)
     processes = Processes(job.pid, job.source.title, job.lane_index)
     written = left_out = 0
@@ -143,7 +143,7 @@ def write_member(job: MemberJob) -> Member:
 
 
 def _utf8(text: bytes) -> bytes:
-    """Return JSON with what is not UTF-8 replaced; arguments are copied undecoded, whatever they hold."""
+    """Return JSON with invalid UTF-8 replaced; arguments are copied undecoded, so they may have any bytes."""
     if text.isascii():
         return text
     try:
@@ -180,10 +180,10 @@ def _relocate(events: list[Event], processes: Processes, shift_ns: int, index: i
 
 
 def _hashed_id(index: int, old: int | str) -> int:
-    """Return an id for a flow whose own is large or no number, apart from the others.
+    """Return an id for a flow whose own id is large or a string, in a range of its own.
 
-    Nothing is held for it, as a trace may have millions: of a million flows, two have the same id in one
-    trace of ten thousand. It is exact as a double.
+    The id is a hash, which needs no table of the (possibly millions of) flows. A trace of a million flows
+    has a collision with a probability of 1 in 10,000. The id is exact as a double.
     """
     digest = blake2b(f"{index} {old!r}".encode(errors="replace"), digest_size=8).digest()
     return _HASHED_IDS | int.from_bytes(digest, "big") >> 12

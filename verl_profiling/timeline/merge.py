@@ -45,8 +45,8 @@ from verl_profiling.trajectory_log import LaterStatuses
 
 _SLACK_NS = 3_600_000_000_000  # the clock starts an hour before the step, so that no ts is negative
 _LONGEST_US = 1e6  # longer events are never dropped to reduce the size
-_THREADS = Path("/proc/self/task")  # those of libraries, too
-_SPAWN_BYTES = 8 << 20  # for fewer bytes, starting processes takes longer than it saves
+_THREADS = Path("/proc/self/task")  # has one entry per thread, including threads of libraries
+_SPAWN_BYTES = 8 << 20  # for smaller inputs, starting processes takes longer than it saves
 
 
 class MergeResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,9 +56,9 @@ class MergeResult(msgspec.Struct, frozen=True, kw_only=True):
         path: The timeline.
         bytes: Its size.
         events: Number of events in it, without metadata.
-        left_out: Number of events left out on request.
-        members: What became of each trace.
-        problems: What could not be merged or read, as sentences.
+        left_out: Number of events left out by ``keep`` or ``max_bytes``.
+        members: The result for each trace.
+        problems: Sentences on traces, or parts of traces, that could not be merged.
     """
 
     path: Path
@@ -83,11 +83,11 @@ def merge(
     Args:
         inputs: The step, from :func:`~verl_profiling.timeline.inputs.find_steps`.
         output: File to write; by default ``timeline.json.gz`` in the step's folder.
-        keep: What is kept; everything by default.
+        keep: Selection of events; all by default.
         max_bytes: Drop the shortest events until the timeline is no larger than this.
-        jobs: Processes to use. With more than one, the main module of a caller that has threads must be
-            importable (``multiprocessing`` starts processes with ``spawn`` then).
-        on_progress: Called with each trace when it is done.
+        jobs: Number of processes. If ``jobs > 1`` and the caller has threads, its main module must be
+            importable, because ``multiprocessing`` then starts processes with ``spawn``.
+        on_progress: Called with each trace once its member is written.
 
     Raises:
         TraceFormatError: There is no trace in the step that can be read.
@@ -118,7 +118,7 @@ def merge(
 def _join(
     path: Path, inputs: StepInputs, plan: list[MemberJob], members: list[Member], base_ns: int, keep: Keep
 ) -> MergeResult:
-    """Concatenate the loop's events, the requests, the members and the footer into one file.
+    """Concatenate the controller's events, the requests, the members and the footer into one file.
 
     Raises:
         TraceFormatError: No member could be read, and there is no manifest.
@@ -159,7 +159,7 @@ def _join(
 
 
 def zero_ns(begin_ns: int) -> int:
-    """Return what a timeline counts its times from (unix ns), of a step that begins at ``begin_ns``."""
+    """Return the unix time (ns) of ``ts == 0`` in the timeline of a step that begins at ``begin_ns``."""
     return (begin_ns - _SLACK_NS) // 1_000_000_000 * 1_000_000_000
 
 
@@ -199,7 +199,7 @@ def _run(plan: list[MemberJob], jobs: int) -> Iterator[tuple[MemberJob, Member]]
 
 
 def _write(job: MemberJob) -> Member:
-    """Write the member of a log or a trace; that of a file that cannot be read is empty."""
+    """Write the member of a log or a trace; an unreadable file gets an empty member."""
     try:
         return write_log_member(job) if job.source.is_log else write_member(job)
     except TraceFormatError as error:
@@ -208,9 +208,10 @@ def _write(job: MemberJob) -> Member:
 
 
 def _start_method() -> Literal["fork", "spawn"]:
-    """Return how a process is started: as a copy of this one, unless this one has threads.
+    """Return the start method for processes: ``fork``, or ``spawn`` if this process has threads.
 
-    A copy is there at once, where a new process has to import. But it has the locks of threads and not them.
+    A forked process starts faster, because it imports nothing. But it copies locks held by threads, and
+    has no threads to release them.
     """
     try:
         return "fork" if len(list(_THREADS.iterdir())) == 1 else "spawn"
@@ -227,7 +228,7 @@ class _WorkerPids(dict[str, int]):
 
 
 def _opening(inputs: StepInputs, plan: list[MemberJob], pids: _WorkerPids, base_ns: int) -> list[Event]:
-    """Return the events that come before all others: the controller's lanes and the workers' stages."""
+    """Return the first events of the timeline: the controller's lanes and the workers' stages."""
     titles = {job.source.worker: job.source.title for job in reversed(plan)}
     events = controller_events(inputs.manifest, pids, base_ns) if inputs.manifest else []
     used = {event.pid for event in events} or {job.pid for job in plan[:1]}
@@ -250,7 +251,7 @@ def _header(base_ns: int) -> bytes:
 
 
 def _footer(inputs: StepInputs, plan: list[MemberJob], members: list[Member], problems: list[str]) -> bytes:
-    """Close the list of events and record what the timeline was made of."""
+    """Return the end of the file, which closes the list of events and lists the sources."""
     about = {
         "schema_version": SCHEMA_VERSION,
         "step": inputs.step,
@@ -277,7 +278,7 @@ def _gzip(data: bytes) -> bytes:
 
 
 def stage_windows(inputs: StepInputs, names: Iterable[str]) -> tuple[tuple[int, int], ...]:
-    """Return the spans in which the controller was in one of these stages, in unix nanoseconds.
+    """Return the intervals (begin, end) of the controller's stages with these names, in unix ns.
 
     Raises:
         ConfigError: The step has no such stage.
@@ -294,10 +295,10 @@ def stage_windows(inputs: StepInputs, names: Iterable[str]) -> tuple[tuple[int, 
 def select_ranks(inputs: StepInputs, ranks: str) -> StepInputs:
     """Return the step with only the lanes of these ranks, e.g. ``0,8-15``.
 
-    A rank counts inside its role, and for a rollout engine inside its replica.
+    Ranks are counted within the role; for a rollout engine, within the replica.
 
     Raises:
-        ConfigError: It is not a list of ranks, or selects nothing.
+        ConfigError: ``ranks`` is not a list of ranks, or selects nothing.
     """
     wanted = parse_ranks(ranks, "--ranks") or frozenset()
     sources = [source for source in inputs.sources if source.rank in wanted]
@@ -309,7 +310,7 @@ def select_ranks(inputs: StepInputs, ranks: str) -> StepInputs:
 
 
 def min_us_for_share(path: Path, share: float) -> float:
-    """Return the power of two that, as ``min_us``, keeps at most this share of a timeline's slices."""
+    """Return the smallest power of two for ``min_us`` that keeps at most a share (0 to 1) of the slices."""
     counts = Counter(
         math.frexp(event.dur or 0.0)[1]
         for events in Trace(path).chunks()

@@ -1,6 +1,6 @@
 """Moves the reports of Nsight Systems into the step folders, and converts exported ones into Chrome traces.
 
-Nsight Systems omits the tables of what it did not record, so each table of an export is optional. Schema:
+Nsight Systems omits empty tables, so each table of an export is optional. Schema:
 https://docs.nvidia.com/nsight-systems/UserGuide/index.html ("SQLite Schema Reference").
 """
 
@@ -32,14 +32,14 @@ _TOOL = "nsys"
 
 
 class Collected(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome for the report of one range.
+    """The result for the report of one range.
 
     Attributes:
         path: The report (or the trace made from it), relative to the run's folder.
-        status: ``ok``: the report is in its step folder. ``truncated``: it is, but the process ended
-            inside the range. ``missing``: there is no report yet. ``damaged``: a file beside it cannot be
-            read, or the report cannot be exported.
-        reason: Why it is not ``ok``.
+        status: ``ok``: the report is in its step folder. ``truncated``: the same, but the process ended
+            inside the range. ``missing``: there is no report yet. ``damaged``: the list of ranges is
+            damaged, or the report cannot be exported.
+        reason: Reason for any status but ``ok``.
     """
 
     path: str
@@ -48,18 +48,18 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def collect(run: Path, *, export: bool = False) -> list[Collected]:
-    """Move finished reports into their step folders under canonical names; may be repeated.
+    """Move finished reports into their step folders under canonical names; repeated calls are safe.
 
-    A report that was exported (``nsys export --type sqlite``, a ``.sqlite`` file beside it) also
-    becomes a trace, which the timeline and the report of the step include.
+    A report with a ``.sqlite`` file next to it (``nsys export --type sqlite``) is also converted to a
+    trace, which the step's timeline and report include.
 
     Args:
         run: The run's folder, or one of its step folders.
         export: Export every report first; needs ``nsys``.
 
     Raises:
-        TraceFormatError: Nothing was recorded with nsys there.
-        ToolUnavailableError: ``export`` is set, and there is no nsys.
+        TraceFormatError: The run has no files of the nsys tool.
+        ToolUnavailableError: ``export`` is set, and ``nsys`` is not on ``PATH``.
         OSError: A report cannot be moved, or a manifest cannot be written.
     """
     if (run / MANIFEST_NAME).exists():
@@ -68,7 +68,7 @@ def collect(run: Path, *, export: bool = False) -> list[Collected]:
         raise ToolUnavailableError(
             "collect --export: there is no nsys on PATH; install NVIDIA Nsight Systems"
         )
-    root = run if (run / NSYS_FOLDER).is_dir() else run.parent  # of a run that shares its save_path
+    root = run if (run / NSYS_FOLDER).is_dir() else run.parent  # several runs may share one save_path
     collected: list[Collected] = []
 
     def torn(path: Path, problem: str) -> None:
@@ -96,7 +96,7 @@ def collect(run: Path, *, export: bool = False) -> list[Collected]:
 
 
 def _finished_report(output: Path, number: int, of: int) -> Path | None:
-    """Return the report of a range; Nsight Systems omits the number when there is only one."""
+    """Return the report of a range, if it exists; Nsight Systems does not number a single report."""
     names = [f"{output.name}.{number}{REPORT}", *([f"{output.name}{REPORT}"] if of == 1 else [])]
     return next((path for path in map(output.with_name, names) if path.is_file()), None)
 
@@ -172,7 +172,7 @@ def _enter(folder: Path, noted: NsysRange, file: Path | None, reason: str, event
         )
         listed = list({**artifacts, entry.path: entry}.values())
         status, why = worst_status(listed)
-        if worker.status == "failed":  # the worker itself failed, which its reports do not change
+        if worker.status == "failed":  # a failed worker stays failed, whatever its reports
             status, why = worker.status, worker.reason
         result = msgspec.structs.replace(worker, artifacts=listed, status=status, reason=why)
         if result != worker:
@@ -180,7 +180,7 @@ def _enter(folder: Path, noted: NsysRange, file: Path | None, reason: str, event
 
 
 _DEVICE = "deviceId, streamId, deviceId AS device, streamId AS stream, correlationId AS correlation"
-_THREAD = "globalTid >> 24 & 0xFFFFFF, globalTid & 0xFFFFFF"  # behind the hardware's and the VM's id
+_THREAD = "globalTid >> 24 & 0xFFFFFF, globalTid & 0xFFFFFF"  # process id, thread id (24 bits each)
 _COPY = (
     "CASE copyKind WHEN 1 THEN 'HtoD' WHEN 2 THEN 'DtoH' WHEN 8 THEN 'DtoD' WHEN 10 THEN 'PtoP' ELSE copyKind"
 )
@@ -211,7 +211,7 @@ _TABLES = {
         f"WHERE eventType IN ({_PUSH_POP}, {_START_END}) AND end IS NOT NULL",
     ),
 }
-"""By table, the category of its events, and their name, begin, end, process, thread and arguments."""
+"""By table: category of its events, and the query for name, begin, end, process, thread and arguments."""
 
 
 def convert_nsys(database: Path, output: Path, metadata: Mapping[str, Any]) -> tuple[int, str]:
@@ -223,7 +223,7 @@ def convert_nsys(database: Path, output: Path, metadata: Mapping[str, Any]) -> t
         metadata: Plain values kept under ``verl_profiling`` in the trace.
 
     Returns:
-        The number of events, and a sentence on rows that are not among them; empty if all are.
+        The number of events, and a sentence on skipped rows; empty if no row was skipped.
 
     Raises:
         TraceFormatError: The file is not an export of Nsight Systems.
@@ -262,7 +262,7 @@ def _write(connection: sqlite3.Connection, output: BinaryIO, metadata: Mapping[s
 
 
 def _session_start_ns(connection: sqlite3.Connection) -> int:
-    """Return the unix time that all other times are relative to."""
+    """Return the begin of the session (unix ns), to which all other times are relative."""
     row = connection.execute("SELECT utcEpochNs FROM TARGET_INFO_SESSION_START_TIME").fetchone()
     start = row[0] if row else 0
     if type(start) is int and 0 <= start <= MAX_NS:
@@ -271,7 +271,7 @@ def _session_start_ns(connection: sqlite3.Connection) -> int:
 
 
 def _events(connection: sqlite3.Connection) -> Iterator[dict[str, Any] | None]:
-    """Yield an event for each row; ``None`` for a row that is none, as a cell may hold anything."""
+    """Yield an event for each row; ``None`` for a row with invalid values (SQLite does not check types)."""
     known = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     for category, columns in (_TABLES[name] for name in _TABLES if name in known):
         rows = connection.execute(f"SELECT {columns}")

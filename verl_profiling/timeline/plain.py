@@ -1,9 +1,9 @@
 """Reads role, rank and step of trace files that have no manifest.
 
-They follow from the file names of verl (``<role>/[prefix_]prof_rank-<r>.json.gz``), vLLM
-(``rank<r>.<ns>.pt.trace.json.gz``), SGLang (``<time>-TP-<r>[-DECODE].trace.json.gz``) and
-torch_npu (``*_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json``, with the rank in the name of
-``*_ascend_pt/profiler_info_<r>.json``), and from the process names inside.
+Sources are the process names in the trace, and the file names of verl
+(``<role>/[prefix_]prof_rank-<r>.json.gz``), vLLM (``rank<r>.<ns>.pt.trace.json.gz``), SGLang
+(``<time>-TP-<r>[-DECODE].trace.json.gz``) and torch_npu
+(``*_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json``, rank in ``*_ascend_pt/profiler_info_<r>.json``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from verl_profiling.timeline.trace import UNDECODABLE, Event, Trace
 from verl_profiling.trajectory_log import LOG_SUFFIX, open_log
 
 _HEAD_BYTES = 1 << 14  # process names, if any, are at the beginning
-_OTHER_BYTES = 1 << 20  # JSON of another kind is looked at so far
+_OTHER_BYTES = 1 << 20  # JSON files that are no traces are read up to here
 _STEP = re.compile(r"step[_-]?(\d+)", re.IGNORECASE)
 _RANK = re.compile(r"(?:rank|TP)[_-]?(\d+)", re.IGNORECASE)
 _REPLICA = re.compile(r"(?:rollout|replica)[_-]?(\d+)", re.IGNORECASE)
@@ -46,11 +46,11 @@ _TRACE_SUFFIX = re.compile(r"(\.pt)?(\.trace)?\.json(\.gz)?$|\.jsonl\.gz$")
 _NOT_A_TRACE = {"report.json", "run.json", "manifest.json", TIMELINE_NAME}
 
 
-_Process = tuple[str, str, int | str | None]  # host, name and id of a process, as far as a trace tells
+_Process = tuple[str, str, int | str | None]  # host, name, id of a process; empty or None if unknown
 
 
 class _PlainTrace(msgspec.Struct, frozen=True):
-    """A trace without a manifest: its lane, who recorded it, and its path below the folder that was named."""
+    """A trace without a manifest: its source, its process, and its path relative to the capture's folder."""
 
     source: Source
     process: _Process
@@ -58,13 +58,13 @@ class _PlainTrace(msgspec.Struct, frozen=True):
 
 
 def plain_steps(paths: Sequence[Path]) -> FoundSteps:
-    """Return the traces that some paths are or hold, grouped by the step in their names.
+    """Return the traces at or below some paths, grouped by the step number in their names.
 
-    Several files are one capture, whatever their names. JSON files of a folder that are not traces
-    are ignored, as are timelines that ``merge`` wrote.
+    If all paths are files, they are one capture, whatever their names. In folders, JSON files that are no
+    traces are ignored, and so are timelines written by ``merge``.
 
     Raises:
-        TraceFormatError: A path is a file, and not a trace, or it is a folder without any.
+        TraceFormatError: A path is a file that is no trace, or a folder without traces.
     """
     if not paths:
         return FoundSteps([], [])
@@ -77,7 +77,7 @@ def plain_steps(paths: Sequence[Path]) -> FoundSteps:
         before = len(traces) + len(damaged)
         for file in _files(path):
             if (place := file.resolve()) in traces:
-                before -= 1  # another path has named it
+                before -= 1  # an earlier path has the same file
                 continue
             name = os.path.relpath(file.absolute(), directory.absolute())
             try:
@@ -95,7 +95,7 @@ def plain_steps(paths: Sequence[Path]) -> FoundSteps:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Yield a file, or the JSON files and logs of a folder; hidden ones are leftovers of other programs."""
+    """Yield a file itself, or the JSON files and logs below a folder, without hidden ones."""
     if not path.is_dir():
         yield path
         return
@@ -108,7 +108,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _is_other_json(path: Path) -> bool:
-    """Return whether a file is whole JSON, though no trace, as far as its first megabyte tells."""
+    """Return whether a file is valid JSON; a file of more than 1 MiB is assumed to be."""
     if not path.is_file():
         return False
     content = b""
@@ -124,7 +124,7 @@ def _is_other_json(path: Path) -> bool:
 
 
 def _label(paths: Sequence[Path], directory: Path) -> str:
-    """Return what tells the results of some traces of a folder from those of all."""
+    """Return the part of result names for a selection of traces; empty for a whole folder."""
     if len(paths) > 1:
         names = sorted({os.path.relpath(path.absolute(), directory.absolute()) for path in paths})
         return f"{len(names)}_paths_{sha256(os.fsencode(chr(0).join(names))).hexdigest()[:8]}"
@@ -156,10 +156,10 @@ def _step(name: str) -> int | None:
 
 
 def _described(path: Path, name: str) -> _PlainTrace:
-    """Return a trace with its place in the capture.
+    """Return a trace with its lane, role, rank and replica.
 
     Raises:
-        TraceFormatError: It cannot be read, or is not a trace.
+        TraceFormatError: The file cannot be read, or is not a trace.
     """
     if path.name.endswith(LOG_SUFFIX):
         return _described_log(path, name)
@@ -209,7 +209,7 @@ def _described_log(path: Path, name: str) -> _PlainTrace:
 
 
 def _rank(trace: Trace, name: str) -> int:
-    """Return the rank from the trace, from torch_npu's file beside it, or else from its name."""
+    """Return the rank from the trace, else from torch_npu's ``profiler_info`` file, else from its name."""
     if trace.rank is not None:
         return trace.rank
     beside = trace.path.parent.parent if trace.path.name == _NPU_TRACE else None
@@ -219,7 +219,7 @@ def _rank(trace: Trace, name: str) -> int:
 
 
 def _process(trace: Trace, head: list[Event]) -> _Process:
-    """Return host, name and id of a trace's process, as far as the trace tells; a device is none."""
+    """Return host, name and id of a trace's host process; empty or ``None`` if unknown."""
     host = str(trace.metadata.get("host_name", ""))
     labels = {e.pid: e.said("labels") for e in head if e.ph == "M" and e.name == "process_labels"}
     for event in head:
@@ -231,7 +231,7 @@ def _process(trace: Trace, head: list[Event]) -> _Process:
 
 
 def _distinct(traces: list[_PlainTrace]) -> list[Source]:
-    """Give files that name the same lane but come from different processes separate lanes."""
+    """Give files of the same lane, but of different processes, separate lanes, e.g. ``actor_rank0.2``."""
     owners: dict[str, list[_Process]] = {}
     result = []
     for trace in sorted(traces, key=lambda trace: trace.name):

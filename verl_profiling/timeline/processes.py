@@ -15,20 +15,20 @@ LANE_PIDS = 10_000
 """Number of process ids reserved for a lane."""
 
 REQUESTS_PID = LANE_PIDS - 1
-"""Of these, that of an engine's requests."""
+"""Offset of the process of an engine's requests among a lane's process ids."""
 
 TRAJECTORIES_PID = LANE_PIDS - 2
-"""Of these, that of a worker's trajectories."""
+"""Offset of the process of a worker's trajectories among a lane's process ids."""
 
 STAGES_TID = 1 << 23
 """Thread id of the stages' lane in a worker's process; Linux assigns none above 2^22."""
 
 TOOL_TID = STAGES_TID + 2
-"""Thread id of the lane that shows when a worker's tool was started and stopped."""
+"""Thread id of the starts and stops of a worker's tool."""
 
 _PROFILER_TID = STAGES_TID + 1
-_PROFILER_LANES = {"Spans", "Traces", ""}  # processes in which kineto puts its own events
-_OVERHEAD = "overhead"  # the profiler's own, as a process of its own in kineto
+_PROFILER_LANES = {"Spans", "Traces", ""}  # process ids of kineto's own events
+_OVERHEAD = "overhead"  # category of kineto's own overhead, which has a process id of its own
 _FIRST_DEVICE = 1
 _FIRST_OTHER = 2_000
 _LAST_OTHER = TRAJECTORIES_PID - 1
@@ -40,7 +40,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def name_process(pid: int, name: str) -> list[Event]:
-    """Return the metadata that names a process, in bounded length, and sorts it by its id."""
+    """Return the metadata that names a process (at most 120 characters) and sorts it by its id."""
     named = msgspec.Raw(_ENCODER.encode({"name": shortened(name)}))
     return [
         Event("M", name="process_name", pid=pid, tid=0, args=named),
@@ -49,12 +49,12 @@ def name_process(pid: int, name: str) -> list[Event]:
 
 
 def shortened(name: str) -> str:
-    """Return a name in bounded length."""
+    """Return a name cut to 120 characters."""
     return name if len(name) <= _NAME_LENGTH else f"{name[: _NAME_LENGTH - 1]}…"
 
 
 def name_row(pid: int, row: int, name: str) -> list[Event]:
-    """Return the metadata that names a row of a process that has rows instead of threads, and sorts it."""
+    """Return the metadata that names and sorts a row; trajectories and requests have rows, not threads."""
     order = msgspec.Raw(b'{"sort_index":%d}' % row)
     return [
         name_thread(pid, row + 1, shortened(name)),
@@ -77,7 +77,7 @@ def draw(
     end_ns: int,
     about: Mapping[str, object] | None = None,
 ) -> Event:
-    """Return a slice; what begins before the timeline does begins with it.
+    """Return a slice; a begin before the timeline's is moved to the timeline's.
 
     Args:
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
@@ -87,7 +87,7 @@ def draw(
         name: Name; a long one is shortened.
         begin_ns: Begin (unix ns).
         end_ns: End (unix ns).
-        about: Its arguments.
+        about: Arguments of the slice.
     """
     since = begin_ns - base_ns if begin_ns > base_ns else 0
     args = NO_ARGS if about is None else msgspec.Raw(_ENCODER.encode(about))
@@ -96,9 +96,9 @@ def draw(
 
 
 def packed_rows(spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Return a row for each span (begin, end): as many as overlap at once, and of those free the first."""
+    """Return a row for each span (begin, end), the lowest free one, so that no spans of a row overlap."""
     rows = [0] * len(spans)
-    busy: list[tuple[int, int]] = []  # until when, row
+    busy: list[tuple[int, int]] = []  # end, row
     free: list[int] = []
     for place in sorted(range(len(spans)), key=lambda place: spans[place][0]):
         begin, end = spans[place]
@@ -112,24 +112,24 @@ def packed_rows(spans: Sequence[tuple[int, int]]) -> list[int]:
 class Processes:
     """Assigns the timeline's ids to the processes of one trace.
 
-    The host process gets the id of the lane, which it shares with the lane of its stages and with
-    other traces of the same worker. The ids of devices follow it, in order of their numbers. Which
-    process is which follows from the categories of their events, and a device's name from its label.
+    The host process gets the first id of the lane, like the worker's stages and the host processes of its
+    other traces. Device ids follow, in order of the device numbers. Categories of events tell hosts from
+    devices; a device's name includes its process label.
 
-    Metadata is kept once, however often a trace repeats it.
+    Repeated metadata is kept once.
 
     Attributes:
         known: New id by the trace's own id.
-        crowded: Number of events whose processes share the last id, because the lane has no more.
+        crowded: Number of events whose processes share the lane's last id, because no id is left.
     """
 
     def __init__(self, pid: int, title: str, lane_index: int) -> None:
-        """Begin with no process.
+        """Start without processes.
 
         Args:
             pid: First process id of the lane.
-            title: Name of the lane, to be shown.
-            lane_index: Place of the trace among those of the same lane.
+            title: Title of the lane.
+            lane_index: Index of the trace among those of the same lane.
         """
         self.known: dict[int | str | None, int] = {}
         self.crowded = 0
@@ -143,15 +143,15 @@ class Processes:
         self._metadata: dict[tuple[str, int | str | None, int | str | None, bytes], Event] = {}
 
     def find_host(self, events: list[Event]) -> None:
-        """Take the process with most events of the host, among the first of a trace, for the lane's own."""
+        """Choose the host process: the one with most host events among the first events of a trace."""
         counts = Counter(event.pid for event in events if event.ph == "X" and is_host(event))
         self._host = max(counts, key=counts.__getitem__, default=None)
 
     def assign(self, event: Event) -> int:
-        """Return the new id for the process of an event, which is seen for the first time.
+        """Return the new id for the process of an event, at the process's first event.
 
-        The profiler's own marks concern this process only, so they go to a thread of it instead of
-        spanning all processes.
+        Kineto's own marks would span all processes of the timeline, so they go to a thread of the host
+        process.
         """
         old, title = event.pid, self._title
         if old in _PROFILER_LANES:
@@ -176,7 +176,7 @@ class Processes:
         return new
 
     def note(self, event: Event) -> None:
-        """Take an event of metadata."""
+        """Keep a metadata event, unless it is a repetition."""
         arguments = bytes(event.args)  # a copy: a view would keep the whole block in memory
         key = (event.name, event.pid, event.tid, arguments)
         if key not in self._metadata:
@@ -184,9 +184,9 @@ class Processes:
             self._metadata[key] = event
 
     def names(self) -> list[Event]:
-        """Return the names of all processes that have events, and of their threads.
+        """Return the metadata that names all processes with events, and their threads.
 
-        A device is named by its label; a process that is neither host nor device, by its own name, too.
+        A device's name includes its label; any other process but the host also includes its own name.
         """
         events: list[Event] = []
         said: dict[int, dict[str, str]] = {}

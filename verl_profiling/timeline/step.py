@@ -1,4 +1,4 @@
-"""The input of the analysis: the traces of one step, and where its results go."""
+"""The input of the analysis: the traces of one step, and the paths of its results."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         path: The file.
-        lane: Lane it fills, e.g. ``actor_rank0``.
-        worker: Name of the worker it belongs to (``rollout0`` for each lane of a replica).
+        lane: Lane of the file, e.g. ``actor_rank0``.
+        worker: Name of the worker (``rollout0`` for each lane of a replica).
         role: Role of the worker.
         rank: Rank inside the role, or inside the replica.
         replica: Index of the rollout replica.
         topology: Coordinates in named parallel dimensions.
-        offset_ns: Subtracted from its times, gives the controller's.
-        error_ns: Bound of that offset's error.
-        stage: Stage it holds, in discrete mode.
-        begin_ns: When its first event begins, for a file without a manifest.
+        offset_ns: Clock offset: time in the file minus time on the controller's clock.
+        error_ns: Error bound of ``offset_ns``.
+        stage: The recorded stage, in discrete mode.
+        begin_ns: Begin of the first event (unix ns), for a file without a manifest.
     """
 
     path: Path
@@ -60,7 +60,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_log(self) -> bool:
-        """Whether it is a log of trajectories."""
+        """Whether the file is a log of trajectories."""
         return self.path.name.endswith(LOG_SUFFIX)
 
     @property
@@ -82,28 +82,28 @@ def sorted_sources(sources: Iterable[Source]) -> list[Source]:
 
 TIMELINE_NAME = "timeline.json.gz"
 TIMELINE_MARK = "verlProfilingTimeline"
-"""Key at the head of a timeline, by which it is not taken for a trace."""
+"""Top-level JSON key that marks a file as a merged timeline, not a trace."""
 
 _LABEL = 80
 
 
 class StepInputs(msgspec.Struct, kw_only=True):
-    """Everything found of one step.
+    """The files and the manifest of one step.
 
     Attributes:
-        directory: Folder that results are written to.
+        directory: Folder for the results.
         step: Number of the step, if known.
-        manifest: The manifest, where the folder has one; all its times are on the clock of the loop.
-        capture: The manifest of the whole capture, of which ``manifest`` is one step.
+        manifest: The manifest, if there is one; all its times are on the controller's clock.
+        capture: Manifest of the whole capture, if the capture has several steps.
         sources: Trace files, sorted by lane.
-        logs: Logs of trajectories, likewise; :func:`~verl_profiling.timeline.trajectories.read_logs`
-            reads them.
-        absent: What is missing or cannot be put on a timeline, as sentences.
-        limits: How much of each trace is read.
-        communication: Regular expressions of kernels that communicate, besides those that are known.
-        unfinished: Why the step is not whole, where its capture has begun and was never written.
-        name: What plain traces are called beside their step's number.
-        label: Part of the names of the results, where others go to the same folder.
+        logs: Logs of trajectories, sorted by lane, for
+            :func:`~verl_profiling.timeline.trajectories.read_logs`.
+        absent: Sentences on artifacts and workers that are missing.
+        limits: Limits on reading each trace.
+        communication: Regular expressions of further communication kernels.
+        unfinished: Why the capture did not end, e.g. because it still runs; empty if it ended.
+        name: Path of a single plain trace, shown after the step's number.
+        label: Part of result names, if several steps share ``directory``, e.g. ``step_000012``.
     """
 
     directory: Path
@@ -121,16 +121,16 @@ class StepInputs(msgspec.Struct, kw_only=True):
 
     @property
     def title(self) -> str:
-        """``step 12``, or the name of the file, the recording or the folder."""
+        """``step 12``, else the name of the single trace, else the name of the folder."""
         step = f"step {self.step}" if self.step is not None else ""
         return ", ".join(filter(None, (step, self.name))) or self.directory.resolve().name
 
     def output(self, name: str, selection: str = "") -> Path:
-        """Return where a result of this step goes.
+        """Return the path of a result of this step.
 
         Args:
-            name: Its usual name, e.g. ``timeline.json.gz``.
-            selection: What of the step it holds, if that is not all.
+            name: Usual file name of the result, e.g. ``timeline.json.gz``.
+            selection: Label of the part of the step in the result, e.g. ``ranks_0``; empty for all.
         """
         stem, _, suffix = name.partition(".")
         return self.directory / ".".join(filter(None, (stem, self.label, short_label(selection), suffix)))
@@ -140,21 +140,21 @@ class FoundSteps(msgspec.Struct, frozen=True):
     """The steps under a path.
 
     Attributes:
-        steps: The steps that can be read.
-        damaged: What is wrong with the others.
+        steps: The readable steps.
+        damaged: One error for each unreadable step.
     """
 
     steps: list[StepInputs]
     damaged: list[TraceFormatError] = []
 
     def problems(self) -> list[str]:
-        """Return what keeps steps from being whole, as sentences."""
+        """Return a sentence for each unreadable step, and for each step whose capture did not end."""
         begun = [f"{step.directory}: {step.unfinished}" for step in self.steps if step.unfinished]
         return [*map(str, self.damaged), *begun]
 
 
 def short_label(text: str) -> str:
-    """Return a text as a part of a file's name, of at most 80 characters; different texts stay different."""
+    """Return a text as part of a file name (at most 80 characters); a hash keeps changed texts distinct."""
     label = re.sub(r"[^\w.,+-]", "_", text)
     if label == text and len(label) <= _LABEL:
         return label
@@ -162,12 +162,12 @@ def short_label(text: str) -> str:
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True):
-    """Selects events; by default it keeps all. The names of threads are always kept.
+    """A selection of events, all by default. Names of threads are always kept.
 
     Attributes:
-        min_us: Drops complete events (``ph == "X"``) shorter than this.
-        windows_ns: Drops events outside all of these spans (unix nanoseconds on the controller's
-            clock); empty for no such limit.
+        min_us: Complete events (``ph == "X"``) shorter than this are dropped.
+        windows_ns: Events outside all of these intervals (unix ns, controller's clock) are dropped; empty
+            for no limit.
     """
 
     min_us: float = 0.0
@@ -182,11 +182,11 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def select(self, events: list[Event], base_ns: int) -> list[Event]:
-        """Return the events that are kept.
+        """Return the selected events.
 
         Args:
             events: Events of one trace.
-            base_ns: Unix nanoseconds, on the controller's clock, of their ``ts == 0``.
+            base_ns: Time of the trace's ``ts == 0`` (unix ns, controller's clock).
         """
         if self.min_us:
             events = [e for e in events if e.ph != "X" or (e.dur or 0.0) >= self.min_us]
@@ -201,23 +201,23 @@ def _overlaps(ts: float, dur: float, windows: list[tuple[float, float]]) -> bool
 
 
 def one_by_one(inputs: StepInputs) -> list[StepInputs]:
-    """Return the inputs of each step of a capture; those of a capture of one step are returned as they are.
+    """Split the inputs of a continuous capture by step; inputs of a single step are returned unchanged.
 
-    A span that reaches over the end of a step is a part of both. A request belongs to the step in which it
-    was sent; what lies between two steps, such as validation, belongs to none.
+    A stage that crosses the end of a step is split. A request belongs to the step in which it begins. Work
+    between two steps, such as validation, belongs to neither.
     """
     manifest = inputs.manifest
     if manifest is None or len(manifest.step_spans) < 2 or not _in_order(manifest.step_spans):
         return [inputs]
     *before, last = manifest.step_spans
-    if manifest.state != "written":  # its process was killed in the last step
+    if manifest.state != "written":  # the process was killed in the last step, so its end is not recorded
         last = msgspec.structs.replace(last, end_ns=max(last.end_ns, manifest.end_ns))
         manifest = msgspec.structs.replace(manifest, step_spans=[*before, last])
     return [_of_step(inputs, manifest, index) for index in range(len(manifest.step_spans))]
 
 
 def _in_order(spans: Sequence[StepSpan]) -> bool:
-    """Return whether steps follow each other; a manifest that says anything else says nothing of steps."""
+    """Return whether steps follow each other without overlap; otherwise the capture cannot be split."""
     follows = (a.step < b.step and a.end_ns <= b.begin_ns for a, b in pairwise(spans))
     return all(follows) and all(span.begin_ns <= span.end_ns for span in spans)
 
@@ -227,7 +227,7 @@ def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
     begin_ns, end_ns, next_ns = span.begin_ns, span.end_ns, later[0].begin_ns if later else MAX_NS
 
     def drives(begun: ToolSpan | Rpc) -> bool:
-        """Return whether what drives the capture is of this step: the last that had begun, else the first."""
+        """Return whether a tool span or RPC is of this step: the last begun before it, else the first."""
         return (not index or begin_ns <= begun.begin_ns) and begun.begin_ns < next_ns
 
     def clipped(stages: Iterable[StageSpan]) -> list[StageSpan]:
@@ -239,7 +239,7 @@ def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
         ]
 
     def is_outside(stage: StageSpan) -> bool:
-        """Return whether the loop did it before the first step, or between this one and the next."""
+        """Return whether a stage ran before the first step, or between this step and the next."""
         return (not index and stage.end_ns <= begin_ns) or end_ns <= stage.begin_ns < next_ns
 
     def part_of(worker: CaptureResult) -> CaptureResult:
@@ -296,7 +296,7 @@ def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
 
 
 def _cost(worker: CaptureResult, tool_spans: Sequence[ToolSpan]) -> CaptureCost:
-    """Return the part of a worker's cost that these starts and stops of its tool are."""
+    """Return the cost of the given tool spans; the export is divided in proportion to the stop times."""
 
     def seconds(spans: Sequence[ToolSpan], name: str) -> float:
         return sum(span.end_ns - span.begin_ns for span in spans if span.name == name) / 1e9

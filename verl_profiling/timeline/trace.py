@@ -1,12 +1,12 @@
 """Streaming, typed reader of Chrome trace files, in bounded memory whatever their size.
 
-It reads what torch (2.1 and later), vLLM, SGLang, torch_npu (``trace_view.json``) and this
-package write: an object with ``traceEvents`` or a bare list of events, compressed or not.
+It reads traces of torch (2.1 and later), vLLM, SGLang, torch_npu (``trace_view.json``) and this
+package: an object with ``traceEvents`` or a bare list of events, compressed or not.
 
 Clocks: ``unix_ns = base_ns + round(ts * 1000)``. torch from 2.4 on writes
-``baseTimeNanoseconds``; older torch and torch_npu write absolute microseconds, which a
-double resolves to 0.25 us only. Those are parsed as decimals and get a base computed from the
-first event, so events are relative to a base in every format.
+``baseTimeNanoseconds``. Older torch and torch_npu write absolute microseconds, which a double
+resolves to 0.25 us only. So absolute times are parsed as decimals, and made relative to a base
+computed from the first event.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from verl_profiling.manifest import MAX_NS
 from verl_profiling.timeline.content import BLOCK_BYTES, Blocks, Limits
 
 MAX_US = 4e15
-"""Largest time of an event, before and after its base: years from 1970 to 2096, should the base be 0."""
+"""Largest distance of an event's time from its base (us): 126 years, i.e. up to 2096 for a base of 0."""
 
 LONGEST_US = 1e15
-"""Longest duration of an event."""
+"""Longest duration of an event (us)."""
 
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Exceptions of the decoder for bytes of any kind."""
+"""Exceptions that the decoder raises for invalid bytes."""
 
 NO_ARGS = msgspec.Raw(b"")
 
@@ -55,7 +55,7 @@ _UNTRAPPED = Context(traps=[])  # a comparison with NaN is false
 
 
 class Event(msgspec.Struct, gc=False, omit_defaults=True):
-    """One event of the `Trace Event Format`_; a field that is absent is ``None``.
+    """One event of the `Trace Event Format`_; an absent field has its default.
 
     Attributes:
         ts: Begin in microseconds since the trace's ``base_ns``.
@@ -82,7 +82,7 @@ class Event(msgspec.Struct, gc=False, omit_defaults=True):
     args: msgspec.Raw = NO_ARGS
 
     def said(self, key: str) -> str:
-        """Return one of the arguments as text; ``""`` if there is none of this name, or it is no text."""
+        """Return an argument as text; ``""`` if it is missing, or neither a string nor an integer."""
         try:
             return str(_TEXT.decode(_ARGUMENTS.decode(self.args)[key]))
         except (*UNDECODABLE, KeyError):
@@ -90,7 +90,7 @@ class Event(msgspec.Struct, gc=False, omit_defaults=True):
 
 
 class AbsoluteEvent(Event):
-    """An event of a trace without a base; its time is exact until it becomes one with a base."""
+    """An event of a trace without a base; ``ts`` is an exact decimal until it is made relative to a base."""
 
     ts: Decimal | None = None  # type: ignore[assignment]  # converted to a float before the event is handed out
 
@@ -100,20 +100,20 @@ class Trace:
 
     Attributes:
         path: The file.
-        metadata: The top-level keys before ``traceEvents``, and the base of times wherever it is.
+        metadata: The top-level keys before ``traceEvents``, and ``baseTimeNanoseconds`` wherever it is.
         base_ns: Unix nanoseconds of ``ts == 0``. For a file without a base it is 0 until the first
             event with a time has been read.
-        warnings: What could not be read, with the byte of the content; complete when :meth:`chunks` ends.
-        truncated: Whether reading ended before the last event; the last warning then says where and why.
+        warnings: Sentences on unreadable parts, each with its byte; complete when :meth:`chunks` ends.
+        truncated: Whether reading ended before the last event; the last warning then has byte and reason.
         events: Number of events read so far.
-        skipped: Number of things that could not be read; the first of them has a warning.
+        skipped: Number of invalid events; only the first of them has a warning.
     """
 
     def __init__(self, path: Path, limits: Limits | None = None) -> None:
         """Open the file and read what precedes the events.
 
         Raises:
-            TraceFormatError: It cannot be read, or is not a trace.
+            TraceFormatError: The file cannot be read, or is not a trace.
         """
         self.path = path
         self.warnings: list[str] = []
@@ -138,7 +138,7 @@ class Trace:
 
     @property
     def rank(self) -> int | None:
-        """The process's rank in ``torch.distributed``, if the file has it."""
+        """Rank of the process in ``torch.distributed``, if the trace has it."""
         info = self.metadata.get("distributedInfo")
         rank = info.get("rank") if isinstance(info, dict) else None
         return rank if type(rank) is int and 0 <= rank <= _MAX_RANK else None
@@ -146,7 +146,7 @@ class Trace:
     def chunks(self, size: int = BLOCK_BYTES) -> Iterator[list[Event]]:
         """Yield the events in the order of the file, some thousands at a time.
 
-        What is no event is skipped with a warning. Reading ends at damage, at a cut-off end, or at a limit.
+        Invalid events are skipped with a warning. Reading ends at damage, at a cut-off end, or at a limit.
 
         Args:
             size: Bytes of JSON to decode at a time.
@@ -179,7 +179,7 @@ class Trace:
         self._finish(closed)
 
     def _finish(self, closed: bool) -> None:
-        """Read what follows the events, which shows whether the file is whole."""
+        """Read the rest of the file after the events, and warn if the file is incomplete."""
         behind = b""
         while self._fill(_READ_ON):
             behind += self._buffer[: _MOST_HEAD - len(behind)]
@@ -193,7 +193,7 @@ class Trace:
             self._check_behind(behind[1:].decode("utf-8", "replace").strip())
 
     def _check_behind(self, text: str) -> None:
-        """Warn if what follows the events is not the rest of the JSON that holds them."""
+        """Warn if the text after the events does not complete the JSON around them."""
         try:
             rest = json.loads('{"":0' + text) if self._is_object else json.loads(text or "{}")
         except (ValueError, RecursionError) as error:
@@ -265,15 +265,15 @@ class Trace:
             self._ended = True
             return events, close
         except UNDECODABLE:
-            return self._decode_each(bytes(text), last)  # it contains the end of the list, or damage
+            return self._decode_each(bytes(text), last)  # the text has the end of the list, or damage
 
     def _decode_each(self, text: bytes, last: bool) -> tuple[list[Event], int]:
-        """Decode events one by one until the list or what is whole of it ends; return them and its length.
+        """Decode events one by one up to the last complete one; return them and the bytes consumed.
 
         Kineto writes ``NaN`` and names in any encoding, which the fast decoder refuses.
         """
         events: list[Event] = []
-        characters, position = text.decode("latin-1"), 0  # each byte is looked at as one character
+        characters, position = text.decode("latin-1"), 0  # one character per byte, so positions are bytes
         while True:
             position = _past_separator(text, position)
             if text[position : position + 1] == b"]":
@@ -287,7 +287,7 @@ class Trace:
                     self._stop(self._consumed + position, f"the list of events is {what}")
                     position = len(text)
                 return events, position
-            if (piece := text[position:end]) != b"{}":  # JAX writes one behind its last event
+            if (piece := text[position:end]) != b"{}":  # JAX writes an empty object after its last event
                 try:
                     events += self._decode_one(piece)
                 except (*UNDECODABLE, ValueError) as error:
@@ -333,7 +333,7 @@ class Trace:
 
 @lru_cache(maxsize=1024)
 def _read_end(path: Path, limits: Limits, state: tuple[int, int]) -> dict[str, Any]:
-    """Return the base of times where it follows the events, as torch 2.3 wrote it; a state is read once."""
+    """Return the base time if it follows the events (torch 2.3); ``state`` (size, mtime) is a cache key."""
     tail = b""
     for block in Blocks(path, limits):
         tail = block if len(block) >= _TAIL_BYTES else (tail + block)[-_TAIL_BYTES:]
@@ -345,7 +345,7 @@ def _read_end(path: Path, limits: Limits, state: tuple[int, int]) -> dict[str, A
 
 
 def _last_boundary(buffer: bytes) -> int:
-    """Return the end of the last event that is certainly whole, or 0."""
+    """Return the end of the last event that is certainly complete, or 0."""
     for window in (1 << 12, 1 << 16, len(buffer)):
         start = max(0, len(buffer) - window)
         ends = [match.start() + 1 for match in _BOUNDARY.finditer(buffer, start)]
@@ -361,11 +361,11 @@ def _past_separator(buffer: bytes, position: int) -> int:
 
 
 def _load_json(text: bytes) -> Any:
-    """Decode JSON without what JSON does not know; numbers that are none become ``None``.
+    """Decode JSON; ``NaN`` and ``Infinity`` become ``None``, invalid UTF-8 is replaced.
 
     Raises:
-        ValueError: It is not JSON.
-        RecursionError: It is nested too deeply.
+        ValueError: The text is not JSON.
+        RecursionError: The text is nested too deeply.
     """
     value = _TOLERANT.decode(text.decode("utf-8-sig", "replace"))
     if b"\\u" not in text:

@@ -1,4 +1,4 @@
-"""Reads the logs of trajectories of a step, and draws each as a process beside its worker's."""
+"""Reads the trajectory logs of a step, and draws each as a process next to its worker's."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LEAST_LAG_NS = 1_000_000
 _BAD = {"failed": "terrible", "cancelled": "bad"}
 _NOT_SHOWN = -1
 _MOST_AT_ONCE = 100
-_OWNER = -1  # what is around the outermost
+_OWNER = -1  # number of the owner, the parent of outermost spans
 
 _Numbered = TypeVar("_Numbered", TrajectoryRecord, SpanRecord)
 
@@ -50,11 +50,11 @@ class ReadLog(msgspec.Struct, frozen=True, kw_only=True):
     """One log of a step.
 
     Attributes:
-        source: The file, its lane, and in ``offset_ns`` what to subtract from its times.
-        log: Its records, on the clock of the process that wrote them; ``None`` if it cannot be read. No
-            number repeats, nothing ends before it begins, trajectories and parents are there, a parent is
-            of the same trajectory and comes first, and statuses are the last that any log of the step has.
-        problems: What could not be read, or was not recorded, as sentences that name the file.
+        source: The file, its lane and its clock offset.
+        log: Records on the clock of their process; ``None`` if the log is unreadable. The records are
+            consistent: ids are unique, no end is before its begin, and each parent precedes its children
+            and is in their trajectory. Statuses are the latest in any log of the step.
+        problems: Sentences, with the file's name, on unreadable or unrecorded parts.
     """
 
     source: Source
@@ -63,7 +63,7 @@ class ReadLog(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_logs(inputs: StepInputs) -> Iterator[ReadLog]:
-    """Yield the logs of a step, in the order of their lanes; each is in memory while it is used."""
+    """Yield the logs of a step, sorted by lane, with one log in memory at a time."""
     statuses = LaterStatuses.of((source.path, source.offset_ns) for source in inputs.logs)
     for source in inputs.logs:
         try:
@@ -78,11 +78,11 @@ def read_logs(inputs: StepInputs) -> Iterator[ReadLog]:
 def mended_log(source: Source, limits: Limits, statuses: LaterStatuses) -> TrajectoryLog:
     """Read one log, and leave out or correct the records that contradict others.
 
-    A span whose trajectory is not there belongs to the process. A parent has a smaller number than the spans
-    inside it, as it begins before them.
+    A span whose trajectory is not in the log becomes a span outside trajectories. A parent with a larger
+    id than its child is dropped: ids are given in order of begin.
 
     Raises:
-        TraceFormatError: It is not a log of trajectories, or cannot be read.
+        TraceFormatError: The file is not a log of trajectories, or cannot be read.
     """
     log = read_log(source.path, limits.reached)
     trajectories, spans = _standing(log.trajectories), _standing(log.spans)
@@ -110,7 +110,7 @@ def mended_log(source: Source, limits: Limits, statuses: LaterStatuses) -> Traje
 
 
 def _standing(records: Sequence[_Numbered]) -> dict[int, _Numbered]:
-    """Return the records by number, in its order: the first of each that does not end before it begins."""
+    """Return the records by id, sorted by id, without repeated ids and ends before begins."""
     first: dict[int, _Numbered] = {}
     for record in records:
         first.setdefault(record.id, record)
@@ -150,13 +150,13 @@ def write_log_member(job: MemberJob) -> Member:
 
 
 class _Drawn:
-    """The events of one log.
+    """The timeline's events of one log.
 
     Attributes:
-        pid: Id of their process.
+        pid: Process id of the events.
         base_ns: Time of ``ts == 0`` in the timeline, on the clock of the log.
         layout: Rows of the records.
-        arrows: Arrows to requests, by the number of the span that they leave.
+        arrows: Arrows to requests, by the id of the span at their tail.
     """
 
     def __init__(self, job: MemberJob, log: TrajectoryLog) -> None:
@@ -180,7 +180,7 @@ class _Drawn:
         self.arrows = _arrows(job, log, self.layout)
 
     def slices(self) -> Iterator[Event]:
-        """Yield the events of the records that are shown."""
+        """Yield the slices of all records that have a row."""
         for one in self._log.trajectories:
             if (row := self.layout.trajectories.get(one.id)) is not None:
                 yield self._trajectory(one, row + 1)
@@ -199,7 +199,7 @@ class _Drawn:
             yield self._draw(row + 1, "block", who, block.begin_ns, block.end_ns, about=about)
 
     def counters(self) -> Iterator[Event]:
-        """Yield how late loops were, what was counted, and how many trajectories were running."""
+        """Yield counter events: lag of each event loop, counters of the log, and running trajectories."""
         for lag in self._log.lags:
             name = f"{self._loop(lag.loop)} lag"
             if lag.late_ns >= _LEAST_LAG_NS:
@@ -215,13 +215,13 @@ class _Drawn:
             yield self._count("trajectories", at_ns, "running", running)
 
     def _count(self, counter: str, at_ns: int, unit: str, value: float) -> Event:
-        """Return the value of a counter, which Perfetto names by both words."""
+        """Return a sample of a counter; Perfetto shows its name and its unit."""
         event = Event("C", "", shortened(counter), self.pid, ts=max(at_ns - self.base_ns, 0) / 1000)
         event.args = msgspec.Raw(msgspec.json.encode({unit: value}))
         return event
 
     def _loop(self, number: int) -> str:
-        """Return the name of an event loop: that of the thread, with its number where two have the same."""
+        """Return the name of an event loop: its thread's name, with the loop's number if names repeat."""
         return self._loops.get(number, f"loop {number}")
 
     def _trajectory(self, record: TrajectoryRecord, tid: int) -> Event:
@@ -244,7 +244,7 @@ class _Drawn:
 
 
 def _arrows(job: MemberJob, log: TrajectoryLog, layout: Layout) -> dict[int, Arrow]:
-    """Return the arrows to requests, by the number of the span that they leave."""
+    """Return the arrows to requests, by the id of the span at their tail."""
     offset_ns = job.source.offset_ns
     waiting = {span.id: span for span in log.spans if span.request and span.id in layout.spans}
     ends = (
@@ -262,7 +262,7 @@ def _arrows(job: MemberJob, log: TrajectoryLog, layout: Layout) -> dict[int, Arr
 
 
 def _trajectory_name(trajectory: TrajectoryRecord) -> str:
-    """Return what a trajectory is called: ``g12/3``, ``g12/4 (failed)``, ``g13/0 (validate)``."""
+    """Return the title of a trajectory: ``g12/3``, ``g12/4 (failed)``, ``g13/0 (validate)``."""
     group = trajectory.group or f"trajectory {trajectory.id}"
     name = group if trajectory.sample is None else f"{group}/{trajectory.sample}"
     status = [trajectory.status] * (trajectory.status != "done")
@@ -271,7 +271,7 @@ def _trajectory_name(trajectory: TrajectoryRecord) -> str:
 
 
 def _bounded(facts: Mapping[str, Fact]) -> dict[str, Fact]:
-    """Return the first of some facts, with names and texts in bounded length."""
+    """Return at most 100 facts, with names cut to 120 and texts cut to 1,000 characters."""
     return {
         shortened(name): fact[:_TEXT_LENGTH] if isinstance(fact, str) else fact
         for name, fact in list(facts.items())[:_MOST_FACTS]
@@ -279,15 +279,15 @@ def _bounded(facts: Mapping[str, Fact]) -> dict[str, Fact]:
 
 
 class Layout(msgspec.Struct, kw_only=True):
-    """The rows of a log of trajectories; records without one are not shown.
+    """The rows of a log of trajectories; records without a row are not shown.
 
     Attributes:
-        names: The name of each row, from above to below.
-        trajectories: The row of each trajectory, by its number.
-        spans: The row of each span, by its number.
-        blocks: The row of each block, by its place in the log.
-        left_out: Number of records that are not wanted.
-        crowded: Number of those that are, and have no row because there are too many beside them.
+        names: The name of each row, from top to bottom.
+        trajectories: The row of each trajectory, by its id.
+        spans: The row of each span, by its id.
+        blocks: The row of each block, by its index in the log.
+        left_out: Number of records outside the selection.
+        crowded: Number of selected records without a row, because too many others overlap them.
     """
 
     names: list[str] = []
@@ -298,7 +298,7 @@ class Layout(msgspec.Struct, kw_only=True):
     crowded: int = 0
 
     def add_rows(self, name: str, owners: Sequence[_Owner]) -> list[int]:
-        """Add rows for some owners, and return the first one of each."""
+        """Add rows for some owners, and return the first row of each owner."""
         packed = packed_rows([(owner.begin, owner.end) for owner in owners])
         heights = [0] * (max(packed, default=-1) + 1)
         for owner, row in zip(owners, packed, strict=True):
@@ -315,10 +315,10 @@ class _Owner(msgspec.Struct, kw_only=True):
     """An owner of rows: a block, a trajectory, or an outermost span of the process.
 
     Attributes:
-        begin: Begin of it and its spans.
-        end: End of it and its spans.
-        height: Number of rows that they take.
-        spans: The spans that are wanted.
+        begin: Begin of the owner with its spans.
+        end: End of the owner with its spans.
+        height: Number of rows for the owner with its spans.
+        spans: The selected spans.
     """
 
     begin: int
@@ -332,14 +332,14 @@ def lay_out(
     is_wanted: Callable[[Block | TrajectoryRecord | SpanRecord], bool],
     loop_name: Callable[[int], str],
 ) -> Layout:
-    """Return the rows of a log: blocks by their loop, trajectories, then the process's own spans.
+    """Return the rows of a log: blocks by their loop, then trajectories, then spans outside trajectories.
 
-    What overlaps is on rows of its own, as many as there are at once. A row of trajectories is followed
-    by further ones where spans of a trajectory overlap.
+    Overlapping records get separate rows. A row of trajectories is followed by further rows if spans of
+    one trajectory overlap.
 
     Args:
-        log: The log, without contradictions.
-        is_wanted: Tells which records are shown.
+        log: The log, without contradictions (see :func:`mended_log`).
+        is_wanted: Returns whether a record is selected.
         loop_name: Returns the name of an event loop by its number.
     """
     layout = Layout()
@@ -357,7 +357,7 @@ def lay_out(
     }
     wanted = {number for number, owner in trajectories.items() if owner.height}
     outermost: dict[int, _Owner] = {}
-    owned: dict[int, _Owner] = {}  # by span of the process, the outermost around it
+    owned: dict[int, _Owner] = {}  # outermost span, by the id of each span outside trajectories
     for span in log.spans:
         if span.trajectory != NO_SPAN:
             owner = trajectories[span.trajectory]
@@ -369,7 +369,7 @@ def lay_out(
             owner.spans.append(span)
     below: dict[int, int] = {}
     for owner in (*trajectories.values(), *outermost.values()):
-        owner.spans.sort(key=lambda span: (span.begin_ns, -span.end_ns))  # of two alike the parent is first
+        owner.spans.sort(key=lambda span: (span.begin_ns, -span.end_ns))  # stable: parents precede children
         _nest(owner, below)
     for name, owners in (("trajectories", trajectories), ("spans", outermost)):
         shown = {number: owner for number, owner in owners.items() if owner.height}
@@ -387,13 +387,13 @@ def lay_out(
 
 
 def _nest(owner: _Owner, below: dict[int, int]) -> None:
-    """Note for each span how many rows below its owner's it is, inside its parent or on a row alone.
+    """Store the row of each span, relative to its owner's: the parent's row if it fits, else a free row.
 
-    Children of one parent that overlap are on rows of their own, up to a hundred at once; what would need
-    more is not shown. The owner grows by what is shown of it.
+    Overlapping children of one parent get separate rows, up to 100 rows per owner; further spans are not
+    shown. The owner's begin, end and height grow to include all shown spans.
     """
     begin, shown = owner.begin, {span.id for span in owner.spans}
-    rows: list[list[tuple[int, int]]] = [[(owner.end, _OWNER)]]  # what is open on each: until when, number
+    rows: list[list[tuple[int, int]]] = [[(owner.end, _OWNER)]]  # open spans of each row: end, id
     for span in owner.spans:
         parent = span.parent if span.parent in shown else _OWNER
         row = (
@@ -409,14 +409,14 @@ def _nest(owner: _Owner, below: dict[int, int]) -> None:
 
 
 def _is_inside(opened: list[tuple[int, int]], parent: int, span: SpanRecord) -> bool:
-    """Close what ended before; return whether what is open then is the parent, until the span's end."""
+    """Drop ended spans; return whether the parent is then the innermost open span and encloses ``span``."""
     while opened and opened[-1][1] != parent and opened[-1][0] <= span.begin_ns:
         opened.pop()
     return bool(opened) and opened[-1][1] == parent and span.end_ns <= opened[-1][0]
 
 
 def _first_free(rows: list[list[tuple[int, int]]], begin: int) -> int:
-    """Return the first row, behind the owner's, on which nothing is open."""
+    """Return the first row below the owner's without an open span; add a row if there is none."""
     for number, opened in enumerate(rows[1:], 1):
         while opened and opened[-1][0] <= begin:
             opened.pop()
