@@ -45,22 +45,22 @@ class Capture:
     """Receives stages (it is a ``StageSink``) and drives the tools of one worker.
 
     In e2e mode the tools record from :meth:`open` to :meth:`close`. In discrete mode they
-    record inside each outermost selected stage; a stage inside it is a span of that artifact.
-    They start and stop together, and each fails alone.
+    record inside each outermost selected stage; a nested stage becomes a span of its artifact.
+    The tools start and stop together; if one fails to stop, the others still do.
 
-    Some tools must be stopped on the thread that started them, the owner. A stop that arrives elsewhere
-    waits until the owner passes a stage.
+    Some tools must be stopped on the thread that started them, the owner. A stop on another thread
+    waits until the owner begins or ends a stage.
 
     Attributes:
-        completions: Enter into the result what other parts of the process know.
-        whole: Whether the tools record the whole capture, not each stage apart.
+        completions: Functions of other parts of the process that add to the result.
+        whole: Whether the tools record the whole capture as one, not each stage separately.
 
     Args:
         request: The callback's request.
         role: The worker's settings.
         identity: The worker.
         background: Does the rest of the work on artifacts.
-        done: Called with the status of an artifact that was finished in the background, or left by a stage.
+        done: Called with each artifact that a stage left, or that was finished in the background.
         handover_s: How long a stop on another thread waits for the owner, in seconds.
     """
 
@@ -97,7 +97,7 @@ class Capture:
         self._given = given_devices()
 
     def open(self) -> list[Artifact]:
-        """Start recording, or arm; return the expected artifacts, as far as they are known.
+        """Start recording, or in discrete mode wait for a stage; return the expected artifacts.
 
         Raises:
             Exception: Whatever the tool raised; nothing records then.
@@ -115,7 +115,7 @@ class Capture:
         return self._spans if self.whole and not bound else self
 
     def close(self) -> CaptureResult:
-        """Stop recording and return the result, of which the tools' errors are a part."""
+        """Stop recording and return the result; errors of tools are in its artifacts."""
         self._stop_asked = True
         self._stop_for_good()
         deadline_s = time.monotonic() + self.handover_s
@@ -131,7 +131,7 @@ class Capture:
         return self._result()
 
     def step(self) -> None:
-        """Note that a mini-batch is done."""
+        """Record that a mini-batch has ended."""
         if self._stop_asked:
             self._stop_for_good()
         with self._lock:
@@ -146,7 +146,7 @@ class Capture:
         if self.whole or not self._selects(name):
             self._spans.begin(name)
             return
-        if (recorded := self._recorded) is not None and recorded.end_ns:  # its export holds the lock
+        if (recorded := self._recorded) is not None and recorded.end_ns:  # the tools' export holds the lock
             self._spans.begin(name)
             return
         with self._lock:
@@ -180,7 +180,7 @@ class Capture:
         return True
 
     def _note_missed(self, span: OpenSpan, recorded: OpenSpan) -> None:
-        """Enter, once, a stage that begins beside the recorded one; runs of one stage share a recording."""
+        """Add a skipped artifact, once, for a stage that begins while another one is recorded."""
         outer: OpenSpan | None = span
         while outer is not None and outer is not recorded:
             outer = outer.parent
@@ -201,7 +201,7 @@ class Capture:
         return any_thread or self._owner == threading.get_native_id()
 
     def _stop_for_good(self) -> None:
-        """Stop for good, if this thread may."""
+        """Stop the tools for the rest of the capture, if this thread may stop them."""
         with self._lock:  # a stage may be starting a recording on another thread
             if self._may_stop_here() and not self._stopped.is_set():
                 self._stop_tools()
@@ -225,7 +225,7 @@ class Capture:
         """Start all tools.
 
         Raises:
-            Exception: What one of them raised. Those already started are discarded, and each has its reason.
+            Exception: Whatever a tool raised. The recordings of the other tools are discarded as failed.
         """
         self._owner = threading.get_native_id()
         destination = self._destination(stage, occurrence)
@@ -255,7 +255,7 @@ class Capture:
                 self._enter(running.tool, destination, begin_ns=begin_ns)
 
     def _stop_tools(self) -> None:
-        """Stop all tools; an error of one is its artifact's."""
+        """Stop all tools; the error of a tool goes into its artifact."""
         self._spans.stop_marking()
         if self.whole:
             self._stages += self._spans.close()
@@ -271,9 +271,9 @@ class Capture:
         self._metrics[f"stage/{stage}/process_peak_rss_bytes"] = float(process_peak_bytes())
 
     def _end_what_is_too_large(self) -> None:
-        """Stop tools that would need more memory to be written than there is: ``limits.memory_share``.
+        """Stop each tool whose recording would need too much memory to be written: ``limits.memory_share``.
 
-        Stages are noted as before, and other tools go on.
+        Stages are still recorded, and other tools go on.
         """
         now_s = time.monotonic()
         if not self.request.keep or now_s < self._looked_s + _LOOK_S or not self._may_stop_here():
@@ -304,7 +304,7 @@ class Capture:
             return None
 
     def _stop(self, running: _Running, truncated: str = "") -> None:
-        """Stop one tool; ``truncated`` says why it ends before its time."""
+        """Stop one tool; ``truncated`` is the reason if it stops early, else empty."""
         tool, recording, destination = running
         end_ns = clock.now_ns()
         try:
@@ -320,12 +320,12 @@ class Capture:
             self._failed(tool, destination, "stop", error)
 
     def _keep(self, output: Output, end_ns: int, truncated: str) -> None:
-        """Enter what a recording wrote, and queue the rest of the work for the background."""
+        """Add the artifact of a recording to the result, and queue its compression and upload."""
         written, known = output.artifact, self._artifacts.values()
         expected = next((one for one in known if one.status == "missing" and one.is_run_of(written)), written)
 
         def complete(artifact: Artifact) -> Artifact:
-            """Add what the tool does not know."""
+            """Add begin, end and truncation, which the tool does not know."""
             artifact = msgspec.structs.replace(artifact, begin_ns=expected.begin_ns, end_ns=end_ns)
             if truncated and artifact.status == "ok":
                 artifact = msgspec.structs.replace(artifact, status="truncated", reason=truncated)
@@ -335,17 +335,17 @@ class Capture:
         if artifact.path != expected.path:
             self._artifacts.pop(expected.path, None)
         self._artifacts[artifact.path] = artifact
-        if artifact.stage is not None:  # more follows, and this process may be killed meanwhile
+        if artifact.stage is not None:  # write it now: this process may be killed before the next stage
             self.done(artifact)
 
     def _discard(self) -> None:
-        """Discard all recordings, the last one first, whatever one of them raises."""
+        """Discard all recordings, the last one first; errors are logged."""
         discarded, self._running = self._running, []
         for running in reversed(discarded):
             self._guarded(running, running.recording.discard)
 
     def _mark_spans(self) -> None:
-        """Show stages in the artifacts of the tools that can."""
+        """Mark stages in the artifacts of the tools that support marks."""
         kinds = [marks for running in self._running if (marks := running.recording.marks) is not None]
         if len(kinds) == 1:
             self._spans.begin_mark, self._spans.end_mark = kinds[0]
@@ -363,7 +363,7 @@ class Capture:
         self._enter(tool, destination, status="failed", reason=reason)
 
     def _enter(self, tool: Tool, destination: Destination, **fields: Any) -> None:
-        """Enter what is known of a tool's artifact; one that writes none has no entry, unless it failed."""
+        """Add or replace a tool's artifact; a tool that writes no file has one only if it failed."""
         if tool.suffix or fields.get("status") == "failed":
             artifact = msgspec.structs.replace(destination.artifact(type(tool)), **fields)
             self._artifacts[artifact.path] = artifact
@@ -399,7 +399,7 @@ class Capture:
             ran = ", ".join(sorted({span.name for span in stages})) or "none"
             wanted = "any" if self.role.stages is None else ", ".join(sorted(self.role.stages))
             asked = self.request.selection is not None and self.request.selection.stages is not None
-            status = "skipped" if asked else "empty"  # who asks for a stage need not know who runs it
+            status = "skipped" if asked else "empty"  # a request may select stages that other processes run
             reason = f"no selected stage ran (selected: {wanted}; ran: {ran})"
         return result_of(
             self.request,

@@ -1,7 +1,7 @@
-"""The rest of a capture while training goes on: artifacts are compressed and uploaded, and hooks run.
+"""Background work after a capture, while training goes on: compression, uploads and ``after`` hooks.
 
-Nothing that a hook of ``after`` does reaches the loop: it runs on a thread, its output goes to a file and
-into the log, and its time is bounded.
+A hook of ``after`` cannot disturb the loop: it runs on a thread, its output goes to a file and into the log,
+and it has a timeout.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _SHOWN_BYTES = 4096
 class BackgroundWork:
     """Runs functions one after another, on a thread that exists while there is work.
 
-    It is no executor of Python's, for which the interpreter waits at its end.
+    The interpreter does not wait for it at exit, as it does for executors of ``concurrent.futures``.
 
     Args:
-        name: What it does, for the name of its thread.
-        at_once: Where no thread starts, work is done on the caller's, else in :meth:`drain`.
+        name: Kind of work, for the name of the thread.
+        at_once: If no thread can start, whether to work in :meth:`submit`, or else in :meth:`drain`.
     """
 
     def __init__(self, name: str, at_once: bool = True) -> None:
@@ -63,7 +63,7 @@ class BackgroundWork:
         thread = threading.Thread(target=self._run, name=f"verl-profiling-{self._name}", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the interpreter ends, and since Python 3.12 starts no thread
+        except RuntimeError:  # at exit, Python 3.12 and later start no thread
             with self._changed:
                 self._running = False
             if self._at_once:
@@ -97,14 +97,14 @@ def finish(
     done: Callable[[Artifact], object],
     complete: Callable[[Artifact], Artifact] = lambda artifact: artifact,
 ) -> Artifact:
-    """Return an artifact as it is now, and queue the rest of the work on it.
+    """Queue the compression and upload of an artifact; return it as ``pending`` if there is any.
 
     Args:
         output: What was recorded.
         background: Does the work.
         request: The capture.
         done: Called with the artifact's final status, if there is work.
-        complete: Adds what the tool does not know.
+        complete: Adds fields that the tool does not know.
     """
     compress, upload = output.finish, request.upload
     uploads = upload is not None and (compress or output.artifact.status in ("ok", "truncated"))
@@ -129,7 +129,7 @@ def finish(
 
 
 def _uploaded(folder: Path, upload: Upload, artifact: Artifact) -> Artifact:
-    """Move a finished artifact to where it belongs; return it, with its place if that failed."""
+    """Upload a finished artifact; return it, with its local path and the reason if that failed."""
     local = folder / artifact.path
     if not local.exists():  # empty or failed, or removed meanwhile
         return artifact
@@ -150,7 +150,7 @@ def _uploaded(folder: Path, upload: Upload, artifact: Artifact) -> Artifact:
 
 
 class AfterHooks:
-    """The hooks of one process.
+    """The ``after`` hooks of one process.
 
     Args:
         hooks: The settings, by name.
@@ -164,12 +164,12 @@ class AfterHooks:
         self._last: dict[str, Callable[[], None]] = {}
 
     def begun(self, request: CaptureRequest, who: WorkerIdentity, *, recorded: bool = True) -> None:
-        """Note that a capture began.
+        """Record that a capture began, and which hooks to run after it.
 
         Args:
             request: The capture; a warm-up has no hooks.
             who: The process, in one of its roles.
-            recorded: Whether it records.
+            recorded: Whether the process records.
         """
         if not request.keep:
             return
@@ -187,7 +187,7 @@ class AfterHooks:
                 self._runs.setdefault(name, run)
 
     def ended(self, capture_id: str, is_written: Callable[[], bool]) -> None:
-        """Run the hooks of a capture that ended, as soon as ``is_written`` says so."""
+        """Run the hooks of a capture that ended, as soon as ``is_written`` returns true."""
         if capture_id != self._capture_id:
             return
         runs, self._runs = self._runs, {}
@@ -196,13 +196,13 @@ class AfterHooks:
             self._background.submit(partial(_run_when, is_written, run))
 
     def train_ends(self) -> None:
-        """Run the hooks that are due once and have not run."""
+        """Run the hooks that run once per training (``when: last``) and have not run."""
         runs, self._last = self._last, {}
         for run in runs.values():
             self._background.submit(run)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait for the hooks that run or are due; return whether all ended in time."""
+        """Wait for running and queued hooks; return whether all ended in time."""
         return self._background.drain(timeout_s)
 
     @property
@@ -218,7 +218,7 @@ def _run_when(is_written: Callable[[], bool], run: Callable[[], None]) -> None:
 
 
 def _run(name: str, hook: AfterHook, request: CaptureRequest, who: WorkerIdentity) -> None:
-    """Run a hook and say how it went."""
+    """Run a hook, and log its outcome and output."""
     path = Path(request.folder)
     written = request.folder if request.upload is None else request.upload.url
     run = written.rpartition("/")[0]
@@ -256,7 +256,7 @@ def _run(name: str, hook: AfterHook, request: CaptureRequest, who: WorkerIdentit
 
 
 def _outcome(hook: AfterHook, environment: Mapping[str, str], log: Path) -> str:
-    """Run a command; return what went wrong, or nothing."""
+    """Run the command of a hook; return a description of its failure, empty if it succeeded."""
     with log.open("ab") as output:
         process = subprocess.Popen(
             hook.command,
@@ -275,7 +275,7 @@ def _outcome(hook: AfterHook, environment: Mapping[str, str], log: Path) -> str:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a command and all it started: first asked, then killed."""
+    """End a command and its child processes with SIGTERM, and after a grace time with SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

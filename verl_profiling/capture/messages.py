@@ -1,4 +1,4 @@
-"""The messages between callback and workers: plain, picklable values, and the sentences of refusals."""
+"""The messages between callback and workers: plain, picklable values, and the texts of refusals."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
         step: First step of the capture.
         folder: Absolute path of the step folder; it is created if it does not exist.
         policy_version: Version of the weights, if the loop reports one.
-        stage: Stage that the whole capture is (a rollout's window in discrete mode).
+        stage: The only stage of the capture: ``rollout`` for engines in discrete mode, else ``None``.
         occurrence: Which run of that stage in this step, from 1.
         keep: ``False`` for a warm-up, which is discarded.
-        last: No capture comes after this one, as far as the schedule says.
-        upload: Where the files go that are written into ``folder``, if it only stages them.
-        roles: Under which roles the callback knows the worker, the first one first.
-        workers: How many workers are asked in all.
-        selection: What this capture does differently from the settings.
+        last: Whether this is the last capture of the schedule.
+        upload: The upload target of the files in ``folder``, if it only stages them.
+        roles: The roles under which the worker was added to the callback, in order.
+        workers: The number of workers that get the request.
+        selection: Overrides of the settings; ``None`` for the settings as they are.
     """
 
     capture_id: str
@@ -55,10 +55,10 @@ class StartReply(msgspec.Struct, frozen=True):
     """The answer to ``start_capture``.
 
     Attributes:
-        identity: The worker; its ``pid`` tells the callback which names share a process.
+        identity: The worker; names with the same host and ``pid`` share a process.
         status: ``recording``, ``armed`` (waits for a stage), ``joined`` (a colocated role
-            started this capture already), ``skipped`` (not selected, or switched off) or ``refused`` (what
-            the capture is aimed at cannot be had in this process).
+            started this capture already), ``skipped`` (not selected, or switched off) or ``refused`` (this
+            process cannot make a capture with the selection of the request).
         received_ns: When the call arrived, on the worker's clock.
         reason: Why it was skipped or refused.
         expected: The artifacts that will exist if all goes well, as far as they are known now.
@@ -94,13 +94,13 @@ class StopReply(msgspec.Struct, frozen=True):
 def result_of(
     request: CaptureRequest, role: RoleConfig, identity: WorkerIdentity, **fields: Any
 ) -> CaptureResult:
-    """Return the result of a capture as request and settings name it.
+    """Return a result with the capture id, step, mode and tools of a request and its settings.
 
     Args:
         request: The capture.
         role: The worker's settings.
         identity: The worker.
-        **fields: What else the result has; what is given replaces what follows from the others.
+        **fields: Further fields of the result; they override those from the request and the settings.
     """
     named: dict[str, Any] = {
         "identity": identity,
@@ -119,12 +119,12 @@ def skipped(identity: WorkerIdentity, reason: str, capture_id: str | None = None
 
 
 def switched_off(identity: WorkerIdentity) -> str:
-    """Return why a worker takes no part whose own settings say that it should not."""
+    """Return the reason for skipping a worker whose own settings switch it off."""
     return f"switched off for role {identity.role} in the settings that init_capture was given"
 
 
 def cannot_be_had(request: CaptureRequest, problem: object) -> str:
-    """Return why a worker refuses a capture that is aimed at something that it does not have."""
+    """Return the reason for refusing a capture whose selection this process cannot make."""
     selection = request.selection.in_words() if request.selection is not None else ""
     return f"asked for {selection}, which this process cannot: {problem}"
 

@@ -36,11 +36,11 @@ _WORST_FIRST: tuple[CaptureStatus, ...] = ("failed", "truncated", "empty", "ok",
 
 
 class Slot:
-    """The captures of one recorder, one after another: their results, their hooks, and the work that is left.
+    """The results, hooks and background work of one recorder, whose captures follow one another.
 
     Attributes:
-        file: The result of the capture that is open, or else of the last one.
-        background: Does the rest of the work on artifacts.
+        file: The result file of the open capture, or else of the last one.
+        background: Compresses and uploads artifacts.
         hooks: The hooks of ``after``.
     """
 
@@ -52,10 +52,10 @@ class Slot:
     def result(
         self, capture_id: str | None, identity: WorkerIdentity, open_now: CaptureRequest | None
     ) -> CaptureResult:
-        """Return the result of the last capture again, or why a stop ends none.
+        """Return the result of the last capture again, or a skipped one if there is nothing to stop.
 
         Args:
-            capture_id: The capture that was to be stopped; ``None`` for any.
+            capture_id: The capture to stop; ``None`` for any.
             identity: The worker.
             open_now: The capture that is open, if there is one.
         """
@@ -72,12 +72,12 @@ class Slot:
         return result
 
     def settle(self, result: CaptureResult, capture_id: str | None, finish_s: float) -> CaptureResult:
-        """Run the hooks of a capture that ended; return its result, after waiting for the work that is left.
+        """Run the hooks of a capture that ended; wait for background work and return the result.
 
         Args:
             result: Its result at the stop.
-            capture_id: The capture that was to be stopped; ``None`` at the end of training.
-            finish_s: Seconds to wait.
+            capture_id: The capture to stop; ``None`` at the end of training.
+            finish_s: Seconds to wait; 0 returns at once.
         """
         self.hooks.ended(result.capture_id if capture_id is None else capture_id, self.file.is_settled)
         if not finish_s:
@@ -94,8 +94,8 @@ class CostMeter:
     """Measures the starts and stops of one capture's tools.
 
     Attributes:
-        spans: When tools were started and stopped, in order of their end.
-        export_s: Seconds that writing took; a part of the stops.
+        spans: One span per start and stop of the tools, in order of their end.
+        export_s: Seconds that writing took; part of the time of the stops.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class CostMeter:
 
     @contextmanager
     def measured(self, name: Literal["start", "stop"], stage: str | None) -> Iterator[None]:
-        """Measure a start or stop; ``stage`` is what is recorded, in discrete mode."""
+        """Measure a start or stop of the tools; ``stage`` is the recorded stage in discrete mode."""
         begin_ns = clock.now_ns()
         try:
             yield
@@ -112,7 +112,7 @@ class CostMeter:
             self.spans.append(ToolSpan(name, begin_ns, clock.now_ns(), stage))
 
     def cost(self) -> CaptureCost:
-        """Return the seconds so far."""
+        """Return the seconds measured so far."""
         seconds = {"start": 0.0, "stop": 0.0}
         for span in self.spans:
             seconds[span.name] += (span.end_ns - span.begin_ns) / 1e9
@@ -136,7 +136,7 @@ class ResultFile:
         self._windows: list[CaptureResult] = []
 
     def opened(self, request: CaptureRequest, role: RoleConfig, identity: WorkerIdentity) -> ResultFile:
-        """Return the file of a capture that begins: this one, if it is another window of the same step."""
+        """Return the file for a capture that begins: a new one, or this one for a window of the same step."""
         file = self if _step_of(self.request) == _step_of(request) else ResultFile()
         window = result_of(request, role, identity, status="failed", reason=NOT_STOPPED, stopped=False)
         with file._lock:
@@ -145,12 +145,12 @@ class ResultFile:
         return file
 
     def holds(self, capture_id: str | None) -> bool:
-        """Return whether this is the result of a capture that was stopped; ``None`` for any."""
+        """Return whether this is the result of a stopped capture with this id; ``None`` for any id."""
         stopped = bool(self._windows) and self._windows[-1].stopped
         return stopped and capture_id in (None, self.request.capture_id)
 
     def is_settled(self) -> bool:
-        """Return whether no artifact waits for this process; one with a reason is collected by a command."""
+        """Return whether this process has finished all artifacts; a command collects those with a reason."""
         return not any(one.status == "pending" and not one.reason for one in self.result.artifacts)
 
     def close(self, result: CaptureResult) -> CaptureResult:
@@ -172,7 +172,7 @@ class ResultFile:
             return self._write()
 
     def finished(self, artifact: Artifact) -> None:
-        """Enter the status of an artifact of any window: pending, and then final."""
+        """Update the status of an artifact of any window: first pending, later final."""
         with self._lock:
             last = self._windows[-1]
             if last.stopped and artifact.status == "pending":
@@ -186,13 +186,13 @@ class ResultFile:
             self._write(upload=last.stopped)
 
     def amend(self, change: Callable[[CaptureResult], CaptureResult]) -> CaptureResult:
-        """Change the whole result; return it."""
+        """Replace the whole result with ``change(result)``; write and return it."""
         with self._lock:
             self._windows = [change(self.result)]
             return self._write()
 
     def upload(self) -> None:
-        """Move the result behind the URL of its run, if nothing is pending."""
+        """Upload the result file, if no artifact is pending."""
         with self._lock:
             self._write(upload=True)
 
@@ -224,7 +224,7 @@ class ResultFile:
 
 
 def _merged(results: list[CaptureResult]) -> CaptureResult:
-    """Return one result for several windows of a worker; the last one names the capture."""
+    """Return one result for several windows of a worker, with the capture id of the last window."""
     worst = min(results, key=lambda result: _WORST_FIRST.index(result.status))
     last = results[-1]
     joined = {name: [one for result in results for one in getattr(result, name)] for name in _JOINED}
@@ -250,7 +250,7 @@ def _has(result: CaptureResult, artifact: Artifact) -> bool:
 
 
 def _with_artifact(result: CaptureResult, finished: Artifact) -> CaptureResult:
-    """Return a result with an artifact's final status, and the status that follows if artifacts decide it."""
+    """Return a result with an artifact's new status, and a new status of its own if artifacts decide it."""
 
     def updated(artifact: Artifact) -> Artifact:
         if not artifact.is_run_of(finished):

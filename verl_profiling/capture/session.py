@@ -51,7 +51,7 @@ class Session:
 
     Attributes:
         sink: Receives stages; ``None`` whenever nothing records and the watch is off.
-        sums: What the watch keeps of every step; ``None`` if it is off.
+        sums: The stages of every step, for the watch; ``None`` if it is off.
         identity: The first worker of this process.
     """
 
@@ -59,7 +59,7 @@ class Session:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything. A forked child calls this: it inherits the slot, but records nothing."""
+        """Reset all state. A forked child calls this: it inherits the session, but records nothing."""
         self.sink: StageSink | None = None
         self.sums: StageSums | None = None
         self.identity: WorkerIdentity | None = None
@@ -89,7 +89,7 @@ class Session:
         with self._lock:
             if not self._configs:
                 atexit.register(self.leave)
-                if multiprocessing.parent_process() is not None:  # forked, it runs no others
+                if multiprocessing.parent_process() is not None:  # a forked process runs no atexit functions
                     multiprocessing.util.Finalize(None, self.leave, exitpriority=100)
                 self._slot = Slot(config.after)
             self._configs[identity.name] = config
@@ -116,7 +116,7 @@ class Session:
         return None if self.sums is None else read_sums(self.sums, identity, question)
 
     def busy(self, name: str) -> Busy | None:
-        """Return what keeps when anything of a kind is under way; ``None`` if the watch is off."""
+        """Return the recorder of times in which any task is in ``name``; ``None`` if the watch is off."""
         if self.sums is None:
             return None
         with self._lock:
@@ -178,8 +178,8 @@ class Session:
         Args:
             capture_id: The capture to stop; ``None`` for any that is open. For the capture that ended
                 last, the same result is returned again.
-            finish_s: Seconds to wait for background work on artifacts; without a ``capture_id``, training
-                has ended, and the hooks of ``after`` are waited for too.
+            finish_s: Seconds to wait for background work on artifacts. Without a ``capture_id``, training
+                has ended, and the call also waits for the hooks of ``after``.
 
         Returns:
             The result; its status is ``skipped`` if there was nothing to stop.
@@ -192,25 +192,25 @@ class Session:
             else:
                 identity = capture.identity if capture else WorkerIdentity(role="unknown")
                 result = self._slot.result(capture_id, identity, capture.request if capture else None)
-                # The callback names its captures, and asks for none when it waits for artifacts.
+                # The callback passes a capture id; without one, it only waits for artifacts.
                 if not (result.capture_id or capture_id or finish_s or self._said_nothing_to_stop):
                     self._said_nothing_to_stop = True
                     logger.warning("%s", result.reason)
         return StopReply(self._slot.settle(result, capture_id, finish_s), received_ns)
 
     def complete_result(self, change: Callable[[CaptureResult], CaptureResult]) -> None:
-        """Have the open capture's result completed by another part of this process, when it is stopped."""
+        """Register a function that adds to the open capture's result when the capture is stopped."""
         if self._capture is not None:
             self._capture.completions.append(change)
 
     def amend(
         self, capture_id: str, change: Callable[[CaptureResult], CaptureResult]
     ) -> CaptureResult | None:
-        """Add to the result of a capture what only another part of this process knows.
+        """Change the result of the last capture and write it again.
 
         Args:
             capture_id: The capture.
-            change: Returns the result with what is to be added.
+            change: Takes the result and returns the changed one.
 
         Returns:
             The result; ``None`` if it is not the capture that this process recorded last.
@@ -248,7 +248,7 @@ class Session:
             not self._busy.keys().isdisjoint(selection.stages or ()) if selection is not None else False
         )
         if selection is not None and side_by_side and TRAJECTORIES in config.tool_names(identity.role):
-            # The watch names that as it names a stage, but no stage of the process is recorded in its place.
+            # The watch reports spans of concurrent trajectories as a stage, but no tool records them alone.
             selection = msgspec.structs.replace(selection, mode="e2e", stages=None)
         return config.for_role(identity.role, selection)
 
@@ -273,7 +273,7 @@ class Session:
         return self._slot.close(result)
 
     def _pass_stages_to(self, capture: Capture | None) -> None:
-        """Set the receiver of stages."""
+        """Send stages to the open capture, if any, and to the watch, if it is on."""
         log, sums = capture.sink if capture is not None else None, self.sums
         self.sink = Both(log, sums) if log is not None and sums is not None else log or sums
 
@@ -293,7 +293,7 @@ class Session:
 
 
 def _differences(role: RoleConfig, other: RoleConfig) -> str:
-    """Return what one role's settings say of its recording that another's do not, e.g. ``mode=discrete``."""
+    """Return the settings of one role that differ from another's, e.g. ``mode=discrete``."""
     found = []
     if role.mode != other.mode:
         found.append(f"mode={role.mode}")

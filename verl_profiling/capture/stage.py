@@ -36,13 +36,13 @@ class StageSink(Protocol):
         """Begin a stage on this thread or task."""
 
     def end(self, name: str, failed: bool) -> object:
-        """End it."""
+        """End the innermost open stage of this name."""
 
 
 class Both:
     """Passes stages on to the log of a capture and to the watch.
 
-    What a tool takes to start or stop with a stage is not part of the stage that the watch has.
+    The watch's stage does not contain the time that a tool takes to start or stop.
     """
 
     __slots__ = ("_log", "_sums")
@@ -57,7 +57,7 @@ class Both:
         self._sums.begin(name)
 
     def end(self, name: str, failed: bool) -> None:
-        """End it."""
+        """End the innermost open stage of this name."""
         self._sums.end(name, failed)
         self._log.end(name, failed)
 
@@ -239,7 +239,7 @@ class SpanLog:
             if failed or span.mark is not None:
                 self._end(span, failed)
                 return span
-            span.end_ns = end_ns = clock.now_ns()  # the usual stage, without a call
+            span.end_ns = end_ns = clock.now_ns()  # the common case, inlined to save a call
             if end_ns - span.begin_ns >= LONG_NS:
                 self._notice_long(span)
             return span
@@ -303,7 +303,7 @@ class SpanLog:
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Note what runs in a ``with`` block as a span, though it may end in another task or thread."""
+        """Record a ``with`` block as a span; it may end in another task or thread."""
         span, failed = self.begin(name), True
         try:
             yield
@@ -312,7 +312,7 @@ class SpanLog:
             self.end_span(span, failed)
 
     def so_far(self) -> list[StageSpan]:
-        """Return all spans in order of their begin; of those that are open, what there is of them."""
+        """Return all spans in order of their begin; open spans end now in the returned list."""
         now_ns = clock.now_ns()
         threads = {thread.ident: thread.native_id for thread in threading.enumerate()}
         found = [

@@ -1,7 +1,7 @@
 """The interface of an engine adapter, the only place that knows an engine's API and its versions.
 
-On an Ascend NPU an engine's processes record with torch_npu, which writes a folder for each rank. How they
-record is mostly their own choice; docs/engines.md says what can be chosen.
+On an Ascend NPU an engine's processes record with torch_npu, which writes a folder for each rank. The engine
+fixes most options of torch_npu; docs/engines.md lists the free ones.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _RECORDED_ON_NPU: dict[str, dict[str, tuple[object, ...]]] = {
         "modules": (False,),
     },
 }
-"""Options of the ``npu`` tool that an engine restricts, and the values that are left, the default last."""
+"""Options of the ``npu`` tool that an engine restricts, and the values it allows, the default last."""
 
 _PACKAGE = "vllm-ascend"
 _OLDEST = (0, 16)  # names the rank in the folder
@@ -72,12 +72,12 @@ class EngineAdapter(ABC):
 
     Attributes:
         name: Name of the engine.
-        window: How much of a rollout is recorded.
-        spool: Folder into which the engine writes its traces, whatever the step.
+        window: The part of a rollout to record.
+        spool: Folder into which the engine writes its traces of all steps.
         ranks: Number of ranks that write a trace.
         stages: Stages with separate traces; ``(None,)`` for one trace per rank.
-        device: Kind of what it runs on, as torch names it.
-        device_numbers: Which of the devices that it sees each of its first ranks uses, where that is known.
+        device: Its device type in torch, e.g. ``cuda``.
+        device_numbers: Visible device number of each rank from rank 0 on; empty if unknown.
     """
 
     name: ClassVar[str]
@@ -104,7 +104,7 @@ class EngineAdapter(ABC):
     async def stop(self) -> None:
         """Close the window, and return once the traces are written.
 
-        May also be called after the engine closed the window by itself, or never reached it.
+        Also valid if the engine has closed the window by itself, or never reached it.
         """
 
     @abstractmethod
@@ -112,7 +112,7 @@ class EngineAdapter(ABC):
         """Return the rank and stage of a new file or folder in the spool, or ``None`` if it is no trace."""
 
     def died(self) -> str:
-        """Return how the engine's processes ended, as far as this process can see; empty while they live."""
+        """Return how the engine's processes ended, if this process can detect it; empty while they live."""
         return ""
 
 
@@ -139,7 +139,7 @@ def is_spool(folder: str | Path) -> bool:
 
 
 def engine_tool(role: RoleConfig, engine: str, *, opens_ranges: bool = False) -> EngineTool | None:
-    """Return the tool that is to record an engine's processes, or ``None``.
+    """Return the tool that records an engine's processes, or ``None``.
 
     Args:
         role: Settings of the server's role.
@@ -147,7 +147,7 @@ def engine_tool(role: RoleConfig, engine: str, *, opens_ranges: bool = False) ->
         opens_ranges: Whether the engine can open ranges of Nsight Systems.
 
     Raises:
-        ConfigError: The engine does not support that tool, two tools, or one of the options.
+        ConfigError: The engine does not support the tool or one of its options, or there are two tools.
     """
     key = f"roles.{role.role}.tool"
     writing = [tool for tool in role.tools if tool.suffix]
@@ -171,10 +171,10 @@ def engine_tool(role: RoleConfig, engine: str, *, opens_ranges: bool = False) ->
 
 
 def role_of_capture(config: ProfilingConfig, role: str, request: CaptureRequest, engine: str) -> RoleConfig:
-    """Return the settings of one capture of an engine, whose tool was chosen when the engine was started.
+    """Return the settings of one capture of an engine, whose tool is fixed when the engine starts.
 
     Raises:
-        ConfigError: The capture is aimed at another tool.
+        ConfigError: The selection of the capture has another tool.
     """
     own, aimed = (config.for_role(role, selection) for selection in (None, request.selection))
     tools, wanted = ([(tool.name, tool.options) for tool in one.tools if tool.suffix] for one in (own, aimed))
@@ -186,10 +186,10 @@ def role_of_capture(config: ProfilingConfig, role: str, request: CaptureRequest,
 
 
 def check_device(tool: EngineTool, engine: EngineAdapter, role: str) -> None:
-    """Check that a tool can record an engine where that runs: on an NPU, ``npu`` and no other.
+    """Check that a tool can record on the device of an engine: ``npu`` on an NPU, the others elsewhere.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: The tool cannot.
     """
     if (engine.device == "npu") != isinstance(tool, NpuTool):
         raise ConfigError(
@@ -215,10 +215,10 @@ def _check_npu_options(tool: NpuTool, role: str, engine: str) -> None:
 def refuse_option(
     role: str, option: str, neutral: object, why: str, *, tool: str = TorchTool.name
 ) -> NoReturn:
-    """Refuse an option of a tool that an engine does not have.
+    """Refuse a tool's option that an engine does not support.
 
     Raises:
-        ConfigError: Always. It names the key, and the role's key that switches the option off.
+        ConfigError: Always, with the option's key and the role's key that switches the option off.
     """
     raise ConfigError(f"tools.{tool}.{option}", f"{why}; set roles.{role}.tools.{tool}.{option}={neutral}")
 
@@ -229,7 +229,7 @@ def is_recording(path: Path) -> bool:
 
 
 def rank_of_recording(path: Path) -> int:
-    """Return the rank that torch_npu noted in a recording: that of ``torch.distributed``, else 0."""
+    """Return the rank in the file names of a torch_npu recording; 0 if there is none."""
     return next((int(found[1]) for file in path.iterdir() if (found := _INFO.fullmatch(file.name))), 0)
 
 
@@ -237,7 +237,7 @@ def check_vllm_ascend() -> None:
     """Check that the vllm-ascend of this machine can be captured.
 
     Raises:
-        ToolUnavailableError: There is none, it is too old, or another profiler was chosen for it.
+        ToolUnavailableError: vllm-ascend is missing or too old, or its msMonitor profiler is switched on.
     """
     installed = _installed(_PACKAGE)
     if installed is None:
@@ -257,11 +257,11 @@ def check_vllm_ascend() -> None:
 
 
 def check_sglang_reaches_torch_npu() -> None:
-    """Check that SGLang gets at the profiler of torch_npu.
+    """Check that SGLang can use the profiler of torch_npu.
 
     Raises:
-        ToolUnavailableError: It uses a name that the installed torch_npu does not have. Its next start of the
-            profiler would raise, which ends all its processes.
+        ToolUnavailableError: SGLang uses a function that the installed torch_npu does not have. Starting
+            its profiler would raise, which ends all its processes.
     """
     torch_npu = sys.modules.get("torch_npu")
     if torch_npu is None or hasattr(torch_npu, _PATCHES):
@@ -276,7 +276,7 @@ def check_sglang_reaches_torch_npu() -> None:
 
 
 def why_not_counted() -> tuple[str, str] | None:
-    """Return the vllm-ascend that counts no iterations, and what to install instead; ``None`` if it does."""
+    """Return a vllm-ascend that counts no iterations, and the version to install; ``None`` if it counts."""
     installed = _installed(_PACKAGE)
     if installed is None or installed >= _COUNTING:
         return None

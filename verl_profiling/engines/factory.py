@@ -38,8 +38,8 @@ class SessionRecorder:
     Args:
         config: All settings.
         identity: The replica.
-        requests: The log of its requests.
-        elsewhere: Name of the engine, if it computes in other processes, of which nothing is recorded.
+        requests: The log of the replica's requests.
+        elsewhere: Name of an engine that computes in other processes, which are not recorded; else empty.
     """
 
     config: ProfilingConfig
@@ -94,7 +94,7 @@ def make_recorder(
     requests: RequestLog | None = None,
     devices: Sequence[str] | None = None,
 ) -> EngineRecorder | SessionRecorder:
-    """Return the recorder of an engine, which has the identity of its replica and the log of its requests.
+    """Return the recorder of an engine, with the replica's identity and request log.
 
     Args:
         engine: A vLLM ``AsyncLLM`` or ``LLM``, an SGLang ``Engine``, an object with a
@@ -105,13 +105,13 @@ def make_recorder(
         replica: Index of the replica.
         rank: The replica's first global accelerator rank, or ``None`` to number replicas of
             equal size one after another.
-        requests: The log that the server writes; ``None`` to have the engine watched.
-        devices: Numbers or UUIDs of its devices in order of rank; ``None`` for those that are visible here.
+        requests: The log that the server writes; ``None`` to log requests by wrapping the engine.
+        devices: Numbers or UUIDs of its devices in order of rank; ``None`` for all visible devices.
 
     Raises:
-        ToolUnavailableError: No adapter knows the engine, or it is too old.
+        ToolUnavailableError: There is no adapter for the engine, or the engine is too old.
         ConfigError: The engine does not support the settings.
-        CaptureStateError: The engine was not started so that it can be captured.
+        CaptureStateError: The engine was started without the arguments for captures.
     """
     log = requests or RequestLog()
     log.serve(replica, config.rollout.requests)
@@ -147,7 +147,7 @@ def make_recorder(
 
 
 def _watch(engine: Any, package: str | None, log: RequestLog, identity: WorkerIdentity) -> None:
-    """Record the engine's requests."""
+    """Wrap the engine's methods so that its requests are logged."""
     if package == "transformers":
         _watch_transformers(engine, log)
     elif package == "vllm":
@@ -167,13 +167,13 @@ def _refuse_window(config: ProfilingConfig, settings: RoleConfig, identity: Work
 
 
 def node_rank_of(engine: Any) -> int:
-    """Return the node of its replica that an engine object belongs to, if it knows."""
+    """Return the ``node_rank`` of an SGLang engine; 0 for other engines."""
     rank = getattr(getattr(engine, "server_args", None), "node_rank", 0)
     return rank if isinstance(rank, int) else 0
 
 
 def _package(engine: Any) -> str | None:
-    """Return the engine's package of an object, also for subclasses; a URL is SGLang's."""
+    """Return the engine package of an object's class or base classes; a URL belongs to SGLang."""
     if isinstance(engine, str) or hasattr(engine, "tokenizer_manager"):
         return "sglang"
     packages = {base.__module__.partition(".")[0] for base in type(engine).__mro__}
@@ -181,7 +181,7 @@ def _package(engine: Any) -> str | None:
 
 
 def _watch_transformers(model: Any, log: RequestLog) -> None:
-    """Log every sequence of a ``generate`` call; transformers returns the whole batch at the end."""
+    """Log every sequence of a ``generate`` call when it returns, with the whole batch."""
 
     def logged(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         record = log.open()

@@ -1,7 +1,7 @@
 """Records an engine whose profiler runs in processes of its own, one capture at a time.
 
-Whoever waits for an engine does so here: for its start, its stop, and the traces that it writes. The
-session of this process cannot hold such a capture: it may be open beside one of a trainer.
+All waiting for an engine is in this module: for its start, its stop, and its traces. The session of this
+process cannot hold such a capture, because a capture of a trainer may be open at the same time.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ logger = logging.getLogger(__name__)
 _SHARE_OF_TIMEOUT = 0.9
 _RECORD_LESS = "record less: rollout.count, rollout.max_window_s, tools.torch.stack=false"
 _LOOK_EVERY_S = 0.5
-_DYING_S = 3.0  # an engine whose worker has died answers with some error first, and then ends
+_DYING_S = 3.0  # an engine whose worker has died raises some error first, and ends later
 
 
 @dataclass(eq=False)
 class EngineRecorder:
-    """The object to which a rollout server passes ``start_capture`` and ``stop_capture``.
+    """Starts and stops the captures of one engine for its rollout server.
 
     Args:
         engine: The engine's adapter.
-        tool: What records it.
+        tool: The tool that records the engine.
         identity: The replica.
         config: All settings.
-        requests: The log of its requests.
-        devices: What it computes on, in order of rank, where that is known.
+        requests: The request log of the replica.
+        devices: The engine's devices in order of rank; empty if unknown.
     """
 
     engine: EngineAdapter
@@ -114,7 +114,7 @@ class EngineRecorder:
         received_ns = clock.now_ns()
         result = await asyncio.shield(
             asyncio.ensure_future(self._end(capture_id))
-        )  # though the caller leaves
+        )  # goes on if the caller is cancelled
         if finish_s:
             result = await asyncio.to_thread(self._slot.settle, result, capture_id, finish_s)
         else:
@@ -201,14 +201,14 @@ class EngineRecorder:
         return _death_of(self.engine) or f"stopping it raised {type(error).__name__}: {error}"
 
     def _enter_late(self, window: Window, halting: asyncio.Task[None], reason: str) -> None:
-        """Enter what the engine has written after its deadline."""
+        """Add the artifacts that the engine has written after its deadline to the result."""
         self._problem(halting)
         for artifact in self._artifacts(window, reason):
             if artifact.status != "pending":
                 window.file.finished(artifact)
 
     def _artifacts(self, window: Window, problem: str) -> list[Artifact]:
-        """Move what was recorded into the step folder; return all expected artifacts with their status."""
+        """Move the traces into the step folder; return all expected artifacts with their status."""
         request = window.request
         try:
             outputs = window.gather(problem)
@@ -247,7 +247,7 @@ class EngineRecorder:
 class Window:
     """One capture of an engine, from its start to its result.
 
-    The engine's ranks write a trace each into its spool folder, whatever the step. Nsight Systems writes one
+    Each rank of the engine writes a trace into the engine's spool folder. Nsight Systems instead writes one
     report for all processes of a replica, which is collected after the run.
 
     Args:
@@ -255,7 +255,7 @@ class Window:
         role: The replica's settings.
         file: The result's file.
         engine: The engine.
-        tool: What records it.
+        tool: The tool that records the engine.
         identity: The replica.
         ranks: The ranks inside the replica that are selected.
 
@@ -308,10 +308,10 @@ class Window:
         ]
 
     def opened(self) -> None:
-        """Note that the engine records from now on.
+        """Record that the engine records from now on.
 
         Raises:
-            OSError: That cannot be written down.
+            OSError: The file with the ranges of Nsight Systems cannot be written.
         """
         now_ns = clock.now_ns()
         self.expected = [msgspec.structs.replace(artifact, begin_ns=now_ns) for artifact in self.expected]
@@ -344,7 +344,7 @@ class Window:
         return outputs
 
     def drop(self) -> None:
-        """Remove what is left in the spool: tables, and traces of ranks that are not selected."""
+        """Remove the spool with its remaining files: tables, and traces of unselected ranks."""
         if self._traces and is_spool(self.engine.spool):
             shutil.rmtree(self.engine.spool, ignore_errors=True)
             try:
@@ -353,14 +353,14 @@ class Window:
                 pass  # it contains the spool of another engine
 
     def failed(self, reason: str) -> list[Artifact]:
-        """Return the artifacts if nothing of them is there."""
+        """Return all expected artifacts as failed."""
         return [
             msgspec.structs.replace(artifact, status="failed", reason=reason, end_ns=self.end_ns)
             for artifact in self.expected
         ]
 
     def _written(self) -> dict[EngineTrace, Path]:
-        """Return what the engine wrote since its start; of several files of a kind, the newest."""
+        """Return the newest trace of each rank and stage that the engine wrote in this window."""
         spool = self.engine.spool
         new = set(spool.iterdir() if spool.is_dir() else ()) - self._before
         found = {}
@@ -380,14 +380,14 @@ class Window:
 def output_of(
     raw: Path, folder: Path, expected: Artifact, tool: TorchTool | NpuTool, device: str = "cpu"
 ) -> Output:
-    """Move what an engine wrote into the step folder and return its artifact.
+    """Move a trace of an engine into the step folder and return its artifact.
 
     Args:
         raw: A file of JSON, or of gzip-compressed JSON; or the folder of a recording of torch_npu.
         folder: The step folder.
         expected: The artifact as expected.
-        tool: What recorded it.
-        device: Kind of what the engine runs on.
+        tool: The tool that recorded it.
+        device: Device type of the engine, e.g. ``cuda``.
     """
     final = folder / expected.path
     if isinstance(tool, NpuTool):
@@ -434,7 +434,7 @@ async def _while_alive(engine: EngineAdapter, call: Awaitable[None]) -> None:
 
 
 def _log_of_this_process() -> str:
-    """Return where an engine's processes write: to this process's output, unless told otherwise."""
+    """Return the place of this process's output, to which an engine's processes write by default."""
     files = []
     for stream in (1, 2):
         path = Path(f"/proc/self/fd/{stream}")

@@ -1,7 +1,7 @@
-"""A log of inference requests, kept while a capture is open. Otherwise it costs next to nothing.
+"""A log of inference requests, written while a capture is open; at other times it costs next to nothing.
 
-Each request has a policy version. An engine may get new weights while it is captured, so a server
-that knows its version reports every change; otherwise the version is the one that the loop reports.
+Each request has a policy version. An engine may get new weights during a capture, so a server
+can report every new version; if it does not, requests have the version that the loop reports.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST = 1 << 53
 class RequestLog:
     """The requests of one replica: when each began, got its first token and ended, and its lengths.
 
-    A server with an engine of its own makes one, passes it to
+    A server with an engine of its own makes a log, passes it to
     :meth:`RolloutCaptureMixin.init_capture() <verl_profiling.workers.RolloutCaptureMixin.init_capture>`
     and opens a record for each request::
 
@@ -34,14 +34,14 @@ class RequestLog:
                 request.first_token()
                 request.response_tokens += 1
 
-    Tasks and threads may use it at the same time. Until a capture is open nothing is kept, and a
+    Tasks and threads may use it at the same time. Without an open capture, nothing is kept, and a
     record reads no clock, unless the watch is on.
 
     Attributes:
-        busy: Keeps when any request was under way, captured or not; ``None`` if the watch is off.
+        busy: Records when any request was running, captured or not; ``None`` if the watch is off.
         enabled: Whether requests are logged while a capture is open.
         policy_versions: Versions of the weights since :meth:`begin`, in order; empty if unknown.
-        pending_since_ns: When the requests began that had not ended at :meth:`end`, in order.
+        pending_since_ns: Begin times of the requests that were still running at :meth:`end`, in order.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class RequestLog:
         self._server_knows = False
 
     def serve(self, replica: int, enable: bool) -> None:
-        """Set whose requests these are.
+        """Set the replica that the requests belong to.
 
         Args:
             replica: Index of the replica.
@@ -66,7 +66,7 @@ class RequestLog:
 
     @property
     def noting(self) -> bool:
-        """Whether a request that begins now would be logged; if not, an adapter does not wrap it."""
+        """Whether a request that begins now is logged; if not, adapters pass it through."""
         return self._noted is not None
 
     def set_policy_version(self, version: int) -> None:
@@ -116,7 +116,7 @@ class RequestLog:
 
         Args:
             engine: The engine.
-            logged: Calls the original, its first argument, with the others, and logs the requests.
+            logged: Gets the original ``generate`` and its arguments; calls it and logs the requests.
         """
         generate = engine.generate
 
@@ -133,7 +133,7 @@ class RequestLog:
         Args:
             engine: The engine.
             method: Name of the method.
-            logged: Wraps the original stream, its first argument; the arguments of the call follow.
+            logged: Gets the original stream and the arguments of the call; returns a wrapped stream.
         """
         generate = getattr(engine, method)
 
@@ -151,7 +151,7 @@ class RequestLog:
 
         Args:
             prompt_tokens: Length of the prompt, if it is known already.
-            id: What the client calls it: a span with ``request=id`` finds it by this.
+            id: The client's id of the request; a span with ``request=id`` refers to it.
         """
         noted = self._noted
         request = OpenRequest(id, prompt_tokens, noted, self._replica, self._policy_version, self.busy)
@@ -178,22 +178,22 @@ class _Noted(NamedTuple):
 
 
 class OpenRequest(msgspec.Struct, eq=False):
-    """A request that has begun and not ended; the end of its ``with`` block ends it.
+    """A running request; the end of its ``with`` block ends it.
 
-    If an exception leaves the block, cancellation included, the request has failed. What the engine
-    knows is set while the block runs; times are unix nanoseconds of this process's clock.
+    If an exception leaves the block, cancellation included, the request has failed. The server sets
+    attributes inside the block; times are unix nanoseconds of this process's clock.
 
     Attributes:
-        id: What the client calls it.
+        id: The client's id of the request.
         prompt_tokens: Length of the prompt.
         begin_ns: When it began; 0 if it is not logged.
         response_tokens: Length of the response so far.
-        arrival_ns: When the engine's scheduler got it; 0 if that is not known.
-        scheduled_ns: When it was first scheduled, likewise.
-        first_token_ns: When the engine had its first token; 0 for when :meth:`first_token` was called.
-        last_token_ns: When the engine had its last token; 0 if that is not known.
-        cached_tokens: Of the prompt, what came from a prefix cache; ``None`` if that is not known.
-        preemptions: How often it was taken off and begun again, likewise.
+        arrival_ns: When the engine's scheduler received it; 0 if unknown.
+        scheduled_ns: When it was first scheduled; 0 if unknown.
+        first_token_ns: When the engine had the first token; 0 to use the time of :meth:`first_token`.
+        last_token_ns: When the engine had the last token; 0 if unknown.
+        cached_tokens: Prompt tokens that came from a prefix cache; ``None`` if unknown.
+        preemptions: How often the scheduler preempted it; ``None`` if unknown.
     """
 
     id: str
@@ -230,12 +230,12 @@ class OpenRequest(msgspec.Struct, eq=False):
             self._first_output_ns = clock.now_ns()
 
     def close(self, prompt_tokens: int, response_tokens: int, *, failed: bool = False) -> None:
-        """Record that the request ended; for an engine that returns a batch, once per request of it.
+        """Record that the request ended. For an engine that returns a batch, call it once per response.
 
         Args:
             prompt_tokens: Length of the prompt.
             response_tokens: Length of the response.
-            failed: It raised, or was cancelled.
+            failed: Whether it raised or was cancelled.
         """
         self._closed = True
         if self._noted is None:
@@ -263,7 +263,7 @@ class OpenRequest(msgspec.Struct, eq=False):
         )
 
     def _engine_times(self, end_ns: int) -> tuple[int, int, int, int]:
-        """Return arrival, scheduling, first and last token; 0 each if the known ones are out of order."""
+        """Return the times of arrival, scheduling, first and last token; unknown (0) if out of order."""
         first_ns = self.first_token_ns or self._first_output_ns
         times = (self.arrival_ns, self.scheduled_ns, first_ns, self.last_token_ns)
         before = self.begin_ns
@@ -275,10 +275,10 @@ class OpenRequest(msgspec.Struct, eq=False):
 
 
 def _count(value: object) -> int | None:
-    """Return a number that a manifest can hold, else ``None``; vLLM says -1 for an unknown one."""
+    """Return a count if a manifest can hold it, else ``None``, e.g. for vLLM's -1 (unknown)."""
     return value if isinstance(value, int) and 0 <= value <= _MOST else None
 
 
 def _readable(id: object) -> str:
-    """Return an id as a manifest can hold it, and as spans hold theirs: clients choose it, over HTTP too."""
+    """Return a client's id as valid UTF-8 of at most 200 characters, like the ids in spans."""
     return str(id)[:_LONGEST_ID].encode(errors="replace").decode()

@@ -1,7 +1,7 @@
 """The SGLang adapter: ``Engine``, an object with a ``tokenizer_manager``, or a server's URL.
 
-Its profiler is started with all options of the capture, and writes to the folder given in that call.
-What each version offers is read from its own code; docs/engines.md has the table.
+The call that starts SGLang's profiler has all options of the capture, and the output folder.
+The options of each version are read from its code; docs/engines.md has a table of them.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class SGLangAdapter(EngineAdapter):
         engine: An ``Engine``, an object with a ``tokenizer_manager``, or a server's URL.
         config: All settings.
         identity: The replica.
-        tool: What records it.
+        tool: The tool that records the engine.
 
     Raises:
         CaptureStateError: The engine has no tokenizer manager, or the server does not answer.
-        ConfigError: The settings ask for something that SGLang does not have, or that would end it.
+        ConfigError: SGLang does not support the settings, or would crash with them.
         ToolUnavailableError: This SGLang is too old.
     """
 
@@ -127,12 +127,12 @@ class SGLangAdapter(EngineAdapter):
 
     @property
     def _takes_label(self) -> bool:
-        return "profile_prefix" in self._calls.offers and not self._on_npu  # which names nothing by it
+        return "profile_prefix" in self._calls.offers and not self._on_npu  # torch_npu ignores labels
 
     async def _disarm(self) -> None:
-        """Cancel a window that was not reached; it would open later, in another capture or outside any.
+        """Cancel a window that was not reached; else it would open later, e.g. in another capture.
 
-        Only stopping a recording clears the window, so an empty one is made and discarded.
+        SGLang clears a window only when a recording stops, so an empty recording is made and discarded.
         """
         await self._calls.start(
             {
@@ -145,7 +145,7 @@ class SGLangAdapter(EngineAdapter):
         await self._calls.stop()
 
     def _stage(self, path: Path, stage: str | None) -> EngineStage | None:
-        """Return a trace's stage. The name of one that the stop cut short does not have it."""
+        """Return the stage of a trace. A trace that the stop has cut short lacks it in its file name."""
         if not self.window.by_stage:
             return None
         if stage is not None:
@@ -154,7 +154,7 @@ class SGLangAdapter(EngineAdapter):
         return "decode" if prefill.exists() else "prefill"
 
     def _start_options(self, tool: TorchTool | NpuTool, role: str) -> dict[str, Any]:
-        """Return the options that ``start_profile`` gets in every capture."""
+        """Return the arguments of ``start_profile`` that are the same in every capture."""
         rollout, options = self.window, tool.options
         check_sglang(tool, rollout, role, device=self.device, dp_ranks=self._dp)
         arguments: dict[str, Any] = {
@@ -177,7 +177,7 @@ class SGLangAdapter(EngineAdapter):
 
 
 def _device_numbers(server: Mapping[str, Any], ranks: int) -> range:
-    """Return which visible device each rank on this node uses, as SGLang's launcher numbers them."""
+    """Return the visible device number of each rank on this node, by the rule of SGLang's launcher."""
     first, step = int(server.get("base_gpu_id") or 0), int(server.get("gpu_id_step") or 1)
     here = ranks // max(int(server.get("nnodes") or 1), 1)
     return range(first, first + here * step, step)
@@ -191,17 +191,17 @@ def check_sglang(
     device: str = "cuda",
     dp_ranks: int = 1,
 ) -> None:
-    """Refuse what no SGLang records, before one is started.
+    """Refuse settings that no version of SGLang supports, before an engine is started.
 
     Args:
-        tool: What is to record it.
-        window: What is to be recorded of a rollout.
+        tool: The tool that records the engine.
+        window: The part of a rollout to record.
         role: Role of the server.
-        device: What it runs on.
+        device: Device type of the engine.
         dp_ranks: Number of its data-parallel ranks, if each has schedulers of its own.
 
     Raises:
-        ConfigError: The settings ask for something that SGLang does not have, or that would end it.
+        ConfigError: SGLang does not support the settings, or would crash with them.
     """
     if isinstance(tool, NpuTool):
         _check_npu_window(window, role, dp_ranks)
@@ -220,7 +220,7 @@ def check_sglang(
 
 
 def _check_npu_window(window: RolloutOptions, role: str, dp_ranks: int) -> None:
-    """Refuse what cannot be told apart in torch_npu's folders, which name the rank only."""
+    """Refuse separate stages and data-parallel ranks: folders of torch_npu have only the rank in the name."""
     why = "recordings of torch_npu name their rank only"
     if window.by_stage:
         raise ConfigError("rollout.by_stage", f"{why}; set it to false on an NPU")
@@ -244,7 +244,7 @@ def manager_of(engine: Any, identity: WorkerIdentity) -> Any | None:
     """Return an engine's tokenizer manager; ``None`` for the URL of a server.
 
     Raises:
-        CaptureStateError: The engine has none.
+        CaptureStateError: The engine has no tokenizer manager.
     """
     if isinstance(engine, str):
         return None
@@ -294,7 +294,7 @@ class ManagerCalls:
             await self._on_its_loop(lambda: self._manager.start_profile(request))
 
     async def stop(self) -> bool:
-        """Stop and write; return whether it was recording."""
+        """Stop profiling and write the traces; return whether SGLang was recording."""
         try:
             await self._on_its_loop(self._manager.stop_profile)
         except RuntimeError as error:
@@ -314,7 +314,7 @@ class ManagerCalls:
     async def _on_its_loop(self, call: Callable[[], Awaitable[Any]]) -> None:
         """Await a call on the event loop on which the manager receives the scheduler's answers.
 
-        That is the loop of its first call; on any other, an answer never arrives.
+        The manager uses the loop of its first call; on any other loop, an answer never arrives.
         """
         loop: asyncio.AbstractEventLoop | None = getattr(self._manager, "event_loop", None)
 
@@ -336,8 +336,8 @@ class HTTPCalls:
         url: Its address, e.g. ``http://127.0.0.1:30000``.
 
     Raises:
-        CaptureStateError: It does not answer.
-        ToolUnavailableError: It has no profiler to start.
+        CaptureStateError: The server does not answer.
+        ToolUnavailableError: The server has no ``/start_profile``.
     """
 
     def __init__(self, url: str) -> None:
@@ -353,7 +353,7 @@ class HTTPCalls:
         await asyncio.to_thread(self._call, "/start_profile", options)
 
     async def stop(self) -> bool:
-        """Stop and write; return whether it was recording."""
+        """Stop profiling and write the traces; return whether SGLang was recording."""
         try:
             await asyncio.to_thread(self._call, "/stop_profile", {})
         except urllib.error.HTTPError as error:
@@ -363,7 +363,7 @@ class HTTPCalls:
         return True
 
     def ended(self) -> dict[str, int]:
-        """Return nothing: the processes are another one's."""
+        """Return no exit codes: this process did not start the server's processes."""
         return {}
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -383,11 +383,11 @@ class HTTPCalls:
 
 
 def watch_manager(manager: Any, log: RequestLog) -> None:
-    """Log every request, by whichever method or route of the engine it came.
+    """Log every request to the engine, through any of its methods and routes.
 
-    Every response carries its id, lengths, cached tokens and retractions. When the scheduler got it and
-    scheduled it is there only with ``enable_metrics`` (0.5.6), and when its prompt was done from 0.5.12 on:
-    in unix seconds of the scheduler's host. They are kept only where all schedulers run on this one.
+    Every response has its id, lengths, cached tokens and retractions. With ``enable_metrics``, it has
+    times: of arrival and scheduling from 0.5.6 on, and of the end of prefill from 0.5.12 on. They are unix
+    seconds of the scheduler's host, and are kept only if all schedulers run on this host.
     """
     arguments = getattr(manager, "server_args", None)
     shares_clock = min(getattr(arguments, "nnodes", 1), getattr(arguments, "dp_size", 1)) == 1
@@ -402,7 +402,7 @@ def watch_manager(manager: Any, log: RequestLog) -> None:
 async def _noting(
     stream: AsyncGenerator[Any, None], record: OpenRequest, shares_clock: bool
 ) -> AsyncGenerator[Any, None]:
-    """Yield what a request yields: its state so far, or the list of a batch's whole responses."""
+    """Yield the outputs of a request, each a response so far or a batch's list, and log the request."""
     latest: dict[int, dict[str, Any]] = {}
     try:
         async for output in stream:
@@ -424,7 +424,7 @@ async def _noting(
 
 
 def _tell(record: OpenRequest, information: dict[str, Any], shares_clock: bool) -> None:
-    """Note what SGLang knows of a response; the keys up to 0.5.9 are others."""
+    """Copy SGLang's data on a response into its record; versions up to 0.5.9 have other keys."""
     record.id = information.get("id", record.id)
     record.cached_tokens = information.get("cached_tokens")
     record.preemptions = information.get("num_retractions", information.get("total_retractions"))

@@ -1,8 +1,8 @@
 """The vLLM adapter: ``AsyncLLM`` and ``LLM``, from 0.8.5 on.
 
 vLLM's profiler has to be configured before the engine starts: by environment variables before vLLM 0.13,
-since then by ``profiler_config``. What each version offers is read from its own code; docs/engines.md has
-the table.
+since then by ``profiler_config``. The options of each version are read from its code; docs/engines.md has
+a table of them.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ _RANK_INSIDE = re.compile(rb'"distributedInfo":\s*\{[^}]*"rank":\s*(\d+)')
 
 
 def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
-    """Return the arguments for ``AsyncEngineArgs`` or ``LLM`` with which the engine can be captured.
+    """Return the arguments for ``AsyncEngineArgs`` or ``LLM`` that allow captures of the engine.
 
-    Before vLLM 0.13 the profiler is configured by environment variables; these are set, and
-    there is nothing to pass.
+    Before vLLM 0.13, the profiler is configured by environment variables: this function sets them,
+    and returns no arguments.
 
     Raises:
-        ConfigError: The installed vLLM has no such option.
+        ConfigError: The installed vLLM does not support one of the options.
         ToolUnavailableError: vLLM is not installed.
     """
     settings = config.for_role(role)
@@ -106,9 +106,9 @@ def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
 
 
 def _recorded_options(tool: TorchTool | NpuTool) -> TorchOptions:
-    """Return the options of vLLM's own profiler with which it records as a tool's options say.
+    """Return the options of a tool as options of vLLM's own profiler.
 
-    vllm-ascend takes vLLM's option for stacks as the one for modules of torch_npu.
+    vllm-ascend uses vLLM's option for stacks as torch_npu's option for modules.
     """
     if isinstance(tool, TorchTool):
         return tool.options
@@ -143,7 +143,7 @@ def profiler_settings(tool: EngineTool, window: RolloutOptions, spool: Path) -> 
 
 
 def profiler_variables(tool: EngineTool, window: RolloutOptions, spool: Path) -> dict[str, str]:
-    """Return the same as environment variables, which configure the profiler before vLLM 0.13."""
+    """Return :func:`profiler_settings` as environment variables, for vLLM before 0.13."""
     settings = profiler_settings(tool, window, spool)
     place = {_CUDA_VARIABLE: "1"} if isinstance(tool, NsysTool) else {_DIR_VARIABLE: str(spool)}
     return place | {
@@ -152,7 +152,7 @@ def profiler_variables(tool: EngineTool, window: RolloutOptions, spool: Path) ->
 
 
 def _first_iteration(window: RolloutOptions, tool: EngineTool) -> int:
-    """Return vLLM's ``delay_iterations``: the number of the first recorded iteration, 0 for at once."""
+    """Return vLLM's ``delay_iterations``: the number of the first recorded iteration, or 0 for the next."""
     return window.start + 1 if window.start or _with_stacks(tool) else 0
 
 
@@ -161,10 +161,10 @@ def _with_stacks(tool: EngineTool) -> bool:
 
 
 def check_vllm(tool: EngineTool, window: RolloutOptions) -> None:
-    """Refuse what no vLLM records, before one is started.
+    """Refuse settings that no version of vLLM supports, before an engine is started.
 
     Raises:
-        ConfigError: vLLM cannot record that window, or might open no range.
+        ConfigError: vLLM cannot record that window, or with ``nsys`` might not open its range.
     """
     if isinstance(tool, NsysTool) and window.start:
         raise ConfigError(
@@ -179,10 +179,10 @@ def check_vllm(tool: EngineTool, window: RolloutOptions) -> None:
 
 
 def _recording_window(rollout: RolloutOptions, tool: EngineTool) -> RolloutOptions:
-    """Return the window of a rollout that is recorded.
+    """Return the part of a rollout to record.
 
     Raises:
-        ConfigError: The installed vLLM cannot record that window, or might open no range.
+        ConfigError: The installed vLLM cannot record it, or with ``nsys`` might not open its range.
     """
     stack = _with_stacks(tool)
     check_vllm(tool, rollout)
@@ -236,11 +236,11 @@ class VLLMAdapter(EngineAdapter):
         engine: An ``AsyncLLM`` or an ``LLM`` that was started with :func:`vllm_engine_args`.
         config: All settings.
         identity: The replica.
-        tool: What records it.
+        tool: The tool that records the engine.
 
     Raises:
         CaptureStateError: The engine was started without a profiler, or with another window.
-        ConfigError: The settings ask for something that this vLLM does not have.
+        ConfigError: This vLLM does not support the settings.
         ToolUnavailableError: This vLLM is too old.
     """
 
@@ -276,7 +276,7 @@ class VLLMAdapter(EngineAdapter):
         parallel = vllm_config.parallel_config
         self._pp, self._tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
         self.ranks = self._pp * self._tp * parallel.data_parallel_size
-        if getattr(parallel, "distributed_executor_backend", None) != "ray":  # which places ranks itself
+        if getattr(parallel, "distributed_executor_backend", None) != "ray":  # Ray places ranks itself
             self.device_numbers = range(self.ranks // max(getattr(parallel, "nnodes", 1) or 1, 1))
 
     async def start(self, label: str) -> None:
@@ -340,13 +340,13 @@ class VLLMAdapter(EngineAdapter):
 
 
 async def _result(answer: Any) -> None:
-    """Await the call if it is one of ``AsyncLLM``; ``LLM`` has executed it already."""
+    """Await the answer of an ``AsyncLLM``; an ``LLM`` has executed the call already."""
     if inspect.isawaitable(answer):
         await answer
 
 
 def _rank_inside(path: Path) -> int:
-    """Return the rank in the head of a trace, written by torch; vLLM before 0.11 does not name it."""
+    """Return the rank that torch wrote into a trace; before vLLM 0.11, the file name has no rank."""
     with igzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         head: bytes = file.read(1 << 16)
     found = _RANK_INSIDE.search(head)
@@ -356,10 +356,10 @@ def _rank_inside(path: Path) -> int:
 def watch_vllm(engine: Any, log: RequestLog) -> None:
     """Log every request of an ``LLM`` or an ``AsyncLLM`` with a wrapper around ``generate``.
 
-    The id, the lengths and the cached tokens of a request are in each of vLLM's outputs. With them come its
-    ``RequestStateStats`` unless the engine was started with ``disable_log_stats``: readings of the
-    monotonic clock in the process of the engine core, and from 0.30 the number of preemptions. They are
-    those of one sample, so of a request for several only the id is known.
+    Each output of vLLM has the id, lengths and cached tokens of its request. Without ``disable_log_stats``,
+    it also has ``RequestStateStats``: times on the monotonic clock of the engine core's process, and from
+    0.30 on the number of preemptions. These and the cached tokens belong to one sample, so they are not
+    logged for a request with several samples.
     """
     shares_clock = _shares_clock(engine)
 
@@ -413,7 +413,7 @@ async def _noting(
 
 
 def _tell(record: OpenRequest, output: Any, shares_clock: bool) -> None:
-    """Note what vLLM knows of a request, and nothing without an output."""
+    """Copy vLLM's data on a request into its record; without an output, leave it unknown."""
     record.arrival_ns = record.scheduled_ns = record.first_token_ns = record.last_token_ns = 0
     record.cached_tokens = getattr(output, "num_cached_tokens", None)
     statistics = getattr(output, "metrics", None)
@@ -433,7 +433,7 @@ def _tell(record: OpenRequest, output: Any, shares_clock: bool) -> None:
 
 
 def _shares_clock(engine: Any) -> bool:
-    """Return whether all engine cores run on this host: only there is their monotonic clock also ours."""
+    """Return whether all engine cores run on this host, and so share its monotonic clock."""
     parallel = getattr(getattr(engine, "vllm_config", None), "parallel_config", None)
     here = getattr(parallel, "data_parallel_size_local", 1)
     return (

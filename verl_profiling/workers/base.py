@@ -57,15 +57,15 @@ class CaptureMixin:
     ) -> None:
         """Set this worker up. Slow imports happen here, so that the first capture starts at once.
 
-        A worker that plays several roles calls it once for each. It is recorded once, under the role
-        that it was added to the callback as, with that role's settings.
+        A worker with several roles calls it once per role. It is recorded once, under the role with
+        which it was added to the callback, and with the settings of that role.
 
         Args:
             config: The same settings as the callback's. Disabled or ``None``: nothing is set up.
             role: Role of the worker group, e.g. ``actor``.
-            rank: Global rank inside the role. Left out: the process's, as torch.distributed or the launcher
-                (RANK, WORLD_SIZE) says, or 0.
-            world_size: Number of ranks of the role; left out, likewise, or 1.
+            rank: Global rank inside the role. By default the rank of torch.distributed or of the launcher's
+                variables (RANK, WORLD_SIZE), else 0.
+            world_size: Number of ranks of the role; by default from the same sources, else 1.
             topology: Coordinates in named parallel dimensions, e.g. ``{"dp": 1}``.
             sizes: Number of ranks along these dimensions, e.g. ``{"dp": 4}``.
 
@@ -122,7 +122,7 @@ class CaptureMixin:
         return process_session().stop(capture_id, finish_s)
 
     def read_watch(self, question: WatchQuestion) -> WatchReading | None:
-        """Return what this process did in some steps; ``None`` if the watch is off. The callback calls this.
+        """Return the stages of this process in some steps; ``None`` without a watch. The callback calls this.
 
         Args:
             question: The steps.
@@ -153,7 +153,7 @@ class FSDPCaptureMixin(CaptureMixin):
             mesh: The device mesh; its named dimensions become the worker's topology.
 
         Raises:
-            CaptureStateError: Neither a process group nor the launcher says the rank.
+            CaptureStateError: There is neither a process group nor a rank from the launcher.
             ConfigError: The settings are wrong.
             ToolUnavailableError: A tool cannot work on this machine.
         """
@@ -193,7 +193,7 @@ class AgentLoopCaptureMixin(CaptureMixin):
         Args:
             config: The same settings as the callback's.
             role: Role of the worker group; by default ``agent_loop``.
-            rank: Which of the group's workers it is, from 0.
+            rank: Index of the worker in the group, from 0.
             world_size: Number of workers of the group.
 
         Raises:
@@ -206,7 +206,7 @@ class AgentLoopCaptureMixin(CaptureMixin):
 
 
 class RewardCaptureMixin(AgentLoopCaptureMixin):
-    """The same for a process that scores responses on a CPU; its role is ``reward`` by default."""
+    """An :class:`AgentLoopCaptureMixin` for scoring responses on a CPU; its default role is ``reward``."""
 
     capture_role: ClassVar[str] = "reward"
 
@@ -256,7 +256,7 @@ class MegatronCaptureMixin(CaptureMixin):
 
 
 class CaptureTimers:
-    """Shows what Megatron times as stages; set it as ``timers`` of the ``TransformerConfig``.
+    """Records Megatron's timers as stages; set it as ``timers`` of the ``TransformerConfig``.
 
     Megatron's schedules time the forward and the backward of each micro-batch, and each wait for
     a neighbour in the pipeline, under the names ``forward-compute``, ``backward-compute``,
@@ -294,7 +294,7 @@ class _StageTimer:
         self._stage.__enter__()
 
     def stop(self, barrier: bool = False) -> None:
-        """End it."""
+        """End the stage, before the wrapped timer stops."""
         self._stage.__exit__(None, None, None)
         if self._inner is not None:
             self._inner.stop(barrier=barrier)

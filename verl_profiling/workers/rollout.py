@@ -1,4 +1,4 @@
-"""The mixins for rollout servers: the methods of a capture in front of an engine."""
+"""The mixins for rollout servers: they pass captures on to the server's engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RolloutCaptureMixin:
         engine: str | None = None,
         role: str = ROLLOUT_ROLE,
     ) -> dict[str, Any]:
-        """Return arguments for the engine's constructor with which it can be captured.
+        """Return arguments for the engine's constructor that allow captures of the engine.
 
         ``AsyncEngineArgs(model=..., **self.engine_args(config, engine="vllm"))``. Only vLLM needs any;
         for other engines, and when profiling is off, the dict is empty.
@@ -86,23 +86,23 @@ class RolloutCaptureMixin:
         Args:
             config: The same settings as the callback's. Disabled or ``None``: nothing is set up.
             engine: The engine, or the object that holds it. By default it is looked up on the server
-                (see :class:`VLLMCaptureMixin` and :class:`SGLangCaptureMixin`). ``None`` on the nodes
-                of a replica other than its first.
+                (see :class:`VLLMCaptureMixin` and :class:`SGLangCaptureMixin`). Not needed if
+                ``node_rank`` is not 0.
             role: Role of the server.
             replica: Index of the replica.
             rank: The replica's first global accelerator rank. By default replicas of equal size are
                 numbered one after another.
-            node_rank: Index of this node in a replica that spans several; only node 0 acts. By default
-                an SGLang engine is asked for it.
-            requests: The log to which the server writes its requests. An engine of your own that
-                computes in this process needs nothing else. The requests of a known engine are recorded
-                without a log; given one, only the log is used.
-            devices: Numbers (on this host) or UUIDs of the accelerators of this node's ranks, in order: the
-                report counts a device once that training workers use, too. By default those that
-                ``CUDA_VISIBLE_DEVICES`` (on an NPU ``ASCEND_RT_VISIBLE_DEVICES``) leaves visible here.
+            node_rank: Index of this node in a replica that spans several nodes; only node 0 records. By
+                default the ``node_rank`` of an SGLang engine, else 0.
+            requests: The log to which the server writes its requests. Pass it for an engine of your own,
+                which must compute in this process. For vLLM, SGLang and transformers, leave it out:
+                their requests are logged automatically.
+            devices: Numbers (on this host) or UUIDs of the accelerators of this node's ranks, in order. The
+                report uses them to count a device that training workers share only once. By default all
+                in ``CUDA_VISIBLE_DEVICES`` (on an NPU ``ASCEND_RT_VISIBLE_DEVICES``).
 
         Raises:
-            CaptureStateError: The engine was not started so that it can be captured.
+            CaptureStateError: The engine was started without the arguments for captures.
             ConfigError: The settings are wrong, or the engine does not support them.
             ToolUnavailableError: The engine is unknown or too old.
         """
@@ -153,13 +153,13 @@ class RolloutCaptureMixin:
         return StopReply(skipped(identity, reason, capture_id))
 
     def read_watch(self, question: WatchQuestion) -> WatchReading | None:
-        """Return what the server's process did in some steps; see :meth:`CaptureMixin.read_watch`."""
+        """Return the stages of the server's process in some steps; see :meth:`CaptureMixin.read_watch`."""
         if self._capture_identity is None or self._capture_recorder is None:
             return None
         return process_session().read_watch(self._capture_identity, question)
 
     def set_policy_version(self, version: int) -> None:
-        """Record that the engine has new weights from now on, if the server is notified of that.
+        """Record that the engine has new weights. Call it if the server is notified of weight updates.
 
         Args:
             version: Number of the policy version, as the training loop counts it.
