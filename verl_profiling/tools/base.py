@@ -69,14 +69,14 @@ class Output:
 
 
 class Marks(NamedTuple):
-    """How a recording shows stages inside its artifact.
+    """The functions with which a recording shows stages inside its artifact.
 
     Both functions are called for every stage, on the thread that runs it, and may take about a
     microsecond at most.
 
     Attributes:
-        begin: Begins to show the stage of a name; returns what ``end`` needs, or ``None``.
-        end: Ends it.
+        begin: Called with the stage's name when it begins; returns the argument of ``end``, or ``None``.
+        end: Called with the result of ``begin`` when the stage ends.
     """
 
     begin: Callable[[str], object]
@@ -88,23 +88,23 @@ class Recording(ABC):
 
     @property
     def marks(self) -> Marks | None:
-        """How to show stages inside the artifact; ``None`` where it cannot show them."""
+        """The functions that show stages inside the artifact; ``None`` if it cannot show them."""
         return None
 
     def step(self) -> None:
-        """Note that one mini-batch is done."""
+        """Record that one mini-batch has ended."""
 
     def bytes_to_stop(self) -> int | None:
-        """Return how much more memory it would take to stop and write now; ``None`` where nobody knows.
+        """Return the additional memory in bytes that a stop and export would need now; ``None`` if unknown.
 
-        Asked at the end of stages and mini-batches. Where it exceeds ``limits.memory_share``, the recording
-        is stopped there, and its artifact is ``truncated``.
+        Called at the end of stages and mini-batches. If the memory exceeds ``limits.memory_share``, the
+        recording stops there, and its artifact is ``truncated``.
         """
         return None
 
     @abstractmethod
     def stop(self) -> Sequence[Output]:
-        """Stop recording and write what was recorded.
+        """Stop recording and write the artifacts.
 
         Returns:
             One output per artifact. If nothing was recorded, an artifact whose status is ``empty``
@@ -159,7 +159,7 @@ class Tool(ABC):
         """Check, in any process, that the tool can work on this machine; by default :meth:`prepare`.
 
         Raises:
-            ToolUnavailableError: It cannot; the message says what to install.
+            ToolUnavailableError: The tool cannot work here; the message says what to install.
         """
         self.prepare()
 
@@ -179,10 +179,10 @@ def imported(module: str, tool: str, package: str = "'verl-profiling[train]'") -
     Args:
         module: The module.
         tool: Name of the tool.
-        package: What pip installs it by.
+        package: The argument of ``pip install`` that installs it.
 
     Raises:
-        ToolUnavailableError: It is not installed, or cannot be loaded.
+        ToolUnavailableError: The module is not installed, or cannot be loaded.
     """
     try:
         return import_module(module)

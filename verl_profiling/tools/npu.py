@@ -117,10 +117,10 @@ def import_torch_npu() -> Any:
 class NpuTool(Tool):
     """Records with ``torch_npu.profiler``.
 
-    The methods of torch_npu never raise: they print an error and continue. So their success is
-    checked, after a start in the profiler's state and after a stop in the folder. torch_npu's
-    analysis forks the calling process and changes how that process starts others, so it runs in a
-    separate process while training continues.
+    The methods of torch_npu never raise: they print an error and continue. So this tool checks the
+    profiler's state after a start, and the folder after a stop. torch_npu's analysis forks the
+    calling process and changes how that process starts others. So the analysis runs in a separate
+    process while training continues.
     """
 
     name: ClassVar[str] = "npu"
@@ -240,7 +240,7 @@ class _NpuRecording(Recording):
 
 
 def output_of_recording(recorded: Path, artifact: Artifact, options: NpuOptions) -> Output:
-    """Return what becomes of a recording, which is analysed in the background unless that was done.
+    """Return the output of a recording; its analysis runs in the background unless it was done before.
 
     Args:
         recorded: The folder that torch_npu made, ``*_ascend_pt``, in the artifact's folder.
@@ -270,10 +270,10 @@ def _has_data(recorded: Path) -> bool:
 
 
 def _analysed(recorded: Path, artifact: Artifact, options: NpuOptions) -> Artifact:
-    """Run torch_npu's analysis on a recording, unless that was done, and return the artifact with its result.
+    """Run torch_npu's analysis on a recording, unless it was done; return the artifact with its status.
 
-    A rollout engine may have analysed its recording itself. Where only the host was recorded that is done
-    again, because torch_npu converts these times with the wrong clock.
+    A rollout engine may have analysed its recording itself. A recording of the host alone is analysed
+    again, because torch_npu converts the host's times with the wrong clock.
     """
     results, device = recorded / _RESULTS, "npu" in options.activities
     printed, problem = "", ""
@@ -311,9 +311,9 @@ def _correct_clock(recorded: Path) -> None:
 
 
 def _run_analysis(recorded: Path, options: NpuOptions) -> tuple[str, str]:
-    """Return what the analysis printed, and the reason if it did not finish.
+    """Run the analysis; return its output, and the reason if it did not finish.
 
-    It forks the process that calls it, and changes how that process starts others: so it has its own.
+    The analysis forks its process and changes how that process starts others, so it runs in one of its own.
     """
     command = [sys.executable, "-c", _ANALYSE, str(recorded), ",".join(options.export)]
     with subprocess.Popen(

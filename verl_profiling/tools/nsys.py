@@ -1,8 +1,8 @@
 """The ``nsys`` tool: NVIDIA Nsight Systems, one report per recording.
 
-Nsight Systems has to start the process, and writes its reports at any time until the process ends. So
-:func:`nsys_runtime_env` starts the worker under it, the tool opens and closes ranges, each with a line in a
-file beside the reports, and ``verl-profiling collect`` fetches the reports.
+Nsight Systems has to start the process, and may write reports until the process ends. So
+:func:`nsys_runtime_env` starts the worker under Nsight Systems. The tool opens and closes ranges, and logs
+each in a file next to the reports. ``verl-profiling collect`` fetches the reports.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class NsysTool(Tool):
         """Check that there is a CUDA device.
 
         Raises:
-            ToolUnavailableError: There is none.
+            ToolUnavailableError: There is no CUDA device.
         """
         torch = imported("torch", self.name)
         if not torch.cuda.is_available():
@@ -169,7 +169,7 @@ class Ranges:
         """Check that this process was started under Nsight Systems.
 
         Raises:
-            ToolUnavailableError: It was not.
+            ToolUnavailableError: The process was started without Nsight Systems.
         """
         if _OUTPUT_VARIABLE not in os.environ:
             raise ToolUnavailableError(
@@ -181,7 +181,7 @@ class Ranges:
         """Check that Nsight Systems will record another range.
 
         Raises:
-            CaptureStateError: A range is open, or Nsight Systems does not expect as many.
+            CaptureStateError: A range is open, or Nsight Systems expects no more ranges.
         """
         if self._open is not None:
             raise CaptureStateError(
@@ -239,7 +239,7 @@ class Ranges:
         return msgspec.structs.replace(artifact, status="pending", reason=reason)
 
     def _note(self, noted: NsysRange) -> None:
-        """Append a line; the first replaces a file that an earlier process of the same id may have left."""
+        """Append a range to its file; the first one replaces the file of an earlier process with this id."""
         notes = Path(f"{os.environ[_OUTPUT_VARIABLE]}.{os.getpid()}{NOTES_SUFFIX}")
         with notes.open("wb" if noted.number == 1 and not noted.end_ns else "ab") as file:
             file.write(msgspec.json.encode(noted) + b"\n")
@@ -254,7 +254,7 @@ def process_ranges() -> Ranges:
 
 
 def nsys_variables(output: Path, ranges: int) -> dict[str, str]:
-    """Return the environment variables that tell a process how Nsight Systems was started for it.
+    """Return the environment variables with the report names and range count of Nsight Systems.
 
     Args:
         output: Stem of its reports' names, without the process id.
@@ -277,7 +277,7 @@ def nsys_runtime_env(
         last_step: Number of the loop's last step; only needed for a schedule without an end.
 
     Raises:
-        ConfigError: The settings are wrong, or do not say how many ranges there will be.
+        ConfigError: The settings are wrong, or do not determine the number of ranges.
         ToolUnavailableError: There is no ``nsys`` on this machine.
     """
     settings = ProfilingConfig.from_any(config)
@@ -299,7 +299,7 @@ def nsys_runtime_env(
             "capture-range": "cudaProfilerApi",
             "capture-range-end": f"repeat-shutdown:{ranges}",
             "kill": "none",
-            "force-overwrite": "true",  # left by an earlier run, whose process had the same id
+            "force-overwrite": "true",  # a report of an earlier process with the same id
             **({"trace-fork-before-exec": "true"} if role == ROLLOUT_ROLE else {}),
             **options.arguments,
         },
@@ -313,10 +313,10 @@ def _shell_safe(path: str) -> str:
 
 
 def expected_ranges(role: RoleConfig, schedule: Schedule, last_step: int | None = None) -> int:
-    """Return how many ranges a worker will open: after that many, Nsight Systems stops listening.
+    """Return how many ranges a worker will open; Nsight Systems records no range beyond that number.
 
-    A rollout engine opens one range per step; in discrete mode one per generation, of which one per
-    step is expected.
+    A rollout engine opens one range per step. In discrete mode it opens one per generation, and one
+    generation per step is expected.
 
     Args:
         role: Settings of the worker's role.

@@ -68,9 +68,9 @@ _model: weakref.ref[Any] | None = None
 class PrecisionTool(Tool):
     """Records with ``msprobe.pytorch.PrecisionDebugger``.
 
-    A process has one such object, which is configured once and wraps torch's functions for good. So
-    it is created by the first recording, gets folder and step at each start, and the functions are
-    restored at each stop: between recordings the process runs at full speed.
+    A process has one debugger, which is configured once and wraps torch's functions permanently. So
+    the first recording creates it, each start sets folder and step, and each stop restores torch's
+    functions: between recordings the process runs at full speed.
     """
 
     name: ClassVar[str] = "precision"
@@ -108,7 +108,7 @@ class _PrecisionRecording(Recording):
         """Switch msprobe on; if it raises, it is off afterwards.
 
         Raises:
-            CaptureStateError: It did not start.
+            CaptureStateError: msprobe did not start.
         """
         self._folder.mkdir(parents=True)
         service, metadata = self._debugger.service, self._destination.metadata
@@ -142,7 +142,7 @@ class _PrecisionRecording(Recording):
             remove_folder(self._folder)
 
     def _switch_off(self) -> None:
-        """Stop, write, and clear what is left over, which would go into the next recording."""
+        """Stop msprobe, and clear its remaining data, which would go into the next recording."""
         service = self._debugger.service
         try:
             self._debugger.stop()
@@ -159,7 +159,7 @@ def _debugger(options: PrecisionOptions, lane: str) -> Any:
     """Return the debugger, which the first call creates.
 
     Raises:
-        CaptureStateError: The application has one already, or it was made with other options.
+        CaptureStateError: The application has a debugger of its own, or this one has other options.
     """
     global _made
     from msprobe.pytorch import PrecisionDebugger
@@ -184,7 +184,7 @@ def _debugger(options: PrecisionOptions, lane: str) -> Any:
 
 
 def _holds_data(written: Path) -> bool:
-    """Return whether a file of msprobe has any entry; at its start msprobe writes files without."""
+    """Return whether a file of msprobe has any entry; msprobe writes empty files when it starts."""
     with written.open("rb") as file:
         file.seek(max(0, written.stat().st_size - 16))
         return not file.read().endswith(_NO_DATA)

@@ -1,4 +1,4 @@
-"""The memory of this process, its peaks by stage, and that of its machine, as Linux tells them."""
+"""Memory readings of Linux: of this process, its peak in each stage, and available on the machine."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 
 
 def own_bytes(root: str | Path = "") -> int | None:
-    """Return the resident memory that belongs to this process alone: no files, nothing shared."""
+    """Return the resident memory of this process in bytes, without files and shared memory."""
     try:
-        # A quarter of what Path.read_bytes takes; the watch reads it again and again.
+        # Takes a quarter of the time of Path.read_bytes; the watch calls this often.
         descriptor = os.open(f"{root}/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         try:
             _, resident, shared, *_ = os.read(descriptor, 256).split()
@@ -33,12 +33,12 @@ def own_bytes(root: str | Path = "") -> int | None:
 
 
 def memory_overrun(needed: int, share: float, workers: int) -> str:
-    """Return why a recording has to end that needs so many bytes to be written; empty if it may go on.
+    """Return why a recording must end because writing it needs too much memory; empty if it may go on.
 
     Args:
-        needed: The bytes, beyond those that it holds.
+        needed: The additional bytes that writing it needs.
         share: Share of the available memory that the recordings of a host may take.
-        workers: How many workers are captured in all; a launcher may say how many of them are here.
+        workers: Number of captured workers. At most 8 count for this host, unless a launcher sets its number.
     """
     available = available_bytes()
     if available is None:
@@ -55,10 +55,10 @@ def memory_overrun(needed: int, share: float, workers: int) -> str:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return how much memory this process can still get: of the machine, and of each cgroup around it.
+    """Return the bytes that this process can still allocate: the least of the machine and its cgroups.
 
     Args:
-        root: Where ``/proc`` and ``/sys`` are.
+        root: The folder that contains ``proc`` and ``sys``.
     """
     found = list(_of_cgroups(root))
     try:
@@ -69,7 +69,7 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _of_cgroups(root: Path) -> Iterator[int]:
-    """Yield what each limit above this process leaves; files that can be dropped are not counted as used."""
+    """Yield the free bytes under each cgroup limit of this process; droppable file caches count as free."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -109,7 +109,7 @@ class StagePeaks:
     stage that was open, so stages may nest and overlap.
 
     Attributes:
-        marks: Have a recording's stages measured.
+        marks: The marks of a recording, which measure its stages.
 
     Args:
         take: Returns the peaks by name since its last call, and resets them. Empty if they cannot
@@ -123,13 +123,13 @@ class StagePeaks:
         self._peaks: dict[str, float] = {}
 
     def begin(self, name: str) -> str:
-        """Note that a stage begins."""
+        """Record that a stage begins."""
         self._fold()
         self._open.append((name, {}))
         return name
 
     def end(self, name: str) -> None:
-        """Note that a stage ends; of several runs the highest peaks are kept."""
+        """Record that a stage ends; of several runs of a stage, the highest peaks are kept."""
         self._fold()
         for place in range(len(self._open) - 1, -1, -1):
             if self._open[place][0] == name:
@@ -149,7 +149,7 @@ class StagePeaks:
 
 
 def process_peak_bytes() -> int:
-    """Return the kernel's mark of the highest resident size of this process since its start."""
+    """Return the highest resident size of this process in bytes, since its start or the last reset."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT_BYTES
 
 

@@ -17,14 +17,14 @@ class SpansOptions:
     Attributes:
         peak_rss: Record the peak resident memory of every stage, as the metric
             ``stage/<name>/peak_rss_bytes``. This resets the process's high-water mark at each stage
-            (tens of microseconds), which other readers of the mark notice.
+            (tens of microseconds), which changes the value for other readers of the mark.
     """
 
     peak_rss: bool = False
 
 
 class SpansTool(Tool):
-    """Writes no artifact; stage spans are in the manifest with every tool, and so with this one."""
+    """Writes no artifact: the manifest has the stage spans of every capture."""
 
     name: ClassVar[str] = "spans"
     suffix: ClassVar[str] = ""
@@ -32,7 +32,7 @@ class SpansTool(Tool):
     options: SpansOptions
 
     def start(self, destination: Destination) -> Recording:
-        """Start measuring peaks if that is asked for, and nothing else."""
+        """Start measuring peaks if ``peak_rss`` is set; nothing else."""
         return _SpansRecording(StagePeaks(take_host_peak) if self.options.peak_rss else None)
 
 

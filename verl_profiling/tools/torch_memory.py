@@ -31,15 +31,15 @@ class TorchMemoryOptions:
     """Options of the ``torch_memory`` tool.
 
     Attributes:
-        max_entries: Number of allocations and frees that are kept, the latest; each takes some
+        max_entries: Number of allocations and frees to keep, the latest ones; each takes some
             kilobytes.
-        steps: Number of captured steps in one history, with the steps between them. Each of these
-            steps has a snapshot, of the history so far. In discrete mode every stage has its own.
+        steps: Number of captured steps in one history, with the steps between them. Each captured step
+            has a snapshot of the history so far. In discrete mode every stage has its own history.
         on_oom: Write a snapshot when an allocation fails while recording.
         oom_folder: Folder for a snapshot of the first allocation that fails while nothing is captured. If
             set, the history is recorded in every step, captured or not.
         peaks: Record the peaks of allocated and reserved bytes of each stage. This resets torch's
-            peak statistics at each stage, which other readers of them notice.
+            peak statistics at each stage, which changes them for other readers.
     """
 
     max_entries: int = 100_000
@@ -135,7 +135,7 @@ class _MemoryRecording(Recording):
         return {**self._metrics, **(self._peaks.metrics() if self._peaks is not None else {})}
 
     def on_oom(self, device: int, wanted_bytes: int) -> None:
-        """Keep the state in which an allocation failed; only of the first failure, which tells the most."""
+        """Write a snapshot of the state at the first failed allocation; later failures are ignored."""
         if self._oom is None:
             oom = self._write(OOM_SUFFIX)
             reason = oom.reason or f"device {device} could not allocate {wanted_bytes} bytes"
@@ -163,11 +163,11 @@ class _MemoryRecording(Recording):
 
 
 class _History:
-    """The history of this process, which has one, and may go on between recordings.
+    """The only allocation history of this process, which may go on between recordings.
 
     Attributes:
         recording: The recording that gets a snapshot of a failed allocation, if any.
-        folder: Where such a snapshot is written otherwise, if anywhere.
+        folder: Folder for that snapshot outside recordings; ``None`` for no snapshot.
     """
 
     def __init__(self) -> None:
@@ -178,10 +178,10 @@ class _History:
         self._observed: _Accelerator | None = None
 
     def begin(self, accelerator: _Accelerator, options: TorchMemoryOptions, *, covers_step: bool) -> None:
-        """Begin an empty history, unless this step is one of those that the one at hand covers.
+        """Begin an empty history, unless the current history still covers this step (option ``steps``).
 
         Raises:
-            CaptureStateError: Somebody else records one.
+            CaptureStateError: The application records a history of its own.
         """
         goes_on = self._ours and accelerator.history_enabled()
         if accelerator.history_enabled() and not goes_on:
@@ -205,13 +205,13 @@ class _History:
             self._observed = accelerator
 
     def end(self, accelerator: _Accelerator, options: TorchMemoryOptions) -> None:
-        """End it, unless it goes on until the next recording."""
+        """End the history, unless it goes on until the next recording."""
         if not (options.oom_folder or 0 < self._covered < options.steps):
             accelerator.memory._record_memory_history(enabled=None)
             self._ours = False
 
     def record_every_step(self, accelerator: _Accelerator, options: TorchMemoryOptions) -> None:
-        """Begin a history that is for failed allocations of any step, unless there is one."""
+        """Begin a history for failed allocations in any step, unless one is recorded already."""
         if not (self._ours and accelerator.history_enabled()):
             self.begin(accelerator, options, covers_step=False)
         self.folder = Path(options.oom_folder or "")

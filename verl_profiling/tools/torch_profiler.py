@@ -70,7 +70,7 @@ class TorchOptions:
 
 
 def _event_bytes(options: TorchOptions) -> tuple[int, int]:
-    """Return the bytes of an event in memory while it is recorded, and at the stop.
+    """Return the memory per event in bytes: while it is recorded, and during the stop.
 
     Measured with torch 2.13 on a CPU (docs/performance.md). Devices' events are not measured.
     """
@@ -84,10 +84,9 @@ class TorchTool(Tool):
     """Records with ``torch.profiler``.
 
     torch ties a profiler to the thread that started it: only that thread is recorded, and stopping
-    the profiler elsewhere corrupts the export. If torch can record all threads at once
-    (``profile_all_threads``), neither is the case, and that mode is used. But it omits memory
-    events, so with ``memory`` the starting thread owns the recording. ``trace_only`` avoids the
-    Python copy of every event, which a trace does not need.
+    the profiler elsewhere corrupts the export. The mode ``profile_all_threads`` has neither limit,
+    and is used if torch has it. But it omits memory events, so with ``memory`` the starting thread
+    owns the recording. ``trace_only`` avoids the Python copy of every event, which a trace does not need.
     """
 
     name: ClassVar[str] = "torch"
@@ -101,7 +100,7 @@ class TorchTool(Tool):
         return not self.options.memory and "profile_all_threads" in _experimental_options()
 
     def prepare(self) -> None:
-        """Import what the first start of a profiler would import, which takes seconds."""
+        """Do the imports of a profiler's first start in advance; they take seconds."""
         for module in ("torch.profiler", "torch._inductor.config"):
             imported(module, self.name)
         self._activities()
@@ -175,7 +174,7 @@ def _uses_cuda() -> bool:
 
 
 class _ShownNames(dict[str, str]):
-    """Stage names that Kineto can write: it loses other characters, and a quote breaks its JSON."""
+    """Stage names in printable ASCII: Kineto loses other characters, and a quote breaks its JSON."""
 
     def __missing__(self, name: str) -> str:
         shown = "".join(_KINETO_TEXT.get(c) or (c if " " <= c <= "~" else f"<{ord(c):x}>") for c in name)
@@ -224,7 +223,7 @@ class _TorchRecording(Recording):
     def step(self) -> None:
         self._mini_batches += 1
         if self._options.mini_batches is not None:
-            self._other.unwatch()  # it would notice ours, which starts after its wait
+            self._other.unwatch()  # our profiler starts in step(), after its wait
             self._profiler.step()
             self._other.watch()
 
@@ -263,8 +262,8 @@ class _TorchRecording(Recording):
         return [replace(output, finish=self._releasing(output.finish), export_s=time.perf_counter() - begin)]
 
     def _releasing(self, finish: Callable[[], Artifact] | None) -> Callable[[], Artifact] | None:
-        """Return the rest of the work, before which the events' memory is freed in the background."""
-        events = [self._profiler.profiler]  # torch's own profiler is in a circle of references
+        """Return ``finish``, extended to free the memory of the events first, in the background."""
+        events = [self._profiler.profiler]  # torch's own profiler is in a reference cycle
         self._profiler.profiler = None
 
         def release_and_finish() -> Artifact:
@@ -278,7 +277,7 @@ class _TorchRecording(Recording):
         self._stop()
 
     def _stop(self) -> bool:
-        """Stop the profiler and return True, unless another one took over: that would end the process."""
+        """Stop the profiler and return True; if another one took over, a stop would crash: return False."""
         self._other.unwatch()
         if self._other.started:
             return False
@@ -287,10 +286,10 @@ class _TorchRecording(Recording):
 
 
 class _OtherProfiler:
-    """Notices a torch profiler that starts while ours records; torch itself tells neither of them.
+    """Detects a torch profiler that starts while ours records; torch itself reports no error.
 
     Attributes:
-        started: One has.
+        started: Whether another profiler has started.
     """
 
     def __init__(self) -> None:

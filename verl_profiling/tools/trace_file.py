@@ -20,7 +20,7 @@ from verl_profiling.tools.base import Output
 logger = logging.getLogger(__name__)
 
 CUDA = "cuda"
-"""Kind of the devices that torch records by CUPTI or, for ROCm, by what stands in its place."""
+"""Type of the devices that torch records with CUPTI or, on ROCm, with its counterpart."""
 
 _CHUNK_BYTES = 4 << 20
 _LEVEL = 1  # isal's, from 0 (fastest) to 3 (smallest)
@@ -38,7 +38,7 @@ _END = re.compile(rb'(?:"traceName":\s*' + _TEXT + _VALUES + rb"\s*|\])\}\s*\Z")
 def output_of_trace(
     written: Path, final: Path, expected: Artifact, ranges: Iterable[str] = (), device: str = ""
 ) -> Output:
-    """Name a trace that was just written; it is compressed and verified in the background.
+    """Move a new trace to its final name; ``finish`` of the output compresses and verifies it.
 
     Profilers have reported success for files that were missing or cut off (a full disk, a folder
     without write permission), so only the file itself is evidence.
@@ -48,11 +48,11 @@ def output_of_trace(
         final: Path of the compressed artifact, ending in ``.json.gz``.
         expected: The artifact as expected.
         ranges: Names of user annotations that the profiler recorded as operators.
-        device: Kind of the device that was in use and to be recorded; empty for none.
+        device: Type of the device that was in use and must be in the trace; empty for none.
 
     Returns:
         A ``pending`` output whose ``finish`` compresses and verifies, or a final one that is
-        ``failed`` (no file) or ``truncated`` (cut off; the part is kept for a reader to salvage).
+        ``failed`` (no file) or ``truncated`` (cut off; the written part is kept).
     """
     pending = msgspec.structs.replace(expected, status="pending")
     if written.suffix == ".gz":
@@ -139,10 +139,10 @@ def _compressed(
 
 
 def _read_through(path: Path, pending: Artifact, device: str) -> Artifact:
-    """Return the artifact of a compressed trace, by what it holds.
+    """Read a compressed trace to its end; return its artifact with status and number of events.
 
-    CUPTI, by which torch records kernels, serves one subscriber in a process. Where another one was first,
-    torch says nothing, and records the host alone.
+    CUPTI, with which torch records kernels, serves one subscriber per process. If another subscriber was
+    first, torch records the host alone and reports no error.
     """
     events, spans, tail, lost = 0, 0, b"", device
     size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""The ``trajectories`` tool: what each trajectory of a rollout does, and how late its event loop runs."""
+"""The ``trajectories`` tool: the spans of each trajectory of a rollout, and the lag of event loops."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class TrajectoriesOptions:
     """Options of the ``trajectories`` tool.
 
     Attributes:
-        max_spans: Spans that a process keeps in a capture, and trajectories; each takes about 400 bytes of
-            memory. What comes after them is counted, and said.
+        max_spans: Limit of the spans that a process keeps in a capture, and likewise of trajectories. Each
+            takes about 400 bytes of memory. Those beyond the limit are only counted and reported.
     """
 
     max_spans: int = 200_000
@@ -45,11 +45,11 @@ class TrajectoriesTool(Tool):
     options: TrajectoriesOptions
 
     def prepare(self) -> None:
-        """Know trajectories that begin before a capture."""
+        """Keep trajectories that begin before a capture."""
         keep_trajectories()
 
     def start(self, destination: Destination) -> Recording:
-        """Record from now on."""
+        """Start to record into a new log."""
         log = OpenLog(self.options.max_spans)
         start_log(log)
         return _TrajectoryRecording(destination, log)

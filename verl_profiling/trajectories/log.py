@@ -1,4 +1,4 @@
-"""The log of trajectories while it is open, and the records that are written of it."""
+"""The open log of trajectories in memory, and its conversion into the records of the file."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _LOOKED_THROUGH = 20_000  # spans
 
 
 class OpenLog:
-    """The record of a process so far: bounded, and without a lock per span.
+    """The spans and trajectories of a process so far: bounded, and without a lock per span.
 
     Args:
-        max_spans: Spans that are kept at most; and as many trajectories, statuses and counts.
+        max_spans: Limit of the kept spans, and likewise of trajectories, statuses and counts.
     """
 
     def __init__(self, max_spans: int) -> None:
@@ -68,7 +68,7 @@ class OpenLog:
             trajectory.loop = self.lag.measure(loop)
 
     def span_of(self, task: object) -> int:
-        """Return the number of a task's innermost open span; another thread asks while the task blocks."""
+        """Return the number of a task's innermost open span; the sampling thread calls this."""
         spans = self.spans
         for number in reversed(range(max(0, len(spans) - _LOOKED_THROUGH), len(spans))):
             if spans[number].task is task and not spans[number].end_ns:
@@ -76,13 +76,13 @@ class OpenLog:
         return NO_SPAN
 
     def end(self) -> None:
-        """Note the end of recording; what is still open has no end in the records."""
+        """End the recording; spans that are open now count as open in the records."""
         self._end_ns = clock.now_ns()
         self.lag.end()
         self._threads = {thread.ident: thread.native_id for thread in threading.enumerate()}
 
     def close(self, lane: str) -> TrajectoryLog:
-        """Return the records of a log that has ended, and let go of them; any thread may do so, once.
+        """Return the records of an ended log and free its memory; callable once, from any thread.
 
         Args:
             lane: Lane of the process.
@@ -144,7 +144,7 @@ class OpenLog:
 
 
 def _shorten(facts: dict[str, Any]) -> None:
-    """Keep no prompt in memory that somebody passes as a fact."""
+    """Cut long texts among facts, e.g. a prompt, so that they do not stay in memory."""
     for name, value in facts.items():
         if type(value) is str and len(value) > _LONGEST_TEXT:
             facts[name] = value[:_LONGEST_TEXT]
@@ -155,7 +155,7 @@ def _facts(facts: Mapping[str, Any]) -> dict[str, Fact]:
 
 
 def _fact(value: Any) -> Fact:
-    """Return a value that JSON has; of anything else, its text."""
+    """Return a value of a type that JSON has; other types as text."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):

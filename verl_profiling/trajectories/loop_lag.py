@@ -1,12 +1,12 @@
-"""Loop lag: how late an event loop runs what is due, and who did not let it go on.
+"""Event loop lag: how late a loop runs a callback that is due, and which task blocked the loop.
 
-Something is due at once where a span begins or ends, and where a thread that samples the loop sees a task
-run: how late it runs is the lag. While it is late, the thread samples what runs. So a loop that waits costs
-nothing but the samples, and any loop will do.
+A callback is scheduled when a span begins or ends, and when the sampling thread sees a running task. The
+delay of the callback is the lag. While a callback is late, the thread samples the running task. So an idle
+loop costs only the samples, and any type of event loop works.
 
-A block is charged to what samples saw, never to the span that asked. A sample that itself comes late shows
-that the process stood still, or that another thread kept the GIL: it counts only if the loop's thread used
-the CPU meanwhile, or if a sample in time saw the same.
+A block is charged to the task in the samples, never to the span that scheduled the callback. A late sample
+shows that the process stood still, or that another thread held the GIL. It counts only if the loop's thread
+used the CPU meanwhile, or if a sample in time shows the same task.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OWN = (sysconfig.get_path("stdlib"), __file__.rpartition("/")[0])
 
 
 class _Sample(NamedTuple):
-    """The task that ran on a loop's thread, and its span; nothing if that is not known."""
+    """One sample of a loop's thread: the running task, its span and function; empty if unknown."""
 
     at_ns: int
     task: Any = None
@@ -47,11 +47,11 @@ class _Sample(NamedTuple):
 
 
 class LoopLag:
-    """Measures the event loops of a process until it is ended.
+    """Measures the lag of a process's event loops until :meth:`end`.
 
     Attributes:
-        lags: How late they were.
-        blocks: When they were blocked, and by whom.
+        lags: The measured delays.
+        blocks: When a loop was blocked, and by which task.
 
     Args:
         span_of: Returns the number of the innermost open span of a task, or -1.
@@ -67,7 +67,7 @@ class LoopLag:
         self._thread: threading.Thread | None = None
 
     def measure(self, loop: asyncio.AbstractEventLoop) -> LoopState:
-        """Return the state of the loop that runs on this thread, whose lag is measured from now on."""
+        """Measure the loop that runs on this thread from now on; return its state."""
         state = self._states.get(id(loop))
         if state is not None:
             return state
@@ -85,7 +85,7 @@ class LoopLag:
         return NO_SPAN if state is None else state.number
 
     def end(self) -> None:
-        """Measure no more; a block that lasts ends now."""
+        """Stop measuring; a block that still lasts ends now."""
         self._ended.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5)
@@ -93,11 +93,11 @@ class LoopLag:
             state.end()
 
     def loops(self) -> list[LoopRecord]:
-        """Return the loops."""
+        """Return one record per measured loop."""
         return [LoopRecord(state.number, state.native_id, state.name) for state in self._states.values()]
 
     def _look(self) -> None:
-        """Look at the loops, until measuring ends."""
+        """Sample all loops every ``LOOK_S`` seconds, until measuring ends."""
         while not self._ended.wait(LOOK_S):
             for state in list(self._states.values()):
                 with suppress(RuntimeError, OSError):  # it was closed, or its thread ended, meanwhile
@@ -105,15 +105,15 @@ class LoopLag:
 
 
 class LoopState:
-    """One loop, as it is measured.
+    """The measurement of one event loop.
 
     Attributes:
         loop: The loop.
         number: Its number.
         native_id: Native id of its thread.
         name: Name of that thread.
-        next_ns: From when on a span's begin or end asks how late the loop is.
-        ended: It is measured no more.
+        next_ns: Earliest time at which the begin or end of a span measures the lag again.
+        ended: Whether measuring has ended.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, number: int, lag: LoopLag) -> None:
@@ -133,13 +133,13 @@ class LoopState:
         self._was_late = False
 
     def ask(self, now_ns: int) -> None:
-        """Ask how late the loop is; called on its thread."""
+        """Schedule the callback that measures the lag; called on the loop's thread."""
         self.next_ns = _NEVER
         self._due_ns, self._samples = now_ns, []
         self.loop.call_soon(self._answer)
 
     def look(self, span_of: Callable[[object], int]) -> None:
-        """Sample what runs on the loop's thread while it is late; else ask how late it is if a task runs."""
+        """Sample the loop's thread if the callback is due; else schedule the callback if a task runs."""
         if not self.loop.is_running():
             return
         now_ns, cpu_ns = clock.now_ns(), time.clock_gettime_ns(self._cpu)
@@ -157,20 +157,20 @@ class LoopState:
             self.loop.call_soon_threadsafe(self._answer)
 
     def end(self) -> None:
-        """Keep the block that lasts."""
+        """Stop measuring; record a block that still lasts."""
         self.ended = True
         if self.next_ns == _NEVER and self.loop.is_running():
             self._keep(clock.now_ns())
 
     def _answer(self) -> None:
         if self.ended or self.next_ns != _NEVER:
-            return  # recording is over, or two asked at once
+            return  # measuring has ended, or two callbacks were scheduled
         now_ns = clock.now_ns()
         self._keep(now_ns)
         self.next_ns = now_ns + PAUSE_NS
 
     def _keep(self, now_ns: int) -> None:
-        """Keep how late the loop was, and by whom it was blocked; once more after that, that it is not."""
+        """Record the lag and its blocks; after a late callback, also the first one in time."""
         samples, self._samples = self._samples, []
         lag, late_ns = self._lag, max(now_ns - self._due_ns, 0)
         late = late_ns >= WORTH_NS
@@ -182,7 +182,7 @@ class LoopState:
 
 
 def _blocks(loop: int, due_ns: int, end_ns: int, samples: list[_Sample]) -> Iterator[Block]:
-    """Yield the blocks of a while, divided where what ran was seen to be another."""
+    """Yield the blocks between two times: one per series of samples with the same task and span."""
     sure = {one[1:3] for one in samples if one.sure}
     samples = [one if one[1:3] in sure else _Sample(one.at_ns) for one in samples] or [_Sample(due_ns)]
     alike = groupby(samples, lambda one: (id(one.task), one.span, bool(one.function)))
@@ -195,9 +195,9 @@ def _blocks(loop: int, due_ns: int, end_ns: int, samples: list[_Sample]) -> Iter
 
 
 def _function(frame: FrameType | None) -> str:
-    """Return the innermost function that is not Python's own: ``module.function (file:line)``.
+    """Return the innermost function outside the standard library: ``module.function (file:line)``.
 
-    Nothing where the event loop itself runs: who called it has not blocked it.
+    It is empty if the event loop itself runs: the caller of the loop does not block it.
     """
     while frame is not None and frame.f_code.co_filename.startswith(_OWN):
         if "site-packages" in frame.f_code.co_filename:

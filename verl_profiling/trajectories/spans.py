@@ -1,7 +1,7 @@
 """Trajectories and their spans, as context managers for threads and asyncio tasks.
 
-The innermost open one is in a context variable: concurrent tasks have one each, and
-:func:`asyncio.to_thread` hands it on.
+The innermost open span is in a context variable: each task has its own, and
+:func:`asyncio.to_thread` passes it to the thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _open: dict[int, Span] = {}
 
 
 TRAJECTORY: Final = "trajectory"
-"""Name of trajectories where they are added up beside their spans."""
+"""Name of trajectories in the totals of the watch, where spans have their own names."""
 _FAILED: Final = "failed"
 
 
@@ -44,7 +44,7 @@ class Span(msgspec.Struct, eq=False, gc=False):
     Attributes:
         name: Its name.
         request: The engine's id of the request that it waits for; may be set while it is open.
-        facts: What is known about it; see :meth:`add`.
+        facts: Named values, e.g. ``turns``; see :meth:`add`.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Span(msgspec.Struct, eq=False, gc=False):
         self.facts.update(facts)
 
     def __enter__(self) -> Self:
-        if self.begin_ns:  # entered again: one span, to the last end
+        if self.begin_ns:  # entered again: one span, from the first begin to the last end
             self.end_ns, self.entered_ns = 0, clock.now_ns()
             return self
         log = _log
@@ -120,7 +120,7 @@ class Span(msgspec.Struct, eq=False, gc=False):
             if _totals is not None:
                 _totals.add(self.name, self.entered_ns, end_ns, kind is not None)
 
-    async def __aenter__(self) -> Self:  # it awaits nothing: the event loop has no turn
+    async def __aenter__(self) -> Self:  # awaits nothing, so that no other task runs
         return self.__enter__()
 
     async def __aexit__(
@@ -133,7 +133,7 @@ class Trajectory(Span, gc=True):
     """One rollout of one prompt, from its dispatch to its response; made by :func:`trajectory`.
 
     Attributes:
-        status: What became of it; set it to say more than ``done``, e.g. ``aborted``.
+        status: Its outcome; by default ``done``. Set it for another one, e.g. ``aborted``.
     """
 
     group: object = ""
@@ -185,23 +185,23 @@ class _Idle(Trajectory):
 
 
 _current: ContextVar[Span | None] = ContextVar("verl_profiling_innermost_span", default=None)
-"""What began last in this thread or task; if it has ended, the innermost open one is around it."""
+"""The span that began last in this thread or task; if it has ended, a parent is the innermost open one."""
 _IDLE: Final = _Idle("", "", {})
 _make_span: type[Span] | None = None
-"""Makes spans; ``None`` while nobody wants any."""
+"""The class of new spans; ``None`` while neither a log nor the watch uses them."""
 
 
 def trajectory(group: object = "", sample: int | str | None = None, **facts: Any) -> Trajectory:
     """Return a trajectory, to be used with ``with`` or ``async with``.
 
     ``async with trajectory(group=uid, sample=3) as t: ...``. Spans inside belong to it, in its task, in
-    tasks that it starts, and in ``asyncio.to_thread``; an executor of your own is given
+    tasks that it starts, and in ``asyncio.to_thread``. To an executor of your own, submit
     ``contextvars.copy_context().run``.
     An exception makes it ``failed``, a cancellation ``cancelled``, and both pass through.
 
     Args:
-        group: What all samples of its prompt share.
-        sample: Which of them it is.
+        group: An id that all samples of the prompt share.
+        sample: Index or id of this sample.
         **facts: Numbers, texts and truth values to keep. The report knows ``validate``, ``turns``,
             ``tool_calls``, ``prompt_tokens``, ``response_tokens``, ``reward``, and ``min_version`` and
             ``max_version``: the policy versions that made it.
@@ -213,7 +213,7 @@ def trajectory(group: object = "", sample: int | str | None = None, **facts: Any
 
 
 def span(name: str, /, *, request: str = "", **facts: Any) -> Span:
-    """Return a span, to be used with ``with`` or ``async with``: what a trajectory, or the process, does.
+    """Return a named part of a trajectory or process, to be used with ``with`` or ``async with``.
 
     Args:
         name: ``generate``, ``tool:search``, ``environment:start``, ``reward``, ``wait:queue``, or your own.
@@ -224,7 +224,7 @@ def span(name: str, /, *, request: str = "", **facts: Any) -> Span:
 
 
 def trajectory_status(group: object, status: str, sample: int | str | None = None) -> None:
-    """Say what became of trajectories that have ended, e.g. that dynamic sampling filtered their group out.
+    """Set the status of ended trajectories, e.g. of a group that dynamic sampling has filtered out.
 
     Args:
         group: The group.
@@ -236,18 +236,18 @@ def trajectory_status(group: object, status: str, sample: int | str | None = Non
 
 
 def count(name: str, value: int | float) -> None:
-    """Say how much of something there is now, e.g. how long a queue is; the timeline draws it over time.
+    """Record the current value of a counter, e.g. the length of a queue; the timeline draws it over time.
 
     Args:
-        name: What is counted.
-        value: How much.
+        name: Name of the counter.
+        value: Its value from now on.
     """
     if _log is not None and len(_log.counts) < _log.max_spans:
         _log.counts.append(Counted(str(name), clock.now_ns(), value))
 
 
 def current_trajectory() -> Trajectory | None:
-    """Return the trajectory that this task or thread works for; ``None`` outside of one."""
+    """Return the innermost open trajectory of this task or thread, or ``None``."""
     node = _innermost()
     return node.trajectory if node is not None else None
 
@@ -258,13 +258,13 @@ def unrecorded_trajectories() -> int:
 
 
 def keep_trajectories() -> None:
-    """Know this process's trajectories from now on, so that a capture shows those that began before it."""
+    """Keep open trajectories of this process from now on, so that a later capture includes them."""
     global _kept
     _kept = True
 
 
 def start_log(log: Any) -> None:
-    """Record from now on, what is open included: all trajectories, and the spans that were not idle.
+    """Record into a log from now on, including all open trajectories and the open spans that are kept.
 
     Args:
         log: A :class:`~verl_profiling.trajectories.log.OpenLog`.
@@ -282,7 +282,7 @@ def start_log(log: Any) -> None:
 
 
 def stop_log(log: Any) -> None:
-    """Record no more."""
+    """Stop recording into a log, if it is the current one."""
     global _log
     if _log is log:
         _log = None
@@ -290,7 +290,7 @@ def stop_log(log: Any) -> None:
 
 
 def total_spans(totals: Any) -> None:
-    """Add up all spans and trajectories of this process from now on; ``None``: no more.
+    """Pass all ended spans and trajectories of this process to totals; ``None`` stops that.
 
     Args:
         totals: A :class:`~verl_profiling.watch.span_sums.SpanSums`.
@@ -308,7 +308,7 @@ def _choose_span() -> None:
 
 
 def _forget() -> None:
-    """Record nothing in a forked child: its parent does."""
+    """Stop recording in a forked child; its parent goes on."""
     global _log
     _log = None
     _open.clear()
@@ -326,7 +326,7 @@ def _innermost() -> Span | None:
 
 
 def _leave(ended: Span) -> None:
-    """Go back to what is around an ended one, also from inside of what was left open in it."""
+    """Make the parent of an ended span the innermost one, even if spans inside it are still open."""
     node = _current.get()
     while node is not None and node is not ended:
         node = node.parent
@@ -335,7 +335,7 @@ def _leave(ended: Span) -> None:
 
 
 def _said(error: BaseException | None) -> str:
-    """Return an exception's text, unless it has none: the exception itself goes on either way."""
+    """Return an exception's text, or a note if ``str()`` raises; the exception still propagates."""
     try:
         return str(error)
     except Exception as problem:
