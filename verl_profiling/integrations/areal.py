@@ -1,7 +1,7 @@
 """Profiles AReaL's PPOTrainer: ``with areal_profiling(settings):`` around its ``train``.
 
 AReaL marks each part of its loop by ``perf_tracer.trace_scope("train.<part>")``, whether its own tracer is on
-or not, and from there the hooks are called: a step lasts from ``train.rollout`` to the end of
+or not. That function is wrapped to call the callback: a step lasts from ``train.rollout`` to the end of
 ``train.log_stats``.
 """
 
@@ -38,14 +38,14 @@ _STAGES = {
 
 @contextmanager
 def areal_profiling(config: ProfilingConfig | Mapping[str, Any] | None) -> Iterator[ProfilingCallback]:
-    """Profile the steps of the trainer that trains inside of it, in this process.
+    """Profile the steps of the trainer whose ``train`` runs in the block, in this process.
 
-    Where each rank runs the trainer (``AREAL_SPMD_MODE``), it is recorded as a rank of the role ``actor``.
+    If each rank runs the trainer (``AREAL_SPMD_MODE``), this process is recorded as a rank of role ``actor``.
     In AReaL's single-controller mode the training engines are other processes, and only the loop's own stages
     are recorded. Exceptions propagate unchanged, and what was recorded until then is kept.
 
     Args:
-        config: Settings, as for :class:`ProfilingCallback`. Switched off, nothing is replaced.
+        config: Settings, as for :class:`ProfilingCallback`. With ``enable: false``, nothing is replaced.
 
     Raises:
         ConfigError: The settings are wrong.

@@ -1,4 +1,4 @@
-"""Puts code of this package into another one, and says what a version of it does not have."""
+"""Hooks functions of other packages, and reports functions that the installed version lacks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _notes: list[list[str]] = []
 
 @contextmanager
 def noting(notes: list[str]) -> Iterator[None]:
-    """Append to ``notes`` the name of everything that is missing meanwhile."""
+    """Append to ``notes`` each name that :func:`missing` reports while the block runs."""
     _notes.append(notes)
     try:
         yield
@@ -32,17 +32,17 @@ def noting(notes: list[str]) -> Iterator[None]:
 
 
 def missing(owner: Any, name: str) -> None:
-    """Note that a module or class has no such function."""
+    """Report that a module or class lacks a function."""
     if _notes:
         _notes[-1].append(f"{owner.__qualname__}.{name}" if isinstance(owner, type) else name)
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> bool:
-    """Have ``wrapper(function, *args, **kwargs)`` called in place of a function of a module or class.
+    """Replace a function of a module or class by ``wrapper(function, *args, **kwargs)``.
 
-    A function that is not there, or does not begin with the arguments that its wrapper names, is noted and
-    left alone. Not for one that looks who calls it: verl's ``auto_await`` gives a coroutine to a coroutine
-    alone.
+    A function that does not exist, or whose first arguments differ from the wrapper's, is reported and left
+    alone. Do not wrap a function that inspects its caller: verl's ``auto_await`` returns a coroutine only to
+    a coroutine.
 
     Args:
         owner: The module, the class, or an object.
@@ -65,7 +65,7 @@ def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> bool:
 
 
 def mark(owner: Any, name: str, opened: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Run each call of a function, or each of its coroutines, inside of what ``opened()`` returns."""
+    """Run each call of a function, synchronous or not, inside the context manager ``opened()``."""
 
     def inside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with opened():
@@ -79,7 +79,7 @@ def mark(owner: Any, name: str, opened: Callable[[], AbstractContextManager[Any]
 
 
 def _replacement(function: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    # Ray pickles an actor's class with its methods by value, and what these refer to by its name.
+    # Ray pickles an actor's class and its methods by value, and the functions that they use by name.
     if inspect.iscoroutinefunction(function):
 
         async def awaited(*args: Any, **kwargs: Any) -> Any:
@@ -105,11 +105,11 @@ class Hook:
 
     Attributes:
         module: The framework's module.
-        put_in: Function that is called with it, as ``module:function`` of the package ``verl``.
-        records: What is recorded by it, as a user knows it.
-        needed: Whether without it nothing is recorded.
-        used_by: Whether a run with this configuration comes here at all.
-        missing: What the module does not have, or has in another form; ``None`` until it is imported.
+        put_in: Function that is called with the module, as ``module:function`` of ``integrations.verl``.
+        records: The part of a run that it records, in a user's words.
+        needed: Whether nothing at all is recorded without this hook.
+        used_by: Returns whether a run with a configuration uses the module.
+        missing: Functions that the module lacks or has in another form; ``None`` until it is imported.
     """
 
     module: str
@@ -120,7 +120,7 @@ class Hook:
     missing: list[str] | None = None
 
     def await_module(self) -> None:
-        """Put it in as soon as the module is imported in this process."""
+        """Apply the hook as soon as the module is imported in this process."""
         _awaiting.append(self)
         register_post_import_hook(self._apply, self.module)
 
@@ -131,7 +131,7 @@ class Hook:
 
     @property
     def problem(self) -> str | None:
-        """Why it does not fit; ``None`` as long as nothing speaks against it."""
+        """Why the hook does not fit; ``None`` if no problem is known."""
         if self.missing:
             return f"{self.module} has no {', '.join(self.missing)}"
         if self.missing is None and not _exists(self.module):
@@ -140,12 +140,12 @@ class Hook:
 
     @property
     def misfit(self) -> str | None:
-        """The part that is not recorded, with the reason; ``None`` if there is none."""
+        """A sentence on the part that is not recorded, with the reason; ``None`` if the hook fits."""
         problem = self.problem
         return None if problem is None else f"not recorded: {self.records}, because {problem}"
 
     def _apply(self, module: ModuleType) -> None:
-        """Put it in. A framework must not fail because this package is installed, so errors are kept."""
+        """Apply the hook; errors are stored, because this package must not make a framework fail."""
         place, _, function = self.put_in.partition(":")
         missing: list[str] = []
         with noting(missing):
@@ -164,17 +164,17 @@ _awaiting: list[Hook] = []
 
 
 def misfits(config: Any = None) -> list[str]:
-    """Return what is not recorded in this process, each with the reason.
+    """Return the parts that are not recorded in this process, each with the reason.
 
     Args:
-        config: The framework's configuration, to leave out what such a run does not use anyway.
+        config: The framework's configuration; hooks that such a run does not use are left out.
     """
     used = [hook for hook in _awaiting if config is None or hook.used_by(config)]
     return list(dict.fromkeys(hook.misfit for hook in used if hook.misfit is not None))
 
 
 def usable(config: Any) -> bool:
-    """Return whether a run with this configuration is recorded at all, as far as this process knows."""
+    """Return whether all needed hooks of such a run fit, as far as this process knows."""
     return all(hook.problem is None for hook in _awaiting if hook.needed and hook.used_by(config))
 
 

@@ -1,4 +1,4 @@
-"""Profiles TRL's trainers that generate (GRPO, RLOO, and what inherits from them), by one line::
+"""Profiles TRL's trainers that generate (GRPO, RLOO, and their subclasses), by one line::
 
     trainer.add_callback(TRLProfilingCallback(trainer, settings))
 
@@ -36,9 +36,9 @@ _MARKED = "_verl_profiling"
 
 
 class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types of transformers are read
-    """Profiles the steps of a trainer, once that trainer's ``add_callback`` was given it.
+    """Profiles the steps of a trainer, once it is passed to the trainer's ``add_callback``.
 
-    The trainer is left as it is where ``enable`` is false. An exception of the training propagates unchanged,
+    With ``enable: false``, the trainer is left unchanged. An exception of the training propagates unchanged,
     and what was recorded until then is kept.
 
     Args:
@@ -46,7 +46,7 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
         config: Settings, as for :class:`ProfilingCallback`.
 
     Raises:
-        TypeError: It is no trainer.
+        TypeError: ``trainer`` is no trainer of transformers.
         ConfigError: The settings are wrong.
         CaptureStateError: The trainer is profiled already.
         ToolUnavailableError: A tool cannot work on this machine.
@@ -81,7 +81,7 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
         self.profiling.on_step_end()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **_: Any) -> None:
-        """Keep what the trainer logs of a step."""
+        """Add the metrics that the trainer logs to their step."""
         self.profiling.add_metrics(state.global_step, logs)
 
     def _mark(self) -> None:
@@ -156,21 +156,21 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
         self._turn_to(_ADVANTAGE)
 
     def _then_update(self, prepare_inputs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Begin the update when a batch is ready: it lasts until the next rollout, or the step's end."""
+        """Begin stage ``update_actor`` when a batch is ready; it lasts until the next rollout or step."""
         inputs = prepare_inputs(*args, **kwargs)
         if self._current != _UPDATE and not self._validating:
             self._turn_to(_UPDATE)
         return inputs
 
     def _log_probs(self, log_probs: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Tell the passes over what was generated from the one of the update, which is part of it."""
+        """Mark passes over generated tokens as stages, except a pass inside the stage ``update_actor``."""
         if self._current == _UPDATE:
             return log_probs(model, *args, **kwargs)
         with self._stage("ref_log_prob" if self._is_reference(model) else "old_log_prob"):
             return log_probs(model, *args, **kwargs)
 
     def _is_reference(self, model: Any) -> bool:
-        """Return whether a model is the reference, or what PEFT makes of the policy in its stead."""
+        """Return whether a model is the reference, or the policy with the adapter off or ``ref`` active."""
         if model is getattr(self._trainer, "ref_model", None):
             return True
         status_of = getattr(self._trainer.accelerator.unwrap_model(model), "get_model_status", None)
@@ -181,7 +181,7 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
 
 
 def _refuse_event_loop() -> None:
-    """Raise before the training rather than at its first hook, and say what to do in a notebook."""
+    """Raise before training if an event loop runs on this thread, with the remedy for a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

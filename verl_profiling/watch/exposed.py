@@ -1,8 +1,8 @@
-"""Where a step's time went: exposed time, stage by stage, and who led in each.
+"""Exposed time of a step: by how much each stage of the loop lengthened it, and which process led.
 
-The method is that of StageFrontier (arXiv 2606.06751): how far each rank is after each stage, by its own
-durations; the rank that is furthest along; and by how much each stage moved that. Where the loop is one
-process that calls workers, each of its stages is refined by what they did inside of it.
+The method is that of StageFrontier (arXiv 2606.06751). Each rank's durations are added up stage by stage; the
+longest sum is the frontier. The exposed time of a stage is by how much it moves the frontier. If the loop is
+one process that calls workers, a stage is led by one of the workers that ran in it, if any did.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from verl_profiling.trajectories.spans import TRAJECTORY
 from verl_profiling.watch.frontier import TIED, Runs, Standing, frontier, joined, runs_of
 
 WAIT = "wait:"
-"""How the names of stages begin in which the loop does nothing but wait for a role."""
+"""Prefix of a stage in which the loop only waits for a role, e.g. ``wait:rollout``."""
 
 
 def exposed(
     summary: StepSummary, before: StepSummary | None = None, has_workers: bool = True
 ) -> list[ExposedStage]:
-    """Return where a step's time went, in order of the loop's stages; the last row lies in no stage.
+    """Return the exposed time of the loop's stages, in order; a last row holds the time in no stage.
 
-    ``C_r(s)`` is how far process ``r`` of the loop is after stage ``s``, ``F(s)`` the largest of them, and
-    the exposed time ``F(s) - F(s-1)``. A frontier beyond the end of the step is cut off there, so the rows
-    add up to the step to the nanosecond, whatever the summary holds.
+    ``C_r(s)`` is the time of process ``r`` of the loop in all stages up to ``s``. The frontier ``F(s)`` is
+    the largest ``C_r(s)``, and the exposed time of ``s`` is ``F(s) - F(s-1)``. A frontier beyond the end of
+    the step is clipped, so the rows always add up to the step, to the nanosecond.
 
     Args:
         summary: The summary of the step.
-        before: That of the step before, whose workers may have gone on in this one.
-        has_workers: Whether the loop calls any, so that they are missing where the summary has none.
+        before: The summary of the step before, whose workers may still have run in this step.
+        has_workers: Whether the loop calls workers. If so, no leader is clear in a summary without workers.
     """
     rows: list[ExposedStage] = []
     done_ns = 0
@@ -60,14 +60,14 @@ def exposed(
 
 
 def standings(summary: StepSummary, before: StepSummary | None = None) -> dict[str, list[Standing]]:
-    """Return, for each stage of the loop, how those who worked in it stand; whom its row names, first."""
+    """Return for each stage the standings of the roles that worked in it; the exposed row's role is first."""
     return {name: found for name, (_, found) in _stages(summary, before, True).items()}
 
 
 def _stages(
     summary: StepSummary, before: StepSummary | None, has_workers: bool
 ) -> dict[str, tuple[float, list[Standing]]]:
-    """Return how far the loop is after each of its stages, and how those who worked in it stand."""
+    """Return for each stage of the loop the frontier after it (ns), and the standings of its roles."""
     if not summary.loop:
         return {}
     if len(summary.loop) == 1 and not summary.workers:
@@ -78,7 +78,7 @@ def _stages(
     lanes = [use.lane for use in summary.loop]
     loop = runs_of(summary.loop, summary.begin_ns, {lane: at for at, lane in enumerate(lanes)}, stages)
     names = list(stages)
-    # What runs beside the steps is exposed as the wait for it.
+    # Background stages are left out: their cost is the loop's wait for them.
     loop = loop.at(~np.isin(loop.stage, [stages[name] for name in summary.beside if name in stages]))
     own = loop.own_time()
     covered = set(own.stage[own.length < loop.at(np.lexsort((loop.begin, loop.who))).length])
@@ -93,7 +93,7 @@ def _stages(
 
 
 def _alone(summary: StepSummary, clear: bool) -> dict[str, tuple[float, list[Standing]]] | None:
-    """Return the same of a process whose stages run once and one after another, which needs no arrays."""
+    """Like :func:`_stages`, for one process whose stages run once and in sequence; ``None`` for any other."""
     [use] = summary.loop
     found: dict[str, tuple[float, list[Standing]]] = {}
     front_ns, busy_until_ns = 0.0, 0
@@ -119,14 +119,14 @@ class _Work(NamedTuple):
 
     @property
     def busy_ns(self) -> float:
-        """How long the process was in it that was in it longest."""
+        """The longest time that a process of the role worked (ns)."""
         return float(self.standing.durations.max())
 
 
 class _Workers:
-    """The workers of a loop of one process, in a step and the one before.
+    """The workers of a single-process loop, in a step and the step before.
 
-    A worker's run belongs to the stage of the loop in which its middle lies.
+    A worker's run belongs to the loop's stage in which the middle of the run lies.
     """
 
     def __init__(
@@ -144,18 +144,18 @@ class _Workers:
         self._home = np.full(middle.shape, -1)
         for row in np.argsort(loop.begin, kind="stable"):
             self._home[(loop.begin[row] <= middle) & (middle < loop.end[row])] = loop.stage[row]
-        # When trajectories in no stage were is not known: engines, and the loop, may have waited for them.
+        # Trajectories outside of stages have no known times: engines or the loop may have waited for them.
         hidden = any(
             not use.stages and TRAJECTORY in (one.name for one in use.spans) for use in summary.workers
         )
         self._unclear = {ROLLOUT_ROLE, summary.loop[0].role} if hidden else set()
 
     def standings(self, stage: int, own: Standing) -> list[Standing]:
-        """Return who worked in a stage of the loop; of several roles first the one that it waited for.
+        """Return the standings of the roles in a stage of the loop; the role that it waited for is first.
 
-        In a stage in which no worker's run has its middle, the loop may have waited for what was under way
-        already; in one that says that it is a wait, for all that went on meanwhile. In one without any it
-        worked itself.
+        A ``wait:`` stage counts all runs that overlap it. Any other stage counts the runs whose middle lies
+        in it; without such runs, those that began before the stage and ended in it. Without any, the loop
+        itself worked.
         """
         name, loop = list(self._stages)[stage], self._loop.at(self._loop.stage == stage)
         periods = list(zip(loop.begin, loop.end, strict=True))
@@ -173,14 +173,14 @@ class _Workers:
 
     @cached_property
     def _under_way(self) -> Runs:
-        """The runs of the workers in the step and the one before."""
+        """The runs of the workers in this step and the step before."""
         return joined([runs_of(self._before, self._origin_ns, self._numbers, self._stages), self._runs])
 
     def _works(self, runs: Runs, room_ns: float) -> list[_Work]:
-        """Return what each role did; the leader is that of the part in which one led by most.
+        """Return the work of each role; its leader is that of the worker stage with the largest lead.
 
-        Runs side by side in one process, such as requests, can add up to more than the stage took. Then the
-        times of all are scaled so that the longest is as long as the stage.
+        Concurrent runs of one process, such as requests, can add up to more than the loop's stage took. Then
+        the role's times are scaled so that the longest equals the stage.
         """
         works, names = [], list(self._stages)
         for role, lanes in self._lanes.items():
@@ -189,7 +189,7 @@ class _Workers:
             if not mine.who.size:
                 continue
             mine = mine._replace(who=mine.who - first)
-            if answered := self._answered[role]:  # the others are unknown
+            if answered := self._answered[role]:  # lanes not read in this step are unknown
                 lanes = lanes[: max(answered, int(mine.who.max()) + 1)]
             totals = np.bincount(mine.who, mine.length, len(lanes)).astype(float)
             if totals.max() > (1 + TIED) * room_ns:
@@ -207,18 +207,18 @@ class _Workers:
 
 
 def _ended_in(runs: Runs, begin_ns: float, end_ns: float) -> Runs:
-    """Return what lies between two times of runs that were under way at the first and ended by the second."""
+    """Return the runs in progress at ``begin_ns`` that ended by ``end_ns``, clipped to that interval."""
     late_ns = end_ns + TIED * (end_ns - begin_ns)
     ended = (runs.begin < begin_ns) & (begin_ns < runs.end) & (runs.end <= late_ns)
     return runs.at(ended).within(begin_ns, end_ns)
 
 
 def _by_weight(name: str, loop: Runs, works: list[_Work]) -> list[Standing]:
-    """Return who worked in a stage of the loop, first the role that it waited for.
+    """Return the standings of the roles in a stage of the loop; the role that it waited for is first.
 
-    Where roles ran a stage of its name, the others only worked beside it. A role that went on after the stage
-    was not waited for. Of the others it is the one that was busy longest, or, of those that worked beside
-    that one, the one that ended last.
+    If a role ran a stage of the same name, roles that did not are left out. The loop did not wait for a role
+    that went on after the stage. Of the rest, the role that worked longest comes first. If others ran
+    concurrently with it, the one of them that ended last does.
     """
     works = [work for work in works if name in work.standing.ran] or works
     slack_ns = TIED * loop.length.sum()

@@ -1,4 +1,4 @@
-"""How the furthest of some processes moves from stage to stage, and who it is."""
+"""The frontier of a group of processes: the longest total time after each stage, and whose it is."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.step_summary import RankUse
 
 TIED = 0.05
-"""Share of a stage's longest duration within which processes count as equally far, and times as touching."""
+"""Tolerance, as a share of a stage's longest duration, within which processes count as tied."""
 
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
 
 
 class Runs(NamedTuple):
-    """Runs of stages, as columns: number of the process and of the stage, begin, end and time in it (ns)."""
+    """Runs of stages, as columns: index of the process and of the stage, begin, end, time spent (ns)."""
 
     who: Whole
     stage: Whole
@@ -29,16 +29,16 @@ class Runs(NamedTuple):
     length: Floats
 
     def at(self, rows: NDArray[np.bool_] | Whole) -> Runs:
-        """Return some of the rows."""
+        """Return the rows that a mask or indices select."""
         return Runs(*(column[rows] for column in self))  # type: ignore[arg-type]
 
     def within(self, begin_ns: float, end_ns: float) -> Runs:
-        """Return what of them lies between two times."""
+        """Return the runs clipped to an interval; runs outside of it are left out."""
         begin, end = np.maximum(self.begin, begin_ns), np.minimum(self.end, end_ns)
         return self._replace(begin=begin, end=end, length=end - begin).at(begin < end)
 
     def own_time(self) -> Runs:
-        """Return them by process and begin, each without the time in which one before it still runs."""
+        """Return the runs by process and begin; ``length`` excludes overlap with earlier runs."""
         runs = self.at(np.lexsort((self.begin, self.who)))
         if runs.who.size < 2:
             return runs
@@ -51,20 +51,20 @@ class Runs(NamedTuple):
 
 
 def joined(parts: Sequence[Runs]) -> Runs:
-    """Return the rows of all."""
+    """Concatenate tables of runs."""
     return Runs(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def runs_of(
     uses: Sequence[RankUse], origin_ns: int, numbers: Mapping[str, int], stages: dict[str, int]
 ) -> Runs:
-    """Return what processes ran, in nanoseconds after an origin.
+    """Return the stage runs of processes, in nanoseconds after ``origin_ns``.
 
     Args:
-        uses: The processes.
-        origin_ns: The origin.
-        numbers: The number of each process, by lane.
-        stages: The number of each stage, by name; new ones are added.
+        uses: The processes, with their stages in one step.
+        origin_ns: The unix time that becomes 0.
+        numbers: Index of each process, by lane.
+        stages: Index of each stage, by name; new names are added.
     """
     lanes = np.array([numbers[use.lane] for use in uses], dtype=np.int64)
     who = np.repeat(lanes, np.array([len(use.stages) for use in uses], dtype=np.int64))
@@ -91,17 +91,17 @@ def runs_of(
 
 
 class Standing(NamedTuple):
-    """How the processes of one role stand to each other in one stage of the loop.
+    """Comparison of the processes of one role in one stage of the loop.
 
     Attributes:
         role: The role.
         lanes: Its processes.
-        durations: How long each of them was in the stage, in nanoseconds.
-        leader: Lane of the process that was furthest along; empty if that is not known.
-        lead_ns: By how much it was longer there than the median of the others; 0 where it waited for them.
+        durations: Nanoseconds that each process spent in the stage.
+        leader: Lane of the process at the frontier; empty if unknown.
+        lead_ns: The leader's time in the stage minus the median of the others; 0 if it waited for them.
         imbalance: Longest duration over the mean of all.
-        clear: Whether it is the one that the others waited for; it is, where there are no others.
-        ran: Names of the stages that these processes ran there, where they are others than the loop.
+        clear: Whether the others waited for the leader; also ``True`` for a single process.
+        ran: Names of the workers' own stages inside the loop's stage; empty for processes of the loop.
     """
 
     role: str
@@ -114,20 +114,20 @@ class Standing(NamedTuple):
     ran: tuple[str, ...] = ()
 
     def by_lane(self) -> dict[str, float]:
-        """Return the durations by lane."""
+        """Return the durations (ns) by lane."""
         return dict(zip(self.lanes, self.durations.tolist(), strict=True))
 
 
 def frontier(role: str, lanes: Sequence[str], runs: Runs) -> Iterator[tuple[int, float, Standing]]:
-    """Yield, stage by stage, how far the furthest of some processes is after it, and how they stand in it.
+    """Yield each stage's index, the frontier after it (ns), and the standing of the processes in it.
 
-    Ranks leave a collective together, and who came first is in it for longest: nobody leads there who ends
-    together with the others. Engines have no collectives.
+    All ranks leave a collective together, and the rank that arrives first spends the most time in it. So a
+    rank whose stage ends together with the others' does not lead. Engines have no collectives.
 
     Args:
         role: Their role.
         lanes: Their names.
-        runs: What they ran, as :meth:`Runs.own_time` returns it.
+        runs: Their runs, as :meth:`Runs.own_time` returns them.
     """
     many = len(lanes)
     order, conflicts = _order(runs)
@@ -144,7 +144,7 @@ def frontier(role: str, lanes: Sequence[str], runs: Runs) -> Iterator[tuple[int,
         leader = int(near[here[near].argmax()])
         lead_ns, known = 0.0, True
         if many > 1:
-            # Where all are near, they wait for each other; where orders differ, none is further than another.
+            # If all are tied, they wait for each other; if stage orders differ, progress cannot be compared.
             known = stage not in conflicts and near.size < many and bool(near.size > 1 or ran_all[leader])
             lead_ns = max(0.0, float(here[leader] - np.median(np.delete(here, leader))))
             others = np.delete(ends, leader)
@@ -170,9 +170,9 @@ def frontier(role: str, lanes: Sequence[str], runs: Runs) -> Iterator[tuple[int,
 
 
 def _order(runs: Runs) -> tuple[list[int], set[int]]:
-    """Return one order of all stages, and those before which a process ran others than the order says.
+    """Return one order of all stages, and the stages that some process ran in another order.
 
-    It is the most frequent order, and before its stages what only others ran.
+    It is the processes' most frequent order. A stage that lacks there is inserted as another process ran it.
     """
     if not runs.stage.size or (runs.stage == runs.stage[0]).all():
         return runs.stage[:1].tolist(), set()

@@ -1,4 +1,4 @@
-"""Writes the log of the watch into the run's folder: a line a step, in two bounded parts."""
+"""Writes the log of the watch into the run's folder: one line per step, in two bounded parts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
 
 
 class WatchLog(RotatingFileHandler):
-    """The log of a run; call it with the summaries of steps.
+    """The watch's log of a run; call it with the summary of each step.
 
-    The file is closed after each, so that readers on other hosts see it. What goes wrong is said once and
-    does not reach the loop; the log goes on as soon as it can.
+    The file is closed after each line, so that readers on other hosts see it. Errors are logged once and
+    never reach the loop; each step tries to write again.
 
     Args:
         folder: The run's folder.
-        max_part_bytes: Size at which the log begins its next part; the part before is kept, others are not.
+        max_part_bytes: Size at which the log begins its next part. Only one older part is kept.
     """
 
     def __init__(self, folder: Path, max_part_bytes: int = MAX_PART_BYTES) -> None:
@@ -43,14 +43,14 @@ class WatchLog(RotatingFileHandler):
         line = msgspec.json.encode(logged(summary)).decode()
         with suppress(FileNotFoundError):
             if self._torn and Path(self.baseFilename).stat().st_size:
-                line = f"\n{line}"  # what was written before may have ended within a line
+                line = f"\n{line}"  # an earlier write may have left half a line
         self._torn = False
         self.handle(logging.makeLogRecord({"msg": line}))
         with suppress(OSError):
             self.close()
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Say once what goes wrong."""
+        """Log the first error, and no others."""
         self._torn = True
         if not self._complained:
             error = sys.exc_info()[1]
@@ -58,5 +58,5 @@ class WatchLog(RotatingFileHandler):
         self._complained = True
 
     def _open(self) -> TextIOWrapper:
-        """Open it; a pipe in its place does not block."""
+        """Open the file; with ``O_NONBLOCK``, a pipe in its place does not block."""
         return TextIOWrapper(os.fdopen(os.open(self.baseFilename, _FLAGS, 0o644), "ab"), encoding="utf-8")

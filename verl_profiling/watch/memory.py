@@ -1,4 +1,4 @@
-"""How much memory a process has: of its device, or of the host where it uses none."""
+"""Memory of a process: of its device, or of the host if it uses no device."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _DEVICES = ("cuda", "npu")
 
 
 def process_memory() -> tuple[int, int]:
-    """Return the most bytes that this process has had and the bytes that it has; 0 for what is not known.
+    """Return peak and current memory of this process, in bytes; 0 for an unknown value.
 
-    Of a device it is what torch's allocator has handed out, and the highest that this was since the process
-    began, or since the program reset torch's mark. On the host it is the resident memory of this process
-    alone, and the kernel's mark of all that was resident. No mark is reset here, and nothing is imported.
+    On a device: the bytes that torch's allocator has allocated, and their peak since the process began or the
+    program reset torch's peak statistics. On the host: the resident memory of this process without shared
+    pages, and the kernel's peak of all its resident memory. Nothing is reset or imported here.
     """
     torch = sys.modules.get("torch")
     for name in _DEVICES:
@@ -26,12 +26,12 @@ def process_memory() -> tuple[int, int]:
 
 
 def _of_device(device: Any) -> tuple[int, int] | None:
-    """Return the same of one kind of device; ``None`` if this process does not use it."""
+    """Return peak and current bytes of one kind of device; ``None`` if this process does not use it."""
     try:
         if not device.is_initialized():
             return None
         statistics = device.memory.memory_stats_as_nested_dict()
         allocated = statistics["allocated_bytes"]["all"]
         return allocated["peak"], allocated["current"]
-    except Exception:  # a device of another torch, or one that has failed: training says so itself
+    except Exception:  # another version of torch, or a failed device, which training reports itself
         return None

@@ -1,4 +1,4 @@
-"""The watch's question to a process, and its answer."""
+"""The watch's request for the stages of a process, and the reply."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from verl_profiling.watch.sums import StageSums
 
 
 class WatchQuestion(msgspec.Struct, frozen=True, kw_only=True):
-    """The steps of which a process is asked.
+    """A request for the stages of a process in some steps.
 
     Attributes:
-        steps: Begin and end of each, on the clock of the loop's process.
-        offsets_ns: How far clocks are ahead of that, by clock domain, as far as they were measured.
+        steps: Begin and end of each step, on the clock of the loop's process.
+        offsets_ns: Measured clock offsets by clock domain: its clock minus the loop's.
     """
 
     steps: list[Period] = []
@@ -23,15 +23,16 @@ class WatchQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WatchReading(msgspec.Struct, frozen=True, kw_only=True):
-    """The stages of a process in the steps of a question.
+    """The reply: the stages of a process in the requested steps.
 
     Attributes:
         identity: The worker.
-        process: The process; another one than before if the worker was restarted.
-        steps: What it did in each, or ``null``, as msgpack; ``None`` if its clock is still to be measured.
-        dropped: Number of stages that had ended, and were not kept until they were asked for.
+        process: The process; it changes if the worker is restarted.
+        steps: A ``RankUse`` or ``null`` for each step, as msgpack; ``None`` until its clock offset is
+            measured.
+        dropped: Number of ended stages that were dropped before this request, because the queue was full.
         received_ns: When the call arrived, on the clock of the process.
-        replied_ns: When it returned.
+        replied_ns: When the reply was sent, on the same clock.
     """
 
     identity: WorkerIdentity
@@ -42,10 +43,10 @@ class WatchReading(msgspec.Struct, frozen=True, kw_only=True):
     replied_ns: int
 
     def uses(self, number: int) -> list[RankUse | None]:
-        """Return what the process did in each of so many steps.
+        """Decode ``steps``, which must have ``number`` entries.
 
         Raises:
-            ValueError: It is not what a process answers.
+            ValueError: The reply is invalid.
         """
         found = msgspec.msgpack.decode(self.steps or b"", type=list[RankUse | None])
         if len(found) != number:
@@ -54,7 +55,7 @@ class WatchReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_sums(sums: StageSums, identity: WorkerIdentity, question: WatchQuestion) -> WatchReading:
-    """Return what a process did in the steps of a question."""
+    """Return a process's reply to a request of the watch."""
     clock.follow()
     received_ns = clock.now_ns()
     who = RankUse(lane=identity.lane(), role=identity.role, rank=identity.rank, replica=identity.replica)

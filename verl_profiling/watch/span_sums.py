@@ -1,4 +1,4 @@
-"""Sums of a process's spans by name, between captures too. Written for speed: every span passes here."""
+"""Sums of a process's spans by name, in every step, captured or not. Written for speed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import msgspec
 from verl_profiling.step_summary import OTHERS, Period, SpanTotal
 
 MOST_NAMES = 256
-"""Spans after so many names are one, ``OTHERS``."""
+"""Maximum number of span names; spans with further names are summed as ``OTHERS``."""
 
 MOST_PIECES = 512
-"""When there are so many pieces, each two become one."""
+"""Maximum number of time slices; at this number, neighbours are merged until half are left."""
 
 _SHORTEST_NS = 20_000_000
 _LONGEST_NAME = 200
 
 
 class _Piece(msgspec.Struct):
-    """A piece of time, and by name the number, duration and failures of the spans that ended in it."""
+    """A time slice: number, total duration (ns) and failures of the spans that ended in it, by name."""
 
     begin_ns: int
     end_ns: int
@@ -29,16 +29,16 @@ class _Piece(msgspec.Struct):
 
 
 class SpanSums:
-    """Adds up spans by name and piece of time, in bounded memory. Any thread and task may use it."""
+    """Sums spans by name and time slice, in bounded memory. Any thread and task may use it."""
 
     def __init__(self) -> None:
         self._pieces: list[_Piece] = []
         self._piece_ns = _SHORTEST_NS
         self._names: set[object] = set()
-        self._lock = threading.RLock()  # the garbage collector may end a span while this thread is in it
+        self._lock = threading.RLock()  # reentrant: the garbage collector may end a span under the lock
 
     def add(self, name: str, begin_ns: int, end_ns: int, failed: bool) -> None:
-        """Count a span that has ended; it may have any name, and never raises."""
+        """Add a span that has ended. Any object is accepted as its name, and nothing raises."""
         with self._lock:
             pieces = self._pieces
             if not pieces or not 0 <= end_ns - pieces[-1].begin_ns < self._piece_ns:
@@ -57,11 +57,11 @@ class SpanSums:
             sums[2] += failed
 
     def of_steps(self, steps: Sequence[Period], ahead_ns: int) -> list[list[SpanTotal]]:
-        """Return what ended in each step, by name; what lies before the last step's end is forgotten.
+        """Return the sums of the spans that ended in each step; then drop all up to the last step's end.
 
         Args:
-            steps: Begin and end of steps, in order, on the asker's clock.
-            ahead_ns: How far the clock of this process is ahead of that.
+            steps: Begin and end of each step, in order, on the clock of the loop's process.
+            ahead_ns: Clock offset: this process's clock minus the loop's.
         """
         begins = [begin_ns for begin_ns, _ in steps]
         found: list[dict[str, SpanTotal]] = [{} for _ in steps]
@@ -89,12 +89,12 @@ class SpanSums:
         return name
 
     def _join(self) -> None:
-        """Make the pieces longer, until there are half as many."""
+        """Merge neighbouring slices, until at most half of the maximum are left."""
         while len(self._pieces) > MOST_PIECES // 2:
             self._piece_ns *= 2
             joined: list[_Piece] = []
             for piece in self._pieces:
-                # Where the clock was set back, a piece lies before the one before it.
+                # After the clock was set back, a slice may begin before its predecessor.
                 if joined and piece.end_ns - joined[-1].begin_ns < self._piece_ns:
                     joined[-1].end_ns = max(piece.end_ns, joined[-1].end_ns)
                     for name, sums in piece.sums.items():

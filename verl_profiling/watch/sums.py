@@ -1,6 +1,6 @@
-"""The stages that a process keeps for the watch: ended ones, open ones, and its memory.
+"""The stages that a process records for the watch, ended and open, and its memory after them.
 
-Written for speed: every stage passes here.
+Written for speed: every stage begins and ends here.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ from verl_profiling.watch.memory import process_memory
 from verl_profiling.watch.span_sums import SpanSums
 
 STAGES_OF_A_STEP = 16
-"""Room for so many outermost stages is kept for each step."""
+"""Ended outermost stages that a process keeps, per step that the watch keeps."""
 
 MOST_PERIODS = 16
-"""So many runs of a stage in a step are told apart."""
+"""Maximum number of periods of a stage in a step; further runs extend the last period."""
 
 MOST_NAMES = 256
-"""Stages of a step after so many names are one, ``OTHERS``."""
+"""Maximum number of stage names in a step; stages with further names are summed as ``OTHERS``."""
 
 LONG_NS = 20_000_000
-"""Memory is read at the end of a stage of this length."""
+"""After a stage of this length or longer, memory is always read."""
 
 PAUSE_NS = 50_000_000
-"""Memory is read at most once in this time after short stages, at the end of the same stage if possible."""
+"""Minimum interval of memory readings after short stages; 10 times as long after another stage."""
 
 _LONGEST_NAME = 200
 _TOUCHING_NS = 1_000_000
 _SLACK_NS = 1_000_000_000
 _SMALL_PART = 100
-"""A stage counts in a step from the 100th part of the stage; an open one from the 100th part of the step."""
+"""An ended stage counts in a step that contains 1/100 of the stage, or that the stage fills.
+An open stage counts if it takes 1/100 of the step."""
 
 
 class OpenStage(msgspec.Struct, eq=False, gc=False):
-    """A stage that has begun. The garbage collector does not track it, and so does not run for it."""
+    """A stage that has begun. With ``gc=False``, creating it never triggers the garbage collector."""
 
     sums: StageSums
     parent: OpenStage | None
@@ -54,17 +55,17 @@ class OpenStage(msgspec.Struct, eq=False, gc=False):
 
 
 _innermost: ContextVar[OpenStage | None] = ContextVar("verl_profiling_innermost_watched", default=None)
-"""The stage that began last in this thread or task; if it has ended, the innermost one is around it."""
+"""The stage that began last in this thread or task. If it has ended, its nearest open parent is innermost."""
 
 
 class StageSums:
-    """Keeps the outermost stages of this process; a stage inside of another is not kept.
+    """Records the outermost stages of this process; nested stages are not recorded.
 
     Any thread and task may use it.
 
     Args:
         most: Number of ended stages that are kept.
-        memory: Returns the peak and the size of the process's memory.
+        memory: Returns the peak and the current memory of the process, in bytes.
 
     Attributes:
         spans: Sums of the process's trajectories and spans; ``None`` where it has none.
@@ -93,7 +94,7 @@ class StageSums:
         return stage
 
     def end(self, name: str, failed: bool) -> None:
-        """End the innermost open stage of that name; one that began before the watch did has none."""
+        """End the innermost open stage of that name, if any: a stage may have begun before the watch."""
         stage = _innermost.get()
         while stage is not None and (stage.ended or stage.name != name or stage.sums is not self):
             stage = stage.parent
@@ -118,7 +119,7 @@ class StageSums:
         return stage
 
     def add(self, name: str, begin_ns: int, end_ns: int) -> None:
-        """Keep a stage that has ended and lies in no other."""
+        """Record an outermost stage that has ended."""
         peak = held = 0
         waited_ns = abs(end_ns - self._measured_ns)  # the clock may be set back
         pause_ns = PAUSE_NS if name == self._measured_after else 10 * PAUSE_NS
@@ -129,14 +130,14 @@ class StageSums:
         self._ended.append((name, begin_ns, max(begin_ns, end_ns), peak, held))
 
     def of_steps(self, who: RankUse, steps: Sequence[Period], ahead_ns: int = 0) -> list[RankUse | None]:
-        """Return what the process did in each step; ``None`` for steps before it began.
+        """Return the process's stages, memory and spans in each step; ``None`` for steps before it began.
 
-        A stage that reaches over the end of a step is in both, with its part; an open one ends now.
+        A stage that crosses the end of a step is divided between both steps. An open stage counts until now.
 
         Args:
-            who: The process.
-            steps: Begin and end of steps, in order, on the asker's clock.
-            ahead_ns: How far the clock of this process is ahead of that; the answer is on the asker's.
+            who: Lane, role, rank and replica of the process.
+            steps: Begin and end of each step, in order, on the clock of the loop's process.
+            ahead_ns: Clock offset: this process's clock minus the loop's. Results are on the loop's clock.
         """
         begins, now_ns = [begin_ns for begin_ns, _ in steps], clock.now_ns() - ahead_ns
         self._since_ns = min(self._since_ns, now_ns + ahead_ns)  # the clock may be set back
@@ -169,7 +170,7 @@ class StageSums:
         ]
 
     def take_dropped(self) -> int:
-        """Return how many stages ended since the last call and are not kept."""
+        """Return how many stages ended since the last call and were dropped, because the queue was full."""
         new, self._reported = self._count - self._reported, self._count
         return max(0, new - (self._ended.maxlen or 0))
 
@@ -188,7 +189,7 @@ def _divide(
     begins: Sequence[int],
     is_open: bool = False,
 ) -> int | None:
-    """Add a stage to the steps that it reaches into; return the last of them."""
+    """Add a stage to each step that it overlaps; return the index of the last such step."""
     at = max(bisect_right(begins, begin_ns) - 1, 0)
     last = None
     while at < len(steps) and begins[at] <= end_ns:
@@ -205,7 +206,7 @@ def _divide(
 
 
 def _use(name: str, runs: list[Period]) -> StageUse:
-    """Return the runs of one stage as one."""
+    """Return the total duration, count and periods of all runs of a stage in one step."""
     if len(runs) == 1:
         begin_ns, end_ns = runs[0]
         return StageUse(name, end_ns - begin_ns, 1, begin_ns)
@@ -220,13 +221,13 @@ def _use(name: str, runs: list[Period]) -> StageUse:
 
 
 class Busy:
-    """A stage that lasts while anything of a kind is under way: requests, trajectories.
+    """A stage that is open while at least one request, or one trajectory, is in progress.
 
-    ``with busy:`` around each of them, in any thread or task.
+    Wrap each request in ``with busy:``, in any thread or task.
 
     Args:
-        sums: Where the stage is kept.
-        name: Its name.
+        sums: The sums that record the stage.
+        name: Name of the stage.
     """
 
     def __init__(self, sums: StageSums, name: str) -> None:
@@ -234,7 +235,7 @@ class Busy:
         self._name = name
         self._under_way = 0
         self._stage: OpenStage | None = None
-        self._lock = threading.RLock()  # what has ended may be noticed inside of it, by the garbage collector
+        self._lock = threading.RLock()  # reentrant: garbage collection may call _end under the lock
 
     def __enter__(self) -> None:
         with self._lock:
@@ -248,7 +249,7 @@ class Busy:
         self._end()
 
     def while_alive(self, stream: object) -> None:
-        """Count an object as under way until nobody has it any longer: a response that is streamed."""
+        """Count a streamed response as in progress until the object is garbage-collected."""
         self.__enter__()
         weakref.finalize(stream, self._end).atexit = False
 
@@ -265,10 +266,10 @@ _of_process: list[StageSums] = []
 
 
 def process_sums(most: int) -> StageSums:
-    """Return the sums that the workers of this process share, and its loop where every rank runs the loop.
+    """Return this process's sums, shared by its workers and, in an SPMD loop, by the loop itself.
 
     Args:
-        most: Number of stages that are kept, if there are no sums yet.
+        most: Number of ended stages to keep, if this call creates the sums.
     """
     if not _of_process:
         _of_process.append(StageSums(most))
@@ -276,5 +277,5 @@ def process_sums(most: int) -> StageSums:
 
 
 def forget_process_sums() -> None:
-    """Let the process begin with others, as a forked child does."""
+    """Drop the sums, so that a forked child begins with new ones."""
     _of_process.clear()

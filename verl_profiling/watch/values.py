@@ -1,4 +1,4 @@
-"""The summary of a step as numbers with names, for whatever draws numbers by step."""
+"""A step summary as named numbers, for trackers such as TensorBoard."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ _IN_NO_STAGE = "in_no_stage"
 
 
 def values_of(summary: StepSummary) -> dict[str, float]:
-    """Return the numbers of a step: its duration; by stage exposed time and leader; by role memory; spans.
+    """Return a step's duration, exposed time and leader by stage, memory by role, and span totals.
 
-    The leader of a stage is left out where none is clear: a curve of ranks that only happened to be first
-    says nothing.
+    A stage without a clear leader has no ``leader_rank``: a curve of ranks that led by chance means nothing.
     """
     processes = [*summary.loop, *summary.workers]
     ranks = {process.lane: process.rank for process in processes}

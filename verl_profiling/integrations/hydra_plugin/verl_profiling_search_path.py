@@ -1,6 +1,6 @@
 """Adds the config group ``profiling`` to every Hydra application; installed in ``hydra_plugins``.
 
-Hydra imports it at the start of each application, so it takes nothing but Hydra.
+Hydra imports it at the start of each application, so this module imports nothing but Hydra.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 verl loads it in every process of a run, through the entry point in the group ``verl.plugins`` (or
 ``VERL_USE_EXTERNAL_MODULES=verl_profiling.integrations.verl``). That happens while ``verl`` itself
-is being imported, so nothing of verl is imported here: each hook waits for the module it concerns.
+is being imported, so nothing of verl is imported here: each hook runs once its module is imported.
 
 The table below and docs/verl.md list what is hooked. Without ``profiling`` in the configuration the
-hooks change nothing. No version of verl is refused: what does not fit is not recorded, by name.
+hooks change nothing. Any version of verl is accepted: a part whose hook does not fit is not recorded, and a
+warning lists it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from verl_profiling.integrations.hooks import Hook
 __all__ = ["HOOKS", "TESTED", "untested"]
 
 TESTED = ("0.9.0", "0.9.1")
-"""Versions of verl with which the tests are run; whole runs are of the last one."""
+"""Versions of verl that the tests run with; end-to-end runs use only the newest of them."""
 
 
 def _always(config: Any) -> bool:
@@ -26,7 +27,7 @@ def _always(config: Any) -> bool:
 
 
 def _asynchronous(config: Any) -> bool:
-    return "rollout" in config  # resources of engines that have processes of their own
+    return "rollout" in config  # a block for the GPUs of rollout engines outside of the training processes
 
 
 def _fully_async(config: Any) -> bool:
@@ -130,9 +131,9 @@ _RECORDS = {
         "trainer:hook_transfer_queue": "waiting for TransferQueue, in the trainer and in agent loops",
     },
 }
-"""Names of what is recorded.
+"""The recorded part of a run for each hook function.
 
-By a module of verl with the runs that import it, and by the function that is called with the module.
+Grouped by the module of verl that the function is called with, and by which runs import that module.
 """
 
 _NEEDED = ("trainer:hook_timers", "trainer:hook_v1_trainer", "trainer:hook_v0_trainer")
@@ -149,11 +150,11 @@ HOOKS = tuple(
     for (module, used_by), hooks in _RECORDS.items()
     for put_in, records in hooks.items()
 )
-"""Hooks of one module are put in from top to bottom."""
+"""All hooks. Those of one module are applied in this order."""
 
 
 def untested() -> str | None:
-    """Return a sentence on the version of verl, if nobody has tested it."""
+    """Return a warning if the installed version of verl is untested, else ``None``."""
     from verl import __version__ as version
 
     if version in TESTED:

@@ -1,8 +1,8 @@
 """Profiles verl's trainers whose steps are coroutines: one-step-off, and fully asynchronous.
 
-verl's timers are no coroutines, so a step is begun and ended around ``fit_step``. The timer ``gen`` is the
-wait for a batch there; generation itself runs beside the step, and is the stage ``rollout``. The rollouter of
-a fully asynchronous trainer is a role of its own: samples, its queue and its pauses are recorded.
+verl's timers are synchronous, so a step begins and ends around ``fit_step``. In these trainers, the timer
+``gen`` is the wait for a batch. Generation runs in the background of the step, as the stage ``rollout``. The
+rollouter of a fully asynchronous trainer is a role: its samples, queue and pauses are recorded.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def awaits_its_steps(trainer: Any) -> bool:
 class AsyncTrainerProfiler(Profiler):
     """Profiles one trainer while its ``fit`` runs; nothing in it blocks the event loop.
 
-    A trainer with a ``current_param_version`` counts its steps by parameter version: several calls of
-    ``fit_step`` then make a step, and generation never ends.
+    A trainer with a ``current_param_version`` counts its steps by parameter version: one step is then several
+    calls of ``fit_step``, and generation never ends.
 
     Args:
         trainer: A ``OneStepOffRayTrainer``, a ``FullyAsyncTrainer``, or one that works like them.
@@ -81,7 +81,7 @@ class AsyncTrainerProfiler(Profiler):
 
     @contextmanager
     def timed(self, name: str, timer: AbstractContextManager[None]) -> Iterator[None]:
-        """Run one of verl's timers; what they time beside the step is recorded by other hooks."""
+        """Run one of verl's timers; the timer of background generation is recorded by another hook."""
         if name == _STEP:
             with timer:
                 yield
@@ -96,7 +96,7 @@ class AsyncTrainerProfiler(Profiler):
                 yield
 
     async def step_begins(self) -> bool:
-        """Begin a step; ``False`` if what comes is one more batch of the same parameter version."""
+        """Begin a step; return ``False`` if the next batch has the current parameter version."""
         step = self._version() + 1 if self._by_version else self.trainer.global_steps
         if step == self._step:
             return False
@@ -108,7 +108,7 @@ class AsyncTrainerProfiler(Profiler):
         return True
 
     def no_step(self) -> None:
-        """Drop a step that began without a batch from the watch."""
+        """Discard in the watch a step that began and got no batch."""
         if (watch := self._callback.watch) is not None:
             watch.no_step()
 
@@ -125,7 +125,7 @@ class AsyncTrainerProfiler(Profiler):
         self._note_folder(self._step)
 
     def generation(self, runs: bool) -> None:
-        """Begin or end the generation of the next batch; nothing is awaited, so that it is not held up."""
+        """Begin or end the generation of the next batch. It awaits nothing, so generation is not delayed."""
         self._generating = runs
         if runs:
             self._generated_by = self._policy_version
@@ -177,7 +177,7 @@ async def _behind_step(validate: Callable[..., Any], self: Any, *args: Any, **kw
 
 
 def makes_samples(trainer_class: type[Any]) -> bool:
-    """Return whether a class of verl's trainers makes samples for one, instead of training."""
+    """Return whether a trainer class of verl is a rollouter: it makes samples instead of training."""
     return hasattr(trainer_class, _SAMPLE)
 
 
@@ -192,7 +192,7 @@ def hook_rollouter(rollouter_class: type[Any]) -> None:
 
 
 def start_capture(self: Any, request: Any) -> Any:
-    """Start or join a capture, with what is known of the rollouter by then. The callback calls this."""
+    """Start or join a capture, and record the rollouter's current counts. The callback calls this."""
     reply = self._verl_profiling.start_capture(request)
     count(_IN_FLIGHT, len(self.active_tasks))
     count(_STALENESS, self.staleness_samples)
@@ -201,12 +201,12 @@ def start_capture(self: Any, request: Any) -> Any:
 
 
 def rollout_processes_of(self: Any) -> tuple[list[Any], list[Any]]:
-    """Return the handles of the processes that run trajectories, and of those that score them."""
+    """Return the handles of the agent loop workers, and of the reward loop workers."""
     return rollout_processes(self, self.async_rollout_manager)
 
 
 async def _as_sample(process: Callable[..., Any], self: Any, rollout_sample: Any) -> Any:
-    # Its trajectories have this group.
+    # the group of the sample's trajectories
     with span("sample", group=f"uid_{getattr(rollout_sample, 'sample_id', '')}"):
         return await process(self, rollout_sample)
 
@@ -236,7 +236,7 @@ async def _resuming(reset_staleness: Callable[..., Any], self: Any) -> Any:
 def note_pause(rollouter: Any, pauses: bool) -> None:
     """Begin or end the span in which the rollouter hands out no new samples."""
     pause: Span | None = getattr(rollouter, _PAUSE, None)
-    if pauses and not getattr(pause, "begin_ns", 0):  # none, or one from when nothing recorded
+    if pauses and not getattr(pause, "begin_ns", 0):  # none, or one that began while nothing recorded
         why = {"staleness_samples": rollouter.staleness_samples, "most": rollouter.max_required_samples}
         pause = span("pause", **why)
         pause.__enter__()
@@ -258,11 +258,11 @@ _ROLLOUTERS: dict[str, Callable[..., Any]] = {
     "reset_staleness": _resuming,
 }
 COROUTINES = _TRAINERS | _ROLLOUTERS
-"""What is put around coroutines of trainers and rollouters, when their classes are made."""
+"""Wrappers of coroutines of trainers and rollouters, by method; applied when a class is created."""
 
 
 def _check(class_name: str, methods: Iterable[str], module: Any) -> None:
-    """Note the coroutines that a class does not have."""
+    """Report the coroutines that a class lacks."""
     found = getattr(module, class_name)
     for name in methods:
         if not inspect.iscoroutinefunction(getattr(found, name, None)):

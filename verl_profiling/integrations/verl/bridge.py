@@ -1,8 +1,8 @@
-"""Reads from a configuration of verl what to profile.
+"""Builds the profiling settings from a configuration of verl.
 
 Either ``profiling`` holds settings of this package, or it is ``verl`` (``+profiling=verl``) and the
-settings are read from the ``global_profiler`` and ``profiler`` blocks of verl's own profiler. The
-table in docs/verl.md says which of their fields become which settings.
+settings are read from the ``global_profiler`` and ``profiler`` blocks of verl's own profiler. The table in
+docs/verl.md maps their fields to settings.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ _REPLICA_SIZES = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_
 
 _CONTENTS = ("stack", "shapes", "memory")
 _DEVICES = {"torch": "cuda", "npu": "npu"}
-"""Tools whose ``contents`` are chosen, and what the device's events are called there."""
+"""Tools with a choice of ``contents``, and the entry there that selects the device's events."""
 _OPTIONS_OF_ENGINES = {
     ("torch", "vllm"): ("stack", "shapes", "memory"),
     ("torch", "sglang"): ("stack", "shapes"),
     ("npu", "vllm"): ("modules", "memory", "analysis"),
     ("npu", "sglang"): ("stack", "shapes", "analysis"),
 }
-"""Options that an engine has; under verl it has no others either."""
+"""Options of a tool that each engine supports; verl's own profiler is limited to the same."""
 
 _ROLLOUT = (ROLLOUT_ROLE,)
 _ALWAYS = "always so: every artifact is in the folder of its step"
 _OF_ENGINES = "a window of engine iterations is for the rollout only"
 _NO_COMMANDS = "servers run no command, under verl neither"
 _WITHOUT_COUNTERPART: tuple[tuple[str, tuple[str, ...], Any, str], ...] = (
-    # field of the block, * its tool; roles; its default, if that is not empty; why it is left out
+    # field of the block (* is its tool); roles; default of the field, if not empty; reason
     ("relocate_results", _EVERYWHERE, None, _ALWAYS),
     ("save_path", _EVERYWHERE, None, "all roles write to global_profiler.save_path"),
     ("finish_hook_cmd", _ROLLOUT, None, _NO_COMMANDS),
@@ -113,7 +113,7 @@ def settings_of(config: Any) -> ProfilingConfig | None:
 
 
 def settings_without_checks(config: Any) -> ProfilingConfig | None:
-    """Return the settings in a verl configuration as they stand, and change and say nothing.
+    """Return the settings in a verl configuration unchecked; change nothing there, and log nothing.
 
     Raises:
         ConfigError: They are wrong.
@@ -146,7 +146,7 @@ def expected_ranges(config: Any, settings: ProfilingConfig) -> dict[str, int]:
     """Return, for each role that records with Nsight Systems, how many ranges a process opens.
 
     Raises:
-        ConfigError: The number is not known, or verl cannot start that role under it.
+        ConfigError: The number is not known, or verl cannot start that role under Nsight Systems.
     """
     found = {}
     for role in _EVERYWHERE:
@@ -166,7 +166,7 @@ def expected_ranges(config: Any, settings: ProfilingConfig) -> dict[str, int]:
 
 
 def check_installed_engine(config: Any, settings: ProfilingConfig) -> str:
-    """Check also what depends on the version of vLLM; return why that was not possible, if so.
+    """Check the settings against the installed vLLM; return why that was impossible, or an empty string.
 
     Raises:
         ConfigError: The installed vLLM cannot record what the settings say.
@@ -174,7 +174,7 @@ def check_installed_engine(config: Any, settings: ProfilingConfig) -> str:
     if config.actor_rollout_ref.rollout.name == "vllm":
         try:
             vllm_engine_args(settings, ROLLOUT_ROLE)
-        except ToolUnavailableError as error:  # where it is checked is not where it runs
+        except ToolUnavailableError as error:  # vLLM may be installed only where the run happens
             return str(error)
     return ""
 
@@ -221,7 +221,7 @@ def _device(config: Any) -> str:
 
 
 def _run_id(trainer: Mapping[str, Any]) -> str | None:
-    """Return the name under which verl finds the run's checkpoints again; ``None`` where it does not look."""
+    """Return ``project/experiment``, by which verl finds checkpoints; ``None`` if it resumes none."""
     if trainer.get("resume_mode", "disable") == "disable":
         return None
     return f"{trainer['project_name']}/{trainer['experiment_name']}"
@@ -271,7 +271,7 @@ def _role(
     for field, roles, default, why in _WITHOUT_COUNTERPART:
         field = field.replace("*", tool)
         used = role in roles and (not field.startswith("tool_config.") or f".{tool}." in field)
-        # Defaults of a role: those of global_profiler, and for its hook those of the actor.
+        # A role inherits from global_profiler, and the rollout's finish hook from the actor's.
         inherited = [default, _at(common, field)]
         if role == ROLLOUT_ROLE and field.startswith("finish_hook"):
             inherited.append(_at(config.actor_rollout_ref.actor.get("profiler") or {}, field))
@@ -305,7 +305,7 @@ def _role(
 
 
 def _options(tool: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a tool, from their names in verl."""
+    """Return the options of a tool, translated from verl's names."""
     if tool == "torch_memory":
         entries, steps = (
             given.get("trace_alloc_max_entries", 100_000),
@@ -346,9 +346,9 @@ def _tool(key: str, tool: str | None) -> str:
 
 
 def _finish_commands(blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return verl's finish commands, which it runs in a shell, once, after the last step it profiles.
+    """Return ``after`` settings for verl's finish hooks: shell commands after the last profiled step.
 
-    Workers that play several roles run a command that these share once.
+    A worker that plays several roles runs a command that the roles share only once.
     """
     found: dict[tuple[Any, ...], list[str]] = {}
     for role in TRAINING_ROLES:
@@ -370,7 +370,7 @@ def _finish_commands(blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _plays(config: Any, role: str) -> bool:
-    """Return whether a run has a role; as verl decides, which is asked only where it is a question."""
+    """Return whether a run has a role; for ``ref`` and ``critic``, verl's own functions decide."""
     if role not in ("ref", "critic") or config.get("algorithm") is None:
         return True
     from verl.trainer.ppo.utils import need_critic, need_reference_policy

@@ -1,9 +1,9 @@
 """Checks a command before it is queued: ``python -m verl_profiling.integrations.verl.dry_run ARGUMENTS``.
 
 Takes the arguments of ``verl.trainer.main_ppo``, composes its configuration, and lets verl and this
-package check it. Nothing is started, and no accelerator is needed. Another main module, verl's or your own,
-is named before them: ``dry_run -m verl.experimental.one_step_off_policy.main_ppo ARGUMENTS``.
-It is imported, and its function under ``@hydra.main`` is not called.
+package check it. Nothing is started, and no accelerator is needed. For another main module, verl's or your
+own, use ``dry_run -m verl.experimental.one_step_off_policy.main_ppo ARGUMENTS``. The module is imported, and
+its function under ``@hydra.main`` is not called.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
         )
     checked = _checked_main(module)
     print(shlex.join(["python", "-m", module, *sys.argv[1:]]), flush=True)
-    with tempfile.TemporaryDirectory() as outputs:  # Hydra writes there what it writes for every command
+    with tempfile.TemporaryDirectory() as outputs:  # for the files that Hydra writes for every command
         sys.argv.append(f"hydra.run.dir={outputs}")
         checked()
 
@@ -89,8 +89,8 @@ def check(module: str, config: Any) -> None:
     """Print what a command would profile; exit with an error that names the key.
 
     Args:
-        module: Its main module.
-        config: Its configuration.
+        module: The command's main module.
+        config: The composed configuration.
     """
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
@@ -108,7 +108,7 @@ def check(module: str, config: Any) -> None:
         "reward": True,
         "rollouter": (by_version := "async_training" in config),
     }
-    if not by_version:  # verl does not check that one either
+    if not by_version:  # verl does not validate fully asynchronous configurations
         validate_config(config=config, use_reference_policy=roles["ref"], use_critic=roles["critic"])
     try:
         settings = settings_of(config)
@@ -129,7 +129,7 @@ def check(module: str, config: Any) -> None:
     ranges = expected_ranges(config, settings)
     if under_nsys := [f"{role} ({ranges[role]} ranges)" for role in enabled if role in ranges]:
         print(f"started under Nsight Systems: {', '.join(under_nsys)}")
-    # The asynchronous trainer's steps are versions of the parameters, which this number does not count.
+    # Steps of fully asynchronous trainers are parameter versions, and this is no number of versions.
     last_step = None if by_version else config.trainer.get("total_training_steps")
     for text in without_effect(settings, last_step):
         print(f"warning: {text}")
@@ -137,7 +137,7 @@ def check(module: str, config: Any) -> None:
 
 
 def _check_hooks(config: Any) -> None:
-    """Print whether verl was tested, and what each hook finds; exit if nothing would be recorded."""
+    """Print whether this verl is tested and which hooks fit it; exit if nothing would be recorded."""
     print(f"warning: {text}" if (text := untested()) else "a tested version of verl")
     for hook in HOOKS:
         if hook.used_by(config):
@@ -155,7 +155,7 @@ def _check_hooks(config: Any) -> None:
 
 
 def _state(hook: Hook) -> str:
-    """Return how a hook fits the module, which is imported for it."""
+    """Import a hook's module, and return whether the hook fits it."""
     try:
         import_module(hook.module)
     except Exception as error:
@@ -167,7 +167,7 @@ def _state(hook: Hook) -> str:
 
 
 def without_effect(settings: ProfilingConfig, last_step: int | None) -> Iterator[str]:
-    """Yield a sentence for each setting that selects what the run does not have, as far as is known.
+    """Yield a warning for each setting that selects a stage or a step that the run does not have.
 
     Args:
         settings: What to profile.

@@ -1,11 +1,11 @@
-"""How verl's processes are started: under Nsight Systems, or with CUPTI kept for torch.
+"""Starts verl's processes under Nsight Systems, or with CUPTI reserved for torch.
 
-verl starts the workers of a group under Nsight Systems if the group is given ``profile_steps`` and
-``worker_nsight_options``; its trainer does so for its own profiler. Here both are added to the groups that
-a profiled trainer makes. Servers are plain Ray actors, and get the same in their runtime environment.
+verl starts the workers of a group under Nsight Systems if the group gets ``profile_steps`` and
+``worker_nsight_options``. verl's own profiler passes both, and so does this module for a profiled trainer.
+Servers are plain Ray actors, and get the same options in their runtime environment.
 
-Where torch records kernels, the environment of the whole Ray job keeps NVTX out of CUPTI, as verl does for
-its own profiler (``global_profiler.tool=torch``).
+If torch records kernels, a variable of the whole Ray job keeps NVTX from loading CUPTI. verl's own profiler
+(``global_profiler.tool=torch``) does the same.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _environment: dict[str, Any] = {}
 
 
 def start_workers_under_nsys(settings: ProfilingConfig) -> None:
-    """Make this process start its worker groups under Nsight Systems from now on, if the settings say so.
+    """Make this process start its worker groups under Nsight Systems, if a training role has tool ``nsys``.
 
-    Workers shared by several roles are started for the first of these roles that is profiled.
+    Workers shared by several roles are started for the first role that has this tool.
 
     Raises:
-        ConfigError: The settings do not say how many ranges there will be.
+        ConfigError: The number of ranges does not follow from the settings.
         ToolUnavailableError: There is no ``nsys`` on this machine.
     """
     global _environment
@@ -49,17 +49,17 @@ def hook_worker_groups(module: Any) -> None:
 
 
 def hook_vllm_replica(module: Any) -> None:
-    """Start the servers of a replica under Nsight Systems, if the settings in its configuration say so."""
+    """Start the servers of a replica under Nsight Systems, if the role rollout has tool ``nsys``."""
     wrap(module.vLLMReplica, "launch_servers", _launched_under_nsys)
 
 
 def hook_runtime_env(module: Any) -> None:
-    """Keep NVTX out of CUPTI in the environment with which verl starts Ray."""
+    """Keep NVTX from loading CUPTI, by a variable in the environment with which verl starts Ray."""
     wrap(module, "get_ppo_ray_runtime_env", _without_injection)
 
 
 def injection_notice(settings: ProfilingConfig) -> str:
-    """Return what is done about NVTX in a run with these settings, or what is wrong; empty for nothing."""
+    """Return a message on how NVTX is kept from CUPTI, or a warning that it is not; empty if irrelevant."""
     if not _records_kernels(settings):
         return ""
     if not _kept():
@@ -69,7 +69,7 @@ def injection_notice(settings: ProfilingConfig) -> str:
 
 
 def _made_under_nsys(init: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    # Groups of rollout and reward replicas have a name; groups that are looked up have no pool.
+    # Rollout and reward groups have a name prefix; groups of existing workers have no pool.
     if _environment and kwargs.get("resource_pool") is not None and "name_prefix" not in kwargs:
         kwargs["profile_steps"] = kwargs.get("profile_steps") or [0]
         kwargs["worker_nsight_options"] = dict(_environment["nsight"])
@@ -86,7 +86,7 @@ async def _launched_under_nsys(launch: Callable[..., Any], self: Any, *args: Any
 
 
 def _under_nsys(actor_class: Any, environment: Mapping[str, Any]) -> Any:
-    """Return a Ray actor class whose actors are started in an environment, whatever their other options."""
+    """Return a Ray actor class that adds an environment to the options of each actor."""
 
     def options(*, runtime_env: Mapping[str, Any], **others: Any) -> Any:
         env_vars = {**runtime_env.get("env_vars", {}), **environment["env_vars"]}
@@ -99,7 +99,7 @@ def _without_injection(get_environment: Callable[..., Any], config: Any = None) 
     environment = get_environment(config)
     try:
         settings = None if config is None or _kept() else settings_without_checks(config)
-    except ConfigError:  # which is raised where the run begins
+    except ConfigError:  # raised again where the run begins
         settings = None
     if settings is not None and _records_kernels(settings):
         environment["env_vars"].setdefault(VARIABLE, NO_INJECTION)
@@ -111,7 +111,7 @@ def _kept() -> bool:
 
 
 def _records_kernels(settings: ProfilingConfig) -> bool:
-    """Return whether torch records a role, and Nsight Systems none: that comes by the same variable."""
+    """Return whether torch records a role and Nsight Systems, which uses the NVTX variable, records none."""
     roles = [chosen for role in (*TRAINING_ROLES, ROLLOUT_ROLE) if (chosen := settings.for_role(role)).enable]
     tools = {tool.name for chosen in roles for tool in chosen.tools}
     return "torch" in tools and not any(chosen.launched_tool for chosen in roles)

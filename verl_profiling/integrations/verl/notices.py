@@ -1,4 +1,4 @@
-"""Messages on a run of verl: what will be captured, what cannot be, and whether that ends it."""
+"""Log messages of a verl run: the steps to capture, and parts that cannot be recorded."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _decided = False
 
 
 def can_be_profiled(config: Any, settings: ProfilingConfig) -> bool:
-    """Return whether anything of a run can be recorded; say why nothing can.
+    """Return whether anything of a run can be recorded; log the reason if not.
 
     Raises:
-        ToolUnavailableError: Not all of it can be, and the settings are strict.
+        ToolUnavailableError: A part cannot be recorded, and the settings are strict.
     """
     global _decided
     _decided = True
@@ -44,7 +44,7 @@ def can_be_profiled(config: Any, settings: ProfilingConfig) -> bool:
 
 
 def give_up(why: str, *, strict: bool) -> None:
-    """Say that nothing is recorded from now on.
+    """Log that nothing is recorded from now on.
 
     Raises:
         ToolUnavailableError: The settings are strict.
@@ -55,14 +55,14 @@ def give_up(why: str, *, strict: bool) -> None:
 
 
 def notes_on(found: Iterable[str], *, strict: bool) -> list[str]:
-    """Say once what is not recorded in any process, and return it for the manifests.
+    """Log once which parts are not recorded in some process, and return them for the manifests.
 
     Args:
-        found: What each process said.
-        strict: Whether that ends the run.
+        found: Sentences from all processes, with repetitions.
+        strict: Whether such a part ends the run.
 
     Raises:
-        ToolUnavailableError: There is something, and the settings are strict.
+        ToolUnavailableError: There is such a part, and the settings are strict.
     """
     notes = list(dict.fromkeys(found))
     _refuse(notes, strict=strict)
@@ -74,7 +74,7 @@ def notes_on(found: Iterable[str], *, strict: bool) -> list[str]:
 
 
 def let_lines_through() -> None:
-    """Have this package's lines printed from ``INFO`` on, unless its logger has a level of its own.
+    """Print this package's log lines from ``INFO`` up, unless its logger has a level of its own.
 
     verl sets the root logger to ``WARNING``. Importing vLLM's server sets it and its handlers to ``ERROR``.
     """
@@ -88,16 +88,16 @@ def let_lines_through() -> None:
 
 
 def remember_request(init: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the constructor of ``Tracking``, which every trainer gives its configuration."""
+    """Wrap the constructor of ``Tracking``, to keep the ``profiling`` of the trainer's configuration."""
     init(self, *args, **kwargs)
     self._verl_profiling_asked = _asked(kwargs.get("config", args[3] if len(args) > 3 else None))
 
 
 def check_request(tracking: Any) -> None:
-    """Say once if profiling was asked for, and no trainer of this process is hooked.
+    """Log once if the configuration requests profiling and no trainer of this process is hooked.
 
     Raises:
-        ToolUnavailableError: So it is, and the settings are strict.
+        ToolUnavailableError: No trainer is hooked, and the settings are strict.
     """
     global _decided
     asked = getattr(tracking, "_verl_profiling_asked", None)
@@ -111,17 +111,17 @@ def check_request(tracking: Any) -> None:
 
 
 def say_nothing_is_profiled(config: Any) -> None:
-    """Say why a run with ``profiling`` in its configuration is not profiled, unless it is switched off."""
+    """Log why a configuration with ``profiling`` profiles nothing, unless profiling is switched off."""
     if why := why_nothing(config):
         let_lines_through()
         logger.warning("profiling: nothing is profiled: %s", why)
 
 
 def why_nothing(config: Any) -> str:
-    """Return why a configuration that has ``profiling`` profiles nothing, unless it is switched off there.
+    """Return why a configuration with ``profiling`` profiles nothing; empty if it is switched off on purpose.
 
     Args:
-        config: A whole verl configuration for which there are no settings.
+        config: A whole verl configuration that yields no settings.
     """
     given = config.get("profiling")
     if isinstance(given, Mapping) and given and "enable" not in given:

@@ -1,4 +1,4 @@
-"""The processes of a run of verl: methods with which they are captured, and where a trainer has them."""
+"""The processes of a verl run: their capture methods, and where a trainer holds their handles."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ def add_capture_methods(
     awaited: bool = False,
     registered: Callable[[Any], Any] = lambda method: method,
 ) -> None:
-    """Add the methods that the callback calls; they are those of the object's ``_verl_profiling``.
+    """Add the methods that the callback calls; each delegates to the object's ``_verl_profiling``.
 
     Args:
-        cls: A class of verl, before actors are made of it.
-        default: The mixin that answers until a process is set up.
-        awaited: Whether they are coroutines; else one thread, the event loop's, starts and stops a recording.
-        registered: Decorator of verl's that each method gets.
+        cls: A class of verl, before ``ray.remote`` makes an actor of it.
+        default: The mixin that replies until a process is set up.
+        awaited: Whether the methods are coroutines. If not, the event loop's thread starts and stops a
+            recording.
+        registered: verl's decorator for each method.
     """
     for name in _METHODS:
         setattr(cls, name, registered((_awaited if awaited else _called)(name)))
@@ -56,10 +57,10 @@ def _awaited(name: str) -> Callable[..., Any]:
 
 
 def add_actor_methods(actor_class: type[Any], role: str) -> None:
-    """Add them to a class of plain Ray actors, with the one that sets an actor up."""
+    """Add the capture methods and ``init_capture`` to a class of plain Ray actors."""
 
     def init_capture(self: Any, settings: ProfilingConfig, rank: int, world_size: int) -> list[str]:
-        """Set this worker up; return what does not fit in its process."""
+        """Set this worker up; return the parts that are not recorded in its process."""
         self._verl_profiling = AgentLoopCaptureMixin()
         self._verl_profiling.init_capture(settings, role=role, rank=rank, world_size=world_size)
         return misfits()
@@ -76,7 +77,7 @@ class Processes:
         settings: What to profile.
 
     Attributes:
-        misfits: What is not recorded, each with the reason.
+        misfits: The parts that are not recorded, each with the reason.
     """
 
     def __init__(
@@ -87,11 +88,11 @@ class Processes:
         self.misfits: list[str] = []
 
     def add(self, trainer: Any, agent_loops: Any) -> None:
-        """Add what a trainer has, or its rollouter has for it.
+        """Add the processes of a trainer and, if it has one, of its rollouter.
 
         Args:
             trainer: The trainer.
-            agent_loops: What it has its trajectories made by.
+            agent_loops: The trainer's agent loop manager.
         """
         self._add_groups(trainer)
         rollouter = getattr(trainer, "rollouter", None)
@@ -142,7 +143,7 @@ class Processes:
         self._callback.add_workers(role, handles)
 
     def _add_groups(self, trainer: Any) -> None:
-        """Add worker groups; of those that share processes, first one that is profiled."""
+        """Add the worker groups; of groups that share processes, a profiled one comes first."""
         groups = [(role, getattr(trainer, name)) for role, name in _GROUPS if hasattr(trainer, name)]
         groups.sort(key=lambda item: not self._settings.for_role(item[0]).enable)
         set_up: list[Any] = []
@@ -158,7 +159,7 @@ class Processes:
             self._callback.add_workers(role, group)
 
     def _add_servers(self, trainer: Any, rollouter: Any) -> None:
-        """Add the rollout servers, if they have been started so that they can be captured."""
+        """Add the rollout servers, if they have the capture methods."""
         import ray
 
         try:
@@ -173,17 +174,17 @@ class Processes:
         self._callback.add_rollout(servers)
 
     def _add_rollout_processes(self, loops: list[Any], scorers: list[Any]) -> None:
-        """Add the processes that run trajectories, and those that score them."""
+        """Add the agent loop workers and the reward loop workers."""
         self.add_actors(AGENT_LOOP, loops)
         self.add_actors(REWARD, scorers)
 
 
 def rollout_processes(owner: Any, agent_loops: Any) -> tuple[list[Any], list[Any]]:
-    """Return the handles of the processes that run trajectories, and of those that score them.
+    """Return the handles of the agent loop workers, and of the reward loop workers.
 
     Args:
         owner: A trainer or a rollouter.
-        agent_loops: verl's manager of the former.
+        agent_loops: The owner's agent loop manager.
     """
     rewards = getattr(owner, "reward_loop_manager", None)
     return (
@@ -193,7 +194,7 @@ def rollout_processes(owner: Any, agent_loops: Any) -> tuple[list[Any], list[Any
 
 
 def _replicas(trainer: Any) -> list[Any]:
-    """Return a trainer's own replicas; the server on the first node of each acts for the other nodes."""
+    """Return a trainer's rollout replicas; in each, the first node's server acts for the other nodes."""
     if hasattr(trainer, "_rollout_server_managers"):
         managers = trainer._rollout_server_managers()
     else:  # V0 trainers, and verl 0.9.0
@@ -203,5 +204,5 @@ def _replicas(trainer: Any) -> list[Any]:
 
 
 def _joined(replies: Iterable[Sequence[str] | None]) -> list[str]:
-    """Return what several processes said that does not fit."""
+    """Return the sentences from the replies of several processes."""
     return [text for reply in replies for text in reply or ()]

@@ -1,4 +1,4 @@
-"""The profiler of a trainer: what trainers have in common whose steps are coroutines or not."""
+"""The base class of a trainer's profiler, for synchronous and asynchronous steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STAGES = {"adv": "advantage", "ref": "ref_log_prob", "testing": "validate"}
 _WEIGHT_UPDATE = "update_weights"
 _OWN_PROFILER = ("start_profile", "stop_profile")
 _ONWARD_ONLY = ("wandb", "vemlp_wandb")
-"""Trackers that accept no step before the last one that they saw."""
+"""Trackers that reject a step lower than the last one logged."""
 _CONSOLE = "console"
 _MOST_WAITING = 1000
 
@@ -43,7 +43,7 @@ class Profiler:
     Args:
         trainer: The trainer.
         settings: What to profile.
-        callback: The callback that goes with its ``fit``.
+        callback: The callback, asynchronous if the trainer's steps are coroutines.
 
     Raises:
         ConfigError: The settings do not fit the trainer's configuration.
@@ -51,11 +51,11 @@ class Profiler:
     Attributes:
         trainer: The trainer.
         settings: What to profile.
-        summaries: Those of the watch that go with the next steps that verl logs.
+        summaries: Step summaries of the watch that are logged with verl's next steps.
     """
 
     stages: Mapping[str, str] = _STAGES
-    """Stages of the controller by verl's timers, where the two have different names."""
+    """Stage names of the controller by timer of verl, if the two names differ."""
 
     def __init__(
         self, trainer: Any, settings: ProfilingConfig, callback: ProfilingCallback | AsyncProfilingCallback
@@ -88,13 +88,13 @@ class Profiler:
         return self._callback.stage(name)
 
     def begin(self, agent_loops: Any) -> None:
-        """Add the workers, and say what is not recorded.
+        """Add the workers, and log which parts are not recorded.
 
         Args:
-            agent_loops: What the trainer has its trajectories made by.
+            agent_loops: The trainer's agent loop manager.
 
         Raises:
-            ToolUnavailableError: Something is not recorded, and the settings are strict.
+            ToolUnavailableError: A part is not recorded, and the settings are strict.
         """
         self._processes.add(self.trainer, agent_loops)
         if (watch := self._callback.watch) is not None:
@@ -110,7 +110,7 @@ class Profiler:
         self._log_summary(step)
 
     def _log_summary(self, step: int) -> None:
-        """Log a summary to verl's trackers but the console, under its own step where a tracker takes it."""
+        """Log a summary to verl's trackers but the console, under the summary's step if accepted."""
         if not self.summaries:
             return
         summary = self.summaries.popleft()
@@ -142,13 +142,13 @@ class Profiler:
         give_up(why, strict=self.settings.strict)
 
     def _note_folder(self, step: int) -> None:
-        """Keep the step folder that has been written, if one has."""
+        """Remember the step folder, if a new one has been written."""
         folder = self._callback.last_folder
         if folder is not None and folder not in self._folders.values():
             self._folders[step] = folder
 
     def log_rest(self) -> None:
-        """Log what is left, when training has ended: summaries, and the numbers of the reports."""
+        """Log the remaining summaries and the numbers of the reports, when training has ended."""
         while self._tracking is not None and self.summaries:
             self._log_summary(self._logged_step)
         if self._tracking is not None and self._folders:
@@ -158,12 +158,12 @@ class Profiler:
 def log_reports(tracking: Any, folders: Mapping[int, Path], last_step: int) -> None:
     """Report on the profiled steps, and log the numbers as ``profiling/...`` under their own steps.
 
-    This reads traces, which takes a while, so it is called at the end of training. Trackers that do
-    not accept steps before the last one that they saw get the numbers of the last profiled step only.
+    This reads traces, which takes a while, so it is called at the end of training. Trackers that reject
+    earlier steps get the numbers of the last profiled step only, under ``last_step``.
 
     Args:
         tracking: The run's ``Tracking``.
-        folders: Step folders by step; one of a continuous capture has several.
+        folders: Step folders by step; the folder of a continuous capture holds several steps.
         last_step: Number of the last step that was logged.
     """
     from verl_profiling.report.build import build_report
@@ -187,9 +187,9 @@ def log_reports(tracking: Any, folders: Mapping[int, Path], last_step: int) -> N
 
 
 def trainer_stage(name: str) -> AbstractContextManager[None]:
-    """Return a stage of this process's trainer, if it has a profiled one; else one that does nothing.
+    """Return a stage of this process's profiled trainer; without one, a context manager that does nothing.
 
-    Inside of a coroutine it does nothing either: what the trainer awaits there is marked as a whole.
+    In a running event loop it does nothing either: the calls that the trainer awaits are marked as a whole.
     """
     if _active is None or asyncio._get_running_loop() is not None:
         return nullcontext()

@@ -45,7 +45,7 @@ async def _run_server(run: Callable[..., Any], self: Any, args: Any) -> None:
 
 
 async def _run_headless(run: Callable[..., Any], self: Any, args: Any) -> None:
-    """Start its processes on another node than the first, whose server has the engine."""
+    """Start a replica's processes on a node other than its first, whose server has the engine."""
     _add_engine_args(self, args)
     await run(self, args)
     _set_up(self, VLLMCaptureMixin(), None)
@@ -57,7 +57,7 @@ async def _launch_sglang(launch: Callable[..., Any], self: Any, *args: Any, **kw
 
 
 async def _noted_version(set_global_steps: Callable[..., Any], self: Any, global_steps: int) -> None:
-    """Note the new weights that verl notifies a server of, by the step that made them."""
+    """Record the version of a server's new weights: the step that made them, as verl reports it."""
     await set_global_steps(self, global_steps)
     self._verl_profiling.set_policy_version(global_steps)
 
@@ -80,7 +80,7 @@ def _set_up(server: Any, capture: RolloutCaptureMixin, engine: Any) -> None:
 
 
 def _devices_of_server() -> list[str] | None:
-    """Return the devices that verl gave to this server's engine: those of its workers, on a CPU too."""
+    """Return the devices that verl reserved for this server's engine, even if it computes on a CPU."""
     from verl.utils.device import get_visible_devices_keyword
 
     given = os.environ.get(get_visible_devices_keyword(), "")
@@ -88,12 +88,12 @@ def _devices_of_server() -> list[str] | None:
 
 
 async def _capture_misfits(self: Any) -> list[str]:
-    """Return what is not recorded in this process, each with the reason."""
+    """Return the parts that are not recorded in this process, each with the reason."""
     return misfits()
 
 
 def _add_methods(server_class: type[Any]) -> None:
-    # The default answers where a subclass launches its engine in a way of its own.
+    # The default mixin replies if a subclass launches its engine by another method.
     add_capture_methods(server_class, RolloutCaptureMixin(), awaited=True)
     server_class.capture_misfits = _capture_misfits
     wrap(server_class, "set_global_steps", _noted_version)

@@ -1,12 +1,12 @@
 """Connects the callback to verl's trainers.
 
-verl times every part of a step with ``marked_timer``, and from there the hooks of the callback are
-called. The timer ``step`` is the step, ``gen`` is the rollout, and all others are stages of the
-controller. A trainer whose ``fit`` and ``fit_step`` are coroutines has a profiler of its own
+verl times every part of a step with ``marked_timer``, which is wrapped to call the hooks of the callback. The
+timer ``step`` is the step, ``gen`` is the rollout, and all others are stages of the controller. A trainer
+whose ``fit`` and ``fit_step`` are coroutines has a profiler of its own
 (:mod:`~verl_profiling.integrations.verl.async_trainer`).
 
-In V1, agent loops put responses into TransferQueue, and the trainer looks there every two seconds. So a
-rollout ends some time after its last trajectory; the stages inside of it say what the trainer does meanwhile.
+In V1, agent loops put responses into TransferQueue, and the trainer polls the queue every two seconds. So a
+rollout ends some time after its last trajectory; stages inside the rollout show what the trainer does.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ _TRANSFER_QUEUE_OF_AGENT_LOOPS = {
 
 
 class TrainerProfiler(Profiler):
-    """Profiles one trainer whose steps are no coroutines, while its ``fit`` runs.
+    """Profiles one trainer with synchronous steps, while its ``fit`` runs.
 
-    Where ``fit`` itself is a coroutine, its event loop stands still while a step begins and ends, as it does
-    while verl's worker groups compute.
+    If ``fit`` is a coroutine, the begin and end of a step block its event loop, as calls of verl's worker
+    groups do.
 
     Args:
         trainer: A V1 ``PPOTrainer`` or a ``RayPPOTrainer``.
@@ -123,7 +123,7 @@ class TrainerProfiler(Profiler):
             self._callback.on_rollout_begin()
 
     def _step_begin(self) -> None:
-        # Every trainer of verl 0.9 without coroutines sends a step's weights to the engines at its end.
+        # In verl 0.9, synchronous trainers send a step's weights to the engines at the end of the step.
         step = self.trainer.global_steps
         self._policy_version = step - 1
         self._generating = False
@@ -179,7 +179,7 @@ def _beginning_rollout(add_batch: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def hook_dispatch(module: Any) -> None:
-    """Mark how long the prompts take to the agent loops."""
+    """Mark the dispatch of prompts to the agent loops as a stage."""
     mark(module.AgentLoopManagerTQ, "generate_sequences", partial(trainer_stage, "dispatch_prompts"))
 
 
@@ -192,17 +192,17 @@ def hook_transfer_queue(module: Any) -> None:
 
 
 def hook_replay_buffer(module: Any) -> None:
-    """Mark the pause until the trainer looks for responses again."""
+    """Mark the trainer's sleep between two polls of the replay buffer as a stage."""
     mark(module.ReplayBuffer, "_wait_for_next_poll", partial(trainer_stage, POLLING))
 
 
 def hook_v0_trainer(module: Any) -> None:
-    """Profile ``RayPPOTrainer``, and what verl makes of it: one-step-off and fully asynchronous trainers."""
+    """Profile ``RayPPOTrainer`` and its subclasses: one-step-off and fully asynchronous trainers."""
     _hook_trainer(module.RayPPOTrainer)
 
 
 def _hook_trainer(trainer_class: type[Any]) -> None:
-    """Hook a trainer, and what any subclass of it overrides."""
+    """Hook a trainer class, and the methods that its subclasses override."""
     for name in _CALLED.keys() - vars(trainer_class).keys():
         missing(trainer_class, name)
     hook_overrides(trainer_class)
@@ -217,7 +217,7 @@ def _hook_trainer(trainer_class: type[Any]) -> None:
 def hook_overrides(cls: type[Any]) -> None:
     """Hook the methods that a class defines itself, before ``ray.remote`` makes an actor of it."""
     if cls.__module__.partition(".")[0] == "ray":
-        return  # what ``ray.remote`` derives from a class, whose methods are hooked already
+        return  # a subclass made by ``ray.remote``; the methods of its base are hooked
     for name, method in list(vars(cls).items()):
         wrappers = _AWAITED if inspect.iscoroutinefunction(method) else _CALLED
         if name in wrappers:
@@ -243,11 +243,11 @@ def _made(init: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Non
 
 
 def prepare(trainer: Any) -> None:
-    """Give a trainer its profiler, and its servers the settings, if its configuration asks for it.
+    """Give a trainer its profiler, and its servers the settings, if its configuration requests profiling.
 
     Raises:
         ConfigError: The settings do not fit the trainer's configuration.
-        ToolUnavailableError: Not all can be recorded, and the settings are strict.
+        ToolUnavailableError: A part cannot be recorded, and the settings are strict.
     """
     if hasattr(trainer, _ATTRIBUTE):
         return
@@ -280,17 +280,17 @@ async def _profiled_coroutine(fit: Callable[..., Any], self: Any, *args: Any, **
 
 
 def begin_profiling(trainer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the trainer's profiler, with all workers added, unless it has none or is at work already.
+    """Add all workers to a trainer's profiler and return it; ``None`` without one, or if it is active.
 
     Args:
         trainer: The trainer.
-        args: What ``fit`` was called with.
-        kwargs: Likewise.
+        args: Positional arguments of the call of ``fit``.
+        kwargs: Its keyword arguments.
     """
     profiler: Profiler | None = getattr(trainer, _ATTRIBUTE, None)
     if profiler is None or profiler is active_profiler():
         return None
-    # V1 trainers are handed what makes their trajectories; the V0 trainer has made it itself.
+    # V1 passes the agent loop manager to fit; a V0 trainer has it as an attribute.
     handed = kwargs.get("agent_loop_manager", args[0] if args else None)
     profiler.begin(handed if handed is not None else getattr(trainer, "async_rollout_manager", None))
     _say_on(trainer, profiler.settings)
@@ -298,8 +298,8 @@ def begin_profiling(trainer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _say_on(trainer: Any, settings: ProfilingConfig) -> None:
-    """Say that profiling is on, which steps will be captured, and where."""
-    # Steps that are versions of the parameters are not counted by this number.
+    """Log that profiling is on, which steps will be captured, and in which folder."""
+    # If steps are parameter versions, total_training_steps is not the number of the last step.
     last_step = None if hasattr(trainer, "current_param_version") else getattr(trainer, _LAST_STEP, None)
     steps = captured_steps(settings.schedule, last_step)
     what = f"{settings.mode} captures of {steps}" if steps else f"no step: {settings.schedule.in_words()}"

@@ -1,8 +1,8 @@
-"""Trajectories of verl's agent loops, their requests and their rewards, by spans around what every loop uses.
+"""Records trajectories of verl's agent loops, their requests and rewards, by hooks that fit every loop.
 
-A custom agent loop needs no change: its worker, verl's client for the engines and verl's timers are hooked,
-and its own :func:`verl_profiling.span` is inside of the trajectory that the worker runs. Each turn is a
-request of its own; the client makes the request's id, which is noted on the span of the task that asks.
+A custom agent loop needs no change: its worker, verl's client for the engines and verl's timers are hooked.
+Its own :func:`verl_profiling.span` lies inside the trajectory that the worker runs. Each turn is one request;
+the client makes the request's id, which is stored on the span of the requesting task.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _TIMERS = {"compute_score": "reward"}
 _UNKNOWN_TOOL = "tool:(unknown)"
 _LONGEST_NAME = 120
 _STARTS_NOTHING = "verl.tools.base_tool"
-"""Module of the ``create`` that only makes an id."""
+"""Module of the base class of tools, whose ``create`` starts nothing: it only makes an id."""
 _ABORTED = ("aborted", "abort")
 
 _request_name: ContextVar[str] = ContextVar("verl_profiling_request_name", default="generate")
 _open_request: ContextVar[Any] = ContextVar("verl_profiling_open_request", default=None)
 _pause: ContextVar[ExitStack | None] = ContextVar("verl_profiling_pause", default=None)
 _prepared: set[type[Any]] = set()
-"""Classes of tools and clients, users' own included, that are hooked when they are first used."""
+"""Classes of tools and clients, users' own included, that are hooked: each at its first use."""
 
 
 def hook_agent_loops(module: Any) -> None:
-    """Record what ``AgentLoopWorker`` and its subclasses run; V1's is one."""
+    """Record the trajectories of ``AgentLoopWorker`` and its subclasses, such as V1's worker."""
     worker, loop = module.AgentLoopWorker, module.AgentLoopBase
     add_actor_methods(worker, AGENT_LOOP)
     wrap(worker, "_run_agent_loop", _as_trajectory)
@@ -53,7 +53,7 @@ def hook_agent_loops(module: Any) -> None:
 
 
 def hook_tool_loop(module: Any) -> None:
-    """Record each tool call of ``ToolAgentLoop`` by its name, and the start of what a stateful tool needs."""
+    """Record each tool call of ``ToolAgentLoop`` by name, and the start of a tool's environment."""
     wrap(module.ToolAgentLoop, "_call_tool", _as_tool)
 
 
@@ -63,7 +63,7 @@ def hook_simple_timer(module: Any) -> None:
 
 
 def hook_clients(module: Any) -> None:
-    """Record the requests of ``LLMServerClient``, and of the clients that resume aborted ones."""
+    """Record the requests of ``LLMServerClient``, and of clients that resume aborted requests."""
     for name in ("_acquire_server", "_vllm_request_id"):
         if not hasattr(module.LLMServerClient, name):
             missing(module.LLMServerClient, name)
@@ -91,7 +91,7 @@ async def _as_trajectory(run: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def _identity(info: Mapping[str, Any], prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return group, sample and facts; V1 names the sample, and V0 counts it among its neighbours."""
+    """Return group, sample and facts; the sample is V1's ``session_id``, or V0's ``rollout_n``."""
     return {
         "group": str(prompt.get("uid", info.get("sample_index", ""))),
         "sample": _integer(prompt.get("session_id", info.get("rollout_n"))),
@@ -103,7 +103,7 @@ def _identity(info: Mapping[str, Any], prompt: Mapping[str, Any]) -> dict[str, A
 async def _described(
     score: Callable[..., Any], self: Any, outputs: Sequence[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Add what came out to the trajectory; every output passes here, whatever loop made it."""
+    """Add facts of the outputs, and the reward, to the trajectory; outputs of every loop pass here."""
     if (running := current_trajectory()) is not None:
         running.add(**_facts(outputs))
     result = await score(self, outputs, *args, **kwargs)
@@ -114,7 +114,7 @@ async def _described(
 
 
 def _facts(outputs: Sequence[Any]) -> dict[str, Any]:
-    """Return facts of the outputs of one trajectory; most loops return one."""
+    """Return facts of the outputs of one trajectory; with most loops it is one output."""
     facts = {
         "turns": sum(_integer(getattr(output, "num_turns", 0)) or 0 for output in outputs),
         "prompt_tokens": sum(len(getattr(output, "prompt_ids", ())) for output in outputs),
@@ -131,7 +131,7 @@ def _facts(outputs: Sequence[Any]) -> dict[str, Any]:
 
 
 def _integer(value: Any) -> int | None:
-    if type(value) is int:  # nearly always; asking for the abstract class takes ten times as long
+    if type(value) is int:  # nearly always; isinstance with the abstract class is ten times slower
         return value
     return int(value) if isinstance(value, Integral) else None
 
@@ -148,7 +148,7 @@ async def _as_tool(
     asked = str(getattr(tool_call, "name", ""))[:_LONGEST_NAME]
     if (running := current_trajectory()) is not None:
         running.add(tool_calls=running.facts.get("tool_calls", 0) + 1)
-    # A model may ask for anything; only tools that there are have a name of their own.
+    # A model may request any name; only existing tools have a span name of their own.
     tools = getattr(agent_data, "_active_tools", None) or getattr(self, "tools", {})
     if asked in tools:
         _prepare_tool(type(tools[asked]))
@@ -157,7 +157,7 @@ async def _as_tool(
 
 
 def _prepare_tool(tool_class: type[Any]) -> None:
-    """Hook the start of an environment or a sandbox, which a class of tools does in ``create``."""
+    """Hook ``create`` of a tool class, which starts an environment or a sandbox."""
     create = getattr(tool_class, "create", None)
     if tool_class not in _prepared and create is not None and create.__module__ != _STARTS_NOTHING:
         mark(tool_class, "create", partial(span, "environment:start"))
@@ -185,14 +185,14 @@ async def _as_request(generate: Callable[..., Any], self: Any, *args: Any, **kwa
     aborted = getattr(output, "stop_reason", None) in _ABORTED
     if aborted and pause is not None:
         pause.enter_context(span("wait:resume"))
-    running = current_trajectory()  # its status is that of its last request
+    running = current_trajectory()  # a trajectory is aborted if its last request was
     if running is not None and (aborted or running.status == "aborted"):
         running.status = "aborted" if aborted else ""
     return output
 
 
 async def _with_pauses(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Record the while between a request that a weight update aborted, and the one that goes on with it."""
+    """Record the pause between a request that a weight update aborted and the request that resumes it."""
     with ExitStack() as pause:
         token = _pause.set(pause)
         try:
@@ -234,7 +234,7 @@ async def _scored(compute_score: Callable[..., Any], self: Any, data: Any, *args
 
 
 def _sample_of(data: Any) -> dict[str, Any]:
-    """Return which trajectory is scored, where the batch says so."""
+    """Return group and sample of the scored trajectory, if the batch has them."""
     columns = getattr(data, "non_tensor_batch", None) or {}
     found = {}
     for fact, name in (("group", "uid"), ("sample", "session_id")):

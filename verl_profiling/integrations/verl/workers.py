@@ -1,7 +1,7 @@
 """Capture methods and stages for verl's training workers.
 
-The methods are registered for verl's dispatch, so that worker groups have them. The base classes of a
-worker do not change. Stages are put around verl's methods, whose bodies do not change either.
+The methods are registered for verl's dispatch, so that worker groups have them. Stages are put around verl's
+methods. Neither the methods' bodies nor the base classes of a worker change.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WORKER_STAGES = frozenset(
 
 
 def hook_workers(module: Any) -> None:
-    """Give ``ActorRolloutRefWorker`` and ``TrainingWorker`` capture methods; a group waits for the first."""
+    """Give verl's worker classes capture methods; of these, only ``init_capture`` blocks a worker group."""
     from verl.single_controller.base.decorator import Dispatch, register
 
     for worker_class in (module.ActorRolloutRefWorker, module.TrainingWorker):
@@ -70,7 +70,7 @@ def hook_fsdp_engine(module: Any) -> None:
 
 
 def hook_offloading(module: Any) -> None:
-    """Mark what moves models and optimizers of an engine to the device and away from it."""
+    """Mark loading of an engine's model and optimizer to the device, and offloading, as stages."""
     framework = "megatron" if ".megatron." in module.__name__ else "fsdp"
     for name, stage_name in _OFFLOADING.items():
         mark(module, name.format(framework), partial(stage, stage_name))
@@ -85,7 +85,7 @@ def _marked_micro_batches(prepare: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 class _MarkedMicroBatches(list[Any]):
-    """Micro-batches; in a loop over them each pass of the body is a stage."""
+    """A list of micro-batches; each pass of a loop over it is a stage ``micro_batch``."""
 
     def __iter__(self) -> Iterator[Any]:
         micro_batch = stage(_MICRO_BATCH)
@@ -95,13 +95,13 @@ class _MarkedMicroBatches(list[Any]):
 
 
 def _log_prob_stage(compute_log_prob: Callable[..., Any], self: Any, data: Any) -> Any:
-    """Mark what is computed: without its LoRA adapter the actor is the reference."""
+    """Mark ``ref_log_prob`` if the batch is computed without the LoRA adapter, else ``old_log_prob``."""
     with stage(_REFERENCE if _without_adapter(data) else _OLD):
         return compute_log_prob(self, data)
 
 
 def _without_adapter(data: Any) -> bool:
-    """Return whether the trainer wants the model without adapter: V1 says so beside the batch, V0 in it."""
+    """Return whether to compute without the adapter: a flag in V1's ``extra_info``, or in V0's batch."""
     if isinstance(facts := getattr(data, "extra_info", None), dict):
         return bool(facts.get(_WITHOUT_ADAPTER, False))
     if _WITHOUT_ADAPTER not in getattr(data, "keys", tuple)():
@@ -131,7 +131,7 @@ def _counted_mini_batch(train_batch: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def _init_capture(self: Any, settings: ProfilingConfig, role: str) -> list[str]:
-    """Set this worker up under the first role of its process that is profiled; return what does not fit."""
+    """Set this worker up for ``role``; return sentences on the parts that are not recorded."""
     engine = self.engine if hasattr(self, "engine") else (self.actor or self.ref).engine
     if engine.engine_config.strategy == "megatron":
         self._verl_profiling = MegatronCaptureMixin()
