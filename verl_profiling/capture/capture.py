@@ -295,7 +295,7 @@ class Capture:
                     self._mark_spans()
 
     def _guarded(self, running: _Running, call: Callable[[], T]) -> T | None:
-        """Call a method of a recording; what it raises is logged."""
+        """Call a method of a recording; an exception is logged, and the result is ``None``."""
         try:
             return call()
         except Exception:

@@ -112,7 +112,7 @@ class Session:
                 self._pass_stages_to(self._capture)
 
     def read_watch(self, identity: WorkerIdentity, question: WatchQuestion) -> WatchReading | None:
-        """Return what this process did in some steps, or ``None`` if the watch is off."""
+        """Return the stages of this process in some steps, or ``None`` if the watch is off."""
         return None if self.sums is None else read_sums(self.sums, identity, question)
 
     def busy(self, name: str) -> Busy | None:

@@ -27,7 +27,7 @@ class Anomalies:
 
     Args:
         options: The settings ``watch.trigger``.
-        check: Raises ``ConfigError`` for a selection that cannot be had in this job.
+        check: Raises ``ConfigError`` for a selection that this job cannot capture.
     """
 
     def __init__(self, options: Anomaly, check: Callable[[CaptureSelection], None]) -> None:

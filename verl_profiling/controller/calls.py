@@ -97,7 +97,7 @@ class Call:
 
 
 class Postponed(Future[Any]):
-    """The future of a coroutine that runs only inside :func:`wait_for`, on the waiting thread.
+    """The future of a coroutine that starts inside :func:`wait_for`, on the waiting thread.
 
     Args:
         coroutine: The coroutine.
@@ -122,7 +122,7 @@ class Postponed(Future[Any]):
                 self.set_result(answer)
 
     def fail(self, error: BaseException) -> None:
-        """Set an error as the outcome, unless there is one; a coroutine that has not begun does not run."""
+        """Set an error as the outcome, unless one is set; close the coroutine if it has not begun."""
         if not self._has_begun:
             self._coroutine.close()
         if not self.done():
@@ -130,7 +130,7 @@ class Postponed(Future[Any]):
 
 
 def wait_for(calls: Iterable[Call]) -> None:
-    """Block until all calls have returned or the time is up. Coroutines run side by side meanwhile."""
+    """Block until all calls have returned or the longest timeout is over. Coroutines run concurrently."""
     calls = list(calls)
     timeout_s = max((call.timeout_s for call in calls), default=0.0)
     deadline_s = time.monotonic() + timeout_s
@@ -152,7 +152,7 @@ def wait_for(calls: Iterable[Call]) -> None:
 
 
 async def _run(together: list[tuple[Postponed, bool]], deadline_s: float, late: str) -> None:
-    """Run coroutines until the deadline; a late one of the caller's loop goes on when that runs again."""
+    """Run coroutines until the deadline; late ones on the caller's loop continue when the loop runs again."""
     tasks = [(asyncio.ensure_future(future.run()), is_awaited) for future, is_awaited in together]
     if awaited := [task for task, is_awaited in tasks if is_awaited]:
         await asyncio.wait(awaited, timeout=max(0.0, deadline_s - time.monotonic()))

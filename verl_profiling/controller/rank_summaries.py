@@ -18,7 +18,7 @@ from verl_profiling.step_summary import RankUse, StepSummary
 logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 7 << 20
-"""Size of a message at most, in bytes: torch's TCPStore closes the connection at 8 MiB."""
+"""Largest message, in bytes: torch's TCPStore closes the connection at 8 MiB."""
 
 
 class RankSummaries:

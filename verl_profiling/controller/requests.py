@@ -60,8 +60,8 @@ class Requests:
 
     Args:
         schedule: The settings' schedule.
-        check: Raises ``ConfigError`` for a selection that cannot be had in this job.
-        on_signal: Called instead of taking SIGUSR2 as a request for the next step.
+        check: Raises ``ConfigError`` for a selection that this job cannot capture.
+        on_signal: Called on SIGUSR2; by default, the signal requests a capture of the next step.
 
     Attributes:
         step: The step that began last.

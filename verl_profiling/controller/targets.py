@@ -192,7 +192,7 @@ class Roster:
             if target.roles != [role]:
                 target.roles.remove(role)
                 for worker in target.workers:
-                    if not worker.identity.pid:  # it has not said who it is
+                    if not worker.identity.pid:  # it has not replied yet
                         worker.identity = msgspec.structs.replace(worker.identity, role=target.roles[0])
                 continue
             self.targets.remove(target)

@@ -236,7 +236,7 @@ def _activities(tool: TorchTool | NpuTool, device: str) -> tuple[str, ...]:
 
 
 def _offered(device: str) -> tuple[str, ...]:
-    """Return what SGLang records on a device with torch's own profiler."""
+    """Return the activities that SGLang can record with torch's profiler on a type of device."""
     return {"cpu": ("cpu",), "xpu": ("cpu", "xpu")}.get(device, ("cpu", "cuda"))
 
 
