@@ -1,8 +1,8 @@
-"""Reads the traces of one lane into columns, and reduces them to what each of its devices did.
+"""Reads the traces of one lane into columns, and reduces them to one :class:`Lane` per device.
 
-A row is a timed event that counts: its begin and end (ns), its key and its thread. A key is a kind, a name
-and a process group, and is classified once, however many events have it. Rows of devices are kept, 24 bytes
-each. Those of the host become a set of time chunk by chunk; they are kept only while no device was seen.
+A row is an event of work: its begin and end (ns), its key and its thread. A key is a kind, a name and a
+process group, and is classified once, however many events have it. Rows of devices are kept, 24 bytes each.
+Host rows are reduced to intervals chunk by chunk; they are kept only until a device event is found.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from verl_profiling.timeline.step import Source
 from verl_profiling.timeline.trace import NO_ARGS, Event, Trace
 from verl_profiling.units import duration
 
-_CHUNK_BYTES = 2 << 20  # of JSON, taken at a time: long arrays, and events that stay in a cache
+_CHUNK_BYTES = 2 << 20  # JSON per chunk: long arrays, but events stay in a CPU cache
 _MOST_DEVICES = 64
 _OTHER_DEVICES = "other devices"
 _LONGEST_DEVICE = 40  # characters of its name
@@ -54,11 +54,11 @@ _MOST_CATEGORIES = 12  # that a sentence lists
 _LONGEST_CATEGORY = 60
 _BETWEEN_DEVICES = ("nccl", "hccl", "xccl", "rccl")  # backends of torch.distributed
 _MARKS = frozenset(("no category", "Trace", "user_annotation", "python_function", "overhead"))
-_NEW = -1  # number of a key that is not known
+_NEW = -1  # number of a new key
 _OF_A_STREAM = re.compile(rb'"(?:device|stream)"\s*:\s*"?\d')
 _TASK_TYPE = re.compile(rb'"Task Type"\s*:\s*"([^"]*)"')
-_CALL_NUMBER = re.compile(r"_*_(\d+)_\d+_\d+$")  # of an NPU's collective; the first is of its group
-_MOST_SHARE, _MOST_NS = 0.001, 1000  # by which our figures may differ from msprof's
+_CALL_NUMBER = re.compile(r"_*_(\d+)_\d+_\d+$")  # the first number is the group of an NPU's collective
+_MOST_SHARE, _MOST_NS = 0.001, 1000  # tolerance between our figures and msprof's
 _ON_DEVICE, _ON_HOST = (COMPUTE, COMMUNICATION, MEMORY, UNKNOWN), (HOST, HOST_COMMUNICATION)
 
 
@@ -66,11 +66,11 @@ class LaneRead(NamedTuple):
     """The result of reading one lane.
 
     Attributes:
-        lanes: What each of its devices did, or its host if it has none.
+        lanes: One lane per device, or one for the host if there is no device.
         traces: Number of traces that could be read.
         events: Number of events read.
-        problems: What could not be read.
-        notes: What to know of the figures.
+        problems: Sentences on unreadable parts.
+        notes: Sentences on limits of the figures.
     """
 
     lanes: list[Lane]
@@ -81,7 +81,7 @@ class LaneRead(NamedTuple):
 
 
 class NoOperatorsError(TraceFormatError):
-    """The traces of a lane are whole, and its process ran no operator while they were recorded."""
+    """The traces of a lane are complete, but no operator ran during the recording."""
 
 
 def read_lane(
@@ -98,15 +98,15 @@ def read_lane(
     Args:
         sources: The traces.
         marks: Names of the worker's stages, which torch_npu records as operators.
-        windows: The stages to tell apart in ``ops``.
-        limits: How much of each trace is read.
-        patterns: Regular expressions of kernels that communicate, besides those that are known.
-        between: Begin and end (unix ns, on the controller's clock) of what is taken; ``None`` for all.
-        unrecorded: Kind of the device that the lane used, if its artifacts say that none of it was recorded.
+        windows: The stages by which ``ops`` is divided.
+        limits: Limits on reading each trace.
+        patterns: Regular expressions of further communication kernels.
+        between: Begin and end (unix ns, controller's clock) of the events to read; ``None`` for all.
+        unrecorded: Kind of the lane's device, if its artifacts show that the device was not recorded.
 
     Raises:
-        NoOperatorsError: They are whole, and hold no operator.
-        TraceFormatError: None of them can be read, or nothing in them is known to be work.
+        NoOperatorsError: The traces are complete, and hold no operator.
+        TraceFormatError: No trace can be read, or no event is known to be work.
         ConfigError: A pattern is no regular expression.
     """
     lane = _Reading(sources[0], marks, patterns, between)
@@ -123,7 +123,7 @@ def read_lane(
 
 
 class _Reading:
-    """The traces of one lane while they are read."""
+    """Reads the traces of one lane and collects the rows."""
 
     def __init__(
         self,
@@ -146,11 +146,11 @@ class _Reading:
         self._numbers: dict[Any, int] = {}
         self._ignored = self._new(Key(NOTHING))
         self._threads: dict[tuple[object, object], int] = defaultdict(count().__next__)
-        self._rows: list[Rows] = []  # of devices; of the host, while none was seen
+        self._rows: list[Rows] = []  # device rows; until a device event is found, host rows
         self._host: list[Spans] = []
         self._blocked: list[Spans] = []
         self._iterations: list[tuple[int, ...]] = []
-        self._names: dict[object, str] = {}  # of devices, by their process
+        self._names: dict[object, str] = {}  # device names by process
         self._labels: dict[object, str] = {}
         self._on_streams: set[object] = set()  # processes with a device or a stream in arguments
         self._categories: set[str] = set()
@@ -211,7 +211,7 @@ class _Reading:
         self._add(rows, kinds)
 
     def _number(self, event: Event) -> int:
-        """Return the number of an event's key; one that communicates says its group each time."""
+        """Return the number of an event's key; collectives have their process group in each event."""
         kind = self._kind(event.cat, event.name)
         if kind == NOTHING:
             number = self._ignored
@@ -234,7 +234,7 @@ class _Reading:
         return number
 
     def _task(self, event: Event, tasks: dict[int, tuple[object, object, str]]) -> int:
-        """Return the number of an event without a category: its kind is known when the trace is read."""
+        """Return the number of the key of an event without category; the kind is known after the trace."""
         found = _TASK_TYPE.search(event.args)
         call = _CALL_NUMBER.search(event.name)
         name = event.name[: call.start()] if call else event.name
@@ -255,7 +255,7 @@ class _Reading:
         names: dict[tuple[str, object, object], str],
         path: Path,
     ) -> None:
-        """Add the events of a trace that have no category, now that their processes have names."""
+        """Add the events without a category; by now, the names of their processes are known."""
         theirs: dict[str, list[int]] = defaultdict(list)
         for number, (pid, tid, task_type) in tasks.items():
             process, thread = (
@@ -284,7 +284,7 @@ class _Reading:
         self._add(rows.of(kinds != NOTHING), kinds[kinds != NOTHING])
 
     def _add(self, rows: Rows, kinds: NDArray[np.int64]) -> None:
-        """Keep the rows of devices; of the host's, keep when it worked and was blocked."""
+        """Keep device rows; reduce host rows to the times in which the host worked or was blocked."""
         if self._between is not None:
             begin_ns, end_ns = self._between
             inside = (rows.spans[:, 0] < end_ns) & (rows.spans[:, 1] > begin_ns)
@@ -306,11 +306,11 @@ class _Reading:
         self._rows.append(rows.of(kinds <= UNKNOWN if self._has_device else kinds < ITERATION))
 
     def lanes(self, windows: Sequence[Window], unrecorded: str) -> list[Lane]:
-        """Return what each device did, or what the host did if there is none.
+        """Return one lane per device, or the host's lane if there is no device.
 
         Raises:
-            NoOperatorsError: They are whole, and hold no operator.
-            TraceFormatError: Nothing in the traces is known to be work.
+            NoOperatorsError: The traces are complete, and hold no operator.
+            TraceFormatError: No event is known to be work.
         """
         rows = joined(self._rows)
         self._rows.clear()
@@ -340,7 +340,7 @@ class _Reading:
         return [self._lane(rows.of(kinds > UNKNOWN), _ON_HOST, windows, on_device=False)]
 
     def _devices(self, rows: Rows, kinds: NDArray[Any]) -> Iterator[tuple[str, NDArray[np.bool_]]]:
-        """Yield the name of each device, and which rows are its own; note events of unknown categories."""
+        """Yield each device's name and a mask of its rows; add a note on events of unknown category."""
         pids = [pid for pid, _ in self._threads]
         numbers = {pid: number for number, pid in enumerate(dict.fromkeys(pids))}
         pid_of = np.array([numbers[pid] for pid in pids], np.int64)[rows.threads]
@@ -382,13 +382,13 @@ class _Reading:
         self.notes.append(f"{self.paths[0].name}: {sentence}")
 
     def _lost_device(self, why: str) -> Lane:
-        """Return what is known of a device without an event in the traces: nothing."""
+        """Return the lane of a device without events in the traces, and add a problem."""
         files = ", ".join(self._cut_off or [path.name for path in self.paths])
         self.problems.append(f"{files}: {why}: nothing is known of it")
         return Lane(is_unknown=True, **self._about)
 
     def _without_work(self) -> TraceFormatError:
-        """Return what to say of traces without work; a whole one of torch's profiler had none to record."""
+        """Return the error for traces without work; a complete trace of torch means that nothing ran."""
         found = {category[:_LONGEST_CATEGORY] or "no category" for category in self._categories}
         if "Trace" in found and found <= _MARKS and not self.problems:
             return NoOperatorsError(self.paths[0], "its process ran no operator while it was recorded")
@@ -403,7 +403,7 @@ def _key(kind: int, name: str, group: Group | None = None) -> Key:
 
 
 def _to_spans(events: Sequence[Event], base_ns: int) -> Spans:
-    """Return the begin and end of events in unix nanoseconds, exact to 1 ns."""
+    """Return begin and end of events (unix ns), exact to 1 ns."""
     begin_us = np.array([event.ts for event in events], dtype=np.float64)
     took_us = np.array([event.dur or 0.0 for event in events], dtype=np.float64)
     whole_us = np.floor(begin_us)
@@ -413,7 +413,7 @@ def _to_spans(events: Sequence[Event], base_ns: int) -> Spans:
 
 
 def _add_names(names: dict[tuple[str, object, object], str], events: Iterable[Event]) -> None:
-    """Add names of processes and threads; the first one counts, because some writers repeat it per event."""
+    """Add names of processes and threads; some tools repeat a name per event, so only the first is kept."""
     for event in [event for event in events if event.ph == "M"]:
         if event.name in ("process_name", "process_labels", "thread_name"):
             key = (event.name, event.pid, event.tid if event.name == "thread_name" else None)
@@ -435,12 +435,12 @@ def _device_name(pid: object, label: str) -> str:
 
 
 def _order(name: str) -> tuple[str, int]:
-    """Return what names of devices are sorted by: ``GPU 10`` is behind ``GPU 9``."""
+    """Return the sort key of a device name, so that ``GPU 10`` comes after ``GPU 9``."""
     number = re.search(r"\d{1,18}$", name)
     return (name[: number.start()], int(number[0])) if number else (name, 0)
 
 
 def _says_device(trace: Trace) -> bool:
-    """Return whether the header of a trace names a device, or a library that communicates between devices."""
+    """Return whether the header of a trace lists a device or a device backend such as NCCL."""
     backend = str(trace.metadata.get("distributedInfo")).lower()
     return bool(trace.metadata.get("deviceProperties")) or any(name in backend for name in _BETWEEN_DEVICES)

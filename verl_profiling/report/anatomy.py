@@ -1,4 +1,4 @@
-"""The stages of a step: whose each instant is, what the loop did around it, and its picture over time."""
+"""The stages of a step: the stage of each instant, the loop's work around the step, and the Gantt chart."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from verl_profiling.report.rows import OutsideRow, RequestRow, RunningRow, Stage
 CAPTURE_CALLS = "(starting and stopping the capture)"
 OUTSIDE_STAGES = "(outside stages)"
 PARTS = 240
-"""Equal parts of the step, of which a curve has a point each."""
+"""Number of equal parts of the step; a curve has one point per part."""
 
 
 def anatomy(step: Step, nobody: Spans = EMPTY) -> list[StageRow]:
     """Return the controller's stages in order of their first begin, and the rest of the step.
 
-    An instant belongs to the capture if that starts or stops then, else in equal parts to the outermost
-    stages that run, else to no stage. So the shares of the rows with depth 0 add up to 1. A nested row is
-    a part of the one around it, and divided among nested stages in the same way.
+    An instant belongs to the capture if the capture starts or stops then, else in equal parts to the running
+    outermost stages, else to no stage. So the shares of the rows with depth 0 add up to 1. Nested stages
+    divide the time of their parent in the same way.
 
     Args:
         step: The step.
-        nobody: When every lane was idle and none took part in what the controller did.
+        nobody: Time in which every lane was idle and no worker was in a stage of its own.
     """
     runs: dict[int, dict[str, list[StageSpan]]] = {}
     order = dict.fromkeys((span.name, span.depth) for span in step.stages)
@@ -84,7 +84,7 @@ def _time_of(runs: Iterable[StageSpan], step: Step) -> Spans:
 
 
 def _without(capture: Spans, time: Spans) -> Spans:
-    """Return a set of time on an axis that the capture is cut out of."""
+    """Return a set of time on an axis without the capture's time."""
     return union(time - covered_before(capture, time))
 
 
@@ -99,17 +99,17 @@ def _rest_row(name: str, spans: Spans, step: Step) -> StageRow:
 
 
 def capture_time(step: Step) -> Spans:
-    """Return when the loop did nothing but wait for recordings to start and stop.
+    """Return the time in which the loop only waited for recordings to start or stop.
 
-    Around the step these are the pauses, and outside of stages the calls that do so. Inside a stage, in
-    discrete mode, they are the starts and stops of tools that record this very stage: a worker that stops
-    its tool while the loop is in another stage holds up nobody. A worker's stage that the controller has no
-    stage of the same name for counts where the controller is in one stage only.
+    Around the step these are the pauses; outside stages, the calls that start or stop recordings. Inside a
+    stage (discrete mode), these are the starts and stops of tools that record the same stage: in any other
+    stage, a worker's tool delays nobody. A worker's stage unknown to the controller counts only while the
+    controller is in exactly one stage.
     """
     if step.manifest is None:
         return EMPTY
     whole, stages = step.during(), {span.name for span in step.stages}
-    tools: dict[str, list[ToolSpan]] = {}  # by stage; "" for stages of no name that the loop knows
+    tools: dict[str, list[ToolSpan]] = {}  # by stage; "" for stages that the controller does not have
     for span in (span for worker in step.workers for span in worker.tool_spans if span.stage is not None):
         tools.setdefault(span.stage if span.stage in stages else "", []).append(span)
     elsewhere = time_of(tools.pop("", []))
@@ -126,7 +126,7 @@ _MOST_ROWS = 64
 
 
 def outside_rows(manifest: Manifest) -> list[OutsideRow]:
-    """Return a row for each pause and for each outermost stage outside of the step, in order of time."""
+    """Return a row for each pause and each outermost stage around the step, sorted by begin."""
     runs: dict[str, list[StageSpan]] = {}
     inside: dict[str, dict[str, float]] = {}
     outermost = ""
@@ -151,7 +151,7 @@ def outside_rows(manifest: Manifest) -> list[OutsideRow]:
 
 
 def _answers(manifest: Manifest, name: str, pause: StageSpan) -> dict[str, float]:
-    """Return for each role how long its slowest worker took to answer in a pause, in seconds."""
+    """Return, for each role, the answer time (s) of its slowest worker in a pause."""
     method = {CAPTURE_START: "start_capture", CAPTURE_STOP: "stop_capture"}.get(name)
     roles = {worker.name: worker.identity.role for worker in manifest.workers}
     calls: dict[str, list[Rpc]] = {}
@@ -173,15 +173,15 @@ def _seconds(spans: Sequence[StageSpan]) -> float:
 
 
 def percent(spans: Spans, begin_ns: int, end_ns: int) -> list[int]:
-    """Return how much of each part is covered by disjoint spans, 0 to 100."""
+    """Return the percentage (0 to 100) of each part of the step that disjoint spans cover."""
     return [int(share) for share in np.rint(100 * _running(spans, begin_ns, end_ns))]
 
 
 def requests_running(requests: Iterable[RequestRow], span_us: float) -> list[RunningRow]:
-    """Return how many requests of each replica are on their way in each part of the step, on average.
+    """Return the mean number of unfinished and of queued requests of each replica, per part of the step.
 
-    And how many of them are queued: from the engine getting a request (or, where it does not tell, from
-    its begin) to scheduling it for the first time.
+    A request is queued from its arrival at the engine (if unknown, from its begin) until the engine first
+    schedules it.
     """
     by_replica: dict[tuple[str, int], list[tuple[float, float]]] = {}
     queued: dict[tuple[str, int], list[tuple[float, float]]] = {}
@@ -208,7 +208,7 @@ def _means(spans_us: list[tuple[float, float]], whole_us: float) -> list[float]:
 
 
 def _running(spans: Spans, begin_ns: int, end_ns: int) -> NDArray[np.float64]:
-    """Return how many spans run in each part on average; they may overlap."""
+    """Return the mean number of spans that run in each part of the step; spans may overlap."""
     whole = max(end_ns - begin_ns, 1)
     edges = np.linspace(0.0, whole, PARTS + 1)
     inside = np.clip(spans - begin_ns, 0, whole).astype(np.float64)
@@ -218,7 +218,7 @@ def _running(spans: Spans, begin_ns: int, end_ns: int) -> NDArray[np.float64]:
 def gantt(step: Step) -> Iterator[GanttSpan]:
     """Yield the runs of the controller's stages, then of each worker's with its tool's starts and stops.
 
-    A start or stop outside of the step, as in e2e mode, is not part of the picture.
+    Starts and stops outside the step, as in e2e mode, are left out.
     """
     yield from _stacked(_stages("controller", step.stages, step))
     for worker in step.workers:
@@ -246,17 +246,17 @@ def _span(lane: str, span: StageSpan, step: Step, **more: Any) -> GanttSpan:
 
 
 def _mean_us(lanes: list[Spans], stage: StageSpan) -> float | None:
-    """Return how much of a stage the spans of each lane cover, on average."""
+    """Return the time of a stage (us) that spans cover, mean of the lanes; ``None`` without lanes."""
     covered = [length(within(spans, stage.begin_ns, stage.end_ns)) / 1000 for spans in lanes]
     return fmean(covered) if covered else None
 
 
 def _stacked(spans: list[GanttSpan]) -> Iterator[GanttSpan]:
-    """Give each span the row of the one that it is inside of; an outermost one the first that is free.
+    """Give each nested span the row of its parent, and each outermost span the first free row.
 
-    Beyond 64 rows, spans share the last one.
+    There are at most 64 rows; further concurrent spans share the last one.
     """
-    rows: list[list[GanttSpan]] = []  # the open spans of each, outermost first
+    rows: list[list[GanttSpan]] = []  # open spans of each row, outermost first
     for span in sorted(spans, key=lambda span: (span.begin_us, span.depth, -span.end_us)):
         for opened in rows:
             while opened and opened[-1].end_us <= span.begin_us:

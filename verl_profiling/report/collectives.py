@@ -1,17 +1,16 @@
-"""Collectives and stragglers: which calls of ranks belong together, how long ranks wait, and for whom.
+"""Collectives and stragglers: matches the calls of ranks, and computes how long ranks wait, and for whom.
 
-The ranks of a process group leave a collective together. So of the runs of one call the shortest is that of
-the rank which came last, and the call itself costs as long as that run. By what another rank's run is longer,
-it waited for the last one, at the begin of its run:
+The ranks of a process group leave a collective together. So the last rank to enter a call has the shortest
+run, and the length of this run is the cost of the call. Any other rank waits first, for as long as its run
+exceeds the cost:
 
     waiting of a rank = union, over its calls, of [begin, end - cost)
 
-An instant counts once, however many calls wait in it (a rank may have several under way). Waiting lies
-inside the calls, so it is never longer than the communication of the rank. Only durations of different ranks
-are compared, so clocks that differ change nothing.
+Concurrent waits of a rank count once. Waiting lies inside the calls, so it never exceeds the rank's
+communication. Only durations are compared between ranks, so clock offsets have no influence.
 
-Without all ranks of a group, the ranks that are known waited at least for each other; who came last, and what
-else of the runs is waiting, is unknown. So is all of a collective whose group is unknown.
+If some ranks of a group are not captured, the result is a lower bound of the waits, and the last rank is
+unknown. A collective of unknown group yields nothing.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ class Calls(NamedTuple):
     """All calls of one collective by the ranks of a process group.
 
     Attributes:
-        role: Their role.
+        role: Role of the ranks.
         name: The collective.
         group: The group.
-        lanes: The ranks that are known.
-        runs: Begin and end of each rank's run of each call (ranks, calls, 2).
+        lanes: Lanes of the captured ranks.
+        runs: Begin and end (ns) of each rank's run of each call, shape (ranks, calls, 2).
     """
 
     role: str
@@ -66,26 +65,26 @@ class Calls(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether all ranks of the group are known."""
+        """Whether all ranks of the group were captured."""
         return len(self.lanes) == self.group.size
 
     @property
     def took(self) -> NDArray[np.int64]:
-        """How long each rank's run of each call took (ns)."""
+        """Duration of each run (ns), shape (ranks, calls)."""
         took: NDArray[np.int64] = self.runs[:, :, 1] - self.runs[:, :, 0]
         return took
 
     def waiting(self) -> list[Spans]:
-        """Return when each rank waited in one of the calls."""
+        """Return the time in which each rank waited in these calls."""
         cost = self.took.min(axis=0)
         return [union(np.stack((run[:, 0], run[:, 1] - cost), axis=1)) for run in self.runs]
 
 
 def matched_calls(step: Step) -> list[Calls]:
-    """Return the collectives that all ranks of a group called equally often; their nth runs are matched.
+    """Return the collectives that all ranks of a group called equally often; the nth runs form a call.
 
-    Where some ranks called it more often, it is not known which runs belong together. Groups of replicas
-    have the same names, and are not the same.
+    If the numbers of calls differ, runs cannot be matched, and the collective is left out. Groups of
+    different replicas have the same name, but are different groups.
     """
     called = defaultdict(list)
     for lane in step.lanes:
@@ -100,7 +99,7 @@ def matched_calls(step: Step) -> list[Calls]:
 
 
 def waiting_by_lane(calls: Iterable[Calls]) -> dict[str, Spans]:
-    """Return when each rank waited in any collective, by the name of its lane."""
+    """Return the time in which each rank waited in any collective, by the name of its lane."""
     found: dict[str, list[Spans]] = {}
     for one in calls:
         for lane, spans in zip(one.lanes, one.waiting(), strict=True):
@@ -109,7 +108,7 @@ def waiting_by_lane(calls: Iterable[Calls]) -> dict[str, Spans]:
 
 
 def perhaps_waiting(step: Step, calls: Iterable[Calls], waiting: Mapping[str, Spans]) -> dict[str, Spans]:
-    """Return when each lane waited, or communicated with nothing beside it and may have waited unseen."""
+    """Return, by lane, the waits in collectives, and exposed communication that may be an unknown wait."""
     told: defaultdict[str, list[Spans]] = defaultdict(list)
     for one in calls:
         for lane, runs in zip(one.lanes, one.runs, strict=True):
@@ -122,12 +121,12 @@ def perhaps_waiting(step: Step, calls: Iterable[Calls], waiting: Mapping[str, Sp
 
 
 def last_to(stage: str, step: Step, calls: Iterable[Calls]) -> tuple[str, float]:
-    """Return the rank that others waited for in the collectives of a stage, and how long they did (s).
+    """Return the rank for which others waited in the collectives of a stage, and the total wait (s).
 
-    Without a stage, in those of the step. Nobody is last where ranks are so in turn, or where less than a
-    hundredth of the stage was waiting. Ranks that were not captured are not known.
+    An empty stage means the whole step. The rank is empty if ranks take turns in being last, or if less
+    than 1 % of the stage was waiting. Only captured ranks count.
     """
-    waited: defaultdict[tuple[str, str], list[Spans]] = defaultdict(list)  # for whom, by whom
+    waited: defaultdict[tuple[str, str], list[Spans]] = defaultdict(list)  # by (last rank, waiting rank)
     longest = 0
     for one in calls:
         cost, last = one.took.min(axis=0), one.took.argmin(axis=0)
@@ -148,7 +147,7 @@ def last_to(stage: str, step: Step, calls: Iterable[Calls]) -> tuple[str, float]
 
 
 def collective_rows(calls: Iterable[Calls]) -> list[CollectiveRow]:
-    """Return the collectives in which ranks waited longest."""
+    """Return one row per collective and group, for those with the longest waits."""
     rows = []
     for one in calls:
         shortest = one.took.min(axis=0)
@@ -197,7 +196,7 @@ def stragglers(step: Step, calls: Sequence[Calls], waiting: Mapping[str, Spans])
 
 
 def _of(worker: CaptureResult, step: Step, waiting: Mapping[str, Spans]) -> Spans:
-    """Return when all lanes of a worker waited."""
+    """Return the time in which all lanes of a worker waited."""
     lanes = [waiting.get(lane.name, EMPTY) for lane in step.lanes if lane.source.worker == worker.name]
     return reduce(intersection, lanes) if lanes else EMPTY
 

@@ -1,4 +1,4 @@
-"""Tables for the terminal: from 80 to 100 columns, numbers in one piece, long names cut with a sign."""
+"""Tables for the terminal: 80 to 100 columns wide, numbers never wrapped, long names shortened with ``…``."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _NAME = 44
 
 
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:s|ms|us|ns|min|h|d|kB|MB|GB|TB)\b)")
-_KEPT = "\ue000"  # of no meaning in Unicode, and no space to rich
+_KEPT = "\ue000"  # private-use character, at which rich does not wrap
 
 
 class Sentence(Text):
-    """A text in which a number and its unit stay on one line."""
+    """A text that keeps a number and its unit on one line."""
 
     @classmethod
     def of(cls, markup: str) -> Sentence:
-        """Return the sentence that some markup describes."""
+        """Return the sentence of some rich markup."""
         sentence = cls()
         sentence.append_text(Text.from_markup(markup))
         return sentence
 
     def wrap(self, console: Console, width: int, **options: Any) -> Lines:
-        """Return its lines, each at most ``width`` columns."""
+        """Return the lines of the text, each at most ``width`` columns."""
         kept = self.copy()
         kept.plain = _BEFORE_UNIT.sub(_KEPT, self.plain)
         lines = Text.wrap(kept, console, width, **options)
@@ -47,7 +47,7 @@ def fitting_console(console: Console) -> Console:
 
 
 def shortened(name: str) -> str:
-    """Return a name of at most 44 characters, without its middle: kernels differ at their ends, too."""
+    """Return a name of at most 44 characters; the middle is cut, because kernel names differ at both ends."""
     if len(name) <= _NAME:
         return name
     head = _NAME * 2 // 3
@@ -55,7 +55,7 @@ def shortened(name: str) -> str:
 
 
 def table_of(title: str, headings: Sequence[str], texts: Collection[int] = ()) -> Table:
-    """Return a table: its first column and some others hold texts, which wrap; all others numbers."""
+    """Return a table; the first column and those in ``texts`` are wrapped text, all others numbers."""
     table = Table(
         title=title or None,
         title_justify="left",

@@ -33,10 +33,10 @@ _DTYPES: dict[Any, str] = {
 
 
 def write_csv(reports: Sequence[Report], folder: Path) -> list[Path]:
-    """Write ``stages.csv``, ``workers.csv`` and so on, an empty table too, so that no older one stays.
+    """Write ``stages.csv``, ``workers.csv`` and so on; empty tables too, so that no older file stays.
 
     Args:
-        reports: One report per step; the first columns say which: its title, folder and number.
+        reports: One report per step; the first columns are the step's title, folder and number.
         folder: Folder to write; it is created if it does not exist.
 
     Raises:
@@ -60,11 +60,11 @@ def write_csv(reports: Sequence[Report], folder: Path) -> list[Path]:
 def data_frame(
     kind: type[msgspec.Struct], tables: Iterable[tuple[int | None, Iterable[msgspec.Struct]]]
 ) -> DataFrame:
-    """Return rows as a data frame, with the same columns and types when there are none.
+    """Return rows as a data frame; without rows, columns and types are the same.
 
     Args:
-        kind: What a row is.
-        tables: The rows of each step, with its number, which is the first column.
+        kind: Class of the rows.
+        tables: Pairs of step number (the first column) and rows.
 
     Raises:
         ToolUnavailableError: pandas is not installed.
@@ -82,7 +82,7 @@ def data_frame(
 
 
 def _plain(value: Any) -> Any:
-    """Return a cell that no spreadsheet takes for a formula (OWASP, "CSV Injection")."""
+    """Return a cell, quoted if a spreadsheet would read it as a formula (OWASP, "CSV Injection")."""
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
 
 
@@ -90,7 +90,7 @@ def write_tensorboard(reports: Sequence[Report], logdir: Path) -> None:
     """Write one point per report; a report without a step is written as step 0.
 
     Raises:
-        ConfigError: Several reports have no step, so their points would fall together.
+        ConfigError: Several reports have no step, so their points would overwrite each other.
         ToolUnavailableError: tensorboard is missing.
     """
     if sum(report.step is None for report in reports) > 1:
@@ -103,7 +103,7 @@ def write_tensorboard(reports: Sequence[Report], logdir: Path) -> None:
 
 
 def scalars(report: Report) -> Iterator[tuple[str, float]]:
-    """Yield a report's main numbers by name, for any tracker of scalars; ``profiled`` marks its step."""
+    """Yield a report's main numbers by name, for any metric tracker; ``profiled`` marks the captured step."""
     yield "profiled", 1.0
     yield "step_s", report.span_us / 1e6
     for stage in report.stages:
@@ -124,7 +124,7 @@ def scalars(report: Report) -> Iterator[tuple[str, float]]:
 
 
 def _of_trajectories(report: Report) -> Iterator[tuple[str, float]]:
-    """Yield what training trajectories waited for, and what one follows of rollouts over time."""
+    """Yield the time of training trajectories by cause, and the main numbers of the rollout."""
     rollout = report.rollout
     if rollout is None:
         return
@@ -143,7 +143,7 @@ def _of_trajectories(report: Report) -> Iterator[tuple[str, float]]:
 
 
 def _about_the_capture(report: Report) -> Iterator[tuple[str, float]]:
-    """Yield the largest peaks over the workers, what the capture cost, and what clocks did."""
+    """Yield the largest peaks over the workers, the cost of the capture, and the drift of clocks."""
     peaks: dict[str, float] = {}
     for row in report.measures:
         name = f"peak/{row.stage}/{row.name}" if row.stage else f"peak/{row.name}"

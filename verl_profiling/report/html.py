@@ -19,7 +19,7 @@ _WHERE = 3
 
 
 def render_html(report: Report) -> str:
-    """Return the page."""
+    """Return the HTML page of a report."""
     parts = [f"policy version {report.policy_version}"] if report.policy_version is not None else []
     parts.append(f"{report.coverage.events:,} events{report.of_capture}")
     content = "".join(_sections(report))
@@ -27,12 +27,12 @@ def render_html(report: Report) -> str:
 
 
 def page_title(report: Report) -> str:
-    """Return what a report is called."""
+    """Return the title of a report's page."""
     return f"S{report.title[1:]}" if report.title.startswith("step ") else report.title
 
 
 def summary(report: Report) -> str:
-    """Return the figures of a step, and its findings of which the first is open."""
+    """Return the main figures and the findings; the first finding is shown, the others are folded."""
     early = "The step ended early; this is what was recorded until then."
     items = [_sentence(finding, len(report.workers)) for finding in report.findings]
     first, *others = items or ["Nothing stands out: no finding is above its threshold."]
@@ -48,7 +48,7 @@ def summary(report: Report) -> str:
 
 
 def _sentence(finding: Finding, lanes: int) -> str:
-    """Return a finding with its advice, and its lanes where it names none and they are not all."""
+    """Return a finding with its advice; lanes missing from its text are listed, unless it is about all."""
     words = re.findall(r"\w+", finding.text)
     named = [name for name in finding.lanes if name not in words] if len(finding.lanes) < lanes else []
     listed = ", ".join(named[:_WHERE]) + (f" and {len(named) - _WHERE} more" if len(named) > _WHERE else "")
@@ -100,7 +100,7 @@ def _picture(report: Report) -> str:
 
 
 def _rollout(report: Report) -> str:
-    """Return what holds of the rollout as a whole, with a bar for each sum of causes."""
+    """Return the section on the whole rollout, with a stacked bar for each breakdown by cause."""
     rollout = report.rollout
     if rollout is None:
         return ""
@@ -133,7 +133,7 @@ def _tail(report: Report) -> str:
 
 
 def _reported(report: Report) -> str:
-    """Return the loop's metrics, those with the same prefix folded together."""
+    """Return the section of the loop's metrics, folded by their prefix."""
     groups: dict[str, list[tuple[Cell, Cell]]] = {}
     for name, value in report.metrics.items():
         prefix = name.partition("/")[0] if "/" in name else "others"

@@ -15,7 +15,7 @@ _Number = TypeVar("_Number", np.int64, np.float64)
 
 EMPTY: Spans = np.empty((0, 2), dtype=np.int64)
 _LARGEST = 1 << 62
-_SLICE = 1 << 16  # calls kept as Python numbers at a time, which take four times the space
+_SLICE = 1 << 16  # calls converted to Python numbers at a time: they take four times the memory
 
 
 def spans_of(pairs: Iterable[tuple[int, int]]) -> Spans:
@@ -24,7 +24,7 @@ def spans_of(pairs: Iterable[tuple[int, int]]) -> Spans:
 
 
 def time_of(runs: Iterable[Any], *names: str) -> Spans:
-    """Return the time covered by runs (of stages, for one), by those of some names where any is given."""
+    """Return the time covered by runs (e.g. of stages); with names, only by the runs of these names."""
     return spans_of((run.begin_ns, run.end_ns) for run in runs if not names or run.name in names)
 
 
@@ -57,7 +57,7 @@ def crowded(sets: Sequence[Spans]) -> Spans:
 
 
 def _where(least: int, spans: Spans, holes: Spans = EMPTY) -> Spans:
-    """Return the time in which at least so many spans are open; a hole lowers their number by 1."""
+    """Return the time in which at least ``least`` spans are open; each open hole subtracts 1."""
     edges = np.concatenate((spans[:, 0], holes[:, 1], spans[:, 1], holes[:, 0]))
     change = np.repeat(np.array([1, 1, -1, -1]), [len(spans), len(holes), len(spans), len(holes)])
     order = np.argsort(edges, kind="stable")
@@ -72,8 +72,8 @@ def intersection(spans: Spans, other: Spans) -> Spans:
 
 
 def holding(spans: Spans, instants: Ints) -> NDArray[np.bool_]:
-    """Return of each instant whether it is in a set of time."""
-    begun = np.searchsorted(spans[:, 0], instants, side="right")  # 0 before the first: the last that is added
+    """Return, for each instant, whether it is in a set of time."""
+    begun = np.searchsorted(spans[:, 0], instants, side="right")  # 0: before the first span
     inside: NDArray[np.bool_] = instants < np.append(spans[:, 1], -_LARGEST)[begun - 1]
     return inside
 
@@ -86,9 +86,9 @@ def within(spans: Spans, begin_ns: int, end_ns: int) -> Spans:
 
 
 def covered_before(spans: NDArray[Any], instants: NDArray[_Number]) -> NDArray[_Number]:
-    """Return how much time of spans is before each instant; what is in several of them counts as often.
+    """Return the time of spans before each instant; overlapping spans count several times.
 
-    The sums may exceed an integer's range. It wraps around, so their difference is still exact.
+    Sums may exceed the range of an integer and wrap around; differences of sums are still exact.
     """
     since = []
     for side in (0, 1):
@@ -100,17 +100,17 @@ def covered_before(spans: NDArray[Any], instants: NDArray[_Number]) -> NDArray[_
 
 
 def overlaps(spans: Spans, other: Spans) -> Ints:
-    """Return how much of each span (ns) is in a set of time."""
+    """Return the overlap (ns) of each span with a set of time."""
     found: Ints = np.diff(covered_before(other, spans), axis=1)[:, 0]
     return found
 
 
 class Axes:
-    """Gives each owner an axis of its own, so that sets of spans are computed for all owners together.
+    """Shifts the spans of each owner to a separate range of one axis, so that one call handles all owners.
 
     Args:
         owners: Number of owners.
-        times: All instants that will be put on an axis (ns).
+        times: All instants (ns) that will be put on the axis; they set the length of a range.
     """
 
     def __init__(self, owners: int, *times: Ints) -> None:
@@ -121,21 +121,21 @@ class Axes:
         self._stride = self._stride // self._unit + 2
 
     def put(self, owner: Ints, begin: Ints, end: Ints) -> Spans:
-        """Return spans on their owners' axes, in their order."""
+        """Return spans shifted to their owners' ranges, in the given order."""
         places = [owner * self._stride + (times - self._first) // self._unit for times in (begin, end)]
         return np.stack(places, axis=1)
 
     def take(self, spans: Spans) -> tuple[Ints, Ints, Ints]:
-        """Return owner, begin and end of spans on their owners' axes."""
+        """Return owner, begin and end of shifted spans; the inverse of :meth:`put`."""
         return spans[:, 0] // self._stride, self.time(spans[:, 0]), self.time(spans[:, 1])
 
     def time(self, edges: Ints) -> Ints:
-        """Return the instants (ns) of edges on any axes."""
+        """Return the instants (ns) of shifted edges."""
         return edges % self._stride * self._unit + self._first
 
 
 def without(begin: Ints, end: Ints, owner: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return owner, begin and end of the time of owners that is in none of their holes.
+    """Return the time of each owner without its holes, as intervals: owner, begin, end.
 
     Args:
         begin: Begin of each owner (ns).
@@ -150,7 +150,7 @@ def without(begin: Ints, end: Ints, owner: Ints, low: Ints, high: Ints) -> tuple
 
 
 class Sharing:
-    """Divides each instant equally among the spans of an owner that are open then.
+    """Divides each instant equally among the spans of one owner that are open at that instant.
 
     Args:
         owner: Owner of each span.
@@ -166,7 +166,7 @@ class Sharing:
         edges = np.sort(np.concatenate((spans.reshape(-1), holes.reshape(-1))))
         edges = edges[np.append(True, np.diff(edges) > 0)] if len(edges) else edges  # faster than np.unique
         self._places = np.searchsorted(edges, spans)
-        # Behind the last edge of an owner nothing is open, so what lies between two axes is nobody's.
+        # No span is open after an owner's last edge, so the gap between two owners' ranges gets no share.
         count = _open(self._places, len(edges))
         free = (count > 0) & (_open(np.searchsorted(edges, holes), len(edges)) == 0)
         self._part = np.where(free, 1.0 / np.maximum(count, 1), 0.0)
@@ -176,7 +176,7 @@ class Sharing:
         """Return each span's share (ns).
 
         Args:
-            window: The time that counts; an instant in several of its spans counts as often.
+            window: The time to divide; an instant in two of its intervals counts twice.
         """
         if not len(self._times):
             return np.zeros(len(self._places))
@@ -186,16 +186,16 @@ class Sharing:
 
 
 def _open(places: Ints, edges: int) -> Ints:
-    """Return how many spans are open behind each edge."""
+    """Return the number of open spans after each edge."""
     begun, ended = (np.bincount(places[:, side], minlength=edges) for side in (0, 1))
     return np.cumsum(begun - ended)
 
 
 def nested_times(spans: Spans, threads: NDArray[Any]) -> Ints:
-    """Return the self time of each call (ns): its duration less that of the calls directly inside it.
+    """Return the self time of each call (ns): its duration minus the durations of its direct children.
 
-    On one thread calls nest. Sorted by begin, longest first, a call is inside the nearest
-    earlier one that has not ended when it begins.
+    Calls of one thread nest. Sorted by begin, longest first, the parent of a call is the nearest earlier
+    call that is still open.
     """
     own: NDArray[np.int64] = spans[:, 1] - spans[:, 0]
     order = np.lexsort((-own, spans[:, 0], threads))
@@ -223,5 +223,5 @@ def nested_times(spans: Spans, threads: NDArray[Any]) -> Ints:
 
 
 def percentiles(sample: Sequence[float] | NDArray[np.float64], *which: int) -> list[Any]:
-    """Return percentiles of a sample; ``None`` for each where it is empty."""
+    """Return percentiles of a sample; ``None`` for each if the sample is empty."""
     return np.percentile(sample, which).tolist() if len(sample) else [None] * len(which)

@@ -1,4 +1,4 @@
-"""Lanes, one for each device, and the step of them; times are on the controller's clock."""
+"""Lanes, one per process and device, and the step of the lanes; times are on the controller's clock."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from verl_profiling.timeline.step import Source
 from verl_profiling.units import duration
 
 VALIDATE = "validate"
-"""The stage in which the loop rolls out to validate, not to train."""
+"""Name of the validation stage."""
 
 NEVER = 1 << 62
-"""No duration (ns) is as long."""
+"""A duration (ns) longer than any other."""
 
 Window = tuple[str, int, int]
 """Name, begin and end (ns) of a stage."""
@@ -42,32 +42,32 @@ Window = tuple[str, int, int]
 
 @dataclass(kw_only=True, eq=False)
 class Lane:
-    """The work of one device of a lane, or of its host where it has none.
+    """The work of one device of a process, or of its host if it has no device.
 
     Attributes:
-        source: The first trace that it was read from.
-        paths: All of them.
+        source: The first trace of the lane.
+        paths: All traces of the lane.
         host: Spans in which operators or runtime calls ran on the host.
         blocked: Spans in which the host was in a call that copies, allocates or waits for the device.
         graphs: Whether the host launched graphs of kernels.
         iterations: Begin, end, prompt tokens and new tokens of each iteration of a rollout engine.
         accelerator: Name of the device in the traces; ``""`` for a CPU trace.
-        on_device: Whether it is that of a device (see :mod:`~verl_profiling.report.kinds`).
-        is_one_of_several: Whether the lane has other devices.
-        is_unknown: Whether nothing is known of its device: the trace ends before its first event, or none was
-            recorded although the device was in use.
+        on_device: Whether the work is a device's (see :mod:`~verl_profiling.report.kinds`).
+        is_one_of_several: Whether the process has other devices.
+        is_unknown: Whether the device's work is unknown: the trace was cut off before its first event, or
+            the device was in use and not recorded.
         compute: Spans of computation.
         communication: Spans of communication.
         memory: Spans in which memory was copied or set.
-        unrecognised: Spans of work of a device that is of no known kind, with nothing else beside it.
-        collectives: All runs of each collective by name and process group, in order of their begin.
+        unrecognised: Spans in which only work of unknown kind ran on the device.
+        collectives: All runs of each collective by name and process group, sorted by begin.
         ops: Calls and self time (ns) of kernels, or of operators in a CPU trace, by stage and name.
-        first_ns: Begin of the first event that counts.
-        last_ns: End of the last event that counts.
-        stages: Runs of its worker's own stages.
-        recorded: Spans in which its tool recorded.
-        observed: Spans in which it was observed: the set ``S`` of :mod:`~verl_profiling.report.numbers`.
-        device: What it computed on, where that is known.
+        first_ns: Begin of the first event of work.
+        last_ns: End of the last event of work.
+        stages: Runs of the worker's own stages.
+        recorded: Spans in which the worker's tool recorded.
+        observed: Observed time: the set ``S`` of :mod:`~verl_profiling.report.numbers`.
+        device: The device, if known.
     """
 
     source: Source
@@ -99,22 +99,22 @@ class Lane:
 
     @cached_property
     def busy(self) -> Spans:
-        """Spans in which it was busy with anything."""
+        """Spans in which any work ran."""
         return union(self.compute, self.communication, self.memory, self.unrecognised)
 
     @property
     def name(self) -> str:
-        """Name of the lane, with that of its device where the process has several."""
+        """Name of the lane, with the device's name if the process has several devices."""
         return f"{self.source.lane} {self.accelerator}" if self.is_one_of_several else self.source.lane
 
     @property
     def is_engine(self) -> bool:
-        """Whether it is a rank of a rollout engine."""
+        """Whether the lane is a rank of a rollout engine."""
         return self.source.replica is not None
 
 
 class Key(NamedTuple):
-    """A kind, name and group that events of a lane share; one of ``blocks_from`` ns blocks the host."""
+    """Kind, name and process group of events; events of at least ``blocks_from`` ns block the host."""
 
     kind: int
     name: str = ""
@@ -123,19 +123,19 @@ class Key(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Events of a lane as columns: their spans, the numbers of their keys and of their threads."""
+    """Events of a lane as columns: spans, numbers of the keys, numbers of the threads."""
 
     spans: Spans
     keys: NDArray[np.int32]
     threads: NDArray[np.int32]
 
     def of(self, wanted: NDArray[Any]) -> Rows:
-        """Return some of them."""
+        """Return the selected rows."""
         return Rows(*(column[wanted] for column in self))
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """Return rows one after the other."""
+    """Return the concatenation of rows."""
     none = np.empty(0, np.int32)
     return Rows(*(np.concatenate(column) for column in zip(Rows(EMPTY, none, none), *parts, strict=True)))
 
@@ -148,15 +148,15 @@ def reduced(
     only: Group | None,
     about: Mapping[str, Any],
 ) -> Lane:
-    """Return the lane that rows are of.
+    """Reduce rows to a lane.
 
     Args:
         rows: The rows.
-        keys: Their keys.
-        wanted: The kinds that are computation, communication, copies and the rest.
-        windows: The stages to tell apart in ``ops``.
-        only: The group of collectives that name none.
-        about: What else is known of the lane.
+        keys: Keys of the rows.
+        wanted: The kinds of computation, communication, copies and unrecognised work.
+        windows: The stages by which ``ops`` is divided.
+        only: The process group of collectives that name no group.
+        about: Further fields of the lane.
     """
     kinds = np.array([key.kind for key in keys])[rows.keys]
     names = ("compute", "communication", "memory", "unrecognised")
@@ -181,7 +181,7 @@ def reduced(
 def _by_stage(
     rows: Rows, keys: Sequence[Key], windows: Sequence[Window]
 ) -> dict[tuple[str, str], tuple[int, int]]:
-    """Return calls and self time (ns) by stage and name; a call belongs to the stage it begins in."""
+    """Return calls and self time (ns) by stage and name; a call belongs to the stage in which it begins."""
     own = nested_times(rows.spans, rows.threads)
     ordered = sorted(windows, key=lambda window: window[1])
     edges = np.array([window[1:] for window in ordered], np.int64).reshape(-1, 2)
@@ -212,13 +212,13 @@ def _device_of(lane: Lane, worker: CaptureResult) -> Device | None:
 
 
 class Step:
-    """The step as the report sees it.
+    """A step with its lanes, the input of all numbers of the report.
 
     Attributes:
         manifest: The manifest, if there is one.
-        capture: That of the whole capture, of which the step may be a part.
+        capture: Manifest of the whole capture, which may have further steps.
         begin_ns: Begin of the step.
-        end_ns: Its end.
+        end_ns: End of the step.
         workers: The results of all workers.
         lanes: The lanes that could be read.
     """
@@ -237,7 +237,7 @@ class Step:
         self.lanes = [self._observed(lane) for lane in read]
 
     def _observed(self, lane: Lane) -> Lane:
-        """Return a lane with what the step says of it: its stages, its device, when it was observed."""
+        """Return a lane with its stages, its device and its observed time, from the manifest."""
         worker = self.worker_of(lane.source)
         if worker is None:
             whole = lane.busy.reshape(-1)[[0, -1]].reshape(1, 2) if len(lane.busy) else EMPTY
@@ -261,11 +261,11 @@ class Step:
         return next(recorded, named[0] if named else None)
 
     def cut_off(self, span: StageSpan) -> bool:
-        """Return whether the capture ended before a stage did, so that its length says nothing."""
+        """Return whether the capture ended before the stage, so that the stage's duration is unknown."""
         return span.failed and span.end_ns >= self.end_ns
 
     def windows_of(self, source: Source) -> list[Window]:
-        """Return the outermost stages that a trace is told apart by: its worker's, else the controller's."""
+        """Return the outermost stages that divide a trace: the worker's, else the controller's."""
         worker = self.worker_of(source)
         own = [s for s in worker.stages if s.depth == 0] if worker else []
         outer = own or [s for s in self.stages if s.depth == 0]
@@ -273,7 +273,7 @@ class Step:
 
     @property
     def whole(self) -> Spans:
-        """Its time."""
+        """The time of the step."""
         return spans_of([(self.begin_ns, self.end_ns)])
 
     @property
@@ -287,15 +287,15 @@ class Step:
         return sorted(self.manifest.stages if self.manifest else [], key=lambda span: span.begin_ns)
 
     def during(self, *names: str) -> Spans:
-        """Return the spans in which the controller was in one of these stages, or in any if none is given."""
+        """Return the time in which the controller was in one of these stages, or in any without names."""
         return time_of(self.stages, *names)
 
     @cached_property
     def served(self) -> dict[int, Spans]:
-        """When requests of each replica were on their way, where they were logged.
+        """Time in which each replica had an unfinished request, if requests were logged.
 
-        A request from before the log began is not in it. Iterations of an engine outside of all requests are
-        its work on such a one, which was on its way until the last of them.
+        Requests sent before the log began are not logged. Engine iterations outside all logged requests
+        belong to such a request, which is unfinished until the last of these iterations.
         """
         runs: dict[int, list[tuple[int, int]]] = {}
         for worker in self.capture.workers if self.capture else []:

@@ -18,18 +18,18 @@ from verl_profiling.report.rows import DeviceRow, Rollout
 from verl_profiling.units import duration, lane_seconds, step_list
 
 OTHER_RANKS = "waiting_for_other_ranks"
-"""Cause of lost time in which the device is busy: it waits in a collective."""
+"""The only cause of lost time during which the device is busy: a collective waits for other ranks."""
 
 REPORT_SCHEMA_VERSION = 1
 
 
 class Asked(Trigger, frozen=True, kw_only=True):
-    """The request behind a capture: the fields of a ``Trigger``, and what the capture shows of it.
+    """The request behind a capture: the fields of a ``Trigger``, and the rank that the capture shows as last.
 
     Attributes:
-        when: When the capture began, on the clock of the loop's host, as a date and time.
-        last: The rank that others mostly waited for in the collectives of that stage; empty if there is none.
-        waited_s: For how long they did, added up.
+        when: Begin of the capture as a date and time, on the clock of the loop's host.
+        last: Rank for which the others mostly waited in the collectives of the trigger's stage, or ``""``.
+        waited_s: Total time for which the others waited for ``last`` (s).
     """
 
     when: str = ""
@@ -54,19 +54,19 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tail(msgspec.Struct, frozen=True, kw_only=True):
-    """How long the rollout waits for its last replicas.
+    """The time for which the rollout waits for its last replicas.
 
     Attributes:
-        replicas: Number of replicas that were seen.
-        median_finish_us: Median time at which a replica was done, relative to the begin of the rollout.
-        last_finish_us: Time at which the last replica was done.
+        replicas: Number of observed replicas.
+        median_finish_us: Median end of a replica, relative to the begin of the rollout.
+        last_finish_us: End of the last replica, relative to the begin of the rollout.
         ratio: ``last_finish_us / median_finish_us``.
         tail_share: Share of the step between the median finish and the last.
         requests: Number of requests, if the engine reported them.
         latency_s: Latency of the requests, from sending to the complete response.
         response_tokens: Lengths of the responses.
-        finishes_us: Time at which each request (or else each replica) was done, sorted.
-        last_replica: Index of the replica that was done last.
+        finishes_us: End of each request (or of each replica, if requests are not known), sorted.
+        last_replica: Index of the replica that ended last.
     """
 
     replicas: int
@@ -86,7 +86,7 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         tokens: Tokens of the step.
-        source: Where their number comes from.
+        source: Source of the number of tokens.
         tokens_per_s: Tokens per second of the step.
         tokens_per_s_per_lane: The same, divided by the number of lanes.
         tokens_per_s_per_device: The same, divided by the number of devices.
@@ -108,12 +108,12 @@ class GanttSpan(msgspec.Struct, frozen=True, kw_only=True):
         begin_us: Begin, relative to that of the step.
         end_us: End, relative to the begin of the step.
         depth: 0 for an outermost stage.
-        row: Row inside the lane, from 0. Spans of one depth in one row follow each other; stages that run
-            side by side are in different rows, and a stage inside another is in the row of that one.
+        row: Row inside the lane, from 0. Concurrent stages are in different rows; a nested stage is in the
+            row of its parent.
         kind: ``stage``; ``start`` or ``stop`` for the time in which the worker's tool started or stopped
-            (writing included), which a step that is not profiled does not spend.
-        busy_us: Time of it in which the worker's lanes were busy, on average; ``None`` without a trace.
-        communication_us: Time of it in which they communicated and computed nothing; a part of ``busy_us``.
+            (writing included). A step without a capture has no such time.
+        busy_us: Busy time in the span, mean of the worker's lanes; ``None`` without a trace.
+        communication_us: Part of ``busy_us`` with communication and no computation.
     """
 
     lane: str
@@ -128,16 +128,15 @@ class GanttSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that stands out.
+    """One finding: a sentence on lost time, with advice.
 
     Attributes:
         rule: Name of the rule; ``docs/report.md`` gives its threshold.
         text: A sentence with its number.
-        advice: What to try.
-        seconds: Lane-seconds at stake. Those with most come first; what is missing from the capture comes
-            before them, and what the capture cost after them.
-        lanes: The lanes that it is about: the one at fault where that is known, else those that lost the
-            time, the one that lost most first.
+        advice: Suggested remedy.
+        seconds: Lane-seconds at stake, by which findings are sorted. Findings on missing data come first,
+            findings on the capture's own cost last.
+        lanes: The lane at fault, if known; else the lanes that lost time, sorted by lost time.
     """
 
     rule: str
@@ -148,11 +147,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True):
-    """How accurately the clock of a host is known.
+    """Clock offset of a host.
 
     Attributes:
         host: Host name.
-        offset_us: How far it is ahead of the controller's; corrected in all numbers.
+        offset_us: Host clock minus controller clock; corrected in all numbers.
         error_us: Bound of the remaining error.
         drift_us: Change of the offset while the capture was open.
     """
@@ -164,15 +163,15 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Coverage(msgspec.Struct, kw_only=True):
-    """How much of what was expected is in the report.
+    """Completeness of the report.
 
     Attributes:
         expected: Artifacts that the capture should have written.
         read: Traces that could be read.
-        events: Events in them.
-        missing: What is missing or damaged, as sentences.
-        lanes: Lanes of which something is missing or damaged.
-        unrecorded: Lanes whose device was in use while no event of it was recorded.
+        events: Events in these traces.
+        missing: Sentences on missing and damaged data.
+        lanes: Lanes with missing or damaged data.
+        unrecorded: Lanes whose device was in use, but has no events in the traces.
     """
 
     expected: int = 0
@@ -197,40 +196,40 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         stages: Stages, in order of time.
         workers: One row per lane.
         engines: One row per lane of a rollout engine.
-        tail: How the rollout ended.
+        tail: Tail of the rollout.
         stragglers: One row per stage and role with several workers.
-        collectives: The collectives that cost most waiting.
+        collectives: The collectives with the longest waits.
         kernels: All kernels (operators, in a CPU trace), those with most self time first.
         lost: Lane-seconds that are idle or wait for other ranks, by cause, largest first, ``unexplained``
             last; lanes that share a device count once.
         weight_sync_share: Share of the step spent on updating the engines' weights.
         throughput: Tokens per time, if their number is known.
         gantt: Runs of stages.
-        findings: What stands out, at most five.
+        findings: At most five findings.
         clocks: Hosts whose clock is not the controller's.
-        coverage: How much of what was expected is in the report.
-        metrics: What the loop reported for the step.
+        coverage: Completeness of the report.
+        metrics: The loop's metrics of the step.
         notes: Notes of the capture, at most a hundred of them.
         measures: Numbers that workers recorded, such as the peak memory of their stages.
-        costs: What the capture cost each worker.
+        costs: Cost of the capture for each worker.
         capture_us: Wall time that the capture added to the loop: the pauses before and after the step, the
             calls in it that start and stop recordings and, in discrete mode, the starts and stops of tools
             inside stages.
-        anchors: What each worker's clock did during the capture.
-        captured: Whether a capture with a manifest was read. ``False`` for plain traces, of which neither
-            stages nor workers are known.
-        name: What plain traces are called beside their step's number: the file, recording or folder.
+        anchors: Drift of each worker's clock during the capture.
+        captured: Whether the step has a manifest. Plain traces have none, so their stages and workers are
+            not known.
+        name: Title of plain traces, shown after the step's number: the file or folder.
         running: Requests running over time, one row per replica.
-        replicas: What the requests of each replica came to, one row per replica.
-        rollout: What trajectories waited for, where they were recorded.
-        outside: What the loop did around the step: pauses of the capture, and stages such as ``validate``.
-        devices: One row per device; lanes that share it are one.
-        timeline_begin_ns: Where the step begins in its merged timeline (ns); ``None`` without a manifest.
-        asked: Who asked for the capture and why; ``None`` where the schedule did.
-        suspects: The suspects of an aimed capture beside their peers.
-        counters: Counts of processes that record trajectories, such as the queue of verl's rollouter.
-        capture_steps: The steps of the continuous capture that the step is one of: sizes in ``costs``, events
-            in ``coverage``, and notes that say so are of all of them.
+        replicas: Totals of the requests of each replica, one row per replica.
+        rollout: Time of trajectories by cause; ``None`` if no trajectories were recorded.
+        outside: Time of the loop around the step: pauses of the capture, and stages such as ``validate``.
+        devices: One row per device; lanes that share a device are one row.
+        timeline_begin_ns: Begin of the step in its merged timeline (ns); ``None`` without a manifest.
+        asked: The request for the capture; ``None`` if the schedule chose the step.
+        suspects: The suspects of a requested capture, compared with their peers.
+        counters: Counters of processes that record trajectories, such as the queue of verl's rollouter.
+        capture_steps: All steps of the continuous capture, if the step is one of several. Sizes in
+            ``costs``, events in ``coverage`` and notes that mention it are of the whole capture.
     """
 
     schema_version: int = REPORT_SCHEMA_VERSION
@@ -279,7 +278,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the page, in a frame without an origin, which loads nothing."""
+        """Return the page for a notebook, in a sandboxed frame that loads nothing."""
         page: str = import_module("verl_profiling.report.html").render_html(self)  # which knows this module
         return (
             f'<iframe srcdoc="{escape(page)}" sandbox="allow-scripts" title="{escape(repr(self))}" '
@@ -288,18 +287,18 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def title(self) -> str:
-        """``step 12``, or the name of the file, the recording or the folder."""
+        """``step 12``, or the name of the file or folder."""
         step = f"step {self.step}" if self.step is not None else ""
         return ", ".join(filter(None, (step, self.name)))
 
     @property
     def of_capture(self) -> str:
-        """The addition to numbers of the whole capture, where the step is one of several in it."""
+        """Remark on numbers that are of the whole capture; empty if the capture has one step."""
         return f" (of the whole capture, {step_list(self.capture_steps)})" if self.capture_steps else ""
 
     @property
     def pause_us(self) -> float:
-        """Time before and after the step in which the loop waited for the capture to start and to stop."""
+        """Time before and after the step in which the loop waited for the capture to start or stop."""
         return sum(row.duration_us for row in self.outside if row.is_pause)
 
     @property
@@ -309,7 +308,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def working_share(self) -> float | None:
-        """Share of the observed time in which devices were busy and did not only wait for other ranks."""
+        """Share of the observed time in which devices were busy, without waits for other ranks."""
         observed = sum(row.span_us for row in self.devices)
         working = sum(row.busy_us - row.waiting_us for row in self.devices)
         return working / observed if observed else None
@@ -320,10 +319,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return {row.cause: row.seconds for row in self.lost}
 
     def lane_seconds(self, seconds: float) -> str:
-        """Return time of all lanes with its unit: device-seconds, where lanes share devices."""
+        """Return lane-seconds as text; the unit is device-seconds if lanes share devices."""
         return lane_seconds(seconds, self.whose)
 
     @property
     def whose(self) -> str:
-        """Whose time totals are of: ``device`` where any lanes share one, else ``lane``."""
+        """Unit of total times: ``device`` if any lanes share a device, else ``lane``."""
         return "device" if self.shares_devices else "lane"

@@ -1,7 +1,7 @@
 """The numbers of the report: the formula of each, and where it is computed.
 
-The anatomy, the causes of idle time, collectives, stragglers and self times have modules of their own, all
-other numbers are computed in this one.
+The anatomy, the causes of idle time, collectives, stragglers and self times have modules of their own; this
+module computes all other numbers.
 
 Let ``S`` be the time in which a lane was observed: the step for an e2e capture, the recorded
 windows for a discrete one, and the time from the first to the last busy event if there is no
@@ -24,10 +24,9 @@ host-bound             ``|I & own stages|``          ``lost.lost_by_cause``
 straggler              ``|stage - collective wait|`` ``stragglers``
 ====================== ============================= ==================================
 
-In colocated training a GPU is used by a training rank and by a rank of a rollout engine in turn. Both are
-lanes; the numbers of the device are of all of its lanes together. Its idle time has the causes that its
-lanes' idle time has; where these differ, the cause of a lane that takes part in what goes on counts before
-that of one that waits its turn.
+In colocated training, a training rank and a rank of a rollout engine use one GPU in turn. Both are lanes;
+the numbers of the device cover all its lanes. Idle time of the device gets the cause of its lanes. If the
+causes differ, the cause of the active lane wins over the cause of the lane that waits for its turn.
 """
 
 from __future__ import annotations
@@ -67,12 +66,12 @@ _TURNS = (
 
 
 def _used(lanes: Sequence[Lane], lost: Mapping[str, Spans], waiting: Mapping[str, Spans]) -> dict[str, Any]:
-    """Return how one lane, or all lanes that share a device, spent their time: the columns of ``UseRow``.
+    """Return the fields of ``UseRow`` for one lane, or for all lanes that share a device.
 
     Args:
         lanes: The lanes.
-        lost: Their idle time by cause.
-        waiting: When each lane waited in collectives, by its name.
+        lost: Idle time of the lanes by cause.
+        waiting: Waits in collectives, by the name of the lane.
     """
     observed = union(*(lane.observed for lane in lanes))
     compute, communication, memory, unrecognised, busy = (
@@ -106,14 +105,14 @@ def _used(lanes: Sequence[Lane], lost: Mapping[str, Spans], waiting: Mapping[str
 def worker_row(
     lane: Lane, step: Step, lost: Mapping[str, Spans], waiting: Mapping[str, Spans], directory: Path
 ) -> WorkerRow:
-    """Return how one lane spent its time, in microseconds.
+    """Return the row of one lane.
 
     Args:
         lane: The lane.
-        step: Its step.
-        lost: Its idle time by cause.
-        waiting: When each lane waited in collectives, by its name.
-        directory: What the names of its traces are relative to.
+        step: The step of the lane.
+        lost: Idle time of the lane by cause.
+        waiting: Waits in collectives, by the name of the lane.
+        directory: Folder that the names of traces are relative to.
     """
     exposed = subtract(lane.communication, lane.compute)
     waits = intersection(waiting.get(lane.name, EMPTY), intersection(exposed, lane.observed))
@@ -134,7 +133,7 @@ def worker_row(
 
 
 def device_row(lanes: Sequence[Lane], lost: Mapping[str, Spans], waiting: Mapping[str, Spans]) -> DeviceRow:
-    """Return how a device spent its time, in microseconds: its lanes and what :func:`worker_row` takes."""
+    """Return the row of a device, from its lanes; the other arguments are as for :func:`worker_row`."""
     known = [lane.device for lane in lanes if lane.device is not None]
     return DeviceRow(
         **_used(lanes, lost, waiting),
@@ -147,7 +146,7 @@ def device_row(lanes: Sequence[Lane], lost: Mapping[str, Spans], waiting: Mappin
 
 
 def engine_row(lane: Lane, step: Step) -> EngineRow:
-    """Return how one rank of an engine spent its time in the rollout, or wherever it does not validate.
+    """Return the row of one engine rank, for the rollout stage or, without one, for all but validation.
 
     An iteration with prompt tokens is prefill.
     """
@@ -170,7 +169,7 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
 
 
 def rollout_tail(step: Step) -> Tail | None:
-    """Return how the rollout ended, or ``None`` without a rollout stage and an engine.
+    """Return the tail of the rollout; ``None`` without a rollout stage and an engine.
 
     A replica finishes with its last request or, if requests are not known, with the last iteration
     of its slowest rank.
@@ -208,7 +207,7 @@ def rollout_tail(step: Step) -> Tail | None:
 
 
 def _rolled_out(step: Step) -> list[Request]:
-    """Return the requests that were not sent to validate."""
+    """Return the requests of the rollout, without those of validation."""
     every = told_apart(step.manifest) if step.manifest else ()
     return [request for _, request, validates in every if not validates]
 
@@ -219,7 +218,7 @@ def _percentiles(sample: list[float]) -> Percentiles | None:
 
 
 def kernels(step: Step) -> list[KernelRow]:
-    """Return the kernels by self time over all lanes, by the stage in which they began, longest first."""
+    """Return one row per kernel and stage, over all lanes, the longest self time first."""
     totals: dict[tuple[str, str], tuple[int, int]] = {}
     for lane in step.lanes:
         for place, (calls, self_ns) in lane.ops.items():
@@ -238,8 +237,8 @@ def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput
 
     Args:
         step: The step.
-        engines: The rows of its engines.
-        devices: Number of its devices.
+        engines: The rows of the step's engines.
+        devices: Number of devices.
     """
     metrics = step.manifest.metrics if step.manifest else {}
     requests = _rolled_out(step)
@@ -266,8 +265,8 @@ def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput
 def shared_devices(step: Step) -> list[list[Lane]]:
     """Return the lanes of each device, in the order of the step's lanes.
 
-    Lanes are on one device if its UUID says so, or else its number on its host. A lane of which neither is
-    known is on a device of its own.
+    Lanes share a device if they have the same device UUID, or else the same host and device number. A lane
+    without both has a device of its own.
     """
     uuids = {lane.device.place: lane.device.uuid for lane in step.lanes if lane.device and lane.device.uuid}
     found: dict[object, list[Lane]] = {}
@@ -283,8 +282,8 @@ def lost_of_device(lanes: Sequence[Lane], lost: Sequence[Mapping[str, Spans]]) -
     """Partition the idle time of a device by cause.
 
     Args:
-        lanes: Its lanes.
-        lost: The idle time of each by cause.
+        lanes: Lanes of the device.
+        lost: Idle time of each lane by cause.
     """
     busy = union(*(intersection(lane.busy, lane.observed) for lane in lanes))
     left = subtract(union(*(lane.observed for lane in lanes)), busy)
@@ -296,7 +295,7 @@ def lost_of_device(lanes: Sequence[Lane], lost: Sequence[Mapping[str, Spans]]) -
 
 
 def unknown_devices(step: Step) -> Iterator[str]:
-    """Yield a note on lanes that may share a device with others, of which nothing says so."""
+    """Yield a note on lanes of unknown device, which may share a device with other lanes."""
     lanes = [lane for lane in step.lanes if lane.on_device]
     unknown = [lane.name for lane in lanes if not (lane.device and (lane.device.uuid or lane.device.place))]
     if unknown and len({lane.is_engine for lane in lanes}) == 2:

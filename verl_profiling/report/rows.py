@@ -1,4 +1,4 @@
-"""The tables of the report: one type of row each.
+"""The row classes of the report, one per table.
 
 All times are microseconds (``_us``) unless a name says otherwise; shares are fractions of 1.
 """
@@ -14,19 +14,19 @@ from verl_profiling.units import duration
 
 
 class StageRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage of the controller, all its runs together.
+    """One stage of the controller, over all its runs.
 
     Attributes:
-        name: The stage. ``(starting and stopping the capture)`` is the time that this took, which is
-            in no stage, ``(outside stages)`` the rest of the step.
+        name: The stage; also ``(starting and stopping the capture)``, which is part of no stage, and
+            ``(outside stages)``, the rest of the step.
         runs: Number of runs.
-        begin_us: Begin of its first run, relative to the begin of the step.
-        duration_us: Total time in it, without the starts and stops of tools.
+        begin_us: Begin of the first run, relative to the begin of the step.
+        duration_us: Total time in the stage, without the starts and stops of tools.
         share: Share of the step. Time in which several stages run side by side is divided equally among
             them, so the shares of all rows with depth 0 add up to 1.
         depth: 0 for an outermost stage.
         side_by_side_us: Part of ``duration_us`` in which another stage of the same depth ran too.
-        idle_us: Part of ``duration_us`` in which every lane was idle and none was in a stage of its own.
+        idle_us: Part of ``duration_us`` in which every lane was idle and no worker was in a stage of its own.
     """
 
     name: str
@@ -45,10 +45,10 @@ class OutsideRow(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: ``capture_start``, ``capture_stop``, or the stage, e.g. ``validate``.
         runs: Number of runs.
-        begin_us: Begin of its first run, relative to the begin of the step.
-        duration_us: Time in all its runs.
-        parts: Of a pause, how long each role took to answer (they are called at the same time) and how
-            long writing took; of a stage, the stages in it. Seconds, largest first.
+        begin_us: Begin of the first run, relative to the begin of the step.
+        duration_us: Time in all runs.
+        parts: For a pause: answer time of each role (called concurrently) and time of writing. For a stage:
+            its nested stages. In seconds, largest first.
     """
 
     name: str
@@ -64,14 +64,14 @@ class OutsideRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UseRow(msgspec.Struct, frozen=True, kw_only=True):
-    """How a lane, or a device with all lanes that share it, spent its time.
+    """Time of a lane, or of a device with all lanes that share it, by use.
 
     ``docs/report.md`` defines each number. All times lie inside the span.
 
     Attributes:
-        name: Name of the lane; of a device that lanes share, their names with ``+`` in between.
+        name: Name of the lane; for a shared device, the names of its lanes joined by ``+``.
         device: ``False`` for CPU traces, where operators are counted in place of kernels.
-        span_us: Time for which it was observed.
+        span_us: Observed time.
         busy_us: Time in which anything ran.
         idle_us: ``span_us - busy_us``.
         compute_us: Time in which computing kernels ran.
@@ -79,12 +79,12 @@ class UseRow(msgspec.Struct, frozen=True, kw_only=True):
         exposed_communication_us: Communication with no computation at the same time.
         overlap_us: Computation and communication at the same time.
         memcpy_us: Time in which memory was copied or set.
-        unrecognised_us: Time in which its device was busy with work of no known kind.
-        waiting_us: Part of the communication in which all that it did was wait for ranks that came later to
-            a collective.
+        unrecognised_us: Time in which the device was busy with work of unknown kind.
+        waiting_us: Part of the communication in which the lane only waited for ranks that entered a
+            collective later.
         host_bound_us: Idle time with the cause ``host_bound`` (also in ``lost_us``).
         lost_us: Lost time by cause; adds up to ``idle_us`` and ``waiting_us``.
-        graphs: Whether a host launched graphs (CUDA graphs, say) on it in place of single kernels.
+        graphs: Whether the host launched graphs (e.g. CUDA graphs) instead of single kernels.
     """
 
     name: str
@@ -105,24 +105,24 @@ class UseRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def busy_share(self) -> float:
-        """Share of the observed time in which it was busy."""
+        """Busy share of the observed time."""
         return self.busy_us / self.span_us if self.span_us else 0.0
 
 
 class WorkerRow(UseRow, frozen=True, kw_only=True):
-    """How one lane (a training rank, or a rank of a rollout engine) spent its time.
+    """Time of one lane (a training rank, or a rank of a rollout engine) by use.
 
     Attributes:
         role: Role of the worker.
         rank: Rank inside the role, or inside the replica.
         replica: Index of the rollout replica.
-        load: Busy percentage of each of equally long parts of the step, 0 to 100.
-        communication_load: Percentage of each part in which it communicated and computed nothing; a
-            part of ``load``.
-        waiting_load: Percentage of each part in which all that it did was wait in collectives, as in
-            ``waiting_us``; a part of ``communication_load``. A rank that is waited for has little of it.
-        accelerator: Name of its device, such as ``GPU 0``; empty for a CPU trace.
-        traces: The files that it was read from, relative to the folder of the report.
+        load: Busy percentage (0 to 100) of each of 240 equal parts of the step.
+        communication_load: Percentage of each part with communication and no computation; a part of
+            ``load``.
+        waiting_load: Percentage of each part in which the lane only waited in collectives, as in
+            ``waiting_us``; a part of ``communication_load``. Ranks that arrive late have little of it.
+        accelerator: Name of the device, such as ``GPU 0``; empty for a CPU trace.
+        traces: The lane's trace files, relative to the folder of the report.
     """
 
     role: str
@@ -136,14 +136,14 @@ class WorkerRow(UseRow, frozen=True, kw_only=True):
 
 
 class DeviceRow(UseRow, frozen=True, kw_only=True):
-    """How one device spent its time, all lanes that share it together; most often it is one.
+    """Time of one device by use, over all lanes that share it (usually one).
 
     Attributes:
-        lanes: Names of its lanes.
-        roles: Their roles.
-        kind: ``cuda``, ``npu``, ``cpu`` and so on; empty where it is not known.
-        uuid: Its UUID, where that is known.
-        place: Its host and its number there, likewise.
+        lanes: Names of the lanes.
+        roles: Roles of the lanes.
+        kind: ``cuda``, ``npu``, ``cpu`` and so on; empty if unknown.
+        uuid: UUID of the device; empty if unknown.
+        place: Host, and number of the device on it; empty if unknown.
     """
 
     lanes: list[str]
@@ -154,12 +154,12 @@ class DeviceRow(UseRow, frozen=True, kw_only=True):
 
     @property
     def located(self) -> str:
-        """Where it is, as far as that is known."""
+        """Host and number of the device, else its UUID, else ``""``."""
         return self.place or self.uuid
 
 
 class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
-    """How one rank of a rollout engine spent its time, from the names of its iterations.
+    """Time of one rank of a rollout engine, from the names of its iterations.
 
     Attributes:
         name: Name of the lane.
@@ -171,7 +171,7 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
         decode_us: Time in iterations that only generated.
         prefill_tokens: Prompt tokens processed.
         decode_tokens: Tokens generated.
-        finish_us: End of its last iteration, relative to the begin of the rollout.
+        finish_us: End of the last iteration, relative to the begin of the rollout.
     """
 
     name: str
@@ -187,20 +187,20 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StragglerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """How far apart the work of a role's workers in a stage is.
+    """Spread of a stage's work over the workers of a role.
+
+    Work is the time in the stage without waits for other workers in collectives.
 
     Attributes:
         stage: The stage.
         role: The role.
-        workers: Number of workers that ran it.
-        slowest: Worker that worked longest: its time in the stage, less that in which it waited in
-            collectives for others.
-        slowest_us: Time that it worked.
-        median_us: Median over the workers.
-        wait_us: Time for which workers waited for others, in collectives of the stage or between their end
-            of it and the last one's, added up.
-        behind_us: Time by which the slowest worked longer than each of the others, added up: what they
-            would not have to wait if it were as fast.
+        workers: Number of workers that ran the stage.
+        slowest: Worker with the longest work.
+        slowest_us: Work of the slowest worker.
+        median_us: Median work of the workers.
+        wait_us: Total wait of workers for others: in collectives, and after their own end of the stage.
+        behind_us: Sum, over the other workers, of the slowest worker's extra work. Without it, they would
+            wait so much less.
     """
 
     stage: str
@@ -214,19 +214,19 @@ class StragglerRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
-    """How unevenly the ranks of a process group arrive at a collective.
+    """Waits of the ranks of a process group for each other in a collective.
 
     Attributes:
         name: The collective.
-        role: Their role.
-        group: Ranks of the group, as the traces list them; for an NPU, its number.
+        role: Role of the ranks.
+        group: Ranks of the group, as the traces list them; for an NPU, the group's number.
         calls: Calls that every rank made.
-        median_us: Median of the shortest run of each call: its cost once all ranks have arrived.
-        wait_us: Time for which ranks waited in it for later ones, added up over the ranks. An instant
-            counts once for a rank, however many of its calls wait in it.
-        late: Rank that most often had the shortest run, which means that it arrived last; empty where some
-            ranks of the group are not known.
-        late_share: Share of the calls in which it did.
+        median_us: Median, over the calls, of the shortest run: the cost once all ranks have arrived.
+        wait_us: Time for which ranks waited for later ranks, summed over the ranks. Concurrent waits of one
+            rank count once.
+        late: Rank that arrived last most often, i.e. had the shortest run; empty if some ranks of the
+            group are unknown.
+        late_share: Share of the calls in which ``late`` arrived last.
     """
 
     name: str
@@ -246,7 +246,7 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
         name: The kernel.
         stage: Stage in which it began, or ``""``.
         calls: Number of calls.
-        self_us: Time in it, without nested calls.
+        self_us: Time in the kernel, without nested calls.
         share: Share of the self time of all kernels.
     """
 
@@ -258,12 +258,12 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The time of one cause, of all that a table is about.
+    """The time of one cause.
 
     Attributes:
-        cause: Its name. In a rollout it is what trajectories waited for; where none ran, what their processes
-            did, ``controller: <stage>``, or ``requests of no trajectory``.
-        seconds: Its time; of the rollout's, on the wall clock.
+        cause: Name of the cause. In a rollout, a cause of trajectories; while none ran, a span of their
+            processes, ``controller: <stage>``, or ``requests of no trajectory``.
+        seconds: Time of the cause; for the rollout, wall time.
         share: Share of the whole.
     """
 
@@ -276,11 +276,11 @@ class LostRow(PartRow, frozen=True, kw_only=True):
     """The lane-seconds lost by one cause: devices idled, or waited for other ranks in collectives.
 
     Attributes:
-        cause: Its name; ``docs/report.md`` defines each.
+        cause: Name of the cause; ``docs/report.md`` defines each.
         seconds: Device-seconds: lanes that share a device count once.
         share: Share of the observed time of all devices.
-        parts: What trajectories, their processes and the loop did meanwhile, in device-seconds that add up to
-            ``seconds``; only where trajectories were recorded, of causes that they are behind.
+        parts: ``seconds`` divided by what trajectories, their processes and the loop did meanwhile. Only for
+            causes that trajectories explain, and if trajectories were recorded.
     """
 
     parts: dict[str, float] = {}
@@ -289,29 +289,29 @@ class LostRow(PartRow, frozen=True, kw_only=True):
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     """One inference request that ended while its replica was captured.
 
-    It is a row of a table, not of the report: a step may have a hundred thousand.
+    Requests are a table of their own, not part of the report: a step may have 100,000.
 
     Attributes:
         worker: Name of the replica, e.g. ``rollout0``.
         replica: Index of the replica.
-        begin_us: When it was sent, after the begin of the step.
-        first_token_us: When the engine had its first token, or else when its first output arrived, after
-            the begin of the step; ``None`` where neither is known.
-        end_us: When its response was complete, after the begin of the step.
-        latency_us: From being sent to the complete response.
+        begin_us: Time of sending, relative to the begin of the step, like all times of a request.
+        first_token_us: Time of the first token in the engine, or else of the first output at the sender;
+            ``None`` if neither is known.
+        end_us: Time of the complete response.
+        latency_us: From sending to the complete response.
         prompt_tokens: Length of the prompt.
         response_tokens: Length of the response.
-        id: What the engine was given as its id; empty if that is not known.
-        arrival_us: When the engine's scheduler got it, after the begin of the step, if known.
-        scheduled_us: When the engine first scheduled it, likewise.
-        last_token_us: When the engine had its last token, likewise.
-        to_first_token_us: From being sent to the first token, if that is known.
-        per_token_us: Mean time from token to token behind the first, if known.
-        cached_tokens: Of the prompt, what came from the engine's prefix cache, if known.
-        preemptions: How often the engine took it off and began it again, if known.
-        policy_version: Version of the weights that it began with, where it is known.
-        failed: It raised, or was given up.
-        validate: It was sent while the loop validated.
+        id: Request id in the engine; empty if unknown.
+        arrival_us: Time of arrival at the engine's scheduler, if known.
+        scheduled_us: Time at which the engine first scheduled the request, if known.
+        last_token_us: Time of the last token in the engine, if known.
+        to_first_token_us: From sending to the first token, if known.
+        per_token_us: Mean time per token after the first, if known.
+        cached_tokens: Prompt tokens from the engine's prefix cache, if known.
+        preemptions: Number of preemptions by the engine, if known.
+        policy_version: Policy version at the begin of the request, if known.
+        failed: Whether the request raised or was aborted.
+        validate: Whether the request was sent during validation.
     """
 
     worker: str
@@ -336,13 +336,13 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunningRow(msgspec.Struct, frozen=True, kw_only=True):
-    """How many requests of a replica are running over time.
+    """Number of a replica's running requests over time.
 
     Attributes:
         worker: Name of the replica, e.g. ``rollout0``.
         replica: Index of the replica.
-        requests: Mean number of requests on their way in each of equally long parts of the step.
-        queued: Of these, those that the engine had not scheduled yet; empty if it does not tell.
+        requests: Mean number of unfinished requests in each of 240 equal parts of the step.
+        queued: The same for requests that are not scheduled yet; empty if the engine does not report it.
     """
 
     worker: str
@@ -352,27 +352,27 @@ class RunningRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The totals of one replica's requests; ``None`` where its engine does not report.
+    """The totals of one replica's requests; ``None`` for values that its engine does not report.
 
-    Percentiles are of the requests that did not fail. All numbers but ``validation`` are of the rollout.
+    Percentiles are of the requests that did not fail. All numbers but ``validation`` leave out validation.
 
     Attributes:
         worker: Name of the replica, e.g. ``rollout0``.
         replica: Index of the replica.
         requests: Number of requests.
-        failed: Of these, those that raised or were given up.
-        queued_p50_us: From the engine getting a request to scheduling it, the median.
+        failed: Number of requests that raised or were aborted.
+        queued_p50_us: Median time from arrival at the engine to scheduling.
         queued_p90_us: The same, 90th percentile.
         queued_p99_us: The same, 99th percentile.
-        to_first_token_p50_us: From being sent to the first token, the median.
+        to_first_token_p50_us: Median time from sending to the first token.
         to_first_token_p90_us: The same, 90th percentile.
         to_first_token_p99_us: The same, 99th percentile.
-        per_token_p50_us: Mean time from token to token of a request, behind the first, the median.
+        per_token_p50_us: Median, over requests, of the mean time per token after the first.
         per_token_p90_us: The same, 90th percentile.
         per_token_p99_us: The same, 99th percentile.
-        cache_hit_share: Share of the prompts' tokens that came from the prefix cache.
-        preemptions: How often requests were taken off and begun again.
-        validation: Requests that were sent while the loop validated, which nothing else here counts.
+        cache_hit_share: Share of prompt tokens that came from the prefix cache.
+        preemptions: Number of preemptions.
+        validation: Number of requests sent during validation.
     """
 
     worker: str
@@ -398,9 +398,9 @@ class MeasureRow(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         worker: Name of the worker.
-        stage: The stage that it was recorded in, or ``""``.
-        name: What it is, with its unit, e.g. ``process_peak_rss_bytes``.
-        value: The number; of a stage that ran several times, the largest.
+        stage: The stage of the number, or ``""``.
+        name: Name of the number, with its unit, e.g. ``process_peak_rss_bytes``.
+        value: The number; the largest, if the stage ran several times.
     """
 
     worker: str
@@ -410,20 +410,20 @@ class MeasureRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unit(self) -> str:
-        """Unit of the number, where its name says one."""
+        """Unit of the number, from its name; empty if the name has none."""
         return "bytes" if self.name.endswith("_bytes") else ""
 
 
 class CounterRow(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of something a process had in the step, e.g. how long a queue was.
+    """A counter of a process in the step, e.g. the length of a queue.
 
     Attributes:
-        lane: The process that counted, e.g. ``rollouter_rank0``.
-        name: What it counted.
-        samples: How often it did so in the step.
-        last: The last count.
-        mean: Mean over time, from the first count on; each holds until the next.
-        max: The largest.
+        lane: Lane of the process, e.g. ``rollouter_rank0``.
+        name: Name of the counter.
+        samples: Number of samples in the step.
+        last: The last sample.
+        mean: Mean over time from the first sample on; each sample holds until the next.
+        max: The largest sample.
     """
 
     lane: str
@@ -440,9 +440,9 @@ class CostRow(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         worker: Name of the worker.
         start_s: Seconds to start recording.
-        stop_s: Seconds to stop it.
-        export_s: Of these, seconds to write what was recorded.
-        bytes: Size of its artifacts on disk, as far as it is known.
+        stop_s: Seconds to stop recording.
+        export_s: Part of ``stop_s`` for writing the artifacts.
+        bytes: Size of the worker's artifacts on disk; artifacts of unknown size count 0.
     """
 
     worker: str
@@ -457,11 +457,11 @@ class AnchorRow(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         worker: Name of the worker.
-        host: Its host.
-        begin_us: When the clock was first read, after the begin of the step.
-        end_us: When it was last read, after the begin of the step.
-        set_us: How far unix time moved ahead of monotonic time in between; more than a few microseconds
-            where the clock was set, or slewed by NTP.
+        host: Host of the worker.
+        begin_us: Time of the first reading, relative to the begin of the step.
+        end_us: Time of the last reading, relative to the begin of the step.
+        set_us: Change of unix time minus change of monotonic time between the readings. More than a few
+            microseconds mean that the clock was set, or slewed by NTP.
     """
 
     worker: str
@@ -477,17 +477,17 @@ class AnchorRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SuspectRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One quantity of a suspect, against its peers'.
+    """One quantity of a suspect, compared with its peers.
 
     Attributes:
-        suspect: Lane or worker that may be the cause.
-        peers: What it is compared with; of several, the median.
-        kind: ``stage``: time in it without waiting for other ranks. ``time``: what the lane did in the stage
-            that was slow, or else in the step; these add up to it. ``kernel``: self time. ``memory``: a peak.
+        suspect: Lane or worker that may be the cause of a slow step.
+        peers: Lanes or workers to compare with; of several, the median counts.
+        kind: ``stage``: time in a stage without waits for other ranks. ``time``: a part of the slow stage
+            (else of the step). ``kernel``: self time of a kernel. ``memory``: a peak.
         name: Name of the stage, the part of the time, the kernel or the measure.
-        unit: Unit of the numbers.
-        value: The suspect's.
-        peer_value: The peers'; ``None`` where they have none.
+        unit: Unit of the values.
+        value: Value of the suspect.
+        peer_value: Value of the peers; ``None`` if they have none.
     """
 
     suspect: str
@@ -500,7 +500,7 @@ class SuspectRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def difference(self) -> float | None:
-        """By how much the suspect has more."""
+        """The suspect's value minus the peers'."""
         return None if self.peer_value is None else self.value - self.peer_value
 
 
@@ -509,10 +509,10 @@ class CauseRow(PartRow, frozen=True, kw_only=True):
 
     Attributes:
         cause: ``decode``, ``tool:search``, ``loop lag``, ...; ``docs/agents.md`` defines each.
-        seconds: Trajectory-seconds; those of all causes add up to the time of all trajectories.
-        share: Share of these.
-        validate: They are of validation rollouts.
-        trajectories: Number of trajectories that have any of it.
+        seconds: Trajectory-seconds; all causes add up to the time of all trajectories.
+        share: Share of the time of all trajectories.
+        validate: Whether the row is of validation rollouts.
+        trajectories: Number of trajectories with this cause.
     """
 
     validate: bool
@@ -526,14 +526,14 @@ class CallRow(msgspec.Struct, frozen=True, kw_only=True):
         role: Role of the processes.
         name: Name of the spans.
         calls: Number of spans.
-        failed: How many of them an exception left.
-        seconds: Their durations, added up.
-        p50_s: Median of their durations, and so on.
-        p90_s: 90th percentile.
-        p99_s: 99th percentile.
-        longest_s: The longest.
-        mean_running: How many ran at once, on average over the time in which any did.
-        most_running: How many ran at once at the most.
+        failed: Number of spans that an exception left.
+        seconds: Total duration of the spans.
+        p50_s: Median duration.
+        p90_s: 90th percentile of the durations.
+        p99_s: 99th percentile of the durations.
+        longest_s: Longest duration.
+        mean_running: Mean number of concurrent spans, over the time in which at least one ran.
+        most_running: Largest number of concurrent spans.
     """
 
     role: str
@@ -554,13 +554,13 @@ class BlockRow(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         lane: Lane of the process.
-        what: The span that ran, or else the function; ``unknown`` where no sample saw any.
-        function: The function that ran for longest.
-        blocks: How often.
-        seconds: For how long, all together.
-        longest_s: The longest time.
-        trajectories: Number of trajectories that stood still meanwhile.
-        stood_still_s: For how long, added up.
+        what: The blocking span, or else the function; ``unknown`` without a stack sample.
+        function: The function that blocked longest.
+        blocks: Number of blocks.
+        seconds: Total duration of the blocks.
+        longest_s: Longest block.
+        trajectories: Number of trajectories delayed by the blocks.
+        stood_still_s: Total delay of these trajectories.
     """
 
     lane: str
@@ -578,12 +578,12 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         group: The group.
-        members: Number of its trajectories.
-        first_s: When the first of them was done, after the begin of the step.
-        last_s: When the last was.
-        waited_s: Time between the end of each and the end of the last, added up.
-        last_cause: What the last one waited for most, since the first was done.
-        whole: All of them ended in the step.
+        members: Number of trajectories in the group.
+        first_s: First end of a trajectory, relative to the begin of the step.
+        last_s: Last end of a trajectory, relative to the begin of the step.
+        waited_s: Sum, over the trajectories, of the time from their end to the last end.
+        last_cause: Largest cause of the last trajectory's time after the first end.
+        whole: Whether all trajectories of the group ended in the step.
     """
 
     group: str
@@ -596,7 +596,7 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last_of(self) -> str:
-        """The cause that its last one waited for, and whether that one is done."""
+        """``last_cause``, with a remark if not all trajectories ended in the step."""
         return self.last_cause if self.whole else f"{self.last_cause} (not done)"
 
 
@@ -604,14 +604,14 @@ class StatusRow(msgspec.Struct, frozen=True, kw_only=True):
     """Trajectories of one status, and their cost.
 
     Attributes:
-        validate: They are of validation rollouts.
+        validate: Whether the row is of validation rollouts.
         status: ``done``, ``failed``, ``filtered``, ...
-        trajectories: How many.
-        seconds: Their time, added up.
-        share: Share of the time of all trajectories, validation apart.
-        response_tokens: Tokens that they generated, as far as the loop or the engine said.
-        turns: Their turns, as far as the loop said.
-        tool_calls: Their spans of tools.
+        trajectories: Number of trajectories.
+        seconds: Total time of the trajectories.
+        share: Share of the time of all training (or all validation) trajectories.
+        response_tokens: Generated tokens, as reported by the loop or the engine.
+        turns: Number of turns, as reported by the loop.
+        tool_calls: Number of tool calls.
     """
 
     validate: bool
@@ -628,12 +628,12 @@ class FailureRow(msgspec.Struct, frozen=True, kw_only=True):
     """Trajectories that failed, or were cancelled, with one error in one span.
 
     Attributes:
-        validate: They are of validation rollouts.
-        status: ``failed`` or ``cancelled``; empty for all others as one.
+        validate: Whether the row is of validation rollouts.
+        status: ``failed`` or ``cancelled``; empty for the row of all other errors.
         error: The error, in one line of at most 120 characters.
-        trajectories: How many.
-        example: Group and sample of one of them: ``group/sample``.
-        span: Name of the last span of it that failed, else that was open at its end; empty without one.
+        trajectories: Number of trajectories.
+        example: One of the trajectories, as ``group/sample``.
+        span: Last span that failed, else the last open span; empty if there is none.
     """
 
     validate: bool
@@ -645,16 +645,16 @@ class FailureRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Training trajectories and requests that were made with one version of the weights.
+    """Training trajectories and requests of one policy version.
 
     Attributes:
-        version: The version.
-        behind: How many versions the step's is ahead of it, negative where it is newer than the step's;
-            ``None`` if that is not known.
-        oldest: Trajectories of which it is the oldest version.
-        newest: Trajectories of which it is the newest version.
-        segments: Requests of trajectories that it served.
-        segment_tokens: Tokens that these generated.
+        version: The policy version.
+        behind: Version that the step trains minus this version (negative: this one is newer); ``None`` if
+            unknown.
+        oldest: Number of trajectories whose oldest version is this one.
+        newest: Number of trajectories whose newest version is this one.
+        segments: Number of requests served with this version.
+        segment_tokens: Tokens generated by these requests.
     """
 
     version: int
@@ -666,22 +666,22 @@ class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def distance(self) -> str:
-        """How far it is behind the step's version, or by how much newer: engines may get the next one."""
+        """``behind`` as text, e.g. ``2``, or ``1 newer`` (engines may have the next version already)."""
         if self.behind is None:
             return ""
         return f"{self.behind:,}" if self.behind >= 0 else f"{-self.behind:,} newer"
 
 
 class LastTrajectories(msgspec.Struct, frozen=True, kw_only=True):
-    """The tail of the rollout: its last training trajectories, from when all others were done.
+    """The tail of the rollout: the time in which only its last training trajectories ran.
 
     Attributes:
-        trajectories: How many they are.
+        trajectories: Number of trajectories in the tail.
         of: Number of all training trajectories.
-        begin_s: When the others were done, after the begin of the step.
-        seconds: From then to the end of the last one.
+        begin_s: End of all other trajectories, relative to the begin of the step.
+        seconds: Duration of the tail, up to the end of the last trajectory.
         share: Share of the time from the first trajectory's begin to the last one's end.
-        parts: What they waited for meanwhile; an instant is divided equally among them.
+        parts: Duration of the tail by cause; an instant is divided equally among the running trajectories.
     """
 
     trajectories: int
@@ -693,15 +693,15 @@ class LastTrajectories(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Polling(msgspec.Struct, frozen=True, kw_only=True):
-    """A trainer that looks for ended trajectories from time to time.
+    """Cost of a trainer that polls for ended trajectories.
 
     Attributes:
-        pauses: How often it slept in the rollout until it looked again.
-        interval_s: How long it slept, the median.
-        seconds: How long it slept, in all.
-        late_s: How much of that was after the last trajectory of its batch had ended, or less than that:
-            trajectories beyond the batch end, too, where a trainer is asynchronous.
-        late_share: The same as a share of the step.
+        pauses: Number of sleeps between polls in the rollout.
+        interval_s: Median duration of a sleep.
+        seconds: Total duration of the sleeps.
+        late_s: Part of ``seconds`` after the last trajectory's end. For an asynchronous trainer it is a
+            lower bound, because trajectories of later batches end too.
+        late_share: ``late_s`` as a share of the step.
     """
 
     pauses: int
@@ -712,35 +712,35 @@ class Polling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """The section on the rollout: the waiting of trajectories in a step.
+    """The section on the rollout: the time of a step's trajectories by cause.
 
     Attributes:
         trajectories: Number of training trajectories.
         validation: Number of trajectories of validation rollouts.
-        cut: Trajectories of which only a part was in the step, or was recorded.
-        seconds: Time of the training trajectories, added up.
-        p50_s: Median of their times, of those that were recorded whole; ``None`` without one.
-        p99_s: 99th percentile of these.
-        begin_s: When the first one began, after the begin of the step.
-        wall_s: From then to the end of the last one.
-        causes: What trajectories waited for.
+        cut: Number of trajectories that are only partly in the step or in the recording.
+        seconds: Total time of the training trajectories.
+        p50_s: Median time of the completely recorded training trajectories; ``None`` if there are none.
+        p99_s: 99th percentile of the same times.
+        begin_s: Begin of the first training trajectory, relative to the begin of the step.
+        wall_s: Time from this begin to the end of the last training trajectory.
+        causes: Time of the trajectories by cause.
         uncertain_lag_s: Part of the training trajectories' ``loop lag`` that is an upper bound.
-        time: What went on in the rollout, on the wall clock.
-        explained: Share of that which has a name.
+        time: Wall time of the rollout by cause.
+        explained: Share of this wall time with a known cause.
         last: The tail.
-        calls: Tools and other spans, those that took most first.
-        blocks: What blocked event loops.
-        groups: Groups of training trajectories, those whose members waited most first.
-        groups_seen: Number of groups of several trajectories.
-        group_waited_s: Time for which members of these waited for their group's last one, added up.
-        group_spread_p50_s: Median of the time from a group's first end to its last.
-        group_spread_max_s: The longest of these.
-        statuses: What became of trajectories.
-        failures: Why they failed, most frequent first, validation last.
-        versions: Versions of the weights that made the training trajectories, newest first.
-        versioned: Training trajectories of which the versions are known.
-        partial: Those of them that several versions made.
-        polling: What it cost that the trainer polls, if it does.
+        calls: Tools and other spans, the largest total time first.
+        blocks: Functions and spans that blocked event loops.
+        groups: Groups of training trajectories, the longest total wait first.
+        groups_seen: Number of groups with several trajectories.
+        group_waited_s: Total time for which trajectories of these groups waited for their group's last one.
+        group_spread_p50_s: Median time from a group's first end to its last.
+        group_spread_max_s: Longest time from a group's first end to its last.
+        statuses: Trajectories by status.
+        failures: Errors of trajectories, most frequent first, validation last.
+        versions: Policy versions of the training trajectories, newest first.
+        versioned: Number of training trajectories with known versions.
+        partial: Number of training trajectories generated with several versions.
+        polling: Cost of the trainer's polling; ``None`` if it does not poll.
     """
 
     trajectories: int
@@ -772,5 +772,5 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def of_trajectories(self) -> str:
-        """Its trajectories' time on the wall clock, as a phrase."""
+        """``wall_s`` as a phrase."""
         return f"the {duration(self.wall_s)} from the first trajectory's begin to the last one's end"

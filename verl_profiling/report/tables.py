@@ -1,8 +1,8 @@
-"""Every table of a report, once: the terminal, the page, CSV files and data frames render what is here.
+"""The tables of a report, as the terminal, the page, CSV files and data frames render them.
 
-A table has one name everywhere: ``kernels`` is a field of the JSON, a CSV file, a frame and a heading. A
-field says its unit by its name (``_us``, ``_s``, ``share``, ``bytes``); any other number has the ``unit`` of
-its row, if the row has one.
+A table has one name everywhere: ``kernels`` is a field of the JSON, a CSV file, a frame and a heading. The
+name of a field ends with its unit (``_us``, ``_s``, ``share``, ``bytes``); any other number has the ``unit``
+of its row, if the row has one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from verl_profiling.units import byte_size, duration
 
 
 class Cell(NamedTuple):
-    """A value: as it is sorted, as it is shown, and where it leads."""
+    """A cell of a table: value to sort by, text to show, and link."""
 
     value: Any
     text: str
@@ -28,12 +28,12 @@ class Cell(NamedTuple):
 
 
 def named(text: str, link: str = "") -> Cell:
-    """Return a name, and where it leads."""
+    """Return the cell of a name with a link."""
     return Cell(text, text, link)
 
 
 def timed(seconds: float | None) -> Cell:
-    """Return a time, or nothing."""
+    """Return the cell of a duration; empty for ``None``."""
     return Cell(seconds, "" if seconds is None else duration(seconds))
 
 
@@ -41,15 +41,15 @@ class Table(NamedTuple):
     """A table of a report.
 
     Attributes:
-        name: Its name in the JSON, as a CSV file, as a frame and, with a capital, as a heading.
-        row: The type of its rows.
-        columns: ``heading=field`` for each column that is shown; ``+`` stands before one of the page alone.
-        note: A sentence on it.
-        brief: Rows that the terminal shows.
-        most: Rows that the page shows.
+        name: Name of the JSON field, the CSV file, the frame and (capitalized) the heading.
+        row: Class of the rows.
+        columns: ``heading=field`` for each shown column; a leading ``+`` means on the page only.
+        note: A sentence below the table.
+        brief: Number of rows on the terminal.
+        most: Number of rows on the page.
         key: Returns the colour key of a row.
-        field: Its field in the section on the rollout, if it is there.
-        shown: Takes the rows that are shown from a report, where they are not those of the data.
+        field: Field of :class:`~verl_profiling.report.rows.Rollout` with the rows, if they are there.
+        shown: Returns the rows to show, if they differ from the rows of the data.
     """
 
     name: str
@@ -64,28 +64,28 @@ class Table(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Its heading."""
+        """Heading of the table."""
         return self.name.replace("_", " ").capitalize()
 
     def rows(self, report: Report) -> Sequence[Any]:
-        """Return its rows, as the JSON has them."""
+        """Return the rows of the data (as in the JSON)."""
         found: Sequence[Any] = getattr(report.rollout if self.field else report, self.field or self.name, ())
         return found
 
     def rows_shown(self, report: Report) -> Sequence[Any]:
-        """Return its rows as people see them."""
+        """Return the rows to show on the terminal and the page."""
         return self.shown(report) if self.shown else self.rows(report)
 
     def note_on(self, report: Report) -> str:
-        """Return the sentence on it."""
+        """Return the sentence below the table."""
         return self.note if isinstance(self.note, str) else self.note(report)
 
     def cells(self, found: Sequence[Any], *, brief: bool = False) -> tuple[list[str], list[list[Cell]]]:
-        """Return headings and cells of some rows, without columns in which nothing stands.
+        """Return headings and cells of some rows, without empty columns.
 
         Args:
             found: The rows.
-            brief: Leave out the columns of the page alone.
+            brief: Leave out the columns marked as on the page only.
         """
         columns = [column.strip().partition("=") for column in self.columns.split(",")]
         wanted = [(head.lstrip("+"), field) for head, _, field in columns if not (brief and head[0] == "+")]
@@ -95,7 +95,7 @@ class Table(NamedTuple):
 
 
 def cell(field: str, row: Any) -> Cell:
-    """Return a field of a row, in the unit that its name says; a nested name is indented."""
+    """Return the cell of a row's field, in the unit of the field's name; nested names are indented."""
     value = getattr(row, field)
     unit = getattr(row, "unit", "")
     sign = "+" if field.startswith(("change", "difference")) and value and value > 0 else ""
@@ -136,7 +136,7 @@ def fields_of(row: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def flat_rows(step: int | None, found: Iterable[msgspec.Struct]) -> Iterator[dict[str, Any]]:
-    """Yield rows with the columns that :func:`fields_of` names; names and parts are one text each."""
+    """Yield rows with the columns of :func:`fields_of`; lists and parts are joined to one text each."""
     for row in found:
         fields = {name: v for name, v in msgspec.structs.asdict(row).items() if name not in _CURVES}
         lost: Mapping[str, float] = fields.pop("lost_us", {})
@@ -148,7 +148,7 @@ def flat_rows(step: int | None, found: Iterable[msgspec.Struct]) -> Iterator[dic
 
 
 class _Part(NamedTuple):
-    """A cause of lost time, or what the loop did outside of the step; or a part of either."""
+    """A row of the tables ``lost`` and ``outside``, or one part of such a row."""
 
     name: str
     seconds: float
