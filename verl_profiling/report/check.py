@@ -35,9 +35,9 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         path: Path relative to the folder that was checked.
-        status: What was found.
-        reason: Why it is not ``ok``.
-        bytes: Its size on disk.
+        status: Status of the artifact.
+        reason: Reason for any status but ``ok``.
+        bytes: Size on disk.
         events: Number of events, for a trace.
     """
 

@@ -1,4 +1,4 @@
-"""Which kernels communicate, by a table of names that the documentation prints, and in which process group.
+"""Recognises communication kernels, by a table that the documentation prints, and their process groups.
 
 A pattern is looked for in the kernel's own name: without the types of its template and of its
 parameters, because a kernel that takes a communicator's types need not communicate. Only NCCL's
@@ -155,13 +155,13 @@ def own_name(kernel: str) -> str:
 
 @lru_cache(maxsize=16)
 def communicates(patterns: tuple[str, ...] = ()) -> Callable[[str], bool]:
-    """Return a function that says of a kernel's name whether the kernel communicates.
+    """Return a function that returns, for a kernel's name, whether the kernel communicates.
 
     Args:
         patterns: Regular expressions of the user, searched for in the whole name besides those of the table.
 
     Raises:
-        ConfigError: One of them is no regular expression.
+        ConfigError: A pattern is no regular expression.
     """
     added = [_compiled(pattern) for pattern in patterns]
 

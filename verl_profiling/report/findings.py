@@ -3,8 +3,8 @@
 A threshold is a share above which acting is usually worth the effort; all are listed in
 ``docs/report.md``. If none is exceeded, there are no findings.
 
-What every healthy step of a synchronous loop has, is none: training ranks that wait for the rollout and
-lanes that take no part in a stage are in the table of causes only.
+Losses of every healthy synchronous step are no findings: waits of training ranks for the rollout, and lanes
+without a part in a stage, are only in the table of causes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from verl_profiling.units import duration
 LIMIT = 5
 _RECORD_LESS = "record less: fewer ranks, no stacks or shapes, the other mode, or the spans tool"
 _Rule = tuple[str, float, Callable[[Report], Iterable[Found]]]
-"""Name, share from which on it is said, and what finds it."""
+"""Name of the rule, threshold (share), and function that yields findings."""
 
 
 def find(report: Report) -> Report:
@@ -314,12 +314,12 @@ def _lanes_that_lost(rows: Sequence[DeviceRow], lost_us: Callable[[DeviceRow], f
 
 
 def _by_cost(report: Report) -> list[str]:
-    """Return the workers, the one that the capture cost most first."""
+    """Return the workers, sorted by the cost of the capture, largest first."""
     return [row.worker for row in sorted(report.costs, key=lambda row: -(row.start_s + row.stop_s))]
 
 
 def _outermost(report: Report) -> list[StragglerRow]:
-    """Return the rows of stages that are in no other one, those with most waiting first."""
+    """Return the straggler rows of outermost stages."""
     outermost = {(span.lane, span.name) for span in report.gantt if not span.depth}
     return [row for row in report.stragglers if (row.slowest, row.stage) in outermost]
 

@@ -1,4 +1,4 @@
-"""Idle time by cause: every instant of it has exactly one."""
+"""Idle time by cause; every idle instant has exactly one cause."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CAUSES = (
 """Causes of idle time, in order of precedence."""
 
 BEHIND_TRAJECTORIES = ("long_tail", "after_generation", "no_requests")
-"""Causes that say of a lane only that it had nothing to do: what trajectories waited for says why."""
+"""Causes of a lane without work, which the causes of the trajectories explain further."""
 
 
 def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]:
@@ -94,7 +94,7 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
 
 
 def _done(step: Step, tail: Tail | None) -> tuple[int, int]:
-    """Return when half of the replicas were done and when all were, in unix nanoseconds."""
+    """Return the times (unix ns) at which half of the replicas, and all replicas, had ended."""
     rollout = step.during(ROLLOUT)
     if tail is None or not len(rollout):
         return step.end_ns, step.end_ns
@@ -182,7 +182,7 @@ def lost_total(rows: Iterable[DeviceRow], parts: Mapping[str, dict[str, float]])
 
 
 def unlogged_requests(step: Step) -> Iterator[str]:
-    """Yield a note on engines of which it is not known when they had no request."""
+    """Yield a note on engines whose requests were not logged, so that time without requests is unknown."""
     engines = [lane.source for lane in step.lanes if lane.is_engine]
     silent = dict.fromkeys(source.worker for source in engines if source.replica not in step.served)
     if silent and step.manifest:

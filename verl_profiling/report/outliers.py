@@ -1,4 +1,4 @@
-"""Which lanes of a role stand out from the others, and by what: they are the ones to look at first."""
+"""Finds the lanes of a role that differ from the others, with the number in which they differ."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def sentences(report: Report) -> Iterator[str]:
 
 
 def rollout_sentences(rollout: Rollout) -> Iterator[str]:
-    """Yield what holds of the rollout as a whole."""
+    """Yield sentences on the rollout as a whole."""
     also = f", {rollout.validation:,} of validation" if rollout.validation else ""
     took = ""
     if rollout.p50_s is not None and rollout.p99_s is not None:

@@ -1,8 +1,8 @@
-"""Compares the suspects of an aimed capture with their peers.
+"""Compares the suspects of a requested capture with their peers.
 
-Workers that communicate end a stage together, so how long a rank was in one says nothing of it. What is
-compared is its time in the stage less the time in which it waited for other ranks in collectives, and that
-time's parts: computing, communicating, waiting, and idle by cause. Both sides of a row are of one range.
+Workers that communicate end a stage together, so a rank's duration of the stage does not show its own work.
+Compared are the time in the stage without waits for other ranks, and the parts of the stage: computing,
+communicating, waiting, and idle by cause. Both sides of a row cover the same stage or step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from verl_profiling.report.model import Asked
 from verl_profiling.report.rows import SuspectRow
 
 _SMALL = 0.01
-"""Share of the step under which a time is left out."""
+"""Times below this share of the step are left out."""
 _KERNELS = 5
 _MOST_SUSPECTS = 4
 
@@ -122,7 +122,7 @@ class _Process:
         self.recorded = bool(stages or self.lanes) or any(one.status == "ok" for one in artifacts)
 
     def ran(self, stage: str) -> bool:
-        """Return whether it ran a stage of its own of that name to its end."""
+        """Return whether the process completed a stage of its own with this name."""
         return any(span.name == stage for span in self.ended)
 
     def window(self, stage: str) -> Spans:
@@ -180,7 +180,7 @@ class _Process:
 
 
 def _rows(suspect: _Process, peers: Sequence[_Process], stage: str) -> Iterator[SuspectRow]:
-    """Yield each quantity of a suspect, with the median of its peers'; small times are left out."""
+    """Yield each quantity of a suspect with the median of its peers; small times are left out."""
     whose = peers[0].name if len(peers) == 1 else f"median of {len(peers)}"
     blank = SuspectRow(suspect=suspect.name, peers=whose, kind="stage", name="", value=0.0, peer_value=None)
     names = dict.fromkeys([*([stage] if stage else []), *suspect.outermost]) or [""]

@@ -115,7 +115,7 @@ def _print_findings(report: Report, console: Console, most: int | None) -> None:
 
 
 def _problems(report: Report) -> list[str]:
-    """Return what is missing and what was noted, the first of each."""
+    """Return sentences on missing data and notes, the first few of each."""
     said = [
         *(f"[red]missing:[/red] {escape(sentence)}" for sentence in report.coverage.missing),
         *(f"[yellow]note:[/yellow] {escape(note)}" for note in report.notes),

@@ -56,14 +56,14 @@ def stage_seconds(report: Report) -> dict[str, float]:
 
 
 def unaimed(reports: Sequence[Report]) -> list[int]:
-    """Return which steps were captured as the settings say: others recorded what they were asked for."""
+    """Return the indices of steps captured by the schedule; requested captures may record other things."""
     return [
         at for at, report in enumerate(reports) if report.asked is None or report.asked.kind == "schedule"
     ]
 
 
 def slowest(seconds: Sequence[float]) -> int:
-    """Return which step took longest; not the first, where that is an outlier: it warms up."""
+    """Return the index of the longest step; the first step is ignored if it is an outlier (warm-up)."""
     warms_up = seconds[0] > axis_top(seconds)
     return max(range(warms_up, len(seconds)), key=lambda index: seconds[index])
 
@@ -111,7 +111,7 @@ def _left_its_range(rows: list[dict[str, float]], whole_s: float) -> list[tuple[
 
 
 def axis_top(values: Sequence[float]) -> float:
-    """Return the largest of some values that is no outlier: a first step that warms up is one."""
+    """Return the largest value that is no outlier, such as a first step that warms up."""
     usual = sorted(values)[int(0.9 * (len(values) - 1))] if len(values) > 2 else 0.0
     return max((value for value in values if value <= _FAR * usual or usual <= 0), default=0.0)
 

@@ -29,12 +29,12 @@ _MANY_SPANS = 8
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the run lives.
+    """State of a run.
 
     Attributes:
-        says: That, as a sentence.
-        is_over: Whether no step will follow.
-        is_well: Whether it ended as it should, if it is over.
+        says: The state as text.
+        is_over: Whether the run has ended, so that no step will follow.
+        is_well: ``False`` if the run's process is gone without having ended the run.
     """
 
     says: str

@@ -1,4 +1,4 @@
-"""The latest steps and captures of a run, whatever is logged later or again, and who asked for these."""
+"""The latest steps and captures of a run, from its watch log and its step folders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNREADABLE = (OSError, TraceFormatError, msgspec.MsgspecError, UnicodeDecodeErr
 _MOST_BYTES = 64 << 20
 
 IN_NO_STAGE = "(in no stage)"
-"""What the part of a step is called that lies in no stage."""
+"""Name of the time of a step outside all stages."""
 
 
 class WatchHistory:
