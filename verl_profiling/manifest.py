@@ -1,8 +1,8 @@
 """The manifest: the only contract between capturing and analysing.
 
-A step folder's ``manifest.json`` lists everything that was expected of the step and what
-became of it. All times are unix nanoseconds on the clock of the process that took them;
-:class:`HostClock` says how far each host's clock is from the controller's.
+A step folder's ``manifest.json`` lists everything that was expected of the step, with its status. All times
+are unix nanoseconds on the clock of the process that took them; :class:`HostClock` has the offset of a host's
+clock from the controller's.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ CAPTURE_START, CAPTURE_STOP = "capture_start", "capture_stop"
 """The loop's pauses before and after a captured step."""
 
 POLLING = "polling the replay buffer"
-"""The stage in which a trainer sleeps until it looks again whether trajectories have ended."""
+"""The stage in which a trainer sleeps between two polls for finished trajectories."""
 
 CUT_SHORT = "the step was cut short"
-"""How the note begins that says why a step ended early."""
+"""The beginning of the note with the reason why a step ended early."""
 
 MAX_NS = 4 * 10**18
 """Largest time in a manifest or a trace (the year 2096): the sum or the difference of two fits 64 bits."""
@@ -76,7 +76,7 @@ class StageSpan(msgspec.Struct, frozen=True):
         end_ns: When it ended.
         thread: Native id of the thread it ran on (Python's own id if that thread has ended).
         depth: 0 for an outermost stage, 1 for a stage inside one, ...
-        failed: User code raised inside it, or the capture ended before it did.
+        failed: User code raised inside it, or it was open when the capture ended.
     """
 
     name: str
@@ -95,7 +95,7 @@ class StepSpan(msgspec.Struct, frozen=True, kw_only=True):
         begin_ns: When ``on_step_begin`` returned to the loop.
         end_ns: When the loop called ``on_step_end``, or the capture ended.
         policy_version: Version of the weights, if the loop reports one.
-        metrics: What the loop passed for this step.
+        metrics: Metrics that the loop passed for this step.
     """
 
     step: int
@@ -112,8 +112,8 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
         path: Path relative to the step folder.
         lane: Lane that it fills in the timeline, e.g. ``actor_rank0`` or ``rollout0_rank1``.
         tool: Name of the tool.
-        status: What became of it. ``pending``: the bytes were still being compressed or uploaded in the
-            background when the manifest was written; whether the file at ``path`` exists decides.
+        status: Its status. ``pending``: the file was still being compressed or uploaded in the background
+            when the manifest was written. It is complete once it exists at ``path``.
         stage: Stage it holds, in discrete mode; ``None`` in e2e mode.
         occurrence: Which run of that stage in this step, from 1.
         begin_ns: When recording began.
@@ -123,8 +123,8 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
         step: Step in which its recording began.
         policy_versions: Versions of a rollout engine's weights during its window, in order, if known;
             more than one if the weights were updated inside the window.
-        reason: Why the status is not ``ok``, or what to know of it.
-        unrecorded_device: Kind of the device (``cuda``) that was in use, and of which the trace has no event.
+        reason: Why the status is not ``ok``, or a remark.
+        unrecorded_device: Kind of a device (``cuda``) that was in use but has no events in the trace.
         where: ``host:path`` of a file that is not in the step folder, but on a host's own file system.
     """
 
@@ -157,12 +157,12 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
 def expected_artifact(
     lane: str, tool: str, suffix: str, stage: str | None = None, occurrence: int = 1
 ) -> Artifact:
-    """Return an artifact as it is expected before anything is written.
+    """Return an expected artifact that is not written yet, with status ``missing``.
 
     Args:
         lane: Lane of the rank that records.
         tool: Name of the tool.
-        suffix: What names of its artifacts end in.
+        suffix: The tool's suffix of file names, e.g. ``.torch.json.gz``.
         stage: Stage, in discrete mode.
         occurrence: Which run of that stage in this step, from 1.
     """
@@ -203,24 +203,24 @@ class ToolSpan(msgspec.Struct, frozen=True):
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One inference request that ended while a rollout engine was captured.
 
-    Times are unix nanoseconds on the clock of the process that sent the request; a time that the
-    engine does not tell is 0.
+    Times are unix nanoseconds on the clock of the process that sent the request; a time that the engine does
+    not report is 0.
 
     Attributes:
         replica: Replica that served it.
-        id: What the engine was given as its id; empty if that is not known.
+        id: Id that the engine received with it; empty if unknown.
         begin_ns: When it was sent.
         arrival_ns: When the engine's scheduler got it.
         scheduled_ns: When the engine first scheduled it.
-        first_token_ns: When the engine had its first token, or else when its first output arrived.
-        last_token_ns: When the engine had its last token.
+        first_token_ns: When the engine made its first token; if unknown, when its first output arrived.
+        last_token_ns: When the engine made its last token.
         end_ns: When its response was complete.
         prompt_tokens: Length of the prompt.
         response_tokens: Length of the response; summed over the samples of one request.
-        cached_tokens: Of the prompt, what came from the engine's prefix cache, if known.
-        preemptions: How often the engine took it off and began it again, if known.
+        cached_tokens: Number of prompt tokens from the engine's prefix cache, if known.
+        preemptions: How often the engine preempted and restarted it, if known.
         policy_version: Version of the weights that it began with, if known.
-        failed: It raised, or was cancelled.
+        failed: It ended with an exception, or was cancelled.
     """
 
     replica: int
@@ -239,10 +239,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     failed: bool = False
 
     def parts(self) -> list[tuple[RequestPart, int, int]]:
-        """Return what it waited for, from its begin to its end without a gap: name, begin, end.
+        """Return its consecutive parts, from begin to end without gaps: name, begin, end.
 
-        What is not known apart stays one part: ``first token`` is queued and prefill,
-        ``generate`` that and decode.
+        Parts whose border is unknown are joined: ``first token`` is queued and prefill, and ``generate`` is
+        queued, prefill and decode.
         """
         marks: tuple[tuple[RequestPart, int], ...] = (
             ("to the engine", self.arrival_ns),
@@ -262,7 +262,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostClock(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a host's clock is ahead of the controller's.
+    """Offset of a host's clock from the controller's.
 
     ``controller_ns = host_ns - offset_ns``, with an error of at most ``error_ns``.
 
@@ -295,7 +295,7 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
         step: First step of the capture.
         mode: ``e2e`` or ``discrete``.
         tools: Names of the tools that recorded.
-        status: The worst status among the artifacts, or why there are none.
+        status: The worst status among the artifacts; without artifacts, the status of the capture itself.
         reason: Why the status is not ``ok``.
         artifacts: Everything expected of this worker.
         stages: Spans of the stages it ran, in order of their begin.
@@ -308,16 +308,16 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
         policy_versions: Versions of a rollout engine's weights during the capture, in order, if
             known; more than one if the weights were updated meanwhile.
         metrics: Plain numbers recorded with the capture, e.g. ``{"stage/update_actor/peak_rss_bytes": ...}``.
-        devices: What it computes on, as far as it is known: of a replica in order of rank, of any other
-            worker the devices that its process has used.
-        requests_logged: Whether requests were logged, so that without one the engine had nothing to do.
-        pending_since_ns: When the requests were sent that had not ended when the log did.
+        devices: Known devices that it computes on: for a replica, in order of rank; for any other worker,
+            those that its process has used.
+        requests_logged: Whether requests were logged. If so and there are none, the engine was idle.
+        pending_since_ns: For each request still open at the end of the log, when it was sent.
         process: The process that recorded.
-        revision: How often that process has written its result; of two, the larger one holds.
-        stopped: ``False`` in what a process writes while it still records.
+        revision: How often that process has written its result; the result with the largest number is valid.
+        stopped: ``False`` in a result that the process wrote while it was still recording.
         folder: Absolute path, or URL, of the step folder as that process sees it.
-        cut_short: Why the step ended early in that process, a rank of a loop that runs on all ranks.
-        clock: Its clock, where the process measured that itself.
+        cut_short: Why the step ended early in that process, if it is a rank of an SPMD loop.
+        clock: The offset of its clock, if the process measured it itself.
     """
 
     identity: WorkerIdentity
@@ -371,7 +371,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         run_id: Identifies the run.
         capture_id: Identifies the capture within the run.
         state: ``begun``: what was expected when the capture began; the loop has written nothing since.
-            ``written``: what became of it.
+            ``written``: the result.
         step: First step captured; names the folder.
         steps: All steps captured (several for a continuous capture).
         step_spans: When each of them ran, in order.
@@ -381,16 +381,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             not part of the step.
         complete: ``False`` if the step ended early (an exception, the end of the process).
         controller: The process that runs the loop.
-        process: The same process, told apart from a later one with its id.
+        process: Unique identity of the same process, even if its pid is used again.
         stages: The controller's stages.
-        outside: What the loop's process did outside of the step: ``capture_start`` before it,
-            ``capture_stop`` after it (which includes ``write``), and then the loop's own stages, such as
-            ``validate``, until it began the next step or ended.
+        outside: Stages of the loop's process around the step: ``capture_start`` before it, ``capture_stop``
+            after it (which includes ``write``), then the loop's own stages, such as ``validate``, until the
+            next step or the end.
         rpcs: Calls made to drive the capture.
         workers: One entry per worker that was expected to take part.
         clocks: One entry per clock domain.
-        metrics: What the loop passed to ``on_step_end`` and ``on_rollout_end``.
-        trigger: Who asked for the capture, and why.
+        metrics: Metrics that the loop passed to ``on_step_end`` and ``on_rollout_end``.
+        trigger: Origin of the capture, and its reason.
         notes: Things a user should know.
     """
 
@@ -417,7 +417,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str] = []
 
     def offset_ns(self, identity: WorkerIdentity) -> int:
-        """Return what to subtract from a worker's times to put them on the controller's clock."""
+        """Return the offset (ns) to subtract from a worker's times for the controller's clock."""
         for clock in self.clocks:
             if clock.clock_domain == identity.clock_domain:
                 return clock.offset_ns
@@ -425,7 +425,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """``run.json``: what holds for every step of a run. A resumed run has a folder of its own.
+    """``run.json``: facts about a whole run. A resumed run has a folder of its own.
 
     Attributes:
         schema_version: Version of this schema.
@@ -434,9 +434,9 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
         process: The process that runs the loop.
         config: The settings as used.
         versions: Versions of the packages that matter.
-        first_step: The first step that the loop began; added when training ends, like the next three.
+        first_step: The first step that the loop began; like the next three fields, added when training ends.
         last_step: The last one.
-        end_ns: When training ended; ``None`` while it runs, and if nobody lived to say so.
+        end_ns: When training ended; ``None`` while it runs, and for a killed run.
         never_came: The steps that ``schedule.steps`` lists and the loop never began.
         not_captured: Why the capture of a step could not begin, by step.
     """
@@ -474,8 +474,8 @@ def finite_numbers(metrics: Mapping[str, Any] | None) -> tuple[dict[str, float],
     """Return the entries that are finite numbers, and notes on numbers that are not finite.
 
     Args:
-        metrics: The loop's metrics, of any type; scalars of NumPy and torch are numbers. Nothing in
-            them raises: a captured step must not fail where another one does not.
+        metrics: The loop's metrics, of any type; scalars of NumPy and torch are numbers. No value raises,
+        because a capture must not make a step fail.
     """
     numbers: dict[str, float] = {}
     infinite: list[str] = []

@@ -48,13 +48,13 @@ class ProfilingConfig:
         tool: The tool that records: a name, ``"package.module:Class"``, or a list of these.
         mode: ``e2e``: one artifact per worker per step. ``discrete``: one per worker per stage.
         save_path: Folder of the run, or a URL (``s3://bucket/run``); step folders are made inside. ``~`` and
-            environment variables are expanded. Where another run has it, this one records into ``run_2``,
-            ``run_3``, ... inside.
+            environment variables are expanded. If another run uses the folder, this run records into
+            ``run_2``, ``run_3``, ... inside it.
         run_id: Name of the run. A run that is started again with the same one, e.g. from a checkpoint,
             continues in its folder. ``None``: each start is a run of its own.
-        spmd: Whether the callbacks of several ranks record together, where each process builds its own.
-            ``None``: they do when the process is a rank of several and all its workers are objects of its
-            own. ``False``: this callback is the only one. ``True``: they do, workers or not.
+        spmd: Whether every rank runs the loop with its own callback, and all ranks record one capture
+            together. ``None``: yes, if there are several ranks and all workers of the callback are objects of
+            its process. ``False``: this callback records alone. ``True``: yes, even without workers.
         strict: Raise errors of tools in the training loop instead of only reporting them.
         schedule: The steps that are captured.
         select: The workers and stages that are captured.
@@ -119,7 +119,9 @@ class ProfilingConfig:
 
     @property
     def local_folder(self) -> Path:
-        """The folder of this host that files are written into first: ``save_path``, unless that is a URL."""
+        """The folder of this host that files are written into first: ``save_path``, or ``remote.staging`` for
+        a URL.
+        """
         return self.remote.staging_folder if self.is_remote else Path(self.save_path).absolute()
 
     def _check_remote(self) -> None:
@@ -155,10 +157,10 @@ class ProfilingConfig:
 
         Args:
             role: The role.
-            selection: What one capture does differently.
+            selection: Settings of one capture that differ.
 
         Raises:
-            ConfigError: The role's settings are wrong, or the selection is.
+            ConfigError: The role's settings or the selection are wrong.
         """
         known = self._by_role.get((role, selection))
         return (
@@ -172,7 +174,7 @@ class ProfilingConfig:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is computed: it holds tools, and one of the user's own may not be picklable."""
+        """Leave out cached role settings: they hold tools, and a user's own tool may not be picklable."""
         return {name: getattr(self, name) for name in field_types(ProfilingConfig)}
 
     def _resolve(self, role: str, selection: CaptureSelection | None) -> RoleConfig:
@@ -198,10 +200,10 @@ class ProfilingConfig:
         )
 
     def with_trajectories(self, role: str) -> ProfilingConfig:
-        """Return settings by which a role records trajectories, in e2e mode, besides what it is told itself.
+        """Return settings with which a role records trajectories, besides the tools of its own settings.
 
         Raises:
-            ConfigError: A tool that the role is told cannot record beside it.
+            ConfigError: A tool of the role cannot record together with trajectories.
         """
         override = self.roles.get(role, RoleOverride())
         told = () if override.tool is None else self.tool_names(role)
@@ -210,7 +212,7 @@ class ProfilingConfig:
         return replace(self, roles={**self.roles, role: recording})
 
     def cautions(self, has_engines: bool = True) -> list[str]:
-        """Return what is allowed, and likely to hurt the run, or to do nothing.
+        """Return warnings about settings that are valid but may hurt the run, or have no effect.
 
         Args:
             has_engines: Whether rollout engines take part.
@@ -230,7 +232,7 @@ class ProfilingConfig:
         return typing.cast("dict[str, Any]", msgspec.to_builtins(self))
 
     def tool_names(self, role: str) -> tuple[str, ...]:
-        """Return the names of a role's tools in the settings; of an empty role, those of all others."""
+        """Return the names of a role's tools; for an empty role, the names in the common setting ``tool``."""
         return self._names_of(self.roles.get(role, RoleOverride()), f"roles.{role}.")
 
     def _names_of(self, override: RoleOverride, key: str) -> tuple[str, ...]:
@@ -251,10 +253,10 @@ class ProfilingConfig:
 
 
 def _expanded(key: str, path: str) -> str:
-    """Return a path with ``~`` and environment variables in their meaning.
+    """Return a path with ``~`` and environment variables expanded.
 
     Raises:
-        ConfigError: It is empty, holds a NUL, or names a variable or a user that does not exist.
+        ConfigError: The path is empty, holds a NUL, or has a variable or a user that does not exist.
     """
     if not path or "\0" in path:
         raise ConfigError(key, "holds a NUL character" if path else "is empty")
@@ -270,7 +272,7 @@ def load_tool(name: str, key: str = "tool") -> type[Tool]:
     Args:
         name: A name from :data:`verl_profiling.tools.TOOLS`, or ``"package.module:Class"`` for a tool
             of your own.
-        key: Configuration key to name in an error.
+        key: Configuration key for error messages.
 
     Raises:
         ConfigError: There is no such tool.

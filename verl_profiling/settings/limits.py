@@ -1,4 +1,4 @@
-"""Limits of captures: disk and memory, seconds that anybody waits, uploads, and commands that run after them.
+"""Limits of captures: disk, memory and timeouts; uploads; and commands that run after captures.
 
 The groups ``limits``, ``timeouts``, ``remote`` and ``after`` of the configuration.
 """
@@ -28,11 +28,11 @@ class Limits:
     """Disk and memory that captures may take. A size is a number of bytes, or ``2GB`` or ``512MiB``.
 
     Attributes:
-        min_free_bytes: Free space that captures leave on a file system. Where there is less, callback or
+        min_free_bytes: Free space that captures leave on a file system. With less free space, a callback or
             worker records nothing.
-        keep_last: Captures that stay, the latest; older ones are removed. ``null``: all.
-        memory_share: Share of the host's available memory that a recording may need to be written; the
-            workers of a host divide it. One that needs more ends with the stage or mini-batch.
+        keep_last: Number of captures to keep; older captures are removed. ``null``: all.
+        memory_share: Share of the host's available memory for writing recordings, divided by the workers of
+            the host. A recording that needs more ends with its stage or mini-batch.
     """
 
     min_free_bytes: Size = _GB
@@ -40,7 +40,7 @@ class Limits:
     memory_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
 
     def no_room(self, folder: Path) -> str:
-        """Return why nothing can be written into a folder, which exists or will; empty if there is room."""
+        """Return why a folder, existing or not, has too little free space; empty if it has enough."""
         while not folder.exists() and folder != folder.parent:
             folder = folder.parent
         try:
@@ -62,8 +62,8 @@ class Timeouts:
     Attributes:
         start_s: Time for a capture to start.
         stop_s: Time for a capture to stop, including the export of the trace.
-        finish_s: Time at the end of the run for workers that were too late to stop, and again for compression
-            in the background.
+        finish_s: Time at the end of the run for workers that missed ``stop_s``, and as much again for
+            compression in the background.
     """
 
     start_s: Seconds = 60.0
@@ -76,9 +76,9 @@ class RemoteOptions:
     """Uploads, where ``save_path`` is a URL.
 
     Attributes:
-        staging: Folder on each host in which files wait for their upload; ``None`` for one of this user's
-            in the system's temporary folder.
-        retry_s: Seconds in which a failed upload is tried again. The file then stays in ``staging``.
+        staging: Folder on each host in which files wait for their upload; ``None``: a folder of the user in
+            the system's temporary folder.
+        retry_s: Seconds for which a failed upload is retried. After that, the file stays in ``staging``.
     """
 
     staging: str | None = None
@@ -101,15 +101,15 @@ class AfterHook:
     """A command that runs once a capture is written, in the background.
 
     Attributes:
-        command: Program and arguments; no shell. Environment variables say what was written:
+        command: Program and arguments; no shell. Environment variables describe the capture:
             ``VERL_PROFILING_FOLDER``, ``_RUN``, ``_STEP``, ``_ROLE``, ``_RANK`` and ``_PID``.
         when: ``capture``: after each capture. ``last``: once, after the last capture that the schedule has,
             or when training ends.
-        roles: The roles whose processes run it. ``controller`` is the process of the loop, where all of a
-            step is written; a worker runs it once its own artifacts are.
-        ranks: Ranks of these roles, written like ``select.ranks``; ``all``, also those that do not record;
-            ``None`` for those that record.
-        timeout_s: Seconds after which the command and all it started are ended.
+        roles: The roles whose processes run the command. The ``controller``, the loop's process, runs it once
+            the whole capture is written. A worker runs it once its own artifacts are written.
+        ranks: Ranks of these roles, written like ``select.ranks``. ``None``: the ranks that record. ``all``:
+            also the ranks that do not record.
+        timeout_s: Seconds after which the command and its child processes are terminated.
     """
 
     command: tuple[str, ...] = ()
@@ -127,7 +127,7 @@ class AfterHook:
             parse_ranks(self.ranks, "ranks")
 
     def runs_on(self, role: str, rank: int, records: bool) -> bool:
-        """Return whether a process runs it that has this role and rank, and records or does not."""
+        """Return whether the process of a role and rank runs the command; ``records``: whether it records."""
         if role not in self.roles:
             return False
         if self.ranks is None or self.ranks == EVERY_RANK:

@@ -1,4 +1,4 @@
-"""Which workers take part, and the settings of one role: those that differ for it, and those that result."""
+"""The selection of workers, the overrides for one role, and the resulting settings of the role."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _ONE_PER_PP_STAGE = "one_per_pp_stage"
 class Coordinates:
     """Ranks chosen by their coordinates in the parallel dimensions; ``None`` means all.
 
-    Written like ``ranks``, where -1 is the last: ``pp: [0, -1]``. A dimension that a worker does not
-    have does not restrict it.
+    Written like ``ranks``, where -1 is the last rank: ``pp: [0, -1]``. A worker without a dimension is not
+    restricted by it.
 
     Attributes:
         tp: Tensor-parallel ranks.
@@ -123,7 +123,7 @@ class RoleConfig:
         Args:
             rank: Global rank inside the role.
             replica: Index of the rollout replica.
-            topology: Its coordinates.
+            topology: Its coordinates by dimension.
             sizes: Number of ranks along these dimensions, needed to count from the end.
         """
         if not self.enable or (self.ranks is not None and rank not in self.ranks):
@@ -139,14 +139,14 @@ class RoleConfig:
 def aimed(
     selection: CaptureSelection, role: str, override: RoleOverride, select: Selection, tools: tuple[str, ...]
 ) -> tuple[RoleOverride, Selection]:
-    """Return what holds for a role, and for all, while one capture is aimed.
+    """Return a role's overrides and the common selection, changed for one capture.
 
     Args:
-        selection: Settings of this capture alone.
+        selection: Settings of this capture that differ.
         role: The role.
-        override: Its own settings.
+        override: The role's own settings.
         select: The selection of all roles.
-        tools: Names of its tools.
+        tools: Names of the role's tools.
 
     Raises:
         ConfigError: The selection contradicts itself.
@@ -188,7 +188,7 @@ def choose(own: Coordinates, common: Selection, key: str) -> dict[str, Any]:
         key: Key of the role's settings with a dot, for errors.
 
     Raises:
-        ConfigError: A choice is not written as ranks are.
+        ConfigError: A value is not written like ranks.
     """
 
     def chosen(name: str) -> tuple[Ranks, str]:

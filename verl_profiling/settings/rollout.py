@@ -70,10 +70,10 @@ class RolloutOptions:
             raise ConfigError("sglang.stages", "needs rollout.by_stage=true")
 
     def with_stacks(self) -> RolloutOptions:
-        """Return these options for a recording with stacks, which needs a limit on its iterations.
+        """Return these options with a limit on iterations, as a recording with stacks needs it.
 
-        An idle engine polls: a million Python calls a second, and writing them takes far longer than
-        they took.
+        An idle engine polls with a million Python calls a second. Writing these takes far longer than the
+        calls.
         """
         return self if self.count is not None else replace(self, count=_COUNT_WITH_STACKS)
 
@@ -90,5 +90,5 @@ class RolloutOptions:
 
     @property
     def bounded(self) -> bool:
-        """Whether recording is limited to a window of iterations, which may not be reached."""
+        """Whether recording is limited to a window of iterations, which a short rollout may not reach."""
         return bool(self.start or self.count is not None or self.sglang.start_step is not None)

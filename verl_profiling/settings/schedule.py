@@ -42,10 +42,10 @@ class Schedule:
     With nothing set, every step from 1 on is captured.
 
     Attributes:
-        steps: Listed steps; there may be none with ``watch.enable``. Excludes ``every`` and the cycle fields.
-        every: Captures the steps that are divisible by it, 0 included. Excludes the cycle fields.
+        steps: Steps to capture; may be empty with ``watch.enable``. Excludes ``every`` and the cycle fields.
+        every: Captures the steps divisible by this number, 0 included. Excludes the cycle fields.
         skip_first: Steps before the first cycle, from step 1 on.
-        wait: Steps of a cycle in which nothing happens.
+        wait: Steps of a cycle that are not profiled.
         warmup: Steps of a cycle that run the tool and discard the recording.
         active: Steps of a cycle that are captured.
         repeat: Number of cycles; 0 for no end.
@@ -74,7 +74,7 @@ class Schedule:
 
     @property
     def records_every_step(self) -> bool:
-        """Whether every step is captured, from the first one of a schedule on."""
+        """Whether every step is captured, once ``skip_first`` steps have passed."""
         if self.every is not None:
             return self.every == 1
         return self.steps is None and self.wait == self.warmup == self.repeat == 0
@@ -84,7 +84,7 @@ class Schedule:
         return frozenset(self.steps or ())
 
     def action(self, step: int) -> Action:
-        """Return what happens in ``step``."""
+        """Return the profiler's action in ``step``."""
         if self.steps is not None:
             return Action.RECORD if step in self._listed else Action.OFF
         if self.every is not None:
@@ -96,7 +96,7 @@ class Schedule:
         return Action.WARMUP if position < self.wait + self.warmup else Action.RECORD
 
     def in_words(self) -> str:
-        """Return which steps these settings choose, e.g. ``schedule.every=10``."""
+        """Return the settings that differ from their defaults, e.g. ``schedule.every=10``."""
         if self.steps == ():
             return "schedule.steps is empty: only what is asked for"
         given = [

@@ -38,7 +38,7 @@ def build(cls: type[T], values: Any, key: str) -> T:
     """Build a dataclass from a mapping or a ``DictConfig``.
 
     Raises:
-        ConfigError: A key is unknown, or a value is wrong; ``key`` is the prefix of its name.
+        ConfigError: A key is unknown, or a value is wrong; its dotted name begins with ``key``.
     """
     kinds = field_types(typing.cast("Any", cls))
     if isinstance(values, cls):
@@ -100,7 +100,7 @@ def _plain(value: Any, key: str) -> Any:
 
 
 def _problem(error: str, value: Any, options: tuple[Any, ...]) -> str:
-    """Return what msgspec says, in the words of settings, with the remedy where there is one."""
+    """Return an error of msgspec in the words of settings, with the remedy if there is one."""
     if bound := _BOUND.match(error):
         return f"must be {_BOUNDS[bound[1]]} {bound[2].removesuffix('.0')}, is {value}"
     if isinstance(value, str) and str not in options and any(map(_is_list, options)):

@@ -16,18 +16,18 @@ Growth = Annotated[float, msgspec.Meta(gt=0, le=1_000_000)]
 
 @dataclass(frozen=True, kw_only=True)
 class Anomaly:
-    """Thresholds from which the watch requests a capture. ``None`` switches one of the signs off.
+    """Thresholds from which the watch requests a capture. ``None`` switches a threshold off.
 
     Attributes:
-        slow_step: Steps last longer than the median of the window by about this ratio; ``null``: no sign.
-        slow_stage: The exposed time of a stage is above its median by about this ratio; ``null``: no sign.
-        leader: One process leads in a stage by this share of the step, in three steps of a few; ``null``: no
-            sign.
-        memory: Memory that a process holds grows in every step of the window, by this share in all;
-            ``null``: no sign.
-        window: Number of steps before that a step is compared with. It may be more than ``watch.steps``.
-        cooldown: Steps after a capture in which the watch requests none.
-        max_captures: The most captures that the watch requests in a run.
+        slow_step: Approximate ratio of a slow step's duration to the median of the window; ``null``: off.
+        slow_stage: Approximate ratio of a slow stage's exposed time to its median; ``null``: off.
+        leader: Share of the step by which one process leads in a stage, in three steps close together;
+            ``null``: off.
+        memory: Share by which a process's memory grows over the window, with growth at every reading;
+            ``null``: off.
+        window: Number of earlier steps that a step is compared with. It may exceed ``watch.steps``.
+        cooldown: Steps after a capture in which the watch requests no further capture.
+        max_captures: Maximum number of captures that the watch requests in a run.
     """
 
     slow_step: Ratio | None = 1.3
@@ -44,12 +44,12 @@ class WatchOptions:
     """Summaries of every step, and captures on request while the run goes on.
 
     Attributes:
-        enable: Switches it on.
-        steps: Number of steps that are kept.
-        every: Workers are read after so many steps, sooner where steps are long, and after every capture.
-            0: after captures alone.
+        enable: Switches the watch on.
+        steps: Number of steps whose summaries are kept.
+        every: Number of steps between readings of the workers; fewer if steps are long. Workers are also read
+            after every capture. 0: only then.
         trigger: Thresholds from which the watch requests a capture; ``null``: it requests none.
-        sinks: Other receivers of each step's numbers than ``watch.jsonl``; more by ``watch.listeners``.
+        sinks: Receivers of each step's numbers besides ``watch.jsonl``; add your own to ``watch.listeners``.
     """
 
     enable: bool = False
@@ -59,7 +59,7 @@ class WatchOptions:
     sinks: tuple[Literal["tensorboard"], ...] | None = None
 
     def cautions(self, records_every_step: bool) -> list[str]:
-        """Return what is allowed here, and does not do what it says.
+        """Return warnings about settings that have no effect.
 
         Args:
             records_every_step: The schedule captures all steps.

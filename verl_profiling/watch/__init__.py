@@ -1,1 +1,1 @@
-"""The watch: what every step spent its time on, always, and when that calls for a capture."""
+"""The watch: an always-on summary of every step, and detection of steps that call for a capture."""

@@ -1,7 +1,7 @@
-"""Notices what a step has that the steps before it had not, by their summaries alone.
+"""Detects anomalies in step summaries: slow steps and stages, leading processes, growing memory.
 
-Two tests: of a series against its own past, and of a process against its peers, for what was so from the
-first step. And a trend: of memory that grows step by step.
+Two tests: a duration against its own past, and a process against its peers, which also finds processes that
+are slow from the first step. And a trend: memory that grows step by step.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from verl_profiling.watch.exposed import standings
 from verl_profiling.watch.suspicion import Suspicion, healthiest
 
 MATTERS = 0.05
-"""Share of a usual step by which a stage must be longer than usual, to be slow."""
+"""A slow stage exceeds its median by at least this share of the median step."""
 
 LEAST_S = 0.001
-"""What is slow by less is no matter of a capture, whose recording takes longer (s)."""
+"""Minimum excess of a slow step or stage (s); recording a capture takes longer."""
 
 NEWS = 1.25
-"""By this ratio a process must lead by more than when it was noticed, to be noticed again."""
+"""A lead is detected again if it exceeds the lead at its last detection by this ratio."""
 
 _STEADY = 0.5
-"""What grows by less in the second half of the window than by this share of the first is warming up."""
+"""Minimum growth in the second half of the window, as a share of the first half's; less is a warm-up."""
 
 _MOST_OF_A_STEP = 0.5
 _LONGEST = 10
@@ -48,10 +48,10 @@ _ENOUGH_ALIKE, _MOST_ALIKE = 20, 0.9
 
 
 class _Evidence:
-    """The evidence for a change: at 1 there is one, if it comes together within ten steps.
+    """A score of evidence for a change; the change is detected if the score reaches 1 within ten steps.
 
-    A step adds half at most, so one outlier is none. A quiet step takes a little away, and four of them one
-    after another all. While a change goes on, and within a window after it, it is noticed again only where it
+    A step adds at most 0.5, so one outlier is no change. A quiet step subtracts a little, and four in a row
+    reset the score. While a change goes on, and within a window after it, it is detected again only if it
     lasts longer than before.
     """
 
@@ -63,7 +63,7 @@ class _Evidence:
         self._age = self._quiet = self._lasted = 0
 
     def add(self, amount: float) -> bool:
-        """Take that of a step; return whether there is a change that was not noticed yet."""
+        """Add the evidence of a step; return whether it completes a new detection."""
         self._age += 1
         self._quiet = 0 if amount > 0 else self._quiet + 1
         if self._quiet >= self._window:
@@ -80,20 +80,20 @@ class _Evidence:
         return is_news
 
     def notice(self) -> None:
-        """Note that it is known, if anything speaks for a change."""
+        """Mark the change as detected, if the score is positive."""
         if self._score > 0:
             self._noticed, self._lasted = True, max(self._lasted, self.steps)
 
     @property
     def waits(self) -> bool:
-        """Whether something speaks for a change that was not noticed yet."""
+        """Whether there is evidence for a change that is not detected yet."""
         return self._score > 0 and not self._noticed
 
 
 class _Series:
-    """A duration, step by step, against its own past (s).
+    """A duration (s), step by step, compared with its own past.
 
-    The past is from before the change: what may be one is no part of it until that is known.
+    Values of a possible change join the past only when the change is detected or ruled out.
     """
 
     def __init__(self, window: int) -> None:
@@ -108,17 +108,17 @@ class _Series:
 
     @property
     def history(self) -> list[float]:
-        """The window before the change."""
+        """The durations in the window before the change (s)."""
         return list(self._past)[-self._window :]
 
     @property
     def usual(self) -> float:
-        """The median of it."""
+        """Their median (s)."""
         return median(self.history) if self._past else 0.0
 
     @property
     def excess(self) -> float:
-        """By how much it is longer."""
+        """The current duration minus the median (s)."""
         return self.value - self.usual
 
     def take(
@@ -128,8 +128,8 @@ class _Series:
         matters: float,
         of: tuple[StepSummary, StepSummary | None],
     ) -> None:
-        """Take the value of a step."""
-        if not self.evidence.waits:  # what is no change, or was noticed, is past
+        """Add the duration of a step (s)."""
+        if not self.evidence.waits:  # no change, or a detected one: its values join the past
             self._past += self._waiting
             self._waiting.clear()
         self.value, self.is_news = value, False
@@ -141,9 +141,9 @@ class _Series:
         self._waiting.append(value)
 
     def _amount(self, ratio: float) -> float:
-        """Return what a value adds to the evidence: a little at the ratio, and nothing within the spread.
+        """Return the evidence of the current value: small at ``ratio``, negative within the usual spread.
 
-        Where steps resemble the step before them, as in drift, they count as fewer: the spread is wider.
+        If steps resemble the step before them, as in drift, the spread is widened for their autocorrelation.
         """
         usual = self.usual
         shifts = [max(-_WIDEST, min(_shift(value, usual), _WIDEST)) for value in self._past]
@@ -163,14 +163,14 @@ def _shift(value: float, usual: float) -> float:
 
 
 class Detector:
-    """Judges the summary of every step by those of the steps before it.
+    """Compares the summary of every step with the summaries before it.
 
-    Steps that are captured are not judged: what that costs is in their times. Stages that run in less than
-    half of the steps, such as a checkpoint, are no part of what is compared of the step: each is compared
-    with itself alone.
+    Captured steps are skipped, because their times include the cost of the capture. Stages that run in less
+    than half of the steps, such as a checkpoint, are subtracted from the step. They are compared only with
+    their own past.
 
     Args:
-        options: From where on something is a sign.
+        options: Thresholds of each sign.
     """
 
     def __init__(self, options: Anomaly) -> None:
@@ -185,7 +185,7 @@ class Detector:
         self._before: StepSummary | None = None
 
     def observe(self, summary: StepSummary) -> Suspicion | None:
-        """Return what is noticed in a step, if anything is; it costs as much as the window is long."""
+        """Return the suspicion that a step raises, if any; the cost is proportional to the window."""
         before, self._before = self._before, summary
         if summary.captured:
             return None
@@ -197,7 +197,7 @@ class Detector:
         return self._leading(summary, before) or self._growth.observe(summary)
 
     def _slow(self, summary: StepSummary, before: StepSummary | None) -> Suspicion | None:
-        """Return what is slow in a step and was not before, if anything is."""
+        """Return a suspicion if the step, or one of its stages, has become slow."""
         options, of = self._options, (summary, before)
         stages: dict[str, float] = {}
         for row in summary.exposed:
@@ -215,7 +215,7 @@ class Detector:
         news = [stage for stage in stages if self._stages[stage].is_news]
         worst = max(news, key=lambda stage: self._stages[stage].excess, default=None)
         step = self._step
-        if news or step.is_news:  # what becomes slow together is noticed once
+        if news or step.is_news:  # a slowdown of several series is detected once
             for series in (step, *(self._stages[stage] for stage in stages)):
                 series.evidence.notice()
         if worst is not None and not (step.is_news and self._stages[worst].excess < step.excess / 2):
@@ -253,14 +253,14 @@ class Detector:
         return self._explained(found, *series.seen[-1])
 
     def _know_leads(self, found: Suspicion, summary: StepSummary) -> None:
-        """Note that the suspects of a slow stage lead in it: that is noticed with the stage."""
+        """Mark the leads of a slow stage's suspects as detected, so that they raise no second suspicion."""
         for row in summary.exposed:
             if row.name == found.stage and row.leader in found.suspects:
                 lead = self._leads.setdefault((row.name, row.leader), _Lead(self._options.window))
                 lead.noticed_share = min(row.lead_ns, row.exposed_ns) / max(summary.duration_ns, 1)
 
     def _leading(self, summary: StepSummary, before: StepSummary | None) -> Suspicion | None:
-        """Return who leads in a step, if it has led long enough; by how much again, if that became more."""
+        """Return a suspicion if a process leads in a stage for long enough, or by more than before."""
         least = self._options.leader
         if least is None:
             return None
@@ -300,11 +300,10 @@ class Detector:
                 del self._spans[who]
 
     def _explained(self, found: Suspicion, summary: StepSummary, before: StepSummary | None) -> Suspicion:
-        """Return what was noticed in a step, with the spans in its reason that grew along with its stage.
+        """Return the suspicion, with the spans in its reason that grew along with its stage.
 
-        They are those of the roles that worked in the stage, or in no stage of their own, and grew by half of
-        what it did, or more: what held it up took at least as long. A trajectory is named where none of its
-        spans is.
+        These are spans of roles that worked in the stage, or have no stages of their own. They grew by at
+        least half of the stage's excess. A trajectory is listed only if none of its spans is.
         """
         processes = (*summary.loop, *summary.workers)
         at_work = {lane for one in standings(summary, before).get(found.stage, ()) for lane in one.lanes}
@@ -328,7 +327,7 @@ class Detector:
 
 
 class _Lead(_Evidence):
-    """Whether a process leads in a stage, step after step."""
+    """Evidence that a process leads in a stage, step after step."""
 
     def __init__(self, window: int) -> None:
         super().__init__(window, until_over=2)
@@ -336,7 +335,7 @@ class _Lead(_Evidence):
         self.noticed_share = 0.0
 
     def is_news(self, share: float, least: float) -> bool:
-        """Add a step; return whether the lead is large enough, and larger than when it was noticed last."""
+        """Add a step; return whether its lead completes a detection, the first or one of a larger lead."""
         if self._noticed:
             self._score, self.steps, self._age, self._lasted, self._noticed = 0.0, 0, 0, 0, False
         leads = share >= max(least, NEWS * self.noticed_share)
@@ -347,7 +346,7 @@ class _Lead(_Evidence):
 
 
 class _Held(NamedTuple):
-    """The memory of a process after a step, the ``at``-th of the series."""
+    """Memory of a process after a step: index of the step since the first one, its number, and bytes."""
 
     at: int
     step: int
@@ -355,13 +354,13 @@ class _Held(NamedTuple):
 
 
 class _Growth:
-    """Follows what every process holds at the end of its steps, those after which it was read.
+    """Follows the memory that each process holds at the end of its steps, if it was read in them.
 
-    Of quick steps it is not read after each: then some readings have to be had, too, before it is a sign.
-    Where it grows in several processes of a role, which run the same code, that is one piece of news.
+    It is not read in every quick step, so a suspicion also needs a minimum number of readings. Growth in
+    several processes of a role is one suspicion, because they run the same code.
 
     Args:
-        options: By which share it must grow, and in how many steps.
+        options: The minimum growth, as a share, and the window, in steps.
     """
 
     def __init__(self, options: Anomaly) -> None:
@@ -372,7 +371,7 @@ class _Growth:
         self._held: dict[str, deque[_Held]] = {}
 
     def observe(self, summary: StepSummary) -> Suspicion | None:
-        """Return whose memory has grown in every step of the window, by the share in all, and goes on to."""
+        """Return a suspicion if memory grew at every reading of the window and does not level off."""
         self._at += 1
         uses = {use.lane: use for use in (*summary.loop, *summary.workers)}
         for lane in [lane for lane in self._held if lane not in uses]:

@@ -16,20 +16,20 @@ _BESIDE_THE_LEADER = 0.5
 
 
 class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that the watch noticed in a step, and whom it may come from.
+    """An anomaly that the watch detected in a step, and the processes that may be its cause.
 
     Attributes:
         step: The step.
-        sign: What was noticed.
-        reason: It, as a sentence.
-        stage: The stage in which it shows; empty for none, or for the time that lies in none.
+        sign: Kind of the anomaly.
+        reason: The anomaly, as a sentence.
+        stage: The stage of the anomaly; empty if there is none, or for time in no stage.
         suspects: Lanes that may be the cause, the likeliest first; empty if none stands out.
-        peers: Lanes of healthy processes of the same roles, one of each, to compare them with.
-        everyone: Lanes of all that worked in the stage, where none of them stands out.
-        ran: Names of the stages of their own that they ran in it.
-        value: What the step had: seconds, a share of the step, or bytes.
-        median: What the steps before it had.
-        history: Their values and that of the step, in order.
+        peers: Lanes to compare the suspects with: one healthy process of each of their roles.
+        everyone: Lanes of all processes that worked in the stage, if none of them stands out.
+        ran: Names of the stages that these processes ran inside the loop's stage.
+        value: Value in the step: seconds, a share of the step, or bytes.
+        median: Median of the steps before, in the same unit.
+        history: The values of the steps before and of the step, in order.
     """
 
     step: int
@@ -45,7 +45,7 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
     history: list[float] = []
 
     def trigger(self) -> Trigger:
-        """Return what the manifest of a capture says that is made because of it."""
+        """Return the trigger of a capture that this suspicion requests, for its manifest."""
         return Trigger(
             kind="anomaly",
             reason=self.reason,
@@ -60,10 +60,10 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def with_suspects(self, steps: Iterable[tuple[StepSummary, StepSummary | None]]) -> Suspicion:
-        """Return it with those who stood out in its stage in each of some steps.
+        """Return the suspicion with the processes that stood out in its stage in all of the given steps.
 
         Args:
-            steps: The steps in which it shows, each with the one before it; the latest last.
+            steps: The steps with the anomaly, each with the step before it; the latest last.
         """
         each = [standings(summary, before).get(self.stage, []) for summary, before in steps]
         working = each[-1]
@@ -90,8 +90,8 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
 def stand_out(standing: Standing) -> list[str]:
     """Return the processes of a role that were longer in a stage than the others, the leader first.
 
-    They are the leader, if it leads by more than what counts as equal, and those that are behind the median
-    by half as much or more. The only process of a role is one, too.
+    These are the leader, if its lead exceeds the tolerance ``TIED``, and processes that exceed the median by
+    more than half of that lead. The only process of a role stands out, too.
     """
     durations = standing.by_lane()
     if len(durations) == 1:
@@ -106,7 +106,7 @@ def stand_out(standing: Standing) -> list[str]:
 
 
 def healthiest(values: Mapping[str, float], suspects: list[str]) -> list[str]:
-    """Return the lane that is nearest to the median of all, and no suspect; none if there is no other."""
+    """Return a list of the lane nearest to the median that is no suspect; empty if all are suspects."""
     ordered = sorted(values, key=values.__getitem__)
     middle = values[ordered[(len(ordered) - 1) // 2]]
     others = [lane for lane in ordered if lane not in suspects]
