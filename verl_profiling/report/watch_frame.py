@@ -34,7 +34,7 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         says: The state as text.
         is_over: Whether the run has ended, so that no step will follow.
-        is_well: ``False`` if the run's process is gone without having ended the run.
+        is_well: ``False`` if the state is a problem, e.g. the process of the run is gone.
     """
 
     says: str
@@ -54,11 +54,11 @@ def watch_frame(
 
     Args:
         run: Name of the run's folder.
-        pulse: Whether it lives.
+        pulse: State of the run.
         steps: The latest steps, in order.
-        captures: How many step folders there are.
-        latest: The latest of these.
-        footer: How to leave.
+        captures: Number of step folders.
+        latest: The latest captures.
+        footer: Last line, e.g. ``q quits``.
     """
     newest = f", the latest {len(latest)}:" if captures > len(latest) else ":"
     lines: list[Text | Table] = [

@@ -31,7 +31,7 @@ class WatchHistory:
     steps that it runs again replace those that its start before had run.
 
     Args:
-        most: How many steps are kept; ``None``: all.
+        most: Number of steps to keep; ``None`` for all.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -50,7 +50,7 @@ class WatchHistory:
 
     @property
     def steps(self) -> list[LoggedStep]:
-        """The steps that are kept."""
+        """The kept steps."""
         return list(self._steps.values())
 
     def _is_of_a_start_before(self, line: LoggedStep) -> bool:
@@ -91,9 +91,9 @@ class CaptureSoFar(msgspec.Struct, frozen=True, kw_only=True):
     """One step folder.
 
     Attributes:
-        folder: Its name.
-        trigger: Who asked for it, and why; ``None`` if its manifest cannot be read.
-        goes_on: Whether its capture has not ended.
+        folder: Name of the folder.
+        trigger: Request for the capture; ``None`` if the manifest cannot be read.
+        goes_on: Whether the capture is still open.
     """
 
     folder: str

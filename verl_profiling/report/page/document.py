@@ -24,7 +24,7 @@ def document(title: str, subtitle: str, sections: str, data: Any, scripts: Seque
     """Return a page.
 
     Args:
-        title: Its heading, as plain text.
+        title: Heading of the page, as plain text.
         subtitle: The line beside the heading, as plain text.
         sections: Its content, as HTML.
         data: What its scripts draw.
