@@ -20,6 +20,7 @@ from verl_profiling.watch.suspicion import Suspicion
 logger = logging.getLogger(__name__)
 
 _OF_A_STAGE = ("slow_stage", "leader")
+_LOOP = "controller"
 
 
 class Anomalies:
@@ -96,11 +97,12 @@ class Anomalies:
     def _selection(self, noticed: Suspicion) -> CaptureSelection | None:
         """Return the workers to capture, and their stage if the anomaly is in one stage.
 
-        The workers are the suspects and a peer; for a slow stage without suspects, all that ran it.
+        The workers are the suspects and a peer; for a slow stage without suspects, all that ran it. A slow
+        rollout without suspects is captured as the settings say: its cause may be an agent loop or an engine.
         """
-        everyone = noticed.everyone if noticed.sign == "slow_stage" else []
+        everyone = noticed.everyone if noticed.sign == "slow_stage" and noticed.stage != ROLLOUT else []
         lanes = [*noticed.suspects, *noticed.peers] or everyone
-        uses = [self._uses[lane] for lane in lanes if lane in self._uses]
+        uses = [self._uses[lane] for lane in lanes if lane in self._uses and lane != _LOOP]
         if not uses:
             return None
         named = [] if lanes is everyone else uses
