@@ -52,7 +52,7 @@ class CaptureSelection(
     stages: _Names | None = None
 
     def in_words(self) -> str:
-        """Return what it says, as settings are written: ``mode=discrete, ranks=0,3``; empty if nothing."""
+        """Return the selection as settings: ``mode=discrete, ranks=0,3``; empty if it selects nothing."""
         said = ((name, getattr(self, name)) for name in self.__struct_fields__)
         return ", ".join(
             f"{name}={value if isinstance(value, str) else ','.join(map(str, value))}"
@@ -63,7 +63,7 @@ class CaptureSelection(
 
 TriggerKind = Literal["schedule", "demand", "anomaly"]
 Sign = Literal["", "slow_step", "slow_stage", "leader", "memory"]
-"""What the watch noticed: as the settings ``watch.trigger`` name it."""
+"""The anomaly that the watch detected, named as in the settings ``watch.trigger``."""
 
 
 class Trigger(msgspec.Struct, frozen=True, kw_only=True):

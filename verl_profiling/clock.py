@@ -21,7 +21,7 @@ _held = 0
 
 
 def hold() -> None:
-    """Note that something begins to record: time goes on monotonically from now on."""
+    """Begin a recording: from now on, the time is monotonic."""
     global now_ns, _held
     if not _held:
         monotonic_ns = time.monotonic_ns
@@ -31,13 +31,13 @@ def hold() -> None:
 
 
 def release() -> None:
-    """Take back one :func:`hold`; what belongs to the recording may still read its time."""
+    """Undo one :func:`hold`; the time stays monotonic until :func:`follow`."""
     global _held
     _held -= 1
 
 
 def follow() -> None:
-    """Read the wall clock again, unless something records: nothing that was recorded is still going on."""
+    """Read the wall clock again, unless something records."""
     global now_ns
     if not _held:
         now_ns = _wall_ns

@@ -113,7 +113,7 @@ class RemoteFolder:
         return data
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a file unless it exists; return whether it is this one.
+        """Write a file unless it exists; return whether the file now holds ``data``.
 
         A store that cannot create exclusively is asked before and after: of two that write at the same
         moment, at most one finds its own.
@@ -140,7 +140,7 @@ class RemoteFolder:
         """Upload a file, or a folder with all in it, and try again until the time is up.
 
         Raises:
-            OSError: Less arrived than was sent.
+            OSError: The uploaded file is smaller than the local one.
         """
         from tenacity import Retrying, stop_after_delay, wait_exponential
 
@@ -167,7 +167,7 @@ class RemoteFolder:
 
 
 class Upload(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the files of a capture go.
+    """The remote step folder of a capture.
 
     Attributes:
         url: The step folder there.

@@ -77,7 +77,7 @@ def part_of(path: Path) -> Path:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that takes its name once everything is written, and is gone if that fails.
+    """Yield a temporary file that is renamed to ``path`` at the end, or removed on failure.
 
     Raises:
         OSError: It cannot be written; the error names ``path``.
@@ -110,7 +110,7 @@ def scratch_folder(path: Path) -> Iterator[Path]:
 
 
 def clear_leftovers(folder: Path) -> list[str]:
-    """Remove what killed processes have left in a folder; return sentences on what had to stay."""
+    """Remove temporary files of killed processes; return sentences on the files that had to stay."""
     stayed = []
     for path in sorted(folder.glob(f".*{_PART}")):
         if not _is_left(path):
@@ -150,7 +150,7 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 @contextmanager
 def naming(path: Path, temporary: Path | None = None) -> Iterator[None]:
-    """Let errors of writing say where: those of a full disk name no file.
+    """Add the path to write errors that lack it, such as those of a full disk.
 
     Args:
         path: What is written.
@@ -336,7 +336,7 @@ def _status(reply: CaptureResult) -> str:
 
 
 def _settled(folder: Path, worker: CaptureResult) -> CaptureResult:
-    """Return a worker whose artifacts say what became of them, once nobody works on them any more."""
+    """Return a worker with the final status of its artifacts, once no process works on them."""
     if not worker.artifacts:
         return worker
     artifacts = [_on_disk(folder, worker, artifact) for artifact in worker.artifacts]

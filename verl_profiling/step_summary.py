@@ -10,10 +10,10 @@ Period = tuple[Ns, Ns]
 """Begin and end."""
 
 OTHERS = "(others)"
-"""What stands for the names of stages or spans beyond those that there is room for."""
+"""Name of the sum of all stages or spans beyond the maximum number of names."""
 
 MOST_SPANS = 64
-"""So many names of spans a summary tells apart."""
+"""Maximum number of span names in a summary."""
 
 
 class StageUse(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -52,7 +52,7 @@ class SpanTotal(msgspec.Struct, frozen=True, array_like=True):
     failed: int = 0
 
     def __add__(self, other: SpanTotal) -> SpanTotal:
-        """Return both together, under the name of this one."""
+        """Return the sum of both, under the name of this one."""
         return SpanTotal(
             self.name,
             self.runs + other.runs,
@@ -61,7 +61,7 @@ class SpanTotal(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def __sub__(self, other: SpanTotal) -> SpanTotal:
-        """Return what this one has more."""
+        """Return the difference, this one minus the other."""
         return SpanTotal(
             self.name,
             self.runs - other.runs,
@@ -101,7 +101,7 @@ class ExposedStage(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: Name of the stage; empty for the time that lies in none.
-        exposed_ns: By how much it moved the step's end. These add up to the step.
+        exposed_ns: By how much it moved the step's end. Exposed times add up to the step.
         role: Role whose processes worked in it; that of the loop where no others did.
         leader: Lane that was in it longest, or furthest along after it; empty where none is clear.
         lead_ns: By how much the leader was in it longer than the median of its peers.

@@ -1,4 +1,4 @@
-"""The file that a process writes of its trajectories: one JSON array a line, in gzip.
+"""The log of a process's trajectories: a gzip file with one JSON array per line.
 
 The first line is a :class:`LogHeader`, the last a :class:`LogFooter`; a file without the last was cut.
 All times are unix nanoseconds on the clock of the process that wrote it. What records them is
@@ -121,12 +121,12 @@ class SpanRecord(msgspec.Struct, frozen=True, array_like=True, tag="s"):
 
 
 class Lag(msgspec.Struct, frozen=True, array_like=True, tag="lag"):
-    """How late an event loop ran what was due.
+    """The delay of a callback on an event loop.
 
     Attributes:
         loop: Number of the loop.
         at_ns: When it ran.
-        late_ns: How late that was.
+        late_ns: How long after its due time it ran.
     """
 
     loop: Id
@@ -135,7 +135,7 @@ class Lag(msgspec.Struct, frozen=True, array_like=True, tag="lag"):
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True, tag="block"):
-    """A while in which one task did not let its event loop go on.
+    """A period in which one task blocked its event loop.
 
     Attributes:
         loop: Number of the loop.
@@ -160,8 +160,8 @@ class StatusChange(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     Attributes:
         group: The group.
         sample: The sample; ``None`` for all of the group.
-        status: What became of them.
-        at_ns: When that was said.
+        status: The new status.
+        at_ns: When the loop reported it.
     """
 
     group: str
@@ -171,7 +171,7 @@ class StatusChange(msgspec.Struct, frozen=True, array_like=True, tag="status"):
 
 
 class Counted(msgspec.Struct, frozen=True, array_like=True, tag="count"):
-    """How much of something there was, e.g. how long a queue was.
+    """A value of a counter, e.g. the length of a queue.
 
     Attributes:
         name: What was counted.
@@ -210,7 +210,7 @@ _PARTS = {
     StatusChange: "statuses",
     Counted: "counts",
 }
-"""Kinds of records in the order of the file, and where a log has them."""
+"""Kinds of records in the order of the file, each with its field in ``TrajectoryLog``."""
 
 
 class TrajectoryLog(msgspec.Struct, kw_only=True):
@@ -224,8 +224,8 @@ class TrajectoryLog(msgspec.Struct, kw_only=True):
         trajectories: Its trajectories.
         spans: Their spans, and those of none.
         lags: How late its loops were.
-        blocks: When they were blocked, and by whom.
-        statuses: What became of trajectories later.
+        blocks: Periods in which a task blocked one of its event loops.
+        statuses: Status changes after the end of trajectories.
         counts: How much of something there was.
         spans_left_out: Spans that were not kept.
         trajectories_left_out: Trajectories that were not kept.
@@ -278,7 +278,7 @@ def write_log(path: Path, log: TrajectoryLog) -> int:
 
 
 def read_log(path: Path, limit_reached: Callable[[int], str] = lambda lines: "") -> TrajectoryLog:
-    """Read a log; of one that was cut or is damaged, the lines before that.
+    """Read a log; of a cut or damaged log, the lines before the damage.
 
     Args:
         path: The file.
@@ -375,7 +375,7 @@ def _status_changes(path: Path) -> list[StatusChange]:
 
 
 def _decoded(path: Path, begin: bytes = b"") -> Iterator[Line]:
-    """Yield the lines of a file that begin so."""
+    """Yield the decoded lines of a file that start with ``begin``."""
     decoder = msgspec.json.Decoder(Line)
     try:
         for text in _whole_lines(path):

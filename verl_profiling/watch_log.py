@@ -148,7 +148,7 @@ def has_watch_log(run: Path) -> bool:
 
 
 class WatchLogReader:
-    """Reads the log of a run, and what it grows by.
+    """Reads the watch's log of a run, and follows it while it grows.
 
     Args:
         run: The run's folder. A log that is not there yet is waited for.
@@ -164,7 +164,7 @@ class WatchLogReader:
         self._decoder = msgspec.json.Decoder(LoggedStep)
 
     def read(self) -> Iterator[LoggedStep]:
-        """Yield the steps that were logged since the last call, at the first one all that are kept.
+        """Yield the steps logged since the last call; the first call yields all steps in the log.
 
         Raises:
             TraceFormatError: The log is not a file, leads out of the run's folder, or cannot be read.
@@ -237,7 +237,7 @@ class _Part:
             file.seek(found.st_size - MAX_BYTES)
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines that have ended since; one that is too long is left out."""
+        """Yield the lines completed since the last call, except lines that are too long."""
         while chunk := self.file.read(_CHUNK):
             *ended, rest = chunk.split(b"\n")
             for line in ended:
