@@ -64,7 +64,7 @@ class TraceFormatError(ProfilingError, ValueError):
 
 
 def choices_hint(value: object, choices: Iterable[str]) -> str:
-    """Return ``; did you mean 'x'? choose from a, b, x`` for an unknown name."""
+    """Return ``did you mean 'x'? choose from: a, b, x`` for an unknown name."""
     names = sorted(choices)
     close = get_close_matches(str(value), names, n=1)
     guess = f"did you mean {close[0]!r}? " if close else ""

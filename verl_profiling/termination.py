@@ -1,7 +1,7 @@
-"""SIGTERM while something records: the process unwinds, so that what was recorded is written.
+"""SIGTERM during a capture: the process unwinds, so that its recordings are written.
 
-Only the default action is replaced, and only while something records: a process whose owner handles the
-signal, as Ray's processes do, ends as its owner says, which runs exit handlers or not.
+Only the default action is replaced, and only during a capture. A process whose owner handles SIGTERM, such as
+a Ray worker, ends as its owner decides.
 """
 
 from __future__ import annotations

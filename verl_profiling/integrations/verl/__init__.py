@@ -83,7 +83,7 @@ _RECORDS = {
         "trainer:hook_tracking": "verl's metrics in manifests, and the reports' numbers in verl's trackers",
     },
     ("verl.trainer.constants_ppo", _always): {
-        "launch:hook_runtime_env": "kernels of GPUs, on images that have NVTX load CUPTI",
+        "launch:hook_runtime_env": "GPU kernels, on images whose NVTX loads CUPTI",
     },
     ("verl.single_controller.ray.base", _always): {
         "launch:hook_worker_groups": "training workers with tool nsys",

@@ -97,7 +97,7 @@ class TrainerProfiler(Profiler):
     def timed(self, name: str, timer: AbstractContextManager[None]) -> Iterator[None]:
         """Run one of verl's timers, and call the callback's hooks around it."""
         if name == _STEP and not hasattr(self.trainer, "global_steps"):
-            self._give_up(f"{type(self.trainer).__name__} has no global_steps, by which it numbers its steps")
+            self._give_up(f"{type(self.trainer).__name__} has no global_steps, so its steps have no numbers")
             with timer:
                 yield
         elif name == _STEP:
