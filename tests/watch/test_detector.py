@@ -76,6 +76,15 @@ def test_time_that_lies_in_no_stage_is_noticed() -> None:
     assert (found.sign, found.stage, found.suspects) == ("slow_stage", "", [])
 
 
+def test_a_fault_on_all_ranks_is_noticed_after_a_slow_warm_up() -> None:
+    """The warm-up's steps are three times as long, and still in the past that is compared with."""
+    detector = Detector(Anomaly(leader=None))
+    for step in range(1, 4):
+        assert detector.observe(summary(step, {name: 3 * usual for name, usual in USUAL.items()})) is None
+    step = quiet(detector, steps=27, first=4)
+    assert slow_twice(detector, step, times=longer("reward", 2.5)).stage == "reward"
+
+
 def test_who_leads_in_a_slow_stage_is_noticed_with_it() -> None:
     """One fault, one capture; a process that leads in another stage is another fault."""
     detector = Detector(Anomaly())
@@ -323,13 +332,3 @@ def test_noise_alone_is_quiet(steps: int, spread: float, read: bool) -> None:
     for step in range(1, steps + 1):
         times = {stage: usual * noise.lognormvariate(0, spread) for stage, usual in USUAL.items()}
         assert detector.observe(summary(step, times, noise=noise, read=read)) is None
-
-
-def test_a_stage_that_drifts_is_quiet() -> None:
-    """Steps each of a length like that of the step before: nothing is noticed in six hundred."""
-    noise = random.Random(15)
-    detector = Detector(Anomaly(leader=None))
-    drift = 0.0
-    for step in range(1, 601):
-        drift = 0.9 * drift + noise.gauss(0, 0.2 * math.sqrt(1 - 0.9**2))
-        assert detector.observe(short(step, longer("rollout", math.exp(drift)), 1.0)) is None

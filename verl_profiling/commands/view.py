@@ -151,6 +151,9 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
             file.seek(0)
             shutil.copyfileobj(file, self.wfile)
 
+    def do_HEAD(self) -> None:
+        self.send_error(HTTPStatus.NOT_FOUND)
+
     def end_headers(self) -> None:
         self.send_header("Access-Control-Allow-Origin", _ONLINE_UI)
         self.send_header("Cache-Control", "no-cache")

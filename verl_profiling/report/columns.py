@@ -70,6 +70,9 @@ def table_of(title: str, headings: Sequence[str], texts: Collection[int] = ()) -
     for at, heading in enumerate(headings):
         is_number = bool(at) and at not in texts
         table.add_column(
-            heading, overflow="fold", justify="right" if is_number else "left", no_wrap=is_number
+            heading,
+            overflow="ellipsis" if is_number else "fold",
+            justify="right" if is_number else "left",
+            no_wrap=is_number,
         )
     return table

@@ -55,6 +55,7 @@ from verl_profiling.report.lost import CAUSES, ROLLOUT, working_span
 from verl_profiling.report.model import OTHER_RANKS, Percentiles, Tail, Throughput
 from verl_profiling.report.rows import DeviceRow, EngineRow, KernelRow, WorkerRow
 
+_MOST_KERNELS = 10_000
 _TOKEN_METRICS = ("perf/total_num_tokens", "total_num_tokens", "tokens")
 _NAMED = 4
 _TURNS = (
@@ -226,6 +227,9 @@ def kernels(step: Step) -> list[KernelRow]:
             totals[place] = (before[0] + calls, before[1] + self_ns)
     everything = sum(self_ns for _, self_ns in totals.values()) or 1
     ranked = sorted(totals.items(), key=lambda item: -item[1][1])
+    if rest := [total for _, total in ranked[_MOST_KERNELS:]]:
+        calls, self_ns = (sum(numbers) for numbers in zip(*rest, strict=True))
+        ranked = [*ranked[:_MOST_KERNELS], (("", "(all others)"), (calls, self_ns))]
     return [
         KernelRow(name=name, stage=stage, calls=calls, self_us=self_ns / 1000, share=self_ns / everything)
         for (stage, name), (calls, self_ns) in ranked

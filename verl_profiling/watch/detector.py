@@ -7,8 +7,7 @@ are slow from the first step. And a trend: memory that grows step by step.
 from __future__ import annotations
 
 from collections import Counter, deque
-from itertools import pairwise
-from math import log, sqrt
+from math import log
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -44,7 +43,6 @@ _LEAST_SPREAD = 0.05
 _WIDEST = log(2)
 _OF_THE_SPREAD, _FULL = 2.0, 6.5
 _BELOW, _FULL_SHIFT, _MOST_SHIFT = 0.15, 0.6, 1.0
-_ENOUGH_ALIKE, _MOST_ALIKE = 20, 0.9
 
 
 class _Evidence:
@@ -141,19 +139,10 @@ class _Series:
         self._waiting.append(value)
 
     def _amount(self, ratio: float) -> float:
-        """Return the evidence of the current value: small at ``ratio``, negative within the usual spread.
-
-        If steps resemble the step before them, as in drift, the spread is widened for their autocorrelation.
-        """
+        """Return the evidence of the current value: small at ``ratio``, negative within the usual spread."""
         usual = self.usual
         shifts = [max(-_WIDEST, min(_shift(value, usual), _WIDEST)) for value in self._past]
         spread = max(1.25 * fmean(map(abs, shifts)), _LEAST_SPREAD)
-        if len(shifts) >= _ENOUGH_ALIKE:
-            middle = fmean(shifts)
-            apart = [shift - middle for shift in shifts]
-            together = sum(one * after for one, after in pairwise(apart))
-            alike = min(max(together / (sum(one * one for one in apart) or 1.0), 0.0), _MOST_ALIKE)
-            spread += (spread - _LEAST_SPREAD) * (sqrt((1 + alike) / (1 - alike)) - 1)
         least = max(log(ratio) - _BELOW, _OF_THE_SPREAD * spread)
         return (_shift(self.value, usual) - least) / min(max(_FULL_SHIFT, _FULL * spread), _MOST_SHIFT)
 
@@ -257,7 +246,8 @@ class Detector:
         for row in summary.exposed:
             if row.name == found.stage and row.leader in found.suspects:
                 lead = self._leads.setdefault((row.name, row.leader), _Lead(self._options.window))
-                lead.noticed_share = min(row.lead_ns, row.exposed_ns) / max(summary.duration_ns, 1)
+                share = min(row.lead_ns, row.exposed_ns) / max(summary.duration_ns, 1)
+                lead.noticed_share = max(lead.noticed_share, share)
 
     def _leading(self, summary: StepSummary, before: StepSummary | None) -> Suspicion | None:
         """Return a suspicion if a process leads in a stage for long enough, or by more than before."""
@@ -338,6 +328,8 @@ class _Lead(_Evidence):
         """Add a step; return whether its lead completes a detection, the first or one of a larger lead."""
         if self._noticed:
             self._score, self.steps, self._age, self._lasted, self._noticed = 0.0, 0, 0, 0, False
+        if max(self.shares) < least:
+            self.noticed_share = 0.0
         leads = share >= max(least, NEWS * self.noticed_share)
         if not self.add(_OF_A_LEAD if leads else -1.0):
             return False
