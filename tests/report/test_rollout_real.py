@@ -88,7 +88,6 @@ def blocked(report: dict[str, Any]) -> dict[str, float]:
     return {row["what"]: row["seconds"] for row in report["rollout"]["blocks"]}
 
 
-@again
 def test_a_span_that_waits_for_another_thread_blocks_no_event_loop(reported: Reported) -> None:
     """What keeps the GIL in an executor is not known, and is not to be run in a thread."""
 
@@ -106,9 +105,10 @@ def test_a_span_that_waits_for_another_thread_blocks_no_event_loop(reported: Rep
     assert not [found for found in report["findings"] if "in a thread" in found["advice"]]
 
 
+@pytest.mark.parametrize("block", [keep_the_gil, lambda: subprocess.run(["sleep", "0.3"], check=True)])
 @again
-def test_a_span_that_keeps_the_gil_in_its_event_loop_is_named(reported: Reported) -> None:
-    """No sample can be taken meanwhile; a later one counts, for the loop's thread has used the CPU."""
+def test_a_tool_that_blocks_its_event_loop_is_named(reported: Reported, block: Callable[[], object]) -> None:
+    """It keeps the GIL, so that a later sample counts, or waits below functions of Python's own."""
 
     async def body() -> None:
         async with trajectory():
@@ -116,26 +116,11 @@ def test_a_span_that_keeps_the_gil_in_its_event_loop_is_named(reported: Reported
                 async with span("wait:turn"):
                     await asyncio.sleep(0.05)
                 async with span("tool:parse"):
-                    keep_the_gil()
+                    block()
                     await asyncio.sleep(0)
 
     found = blocked(reported(body()))
     assert {"tool:parse"} <= set(found) <= {"tool:parse", "unknown"}, "no sample at all saw some of it"
-
-
-@again
-def test_a_tool_that_waits_for_a_command_in_its_event_loop_is_named(reported: Reported) -> None:
-    """The function is the user's, below those of Python's own that wait."""
-
-    async def body() -> None:
-        async with trajectory():
-            for _ in range(4):
-                async with span("tool:sandbox"):
-                    subprocess.run(["sleep", "0.3"], check=True)
-                    await asyncio.sleep(0)
-
-    found = blocked(reported(body()))
-    assert {"tool:sandbox"} <= set(found) <= {"tool:sandbox", "unknown"}
 
 
 @pytest.mark.parametrize("watch", [True, False])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.controller.open_capture import ROLLOUT
 from verl_profiling.controller.requests import Decision
+from verl_profiling.controller.watch import LOOP
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import Manifest
@@ -20,7 +21,6 @@ from verl_profiling.watch.suspicion import Suspicion
 logger = logging.getLogger(__name__)
 
 _OF_A_STAGE = ("slow_stage", "leader")
-_LOOP = "controller"
 
 
 class Anomalies:
@@ -102,7 +102,7 @@ class Anomalies:
         """
         everyone = noticed.everyone if noticed.sign == "slow_stage" and noticed.stage != ROLLOUT else []
         lanes = [*noticed.suspects, *noticed.peers] or everyone
-        uses = [self._uses[lane] for lane in lanes if lane in self._uses and lane != _LOOP]
+        uses = [self._uses[lane] for lane in lanes if lane in self._uses and lane != LOOP.lane]
         if not uses:
             return None
         named = [] if lanes is everyone else uses
