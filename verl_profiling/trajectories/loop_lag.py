@@ -5,8 +5,8 @@ delay of the callback is the lag. While a callback is late, the thread samples t
 loop costs only the samples, and any type of event loop works.
 
 A block is charged to the task in the samples, never to the span that scheduled the callback. A late sample
-shows that the process stood still, or that another thread held the GIL. It counts only if the loop's thread
-used the CPU meanwhile, or if a sample in time shows the same task.
+shows that the process stood still, or that another thread held the GIL; it counts if the loop's thread used
+the CPU meanwhile. A task is charged if the samples that count cover at least half of its time.
 """
 
 from __future__ import annotations
@@ -37,13 +37,16 @@ _OWN = (sysconfig.get_path("stdlib"), __file__.rpartition("/")[0])
 
 
 class _Sample(NamedTuple):
-    """One sample of a loop's thread: the running task, its span and function; empty if unknown."""
+    """One sample of a loop's thread: the running task, its span and function; empty if unknown.
+
+    ``covers_ns`` is the time since the sample before if this one counts, else 0.
+    """
 
     at_ns: int
     task: Any = None
     span: int = NO_SPAN
     function: str = ""
-    sure: bool = False
+    covers_ns: int = 0
 
 
 class LoopLag:
@@ -149,8 +152,8 @@ class LoopState:
         if self.next_ns == _NEVER:
             span = NO_SPAN if task is None else span_of(task)
             function = _function(sys._current_frames().get(self._ident))
-            sure = since_ns < LATE_NS or ran_ns > LATE_NS
-            self._samples.append(_Sample(now_ns, task, span, function, sure))
+            counts = since_ns < LATE_NS or ran_ns > LATE_NS
+            self._samples.append(_Sample(now_ns, task, span, function, since_ns if counts else 0))
         elif task is not None:
             self.next_ns = _NEVER
             self._due_ns, self._samples = now_ns, []
@@ -183,15 +186,14 @@ class LoopState:
 
 def _blocks(loop: int, due_ns: int, end_ns: int, samples: list[_Sample]) -> Iterator[Block]:
     """Yield the blocks between two times: one per series of samples with the same task and span."""
-    sure = {one[1:3] for one in samples if one.sure}
-    samples = [one if one[1:3] in sure else _Sample(one.at_ns) for one in samples] or [_Sample(due_ns)]
-    alike = groupby(samples, lambda one: (id(one.task), one.span, bool(one.function)))
+    alike = groupby(samples or [_Sample(due_ns)], lambda one: (id(one.task), one.span, bool(one.function)))
     runs = [list(run) for _, run in alike]
     borders = [due_ns, *(run[0].at_ns for run in runs[1:]), end_ns]
     for run, begin_ns, until_ns in zip(runs, borders, borders[1:], strict=False):
-        who = run[0]
+        covered_ns = sum(one.covers_ns for one in run)
+        who = run[-1] if 2 * covered_ns >= until_ns - begin_ns else _Sample(begin_ns)
         task = "" if who.task is None else str(who.task.get_name())[:200]
-        yield Block(loop, begin_ns, until_ns, who.span, task, run[-1].function)
+        yield Block(loop, begin_ns, until_ns, who.span, task, who.function)
 
 
 def _function(frame: FrameType | None) -> str:
