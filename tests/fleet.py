@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import threading
 import time
 from collections import Counter
@@ -15,7 +14,7 @@ from typing import Any
 
 from example_loops import train
 
-from verl_profiling import ProfilingCallback, ProfilingConfig, stage, trajectory
+from verl_profiling import ProfilingConfig, stage, trajectory
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.capture.session import process_session
 from verl_profiling.manifest import MANIFEST_NAME
@@ -218,33 +217,3 @@ class WorkerGroup:
         """Call every worker, and wait for none."""
         self.calls.append(method_name)
         return [getattr(worker, method_name).remote(*args, **kwargs) for worker in self.workers]
-
-
-class Loop:
-    """A training loop that is an actor itself, as verl's."""
-
-    def begin(self, config: ProfilingConfig, workers: list[Any]) -> int:
-        """Begin step 2 with all ranks of the actor role; return the process's id."""
-        import ray
-
-        self.callback = ProfilingCallback(config)
-        self.callback.add_workers("actor", workers)
-        self.callback.on_step_begin(2)
-        ray.get([worker.work.remote() for worker in workers])
-        return os.getpid()
-
-    def train(self, config: ProfilingConfig, workers: list[Any], first: int, last: int, doomed: int) -> None:
-        """Train from one step to another; in the middle of one, end as the kernel ends a process."""
-        import ray
-
-        callback = ProfilingCallback(config)
-        callback.add_workers("actor", workers)
-        with callback:
-            for step in range(first, last + 1):
-                callback.on_step_begin(step)
-                with callback.stage("update_actor"):
-                    ray.get([worker.work.remote() for worker in workers])
-                if step == doomed:
-                    wait_for_begun(Path(config.save_path) / f"step_{step:06d}")
-                    os.kill(os.getpid(), signal.SIGKILL)
-                callback.on_step_end()

@@ -47,8 +47,7 @@ for summary in profiling.watch.summaries if profiling.watch is not None else ():
 """
 
 
-@pytest.mark.parametrize("watched", ["watched", "captures alone"])
-@pytest.mark.parametrize("by_s", [-HOUR_S, HOUR_S])
+@pytest.mark.parametrize(("by_s", "watched"), [(-HOUR_S, "watched"), (HOUR_S, "captures alone")])
 def test_a_clock_that_is_set_in_a_captured_step_changes_no_duration(
     tmp_path: Path, by_s: int, watched: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

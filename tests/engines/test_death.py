@@ -120,6 +120,25 @@ async def test_a_start_that_nobody_answers_is_not_waited_for(
     assert (await recorder.stop(None, 0.0)).result.status == "skipped"
 
 
+async def test_a_stop_that_comes_while_the_engine_starts_ends_the_capture(
+    recorder: EngineRecorder, tmp_path: Path
+) -> None:
+    """It is done as soon as the engine has started, and the next capture opens."""
+    engine: Any = recorder.engine
+    may_go_on = asyncio.Event()
+    order = request(tmp_path)
+    with pytest.MonkeyPatch.context() as slow:
+        slow.setattr(engine, "start", lambda label: may_go_on.wait())
+        starting = asyncio.create_task(recorder.start(order))
+        await asyncio.sleep(0.01)
+        stopping = asyncio.create_task(recorder.stop(order.capture_id, 0.0))
+        may_go_on.set()
+        assert (await starting).status == "recording"
+        assert (await stopping).result.capture_id == order.capture_id
+    assert (await recorder.start(request(tmp_path, 2))).status == "recording"
+    await recorder.stop(None, 0.0)
+
+
 async def test_an_error_of_an_engine_that_is_dying_is_not_taken_for_the_cause(
     process: subprocess.Popen[bytes], recorder: EngineRecorder, tmp_path: Path
 ) -> None:

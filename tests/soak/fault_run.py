@@ -15,20 +15,23 @@ from typing import Any
 import ray
 from fault_tools import FAULTY
 
-from tests.soak.test_recorder_machine import TOOL, StandIn
 from verl_profiling import ProfilingCallback, ProfilingConfig, stage
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.cli import main
-from verl_profiling.engines.adapter import SPOOL_PARENT
+from verl_profiling.engines.adapter import SPOOL_PARENT, EngineAdapter, EngineTrace
 from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import MANIFEST_NAME
 from verl_profiling.report.check import check
+from verl_profiling.settings.rollout import RolloutOptions
+from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 from verl_profiling.workers import CaptureMixin
 
 WORKERS = ("actor_rank0", "actor_rank1", "critic_rank0")
 CRITIC_STAGES = ("values", "update_critic")
+RANKS = 2
+TRACE = json.dumps({"traceEvents": [{"ph": "X", "name": "kernel", "ts": 1, "dur": 1, "pid": 1, "tid": 1}]})
 ENGINE = ("rollout0_rank0.torch.json.gz", "rollout0_rank1.torch.json.gz")
 IN_THE_TOOL = {
     "a tool raises at its start": "start raises",
@@ -137,6 +140,42 @@ class FaultyWorker(CaptureMixin):
         return fault
 
 
+class StandIn(EngineAdapter):
+    """An engine of two ranks that fails as it is told to."""
+
+    name = "stand-in"
+    device = "cpu"
+    window = RolloutOptions()
+    ranks = RANKS
+
+    def __init__(self, spool: Path) -> None:
+        self.spool = spool
+        self.records = False
+        self.fault = ""
+        self._label = ""
+
+    async def start(self, label: str) -> None:
+        self._answer("start")
+        self.records, self._label = True, label
+
+    async def stop(self) -> None:
+        self.records = False
+        self._answer("stop")
+        for rank in range(RANKS if self.fault != "no trace" else 0):
+            (self.spool / f"{self._label}.{rank}.json").write_text(TRACE)
+
+    def identify(self, path: Path, label: str) -> EngineTrace | None:
+        found, rank, _ = path.name.rsplit(".", 2)
+        return EngineTrace(int(rank)) if found == label else None
+
+    def died(self) -> str:
+        return "core ended with SIGKILL" if self.fault == "died" else ""
+
+    def _answer(self, method: str) -> None:
+        if self.fault in (f"{method} raises", "died"):
+            raise RuntimeError("planned")
+
+
 class Server:
     """A rollout server in the loop's process, whose engine is a stand-in."""
 
@@ -144,7 +183,9 @@ class Server:
         checked = ProfilingConfig.from_any(config)
         replica = WorkerIdentity(role="rollout", replica=0)
         self.engine = StandIn(Path(checked.save_path) / SPOOL_PARENT / "engine")
-        self._recorder = EngineRecorder(self.engine, TOOL, replica, checked, RequestLog())
+        self._recorder = EngineRecorder(
+            self.engine, TorchTool(TorchOptions()), replica, checked, RequestLog()
+        )
 
     async def start_capture(self, request: CaptureRequest) -> StartReply:
         """Start."""
