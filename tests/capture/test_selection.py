@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 from example_loops import settings
 
@@ -107,24 +105,6 @@ def test_trajectories_go_on_unless_their_role_is_named() -> None:
     assert names(named) == ["torch", "trajectories"]
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b'{"mode":"both"}',
-        b'{"ranks":[-1]}',
-        b'{"ranks":[]}',
-        b'{"tools":[""]}',
-        b'{"roles":"actor"}',
-        b'{"folder":"/etc"}',
-        b'{"stages":[1]}',
-    ],
-)
-def test_an_aim_that_was_sent_is_checked(data: bytes) -> None:
-    """Types, bounds and names."""
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.json.decode(data, type=CaptureSelection)
-
-
 def test_an_aim_in_words() -> None:
     """As settings are written; nothing for one that changes nothing."""
     assert (
@@ -146,27 +126,6 @@ def test_who_runs_none_of_the_stages_that_are_asked_for_is_skipped(session: Sess
     result = session.stop(finish_s=20).result
     assert (result.status, result.artifacts) == ("skipped", [])
     assert result.reason == "no selected stage ran (selected: rollout; ran: update_actor)"
-
-
-@pytest.mark.parametrize(
-    ("selection", "reason"),
-    [
-        (CaptureSelection(tools=("nsys",)), "asked for tools=nsys, which this process cannot: "),
-        (CaptureSelection(tools=("npu",)), "torch_npu"),
-        (CaptureSelection(tools=("torch", "nsys")), "cannot record together"),
-    ],
-)
-def test_what_cannot_be_had_here_is_refused_with_its_reason(
-    session: Session, tmp_path: Path, selection: CaptureSelection, reason: str
-) -> None:
-    """No exception, no file, and the next capture works."""
-    session.register(settings(tool="spans"), ACTOR)
-    refused = session.start(request(tmp_path / "1", 1, selection), ACTOR)
-    assert refused.status == "refused"
-    assert reason in refused.reason
-    assert session.sink is None
-    assert not (tmp_path / "1").exists()
-    assert session.start(request(tmp_path / "2", 2, None), ACTOR).status == "recording"
 
 
 def test_a_role_that_was_switched_off_records_when_it_is_asked_for(session: Session, tmp_path: Path) -> None:
@@ -223,65 +182,12 @@ class Engine(EngineAdapter):
         return None
 
 
-def ask(recorder: EngineRecorder, folder: Path, selection: CaptureSelection | None) -> Any:
-    """Start and stop a capture; return both answers."""
-
-    async def both() -> Any:
-        started = await recorder.start(request(folder, 1, selection))
-        return started, await recorder.stop(None, 0.0)
-
-    return asyncio.run(both())
-
-
 @pytest.fixture
 def engine(tmp_path: Path) -> tuple[Engine, EngineRecorder]:
     """An engine of replica 1, ranks 2 and 3, that was started to be recorded with torch."""
     config = settings(tool="torch")
     noting = Engine(tmp_path / "spool")
     return noting, EngineRecorder(noting, TorchTool(TorchOptions()), REPLICA, config, RequestLog())
-
-
-def test_an_engine_is_recorded_at_the_ranks_and_in_the_mode_that_are_asked_for(
-    engine: tuple[Engine, EngineRecorder], tmp_path: Path
-) -> None:
-    """Rank 3 alone; then both, as the settings say."""
-    _, recorder = engine
-    for selection, mode, lanes in (
-        (CaptureSelection(ranks=(3,), mode="discrete"), "discrete", ["rollout1_rank1"]),
-        (None, "e2e", ["rollout1_rank0", "rollout1_rank1"]),
-    ):
-        started, stopped = ask(recorder, tmp_path / mode, selection)
-        assert [artifact.lane for artifact in started.expected] == lanes
-        assert stopped.result.mode == mode
-
-
-@pytest.mark.parametrize(
-    ("selection", "status", "reason"),
-    [
-        (CaptureSelection(tools=("spans",)), "refused", "was started to record with torch alone"),
-        (
-            CaptureSelection(tools=("torch", "torch_memory")),
-            "refused",
-            "was started to record with torch alone",
-        ),
-        (CaptureSelection(tools=("tporch",)), "refused", "unknown tool"),
-        (CaptureSelection(replicas=(0,)), "skipped", "not selected"),
-        (CaptureSelection(roles=("actor",)), "skipped", "not selected"),
-    ],
-)
-def test_an_engine_refuses_what_it_was_not_started_for(
-    engine: tuple[Engine, EngineRecorder],
-    tmp_path: Path,
-    selection: CaptureSelection,
-    status: str,
-    reason: str,
-) -> None:
-    """Its profiler stays off."""
-    noting, recorder = engine
-    started, _ = ask(recorder, tmp_path / "step", selection)
-    assert started.status == status
-    assert reason in started.reason
-    assert noting.starts == 0
 
 
 def test_a_server_records_no_engine_that_computes_elsewhere(session: Session, tmp_path: Path) -> None:

@@ -301,28 +301,6 @@ def test_discrete_stages_of_two_tasks_do_not_cut_each_other_short(tmp_path: Path
     assert artifact.begin_ns < second_ended_ns <= artifact.end_ns
 
 
-def test_discrete_stages_that_begin_at_once_on_two_threads_share_a_recording(tmp_path: Path) -> None:
-    """The first one records, the other is a span; neither fails."""
-    with record_step(settings(mode="discrete"), tmp_path) as recorded:
-        for _ in range(20):
-            together = threading.Barrier(2)
-
-            def work(together: threading.Barrier = together) -> None:
-                together.wait()
-                with stage("update_actor"):
-                    together.wait()
-
-            threads = [threading.Thread(target=work) for _ in range(2)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-    assert recorded.result is not None
-    assert recorded.result.status == "ok", recorded.result.reason
-    assert len(recorded.result.stages) == 40
-    assert not any(span.failed for span in recorded.result.stages)
-
-
 def test_a_stop_on_another_thread_keeps_the_trace(session: Session, tmp_path: Path) -> None:
     """With torch's defaults any thread may stop, as Ray's rotating threads do."""
     session.register(settings(), ACTOR)

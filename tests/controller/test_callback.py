@@ -142,17 +142,6 @@ def test_the_manifest_tells_the_step(tmp_path: Path, session: Session) -> None:
     assert "torch" in run_info["versions"]
 
 
-def test_numbers_that_come_after_the_step_are_kept(tmp_path: Path, session: Session) -> None:
-    """``add_metrics`` finds its step; other steps are ignored."""
-    config = configured(tmp_path)
-    callback = following(config)
-    run(callback, lambda step: None)
-    callback.add_metrics(2, {"late": 1, "text": "x"})
-    callback.add_metrics(3, {"wrong": 1})
-    assert manifest(config).metrics["late"] == 1.0
-    assert "wrong" not in manifest(config).metrics
-
-
 def test_a_continuous_capture_is_one_folder_that_tells_its_steps_apart(
     tmp_path: Path, session: Session
 ) -> None:
@@ -574,25 +563,6 @@ def test_roles_that_are_not_selected_are_not_called(tmp_path: Path, pool: Pool) 
     run(callback, lambda step: None)
     assert ray.get(pool.sync[1].counts.remote()) == {}
     assert [result.name for result in manifest(config).workers] == ["actor_rank0"]
-
-
-def test_pending_artifacts_are_finished_in_the_manifest_at_the_end(tmp_path: Path, pool: Pool) -> None:
-    """What was being compressed when the step ended is known when training ends."""
-    config = configured(tmp_path, tool="torch", schedule={"steps": [3]})
-    callback = following(config, set_up(config, pool.sync[:2]))
-    callback.on_train_begin()
-    callback.on_step_begin(3)
-    ray.get([actor.work.remote(["update_actor"] * 20) for actor in pool.sync[:2]])
-    callback.on_step_end()
-    before = [a.status for result in manifest(config, 3).workers for a in result.artifacts]
-    assert set(before) <= {"pending", "ok"}
-    callback.on_train_end()
-    for result in manifest(config, 3).workers:
-        [artifact] = result.artifacts
-        path = Path(config.save_path) / "step_000003" / artifact.path
-        assert (artifact.status, artifact.bytes, artifact.step) == ("ok", path.stat().st_size, 3)
-        assert artifact.events is not None
-        assert artifact.events > 20
 
 
 def test_workers_with_another_clock_are_put_on_the_controllers(tmp_path: Path, pool: Pool) -> None:

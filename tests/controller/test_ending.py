@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -133,33 +132,6 @@ def test_between_captures_the_signal_kills_as_ever(tmp_path: Path) -> None:
     """Nothing is replaced while nothing records."""
     assert end(tmp_path, "between")[0] == -signal.SIGTERM
     assert read(tmp_path, 1).complete
-
-
-@pytest.fixture
-def default_sigterm() -> Iterator[None]:
-    """SIGTERM ends the process, as where Ray has not been started: it has a handler of its own."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-def test_a_handler_is_there_while_a_capture_is_open_and_no_longer(
-    tmp_path: Path, session: Session, default_sigterm: None
-) -> None:
-    """And none that is the user's own is touched."""
-    config = configured(tmp_path, schedule={"steps": [1, 2]})
-    callback = following(config)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    callback.on_step_begin(1)
-    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    callback.on_step_end()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    callback.on_step_begin(2)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    callback.on_step_end()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    callback.on_train_end()
 
 
 class _InterruptedError(BaseException):

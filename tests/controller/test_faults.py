@@ -26,9 +26,7 @@ from test_callback import configured, following, local_worker, manifest, run, se
 from verl_profiling import ProfilingConfig, ProfilingError
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
-from verl_profiling.manifest import Artifact
 from verl_profiling.report.check import check
-from verl_profiling.tools.trace_file import output_of_trace
 
 FLAWED = "tools.test_third_party"
 
@@ -147,29 +145,6 @@ def test_a_restarted_actor_is_not_taken_for_the_one_that_recorded(
     assert manifest(config, 2).workers[0].status == "ok"
     assert main(["check", str(Path(config.save_path) / "step_000001")]) == 1
     assert "restarted" in capsys.readouterr().out
-
-
-def test_an_actor_that_was_made_anew_is_added_again(tmp_path: Path, ray_cluster: None) -> None:
-    """By hand, under its name, in a captured step: that one names the dead, and the next one has the new."""
-    config = configured(tmp_path, schedule={"steps": [1, 2]})
-
-    def made() -> Any:
-        actor = ray.remote(num_cpus=0)(Reborn).options(name="anew").remote(config)
-        ray.get(actor.__ray_ready__.remote())
-        return actor
-
-    with following(config, worker := made()) as callback:
-        callback.on_step_begin(1)
-        ray.kill(worker)
-        callback.add_workers("actor", [worker := made()])
-        callback.on_step_end()
-        callback.on_step_begin(2)
-        callback.on_step_end()
-    ray.kill(worker)
-    [dead], [new] = (manifest(config, step).workers for step in (1, 2))
-    assert (dead.name, dead.status, new.name, new.status) == ("actor_rank0", "failed", "actor_rank0", "ok")
-    assert "ActorDiedError" in dead.reason
-    assert new.identity.pid != dead.identity.pid
 
 
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
@@ -459,21 +434,6 @@ def test_a_file_size_limit_is_reported_by_what_was_written(tmp_path: Path, run_p
     assert status == "truncated"
     assert reason.startswith("cut off after 65536 bytes")
     assert {file.name for file in (tmp_path / "step").iterdir()} == {path, "actor_rank0.result.json"}
-
-
-def test_a_disk_that_is_full_only_for_compression_keeps_the_raw_file(tiny_disk: Path) -> None:
-    """The raw trace fits and its compressed form does not: the raw one is the artifact."""
-    expected = Artifact(path="a.torch.json.gz", lane="a", tool="torch", status="missing")
-    content = b'{"traceEvents": [{"ph": "X", "name": "' + os.urandom(90 * 1024).hex().encode() + b'"}]}'
-    part = tiny_disk / ".a.part"
-    part.write_bytes(content)
-    output = output_of_trace(part, tiny_disk / expected.path, expected)
-    assert output.finish is not None
-    finished = output.finish()
-    assert (finished.status, finished.path, finished.bytes) == ("ok", "a.torch.json", len(content))
-    assert "left uncompressed: " in finished.reason
-    assert [file.name for file in tiny_disk.iterdir()] == ["a.torch.json"]
-    assert (tiny_disk / finished.path).read_bytes() == content
 
 
 class Calls:

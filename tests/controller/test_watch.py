@@ -202,30 +202,6 @@ def test_a_loop_without_workers_is_one_process(tmp_path: Path) -> None:
     assert {row.leader for summary in whole for row in summary.exposed if row.name} == {"controller"}
 
 
-def test_a_rollout_may_end_in_another_task_than_it_began_in(tmp_path: Path) -> None:
-    """And stages that begin meanwhile are neither inside of it nor lost."""
-    callback = AsyncProfilingCallback(watched(tmp_path, schedule={"steps": [100]}))
-    whole: Summaries = []
-    callback.watch.listeners.append(whole.append)
-
-    async def loop() -> None:
-        async with callback:
-            for step in (1, 2):
-                await callback.on_step_begin(step)
-                await asyncio.create_task(callback.on_rollout_begin())
-                with callback.stage("beside"):
-                    await asyncio.create_task(callback.on_rollout_end())
-                with callback.stage("after"):
-                    await asyncio.sleep(0.02)
-                await callback.on_step_end()
-
-    asyncio.run(loop())
-    assert [names(summary.loop) for summary in whole] == [{"controller": ["rollout", "beside", "after"]}] * 2
-    for [use] in (summary.loop for summary in whole):
-        rollout, _, after = use.stages
-        assert rollout.begin_ns + rollout.duration_ns <= after.begin_ns
-
-
 def test_the_end_of_training_is_not_held_up_by_a_worker_that_hangs(
     tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,29 +390,6 @@ def test_workers_that_are_never_due_are_read_with_captures_alone(tmp_path: Path,
     callback, whole = followed(config, ("actor", worker))
     run(callback, lambda step: worker.work(), steps=3)
     assert [names(summary.workers) for summary in whole] == [{}, {"actor_rank0": ["update_actor"]}, {}]
-
-
-def test_each_step_has_one_account_though_the_clock_is_set_back(tmp_path: Path, session: Session) -> None:
-    """By an hour, in one of the steps whose workers are still to be read; none is lost, none comes twice."""
-    config = watched(tmp_path, every=4, schedule={"steps": []})
-    worker = local_worker(config)
-    callback, whole = followed(config, ("actor", worker))
-    set_back_s = 0
-
-    def now_ns() -> int:
-        return time.time_ns() - set_back_s * 1_000_000_000
-
-    def work(number: int) -> None:
-        nonlocal set_back_s
-        if number == 6:
-            assert after_a_while(lambda: len(whole) >= 4), "they are read before it is set"
-        set_back_s = 3600 if number >= 6 else 0
-        worker.work(["update_actor"])
-
-    with clock.replaced(now_ns, clock.domain()):
-        run(callback, work, steps=12)
-    assert [summary.step for summary in whole] == list(range(1, 13))
-    assert all(names(summary.workers) for summary in (*whole[:4], *whole[8:]))
 
 
 def test_what_lies_between_steps_belongs_to_none(tmp_path: Path, session: Session) -> None:

@@ -15,7 +15,7 @@ import pytest
 from step_folders import build_step
 
 from verl_profiling.cli import main
-from verl_profiling.run_files import clear_leftovers, part_of, whole_file
+from verl_profiling.run_files import clear_leftovers
 
 KILLED = """
 import os, signal, sys
@@ -67,16 +67,6 @@ def test_what_another_process_writes_is_named_and_stays(
     assert hidden(step) == sorted([lives.name, unknown.name])
     lives.unlink()
     unknown.unlink()
-
-
-def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:
-    """And nothing beside it."""
-    path = tmp_path / "report.html"
-    path.write_text("old")
-    with pytest.raises(TypeError), whole_file(path) as file:
-        file.writelines([b"new", "and no bytes"])  # type: ignore[list-item]
-    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("report.html", "old")]
-    assert part_of(path).parent == tmp_path
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -174,26 +173,6 @@ def test_a_stage_whose_tool_cannot_start_runs_all_the_same(tmp_path: Path) -> No
     assert [(a.stage, a.status) for a in recorded.result.artifacts] == [("update_actor", "failed")]
 
 
-def test_a_tool_that_cannot_stop_fails_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its artifact is failed, what the other tool recorded is kept, and one line is logged."""
-    both = [f"{__name__}:FailsAtStop", "torch"]
-    with caplog.at_level(logging.ERROR), record_step(settings(tool=both), tmp_path) as recorded:
-        crunch()
-    assert recorded.result.status == "failed"
-    assert {a.tool: a.status for a in recorded.result.artifacts} == {"flawed": "failed", "torch": "ok"}
-    [line] = [record.getMessage() for record in caplog.records]
-    assert "actor rank 0" in line
-    assert "tool flawed failed to stop in step 1: device lost" in line
-
-
-def test_work_that_fails_in_the_background_is_reported(tmp_path: Path) -> None:
-    """A ``finish`` that raises makes the artifact failed."""
-    with record_step(of(Flawed), tmp_path) as recorded:
-        pass
-    [artifact] = recorded.result.artifacts
-    assert (artifact.status, artifact.reason) == ("failed", "finishing it raised ValueError: cannot compress")
-
-
 def test_a_tool_that_cannot_count_mini_batches_does_not_stop_training(tmp_path: Path, session: Any) -> None:
     """``capture.step()`` never raises."""
     with record_step(of(FailsAtStep), tmp_path):
@@ -240,20 +219,3 @@ class NotingRecording(Recording):
 
     def discard(self) -> None:
         pass
-
-
-def test_a_stop_beside_a_stage_that_starts_its_tool_leaves_the_tool_to_that_stage(tmp_path: Path) -> None:
-    """The stage's thread starts and stops it, and the stop returns as soon as the stage has ended."""
-
-    def train() -> None:
-        with stage("update_actor"):
-            pass
-
-    with record_step(of(SlowToStart, mode="discrete"), tmp_path):
-        trainer = threading.Thread(target=train)
-        trainer.start()
-        owner = trainer.ident
-        SlowToStart.starting.wait(60)
-        threading.Timer(0.3, SlowToStart.go_on.set).start()
-    trainer.join()
-    assert SlowToStart.threads == [owner, owner]

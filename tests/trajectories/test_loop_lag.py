@@ -135,7 +135,6 @@ def test_tasks_that_block_one_after_another_share_the_time(run: Callable[[Body],
     assert sum(share.values()) < took_s, log.blocks
 
 
-@again
 def test_a_loop_that_waits_is_not_blocked(run: Callable[[Body], TrajectoryLog]) -> None:
     """Neither is one that has much to do in small parts, nor one that works in a thread."""
 
@@ -177,7 +176,6 @@ def test_a_loop_that_nobody_runs_is_not_blocked() -> None:
     assert [record.id for record in found.loops] == [0]
 
 
-@again
 def test_a_block_that_lasts_when_recording_ends_is_kept() -> None:
     """It ends with the log, which another thread closes."""
     log = OpenLog(100)

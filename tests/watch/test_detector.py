@@ -326,9 +326,9 @@ def test_a_summary_of_nothing_is_nothing() -> None:
         assert [detector.observe(step) for step in steps] == [None] * len(numbers)
 
 
-@pytest.mark.parametrize(("steps", "spread", "read"), [(600, 0.05, True), (3_000, 0.2, False)])
+@pytest.mark.parametrize(("steps", "spread", "read"), [(300, 0.05, True), (1_500, 0.2, False)])
 def test_noise_alone_is_quiet(steps: int, spread: float, read: bool) -> None:
-    """Thousands of steps in which everything varies, also by a fifth: nothing is noticed."""
+    """Hundreds of steps in which everything varies, also by a fifth: nothing is noticed."""
     noise = random.Random(7)
     detector = Detector(Anomaly())
     for step in range(1, steps + 1):

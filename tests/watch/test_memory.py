@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -98,17 +97,3 @@ def test_the_real_torch_is_not_initialised_by_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", initialises)
     assert is_of_the_host(process_memory())
     assert not torch.cuda.is_initialized()
-
-
-def test_a_fork_of_a_process_that_uses_the_real_torch_on_a_gpu_tells_of_the_host(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """CUDA does not work after a fork; torch knows, and is not made to try."""
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(torch.cuda, "_initialized", True)
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", initialises)
-    child = os.fork()
-    if not child:
-        os._exit(0 if is_of_the_host(process_memory()) else 1)
-    assert os.waitpid(child, 0)[1] == 0

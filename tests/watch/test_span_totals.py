@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -128,51 +126,6 @@ def test_what_a_capture_records_is_added_up_as_well(tally: SpanSums, time_passes
         "outlasting": SpanTotal("outlasting", 1, MS),
     }
     assert [found.name for found in log.spans] == ["before", "inside", "outlasting"]
-
-
-def test_async_spans_of_tasks_that_are_cancelled_are_counted(tally: SpanSums) -> None:
-    """In whatever way they end; an exception passes through, and counts as failed."""
-
-    async def one() -> None:
-        async with trajectory(), span("generate"):
-            await asyncio.sleep(60)
-
-    async def all_of_them() -> None:
-        tasks = [asyncio.create_task(one()) for _ in range(3)]
-        await asyncio.sleep(0)
-        for task in tasks:
-            task.cancel()
-        assert all(
-            isinstance(each, asyncio.CancelledError)
-            for each in await asyncio.gather(*tasks, return_exceptions=True)
-        )
-
-    asyncio.run(all_of_them())
-    found = everything(tally)
-    assert (found["generate"].runs, found["generate"].failed) == (3, 3)
-    assert (found["trajectory"].runs, found["trajectory"].failed) == (3, 0), "cancelled is not failed"
-
-
-def test_threads_lose_no_span(tally: SpanSums) -> None:
-    """Nor does one that reads meanwhile."""
-
-    def work() -> None:
-        for _ in range(5_000):
-            with span("tool:search"):
-                pass
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    read = 0
-    while any(thread.is_alive() for thread in threads):
-        now_ns = time.time_ns()
-        found = totals(tally, 0, now_ns)[0]
-        read += found["tool:search"].runs if found else 0
-    for thread in threads:
-        thread.join()
-    left = everything(tally)
-    assert read + (left["tool:search"].runs if left else 0) == 20_000
 
 
 def test_any_name_is_counted_and_memory_is_bounded(tally: SpanSums) -> None:

@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,6 @@ from verl_profiling.capture.session import Session
 from verl_profiling.capture.stage import Stage
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.step_summary import RankUse, StageUse
-from verl_profiling.testing import record_step, shifted_clock
 from verl_profiling.watch.reading import WatchQuestion, WatchReading
 from verl_profiling.watch.sums import StageSums
 from verl_profiling.workers import RequestLog, RolloutCaptureMixin
@@ -144,52 +142,6 @@ def test_many_stages_need_the_memory_that_is_set_aside() -> None:
     assert all(len(use.name) <= 200 for use in marked.kept())
 
 
-def test_a_stage_is_in_each_step_that_it_reaches_into(marked: Marked) -> None:
-    """With its part; an open one ends at the step's end; what lies between steps is in none."""
-    s = 1_000_000_000
-    now_ns = time.time_ns() + 60 * s
-    steps = [(now_ns - 30 * s, now_ns - 20 * s), (now_ns - 19 * s, now_ns - 10 * s)]
-    marked.sink.add("rollout", now_ns - 24 * s, now_ns - 16 * s)
-    marked.sink.add("validate", now_ns - 20 * s + 1, now_ns - 19 * s - 1)
-    first, second = marked.of_steps(*steps)
-    assert [(use.name, use.duration_ns) for use in first] == [("rollout", 4 * s)]
-    assert [(use.name, use.duration_ns) for use in second] == [("rollout", 3 * s)]
-    open_stage = marked.sink.open("generate")
-    step = (open_stage.begin_ns - 1000, open_stage.begin_ns + 1000)
-    time.sleep(0.01)
-    [[generate]] = marked.of_steps(step)
-    assert (generate.name, generate.begin_ns) == ("generate", open_stage.begin_ns)
-
-
-def test_a_clock_that_is_set_back_makes_no_negative_duration(marked: Marked) -> None:
-    """The wall clock may jump inside of a stage."""
-    with shifted_clock(10**12):
-        marked.stage("update").__enter__()
-    marked.stage("update").__exit__(None, None, None)
-    assert [ended.duration_ns for ended in marked.kept()] == [0]
-
-
-def test_a_session_keeps_every_step_while_a_capture_is_open_and_when_none_is(
-    session: Session, tmp_path: Path
-) -> None:
-    """In both modes; the capture's own log is the same as without the watch."""
-    session.register(ProfilingConfig.from_any(WATCHED), worker := WorkerIdentity(role="actor"))
-    assert session.sink is session.sums is not None
-    assert not session.recording
-    with stage("before"):
-        pass
-    for mode in ("e2e", "discrete"):
-        with record_step({**WATCHED, "mode": mode}, tmp_path) as recorded, stage(mode), stage("inner"):
-            assert session.recording
-        assert [span.name for span in recorded.result.stages] == [mode, "inner"]
-    with stage("after"):
-        pass
-    reading = session.read_watch(worker, QUESTION)
-    assert names(reading) == ["before", "e2e", "discrete", "after"]
-    assert reading.received_ns <= reading.replied_ns
-    assert reading.process.pid == os.getpid()
-
-
 def test_a_fork_keeps_nothing_of_its_parent(session: Session) -> None:
     """The child inherits the memory, and is another process."""
     session.register(ProfilingConfig.from_any(WATCHED), WorkerIdentity(role="actor"))
@@ -220,24 +172,6 @@ def test_a_server_with_an_engine_of_its_own_tells_when_it_had_requests(session: 
     reading = asyncio.run(serve(WATCHED))
     assert reading.identity.lane() == "rollout1_rank0"
     assert names(reading) == ["generate", "generate"]
-
-
-def test_threads_lose_no_stage_of_each_other() -> None:
-    """Eight of them work while one reads."""
-    marked = Marked(100_000)
-
-    def work() -> None:
-        for _ in range(1_000):
-            with marked.stage("update"):
-                pass
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        marked.kept()
-    [use] = marked.kept()
-    assert use.runs == 8_000
 
 
 def test_memory_is_read_after_a_long_stage_and_seldom_after_short_ones() -> None:
