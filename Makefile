@@ -132,7 +132,7 @@ test-npu-device: .venv-npu-device/.ready ## Run the tests that need an Ascend NP
 test-gpu test-npu-device: test-%:
 	mkdir -p outputs/devices && rm -f outputs/devices/$*.xml
 	-.venv-$*/bin/python -m pytest -m $(subst -,_,$*) $($(*)_TESTS) --junitxml=outputs/devices/$*.xml $(PYTEST_ARGS)
-	.venv-$*/bin/python -m tests.device_report --junit outputs/devices/$*.xml --json > outputs/devices/$*.json; \
+	.venv-$*/bin/python -m tests.device_report --junit outputs/devices/$*.xml > outputs/devices/$*.json; \
 	  code=$$?; cat outputs/devices/$*.json; exit $$code
 
 verification: ## Run the suites behind the README's table, and print what was verified
