@@ -9,6 +9,9 @@ from verl_profiling.manifest import Ns
 Period = tuple[Ns, Ns]
 """Begin and end."""
 
+Collectives = dict[str, dict[int, int]]
+"""When a process entered collectives (unix ns), by process group and sequence number."""
+
 OTHERS = "(others)"
 """Name of the sum of all stages or spans beyond the maximum number of names."""
 
@@ -26,6 +29,7 @@ class StageUse(msgspec.Struct, frozen=True, gc=False, array_like=True):
         begin_ns: When its first run began, on the clock of the loop's process.
         periods: Begin and end of its runs where there were several, in order. Runs that touch are one; the
             last period has all that did not get one of their own. Empty: not known.
+        late_ns: The most by which the process was the last to enter a collective in it; 0 if unknown.
     """
 
     name: str
@@ -33,6 +37,7 @@ class StageUse(msgspec.Struct, frozen=True, gc=False, array_like=True):
     runs: int = 1
     begin_ns: Ns = 0
     periods: tuple[Period, ...] = ()
+    late_ns: int = 0
 
 
 class SpanTotal(msgspec.Struct, frozen=True, array_like=True):
@@ -84,6 +89,7 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=Tr
         held_bytes: What it had of that memory at the end of the last stage of the step after which it was
             read.
         spans: What its trajectories and their spans add up to, if it runs trajectories.
+        collectives: The collectives that it entered, until those of all ranks are compared.
     """
 
     lane: str
@@ -94,6 +100,7 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=Tr
     peak_bytes: int | None = None
     held_bytes: int | None = None
     spans: list[SpanTotal] = []
+    collectives: Collectives = {}
 
 
 class ExposedStage(msgspec.Struct, frozen=True, kw_only=True):

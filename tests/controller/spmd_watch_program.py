@@ -1,7 +1,8 @@
 """What one of three ranks runs in the tests of the watch in SPMD: ``spmd_watch_program.py FOLDER SCENARIO``.
 
 In each step the ranks do a part of their own, and meet; each writes its summaries. ``slow``: they meet in a
-collective, one becomes late, and training ends when that was captured. Else they meet through files.
+collective, one becomes late, and training ends when that was captured. ``inside``: the one that is late by a
+tenth meets the others inside of the only stage. Else they meet through files.
 ``added inside``: the workers are added when training has begun, and rank 0 ends before the others.
 """
 
@@ -25,9 +26,9 @@ from verl_profiling.run_files import read_manifest
 
 RANK = int(os.environ["RANK"])
 LATE = 2
-TIMES_S = {"slow": (0.1, 0.7)}  # so long that nothing else on a busy machine looks slow twice
+TIMES_S = {"slow": (0.1, 0.7), "inside": (0.6, 0.7)}  # so long that nothing else on the machine looks slow
 USUAL_S, LATE_S = 0.02, 0.2
-STEPS = {"slow": 300, "unlike": 16}
+STEPS = {"slow": 300, "unlike": 16, "inside": 12}
 Meet = Callable[[bool], bool]
 
 
@@ -85,6 +86,12 @@ def train(config: ProfilingConfig, scenario: str, meet: Meet, said: Path) -> Non
                 profiling.add_workers("actor", worker)
             for step in range(1, STEPS.get(scenario, 8) + 1):
                 profiling.on_step_begin(step)
+                if scenario == "inside":
+                    with profiling.stage("update_actor"):
+                        time.sleep(late_s if RANK == LATE else usual_s)
+                        meet(False)
+                    profiling.on_step_end()
+                    continue
                 with profiling.stage("rollout"):
                     late = RANK == LATE and (scenario != "slow" or step >= 15)
                     time.sleep(late_s if late else usual_s)
@@ -116,9 +123,10 @@ def main() -> None:
         "watch": {"enable": True, "every": 3},
         "timeouts": {"start_s": 20, "stop_s": 20, "finish_s": 20},
     }
+    os.environ.update(own.get("environment", {}))
     config = ProfilingConfig.from_any({**settings, **own.get("all", {}), **own.get(str(RANK), {})})
     dist.init_process_group("gloo")
-    meet = meeting_in_a_collective() if scenario == "slow" else meeting_through_files(folder)
+    meet = meeting_in_a_collective() if scenario in ("slow", "inside") else meeting_through_files(folder)
     train(config, scenario, meet, folder)
 
 

@@ -118,3 +118,18 @@ def test_ranks_with_other_settings_hold_up_nothing(tmp_path: Path) -> None:
     assert not any("actor_rank1" in ranks for ranks in lanes)
     assert logs[0].count("watch: rank 1 has sent nothing of its steps") == 1, logs[0]
     assert logs[1:] == ["", ""]
+
+
+@pytest.mark.parametrize("recorder", ["on", "off"])
+def test_a_rank_that_is_late_inside_a_stage_leads_if_torch_recorded_it(tmp_path: Path, recorder: str) -> None:
+    """Late by a seventh, and all leave the stage together: it is noticed; without records, nobody leads."""
+    buffer = {"TORCH_FR_BUFFER_SIZE": "2000" if recorder == "on" else "0"}
+    trigger: dict[str, Any] = {"slow_stage": None, "slow_step": None, "memory": None}
+    watch = {"enable": True, "every": 1, "trigger": trigger}
+    logs = run(tmp_path, "inside", all={"watch": watch}, environment=buffer)
+    found = summaries(tmp_path)
+    assert [summary.step for summary in found] == list(range(1, 13)), logs
+    leaders = [row.leader for summary in found for row in summary.exposed if row.leader]
+    assert set(leaders) <= {"actor_rank2"}
+    assert (len(leaders) >= 3) == (recorder == "on"), logs
+    assert ("actor_rank2 was in stage update_actor" in logs[0]) == (recorder == "on"), logs

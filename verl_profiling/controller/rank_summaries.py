@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 7 << 20
 """Largest message, in bytes: torch's TCPStore closes the connection at 8 MiB."""
+_COLLECTIVES = "watch/collectives"
 
 
 class RankSummaries:
@@ -27,6 +28,9 @@ class RankSummaries:
     Args:
         ranks: The ranks.
         most: The largest number of steps to keep per rank.
+
+    Attributes:
+        collectives: Whether rank 0 requests the collectives that the ranks enter.
     """
 
     def __init__(self, ranks: Ranks, most: int) -> None:
@@ -38,6 +42,7 @@ class RankSummaries:
         self._late: set[int] = set()
         self._ended: set[int] = set()
         self._failed = False
+        self.collectives = False
 
     @property
     def leads(self) -> bool:
@@ -54,10 +59,20 @@ class RankSummaries:
                 sent = msgspec.msgpack.encode(list(self._unsent))
             if (self._unsent or last) and self._ranks.tell(sent, last):
                 self._unsent.clear()
+            self.collectives = self._ranks.get(_COLLECTIVES) == b"1"
         except PROBLEMS as error:
             if not self._failed and not last:
                 logger.warning("watch: rank 0 is not sent the steps here: %s", in_a_line(error))
             self._failed = True
+
+    def ask_collectives(self, asked: bool) -> None:
+        """Request, as rank 0, the collectives that the ranks enter, or no longer."""
+        if asked != self.collectives:
+            self.collectives = asked
+            try:
+                self._ranks.set(_COLLECTIVES, b"1" if asked else b"0")
+            except PROBLEMS as error:
+                logger.debug("watch: the collectives of the ranks are not requested: %s", in_a_line(error))
 
     def look(self, steps: Iterable[int], last: bool = False) -> None:
         """Receive the summaries of these steps that other ranks have sent."""
@@ -139,6 +154,10 @@ def _later(uses: list[RankUse], by_ns: int) -> list[RankUse]:
                 )
                 for stage in use.stages
             ],
+            collectives={
+                group: {number: time_ns + by_ns for number, time_ns in entered.items()}
+                for group, entered in use.collectives.items()
+            },
         )
         for use in uses
     ]

@@ -198,6 +198,10 @@ class Ranks:
         value: bytes = self._store.get(key)
         return value
 
+    def set(self, key: str, value: bytes) -> None:
+        """Store a value under a key."""
+        self._store.set(key, value)
+
     def _listen(self) -> None:
         """Read the store until training ends; a lost store is logged once, and training goes on."""
         pause_s = _FIRST_LOOK_S

@@ -26,6 +26,7 @@ from verl_profiling.controller.watched_workers import PendingStep, WatchedWorker
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.step_summary import RankUse, StepSummary
+from verl_profiling.watch.collectives import RecorderReading, with_collectives, with_lateness
 from verl_profiling.watch.exposed import exposed
 from verl_profiling.watch.sums import STAGES_OF_A_STEP, OpenStage, StageSums, process_sums
 
@@ -68,6 +69,7 @@ class Watch:
         self._timeout_s, self._until_s = timeout_s, inf
         self._workers = WatchedWorkers(roster)
         self._ranks: RankSummaries | None = None
+        self._recorders = RecorderReading() if options.trigger is not None else None
         self._who = LOOP
         self._step: PendingStep | None = None
         self._ended: deque[PendingStep] = deque()
@@ -185,7 +187,7 @@ class Watch:
         if self._at_once:
             self._at_once = False
             self._take_steps()
-        self._workers.ask(self._pending)
+        self._workers.ask(self._pending, self._reads_collectives())
         waited_s = time.monotonic() - self._pending[0].since_s if self._pending else 0.0
         self._workers.wait(min(_SHORTEST_LOOK_S + waited_s / 4, _LONGEST_LOOK_S))
         if self._ranks is not None and self._ranks.leads and self._pending:
@@ -225,7 +227,10 @@ class Watch:
 
     def _publish(self, steps: Sequence[PendingStep]) -> None:
         """Make the summaries of steps, add their exposed times, and pass them to the listeners."""
-        own = self.sums.of_steps(self._who, [(step.begin_ns, step.end_ns) for step in steps])
+        times = [(step.begin_ns, step.end_ns) for step in steps]
+        own = self.sums.of_steps(self._who, times)
+        if self._ranks is not None and self._reads_collectives():
+            own = with_collectives(own, times)
         summaries = [
             StepSummary(
                 step=step.step,
@@ -252,11 +257,23 @@ class Watch:
                 except Exception as error:  # an error of a listener does not stop the watch
                     self._say_once(id(listener), summary.step, error)
 
+    def _reads_collectives(self) -> bool:
+        if self._ranks is not None and not self._ranks.leads:
+            return self._ranks.collectives
+        return self._recorders is not None and self._recorders.due
+
     def _explained(self, summary: StepSummary) -> StepSummary:
         before = self.summaries[-1] if self.summaries else None
+        was_read = any(use.collectives for use in (*summary.loop, *summary.workers))
         try:
+            summary = with_lateness(summary)
             rows = exposed(summary, before, self._workers.has_any)
-            return msgspec.structs.replace(summary, exposed=rows)
+            summary = msgspec.structs.replace(summary, exposed=rows)
+            if self._recorders is not None:
+                self._recorders.follow(summary, was_read)
+                if self._ranks is not None and self._ranks.leads:
+                    self._ranks.ask_collectives(self._recorders.due)
+            return summary
         except Exception as error:
             self._say_once(id(exposed), summary.step, error)
             return summary

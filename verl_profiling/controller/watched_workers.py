@@ -79,8 +79,13 @@ class WatchedWorkers:
         """Return the workers to wait for: all but late ones and those without ``read_watch``."""
         return {*self._roster.driven(None)} - self._late - self._without
 
-    def ask(self, steps: Sequence[PendingStep]) -> None:
-        """Call the workers whose reply is missing, unless they have an unanswered call."""
+    def ask(self, steps: Sequence[PendingStep], collectives: bool) -> None:
+        """Call the workers whose reply is missing, unless they have an unanswered call.
+
+        Args:
+            steps: The steps.
+            collectives: Whether the collectives that they entered are requested, too.
+        """
         busy = {call.target for call, _ in self._open}
         offsets_ns = {domain: best_handshake(known).offset_ns for domain, known in self._handshakes.items()}
         offsets_ns[clock.domain()] = 0
@@ -88,7 +93,7 @@ class WatchedWorkers:
             if target not in busy:
                 asked = [step for step in steps if target in step.lacks]
                 times = [(step.begin_ns, step.end_ns) for step in asked]
-                question = WatchQuestion(steps=times, offsets_ns=offsets_ns)
+                question = WatchQuestion(steps=times, offsets_ns=offsets_ns, collectives=collectives)
                 self._open += [(call, asked) for call in target.call("read_watch", question)]
 
     def wait(self, timeout_s: float) -> None:

@@ -20,13 +20,17 @@ Whole = NDArray[np.int64]
 
 
 class Runs(NamedTuple):
-    """Runs of stages, as columns: index of the process and of the stage, begin, end, time spent (ns)."""
+    """Runs of stages, as columns: index of the process and of the stage, begin, end, time spent (ns).
+
+    ``late`` is the most by which the process was the last to enter a collective in the stage (ns).
+    """
 
     who: Whole
     stage: Whole
     begin: Floats
     end: Floats
     length: Floats
+    late: Floats
 
     def at(self, rows: NDArray[np.bool_] | Whole) -> Runs:
         """Return the rows that a mask or indices select."""
@@ -75,19 +79,20 @@ def runs_of(
     begin = np.array([one.begin_ns for one in flat], dtype=np.int64) - origin_ns
     length = np.maximum(np.array([one.duration_ns for one in flat], dtype=np.float64), 0.0)
     end = begin + length
+    late = np.array([one.late_ns for one in flat], dtype=np.float64)
     if periods := [(at, *period) for at, one in enumerate(flat) for period in one.periods]:
         at, begins, ends = np.array(periods, dtype=np.int64).T
         took = np.maximum(ends - begins, 0)
         share = took / np.maximum(np.bincount(at, took, len(flat)), 1.0)[at]
         once = np.bincount(at, minlength=len(flat)) == 0
         rows = np.concatenate([np.flatnonzero(once), at])
-        who, stage = who[rows], stage[rows]
+        who, stage, late = who[rows], stage[rows], late[rows]
         begin, end = (
             np.concatenate([begin[once], begins - origin_ns]),
             np.concatenate([end[once], ends - origin_ns]),
         )
         length = np.concatenate([length[once], length[at] * share])
-    return Runs(who, stage, begin.astype(float), end.astype(float), length)
+    return Runs(who, stage, begin.astype(float), end.astype(float), length, late)
 
 
 class Standing(NamedTuple):
@@ -122,7 +127,8 @@ def frontier(role: str, lanes: Sequence[str], runs: Runs) -> Iterator[tuple[int,
     """Yield each stage's index, the frontier after it (ns), and the standing of the processes in it.
 
     All ranks leave a collective together, and the rank that arrives first spends the most time in it. So a
-    rank whose stage ends together with the others' does not lead. Engines have no collectives.
+    rank whose stage ends together with the others' does not lead. The rank that was last to enter does,
+    where that is known. Engines have no collectives.
 
     Args:
         role: Their role.
@@ -153,6 +159,14 @@ def frontier(role: str, lanes: Sequence[str], runs: Runs) -> Iterator[tuple[int,
                 known &= bool(2 * (ends[leader] - np.median(others)) >= lead_ns)
         if front_ns > before_ns:
             ran_all &= ~np.isnan(ends)
+        clear = known and near.size == 1
+        if not clear and (late_ns := those.late.max(initial=0.0)) > TIED * here.max():
+            late = np.zeros(many)
+            np.maximum.at(late, those.who, those.late)
+            leader = int(late.argmax())
+            lead_ns = late_ns - np.delete(late, leader).max(initial=0.0)
+            clear = known = bool(lead_ns > TIED * here.max())
+            here = here.max() - late_ns + late
         mean_ns = here.mean()
         yield (
             stage,
@@ -164,7 +178,7 @@ def frontier(role: str, lanes: Sequence[str], runs: Runs) -> Iterator[tuple[int,
                 leader=lanes[leader],
                 lead_ns=round(lead_ns) if known else 0,
                 imbalance=max(1.0, float(here.max() / mean_ns)) if mean_ns else 1.0,
-                clear=known and near.size == 1,
+                clear=clear,
             ),
         )
 

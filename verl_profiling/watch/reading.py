@@ -7,6 +7,7 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.step_summary import Period, RankUse
+from verl_profiling.watch.collectives import with_collectives
 from verl_profiling.watch.sums import StageSums
 
 
@@ -16,10 +17,12 @@ class WatchQuestion(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         steps: Begin and end of each step, on the clock of the loop's process.
         offsets_ns: Measured clock offsets by clock domain: its clock minus the loop's.
+        collectives: Whether the collectives that it entered are requested, too.
     """
 
     steps: list[Period] = []
     offsets_ns: dict[str, int] = {}
+    collectives: bool = False
 
 
 class WatchReading(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +65,10 @@ def read_sums(sums: StageSums, identity: WorkerIdentity, question: WatchQuestion
     ahead_ns = question.offsets_ns.get(identity.clock_domain)
     steps = None
     if ahead_ns is not None:
-        steps = msgspec.msgpack.encode(sums.of_steps(who, question.steps, ahead_ns))
+        uses = sums.of_steps(who, question.steps, ahead_ns)
+        if question.collectives:
+            uses = with_collectives(uses, question.steps, ahead_ns)
+        steps = msgspec.msgpack.encode(uses)
     return WatchReading(
         identity=identity,
         process=ProcessId.current(),

@@ -1,0 +1,168 @@
+"""Which rank came last to the collectives inside a stage, from torch's flight recorder.
+
+All ranks leave a collective together, so the durations of a stage that ends with one do not tell who was
+late. torch records when each process entered each collective. The watch reads these records only while a
+stage matters that nobody leads.
+
+Only gloo is read: with NCCL, the host enqueues and goes on, so its times do not tell which GPU was late.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from verl_profiling.identity import ROLLOUT_ROLE
+from verl_profiling.step_summary import Collectives, Period, RankUse, StepSummary
+
+ASKED_STEPS = 4
+"""Steps in a row in which the records are read; one more than the sign ``leader`` needs."""
+
+MATTERS = 0.05
+"""The records are read if the stages that nobody leads are exposed for this share of a step."""
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 20, 320
+_GROWTH = 1.25
+_RECORDER = "torch._C._distributed_c10d"
+_BACKEND = "gloo:"
+
+
+class _Entry(msgspec.Struct):
+    process_group: tuple[str, str]
+    profiling_name: str
+    collective_seq_id: int
+    time_created_ns: int
+    is_p2p: bool
+
+
+class _Records(msgspec.Struct):
+    entries: list[_Entry] = []
+
+
+def with_collectives(
+    uses: Sequence[RankUse | None], steps: Sequence[Period], ahead_ns: int = 0
+) -> list[RankUse | None]:
+    """Return this process's records of some steps with the collectives that it entered in them.
+
+    Args:
+        uses: The records; ``None`` for a step before the process began.
+        steps: Begin and end of each step, on the clock of the loop's process.
+        ahead_ns: Clock offset: this process's clock minus the loop's.
+    """
+    entered = _entered()
+    return [
+        use if use is None else msgspec.structs.replace(use, collectives=_between(entered, period, ahead_ns))
+        for use, period in zip(uses, steps, strict=True)
+    ]
+
+
+def _entered() -> list[_Entry]:
+    """Return the collectives that torch's recorder has kept; empty if it is off or of another version."""
+    dump = getattr(sys.modules.get(_RECORDER), "_dump_fr_trace_json", None)
+    try:
+        found = msgspec.json.decode(dump(True, False), type=_Records).entries if dump is not None else []
+    except Exception:  # private to torch: it changes between versions
+        return []
+    return [one for one in found if one.profiling_name.startswith(_BACKEND) and not one.is_p2p]
+
+
+def _between(entered: Sequence[_Entry], period: Period, ahead_ns: int) -> Collectives:
+    found: Collectives = {}
+    for one in entered:
+        time_ns = one.time_created_ns - ahead_ns
+        if period[0] <= time_ns <= period[1]:
+            found.setdefault(one.process_group[0], {})[one.collective_seq_id] = time_ns
+    return found
+
+
+def with_lateness(summary: StepSummary) -> StepSummary:
+    """Return the summary with collectives replaced by how late each process was to one, by stage.
+
+    A process is late by its entry minus the median of the others' entries, in the stage in which it entered
+    last. Nobody is late in a role with a process whose collectives are unknown, as it may have been later.
+    """
+    if not any(use.collectives for use in (*summary.loop, *summary.workers)):
+        return summary
+    roles: dict[str, list[RankUse]] = {}
+    for use in (*summary.loop, *summary.workers):
+        roles.setdefault(use.role, []).append(use)
+    late: dict[str, Counter[str]] = {}
+    for role, uses in roles.items():
+        if role != ROLLOUT_ROLE and all(use.collectives for use in uses):
+            for group in {group for use in uses for group in use.collectives}:
+                _add_group(late, [use for use in uses if group in use.collectives], group)
+    return msgspec.structs.replace(
+        summary,
+        loop=[_late(use, late) for use in summary.loop],
+        workers=[_late(use, late) for use in summary.workers],
+    )
+
+
+def _add_group(late: dict[str, Counter[str]], members: list[RankUse], group: str) -> None:
+    """Add how late the members of a process group were to its collectives that all of them entered."""
+    numbers = set.intersection(*({*use.collectives[group]} for use in members))
+    if len(members) < 2 or not numbers:
+        return
+    times = np.array([[use.collectives[group][number] for number in numbers] for use in members])
+    ordered = np.sort(times, axis=0)
+    by_ns = (ordered[-1] - ordered[(len(members) - 1) // 2]).tolist()
+    for who, time_ns, late_ns in zip(times.argmax(axis=0).tolist(), ordered[-1].tolist(), by_ns, strict=True):
+        use = members[who]
+        for stage in use.stages:
+            periods: Sequence[Period] = stage.periods or [
+                (stage.begin_ns, stage.begin_ns + stage.duration_ns)
+            ]
+            at = bisect_right(periods, (time_ns, sys.maxsize)) - 1
+            if at >= 0 and time_ns <= periods[at][1]:
+                of_lane = late.setdefault(use.lane, Counter())
+                of_lane[stage.name] = max(of_lane[stage.name], min(late_ns, time_ns - periods[at][0]))
+
+
+def _late(use: RankUse, late: dict[str, Counter[str]]) -> RankUse:
+    of_lane = late.get(use.lane)
+    stages = use.stages
+    if of_lane:
+        stages = [msgspec.structs.replace(stage, late_ns=of_lane[stage.name]) for stage in stages]
+    return msgspec.structs.replace(use, stages=stages, collectives={})
+
+
+class RecorderReading:
+    """Decides in which steps the flight recorders are read: some in a row, then ever longer pauses.
+
+    Attributes:
+        due: Whether they are read in the next steps.
+    """
+
+    def __init__(self) -> None:
+        self.due = False
+        self._left = self._pause = 0
+        self._next_pause = _FIRST_PAUSE
+        self._unled_ns = 0.0
+
+    def follow(self, summary: StepSummary, was_read: bool) -> None:
+        """Follow a step.
+
+        Args:
+            summary: The step, with its exposed times.
+            was_read: Whether any process had collectives in it.
+        """
+        many = Counter(use.role for use in (*summary.loop, *summary.workers))
+        unled_ns = sum(
+            row.exposed_ns
+            for row in summary.exposed
+            if row.name and not row.leader and row.role != ROLLOUT_ROLE and many[row.role] > 1
+        )
+        if self.due:
+            self._left -= was_read
+            self._pause = 0 if self._left else self._next_pause
+        else:
+            self._pause = 0 if unled_ns > _GROWTH * self._unled_ns else max(0, self._pause - 1)
+        self.due = self._left > 0
+        if not self.due and not self._pause and unled_ns >= MATTERS * summary.duration_ns > 0:
+            self.due, self._left, self._unled_ns = True, ASKED_STEPS, unled_ns
+            self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
