@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -227,24 +225,6 @@ def test_nothing_there_is_said(tmp_path: Path) -> None:
         open_run(tmp_path).steps()
     with pytest.raises(TraceFormatError, match="no trace files"):
         open_run(tmp_path).check()
-
-
-def test_merging_loads_no_numerical_library(
-    folder: Path, tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    """Opening, merging and checking do without numpy and pandas."""
-    run_python(
-        """
-        import sys
-        from verl_profiling.analysis import open_step
-        step = open_step(sys.argv[1])
-        step.merge(sys.argv[2])
-        assert step.check().ok
-        assert not {"numpy", "pandas", "torch"} & set(sys.modules)
-        """,
-        folder,
-        tmp_path / "timeline.json.gz",
-    )
 
 
 def without_workers(folder: Path) -> Path:

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -88,31 +87,12 @@ def test_benchmarks_know_the_package_as_it_is(path: Path) -> None:
     assert [file for file in getattr(module, "CODE", ()) if not (ROOT / file).is_file()] == []
 
 
-def test_the_age_of_numbers_is_counted_in_releases() -> None:
-    """The changelog lists the newest first, and the one in preparation is a release too."""
-    changelog = "# Changelog\n\n## 0.3.0 (unreleased)\n\n## 0.2.0\n\n### Added\n\n## 0.1.0\n"
-    ages = [results.releases_since(version, changelog) for version in ("0.3.0", "0.2.0", "0.1.0")]
-    assert ages == [0, 1, 2]
-    with pytest.raises(ValueError, match=r"0\.0\.9"):
-        results.releases_since("0.0.9", changelog)
-
-
 def test_every_setting_is_in_a_table(make_tables: types.ModuleType) -> None:
     """All groups of the settings, and the options of every tool, have their tables."""
     options = [load_tool(name).options_class for name in TOOLS]
     expected = {group for cls in (ProfilingConfig, *options) for group in groups(cls)}
     shown = {make_tables.load(location) for page in PAGES for location in make_tables.tables_in(page)}
     assert expected <= shown
-
-
-def test_a_setting_without_a_meaning_is_refused(
-    make_tables: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A field that the docstring leaves out ends the script; it does not make an empty cell."""
-    options: Any = dataclasses.make_dataclass("Options", [("speed", int, 3)])
-    monkeypatch.setattr(make_tables, "load", lambda location: options)
-    with pytest.raises(KeyError, match="speed"):
-        make_tables.table("anywhere:Options", "")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -234,33 +233,6 @@ def test_what_else_is_in_a_folder_is_passed_over(traces: Path) -> None:
     shutil.copy(traces / RANKS[0], traces / ".ipynb_checkpoints")
     (traces / "loop").symlink_to(traces)
     assert lanes(traces) == ["worker_rank0", "worker_rank1"]
-
-
-DAMAGE = {
-    "empty.json": b"",
-    "cut.json": b'{"schemaVersion": 1, "deviceProperties": [',
-    "cut.json.gz": gzip.compress(b'{"schemaVersion": 1, "traceEvents": []}')[:20],
-    "noise.json": b"\x93\x11" * 500,
-}
-
-
-@pytest.mark.parametrize("name", [*DAMAGE, "a pipe.json", "a link.json"])
-def test_a_damaged_trace_in_a_folder_is_named(
-    traces: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The others are used, the exit code is 1, and check lists it; a pipe is not waited for."""
-    if name == "a pipe.json":
-        os.mkfifo(traces / name)
-    elif name == "a link.json":
-        (traces / name).symlink_to("gone")
-    else:
-        (traces / name).write_bytes(DAMAGE[name])
-    assert main(["report", str(traces), "--json"]) == EXIT_FINDING
-    printed = capsys.readouterr()
-    assert len(json.loads(printed.out)["workers"]) == 2
-    assert f"warning: {traces / name}" in printed.err
-    assert main(["check", str(traces)]) == EXIT_FINDING
-    assert f"  {name}  " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["with\nline.json.gz", "-o.json.gz", "[bold] é.json.gz"])

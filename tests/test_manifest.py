@@ -114,16 +114,6 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes | None, p
     assert caught.value.path == str(path)
 
 
-def test_every_cut_of_a_manifest_is_refused(tmp_path: Path) -> None:
-    """A file that is cut off at any place is never read as a whole one."""
-    write_json_atomically(tmp_path / MANIFEST_NAME, example())
-    data = (tmp_path / MANIFEST_NAME).read_bytes().rstrip()
-    for length in range(0, len(data), 7):
-        (tmp_path / MANIFEST_NAME).write_bytes(data[:length])
-        with pytest.raises(TraceFormatError):
-            read_manifest(tmp_path)
-
-
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     """The error is raised, and the old content and the folder are unchanged."""
     write_json_atomically(tmp_path / MANIFEST_NAME, example())
@@ -132,25 +122,6 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
         write_json_atomically(tmp_path / "taken", example())
     assert read_manifest(tmp_path) == example()
     assert sorted(path.name for path in tmp_path.iterdir()) == [MANIFEST_NAME, "taken"]
-
-
-def test_readers_see_the_old_manifest_or_the_new_one(tmp_path: Path) -> None:
-    """A reader that looks all the time never sees half a file."""
-    import threading
-
-    write_json_atomically(tmp_path / MANIFEST_NAME, example())
-    done = threading.Event()
-
-    def write() -> None:
-        for _ in range(100):
-            write_json_atomically(tmp_path / MANIFEST_NAME, example())
-        done.set()
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    while not done.is_set():
-        assert read_manifest(tmp_path) == example()
-    writer.join()
 
 
 def test_times_of_a_host_are_corrected_by_its_clock() -> None:

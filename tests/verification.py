@@ -31,6 +31,7 @@ _ASCEND = "tests.engines.test_ascend.TestOwnProfilers::"
 _MSPROBE = "tests.tools.test_precision.TestRealMsprobe::"
 _VLLM_NSYS = "tests.engines.test_vllm_nsys::test_the_engine_opens_the_ranges_that_nsys_expects"
 _NSYS = "tests.tools.test_nsys.TestUnderRay::"
+_SESSION = "tests.capture.test_session::"
 _MIXIN = "any `CaptureMixin`"
 
 
@@ -54,74 +55,83 @@ class Cell:
     tests: tuple[str, ...]
 
 
-CELLS = (
-    Cell("torch", "FSDP", "e2e", REAL, (f"{_GRPO}[e2e]",)),
-    Cell("torch", "FSDP", "discrete", REAL, (f"{_GRPO}[discrete]",)),
-    Cell("torch", "Megatron", "e2e", REAL, (f"{_MEGATRON}test_tensor_parallel_ranks",)),
-    Cell("torch", "Megatron", "discrete", REAL, (f"{_MEGATRON}test_pipeline_stages",)),
-    Cell(
+# Tool, worker, how, and the tests of each mode.
+_ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("torch", "FSDP", REAL, (f"{_GRPO}[e2e]",), (f"{_GRPO}[discrete]",)),
+    (
+        "torch",
+        "Megatron",
+        REAL,
+        (f"{_MEGATRON}test_tensor_parallel_ranks",),
+        (f"{_MEGATRON}test_pipeline_stages",),
+    ),
+    (
         "torch",
         _MIXIN,
-        "e2e",
         REAL,
         ("tests.tools.test_torch::test_a_trace_holds_ops_stages_and_who_recorded",),
+        (f"{_SESSION}test_discrete_mode_records_each_stage_apart",),
     ),
-    Cell(
-        "torch",
-        _MIXIN,
-        "discrete",
-        REAL,
-        ("tests.capture.test_session::test_discrete_mode_records_each_stage_apart",),
-    ),
-    Cell("torch", "vLLM", "e2e", REAL, (f"{_GRPO}[e2e-vllm]",)),
-    Cell("torch", "vLLM", "discrete", REAL, (f"{_GRPO}[discrete-vllm]",)),
-    Cell("torch", "SGLang", "e2e", REAL, (f"{_SGLANG}test_two_captures_land_in_their_own_step_folders",)),
-    Cell(
+    ("torch", "vLLM", REAL, (f"{_GRPO}[e2e-vllm]",), (f"{_GRPO}[discrete-vllm]",)),
+    (
         "torch",
         "SGLang",
-        "discrete",
         REAL,
+        (f"{_SGLANG}test_two_captures_land_in_their_own_step_folders",),
         (f"{_SGLANG}test_discrete_windows_are_named_by_stage_and_occurrence",),
     ),
-    Cell("torch", "transformers", "e2e", REAL, (f"{_GRPO}[e2e]",)),
-    Cell("torch", "transformers", "discrete", REAL, (f"{_GRPO}[discrete]",)),
-    Cell("torch_memory", _MIXIN, "e2e", CONTRACT, (f"{_NPU}test_the_memory_tool_beside_it",)),
-    Cell("torch_memory", _MIXIN, "discrete", CONTRACT, (f"{_NPU}test_the_memory_tool_by_stage",)),
-    Cell("nsys", _MIXIN, "e2e", CONTRACT, (f"{_NSYS}test_e2e",)),
-    Cell("nsys", _MIXIN, "discrete", CONTRACT, (f"{_NSYS}test_discrete_with_a_stage_that_raises",)),
-    Cell("nsys", "vLLM", "e2e", CONTRACT, (f"{_VLLM_NSYS}[e2e]",)),
-    Cell("nsys", "vLLM", "discrete", CONTRACT, (f"{_VLLM_NSYS}[discrete]",)),
-    Cell(
+    ("torch", "transformers", REAL, (f"{_GRPO}[e2e]",), (f"{_GRPO}[discrete]",)),
+    (
+        "torch_memory",
+        _MIXIN,
+        CONTRACT,
+        (f"{_NPU}test_the_memory_tool_beside_it",),
+        (f"{_NPU}test_the_memory_tool_by_stage",),
+    ),
+    ("nsys", _MIXIN, CONTRACT, (f"{_NSYS}test_e2e",), (f"{_NSYS}test_discrete_with_a_stage_that_raises",)),
+    ("nsys", "vLLM", CONTRACT, (f"{_VLLM_NSYS}[e2e]",), (f"{_VLLM_NSYS}[discrete]",)),
+    (
         "npu",
         _MIXIN,
-        "e2e",
         CONTRACT,
         (f"{_NPU}test_a_whole_step", f"{_NPU}test_the_timeline_reads_what_the_parser_wrote"),
+        (f"{_NPU}test_each_stage_apart",),
     ),
-    Cell("npu", _MIXIN, "discrete", CONTRACT, (f"{_NPU}test_each_stage_apart",)),
-    Cell("npu", "vLLM", "e2e", CONTRACT, (f"{_ASCEND}test_a_window_of_vllm",)),
-    Cell("npu", "vLLM", "discrete", CONTRACT, (f"{_ASCEND}test_vllm_by_stage_of_the_loop",)),
-    Cell("npu", "SGLang", "e2e", CONTRACT, (f"{_ASCEND}test_a_window_of_sglang",)),
-    Cell("npu", "SGLang", "discrete", CONTRACT, (f"{_ASCEND}test_sglang_by_stage_of_the_loop",)),
-    Cell(
+    (
+        "npu",
+        "vLLM",
+        CONTRACT,
+        (f"{_ASCEND}test_a_window_of_vllm",),
+        (f"{_ASCEND}test_vllm_by_stage_of_the_loop",),
+    ),
+    (
+        "npu",
+        "SGLang",
+        CONTRACT,
+        (f"{_ASCEND}test_a_window_of_sglang",),
+        (f"{_ASCEND}test_sglang_by_stage_of_the_loop",),
+    ),
+    (
         "precision",
         _MIXIN,
-        "e2e",
         REAL,
         (f"{_MSPROBE}test_a_step_holds_what_torch_was_called_with",),
+        (f"{_MSPROBE}test_a_stage_that_raises",),
     ),
-    Cell("precision", _MIXIN, "discrete", REAL, (f"{_MSPROBE}test_a_stage_that_raises",)),
-    Cell(
-        "spans", _MIXIN, "e2e", REAL, ("tests.capture.test_session::test_a_capture_goes_from_start_to_stop",)
-    ),
-    Cell(
+    (
         "spans",
         _MIXIN,
-        "discrete",
         REAL,
+        (f"{_SESSION}test_a_capture_goes_from_start_to_stop",),
         ("tests.tools.test_spans::test_it_writes_no_artifact_and_switches_nothing_on[discrete]",),
     ),
-    Cell("spans", "vLLM", "e2e", REAL, ("tests.engines.test_vllm::test_engine_without_a_profiler",)),
+    ("spans", "vLLM", REAL, ("tests.engines.test_vllm::test_engine_without_a_profiler",), ()),
+)
+CELLS = tuple(
+    Cell(tool, worker, mode, how, tests)
+    for tool, worker, how, *modes in _ROWS
+    for mode, tests in zip(MODES, modes, strict=True)
+    if tests
 )
 
 

@@ -342,18 +342,6 @@ def test_training_ends_also_where_its_last_capture_cannot_be_written(
     assert len((job.run / "watch.jsonl").read_text().splitlines()) == 2, "a line a step"
 
 
-def test_many_ask_at_once(job: Job) -> None:
-    """From threads, while the loop runs: each has one answer."""
-    answers: list[Callable[[], Answer]] = []
-    threads = [threading.Thread(target=lambda: answers.append(job.ask())) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        job.step()
-    job.step(16)
-    assert [answer().state for answer in answers] == ["done"] * 16
-
-
 # The loop's process
 
 
@@ -504,16 +492,6 @@ def test_what_is_logged_of_a_request_is_one_line(job: Job, caplog: pytest.LogCap
     job.step()
     assert len(caplog.messages) == 2
     assert all(text.isprintable() for text in caplog.messages)
-
-
-def test_a_folder_that_is_gone_ends_nothing(job: Job) -> None:
-    """The signal is left."""
-    job.step()
-    (job.run / "requests").rename(job.run / "moved")
-    job.step(3)
-    os.kill(os.getpid(), signal.SIGUSR2)
-    job.step()
-    assert job.captured() == [5]
 
 
 # Whether a job runs

@@ -22,11 +22,9 @@ import pytest
 from tests.integrations.wheels import sources
 from tests.npu import engine_sources
 from verl_profiling import ConfigError, ProfilingConfig
-from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.engines.adapter import (
     EngineAdapter,
     EngineTrace,
-    check_device,
     engine_tool,
     is_recording,
     rank_of_recording,
@@ -112,20 +110,6 @@ def test_an_option_that_an_engine_does_not_have_is_refused(
     assert f"set roles.rollout.tools.npu.{remedy}" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("engine", "options"),
-    [
-        ("vLLM", {"modules": True, "memory": True, "aic_metrics": "PipeUtilization"}),
-        ("vLLM", {"activities": ["npu", "cpu"]}),
-        ("SGLang", {"stack": True, "shapes": True, "activities": ["cpu"]}),
-    ],
-)
-def test_an_option_that_an_engine_has_is_taken(engine: str, options: Outcome) -> None:
-    """What its profiler lets be chosen may be set."""
-    tool = engine_tool(settings(tools={"npu": options}).for_role("rollout"), engine)
-    assert isinstance(tool, NpuTool)
-
-
 def test_windows_that_cannot_be_told_apart_are_refused() -> None:
     """A folder of torch_npu names its rank, and no stage."""
     rollout, key = {"by_stage": True, "count": 2}, "rollout.by_stage"
@@ -150,15 +134,6 @@ def test_the_tool_has_to_fit_the_device(device: str, tool: str, right: str) -> N
         SGLangCaptureMixin().init_capture(config, engine=Manager(device), requests=RequestLog())
 
 
-def test_the_other_device_of_a_tool_is_named(tmp_path: Path) -> None:
-    """The check is the same for every adapter."""
-    check_device(NpuTool(NpuOptions()), Folders(tmp_path), "rollout")
-    on_gpu = Folders(tmp_path)
-    on_gpu.device = "cuda"
-    with pytest.raises(ConfigError, match="set it to torch"):
-        check_device(NpuTool(NpuOptions()), on_gpu, "rollout")
-
-
 def recording(folder: Path, rank: int | None = None, data: bytes = b"range") -> Path:
     """Write what torch_npu writes, without an analysis; return its folder."""
     path = folder / f"host_{rank}_20261122_ascend_pt"
@@ -172,37 +147,6 @@ def recorder(engine: Folders, analysis: bool = False) -> EngineRecorder:
     """Return what records an engine on NPUs."""
     config = settings(tools={"npu": {"analysis": analysis}})
     return EngineRecorder(engine, NpuTool(NpuOptions(analysis=analysis)), IDENTITY, config, RequestLog())
-
-
-async def test_each_rank_gets_its_folder(tmp_path: Path) -> None:
-    """Only what appeared since the start counts; each is moved into its rank's folder of the step."""
-    step = tmp_path / "step_000001"
-    engine = Folders(tmp_path / ".engines" / "1")
-    engine.spool.mkdir(parents=True)
-    recording(engine.spool, 9)
-    request = CaptureRequest(capture_id="c", run_id="r", step=1, folder=str(step))
-    recording_engine = recorder(engine)
-    await recording_engine.start(request)
-    for rank in (1, 0):
-        recording(engine.spool, rank)
-    (engine.spool / "discarded").mkdir()
-    for rank, artifact in enumerate((await recording_engine.stop("c", 0.0)).result.artifacts):
-        assert (artifact.path, artifact.status) == (f"rollout0_rank{rank}.npu", "ok")
-        [moved] = (step / artifact.path).iterdir()
-        assert rank_of_recording(moved) == rank
-    assert not engine.spool.exists()
-
-
-async def test_a_recording_without_data_is_empty(tmp_path: Path) -> None:
-    """torch_npu made its folder and recorded nothing."""
-    request = CaptureRequest(capture_id="c", run_id="r", step=1, folder=str(tmp_path))
-    engine = Folders(tmp_path / ".engines" / "1")
-    engine.ranks = 1
-    recording_engine = recorder(engine, analysis=True)
-    await recording_engine.start(request)
-    recording(engine.spool, data=b"")
-    [artifact] = (await recording_engine.stop("c", 0.0)).result.artifacts
-    assert artifact.status == "empty"
 
 
 @pytest.mark.parametrize(

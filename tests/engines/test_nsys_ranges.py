@@ -10,7 +10,6 @@ from verl_profiling import (
     CaptureStateError,
     ConfigError,
     ProfilingConfig,
-    ToolUnavailableError,
 )
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.engines.adapter import EngineAdapter, EngineTrace, engine_tool
@@ -77,20 +76,6 @@ def request(run: Path, step: int, keep: bool = True) -> CaptureRequest:
     )
 
 
-async def test_a_window_is_one_range(recorder: EngineRecorder, engine: Engine, tmp_path: Path) -> None:
-    """One report for all ranks of the replica, recorded with its step folder."""
-    reply = await recorder.start(request(tmp_path, 1))
-    assert [artifact.path for artifact in reply.expected] == ["rollout1.rollout.nsys-rep"]
-    result = (await recorder.stop("c1", 0)).result
-    assert engine.calls == ["start", "stop"]
-    [artifact] = result.artifacts
-    assert (artifact.status, artifact.lane, result.tools) == ("pending", "rollout1", ["nsys"])
-    assert "range 1 of this process" in artifact.reason
-    [[noted]] = read_ranges(tmp_path / "nsys").values()
-    assert (noted.number, noted.folder, noted.artifact) == (1, "step_000001", artifact.path)
-    assert noted.begin_ns < noted.end_ns
-
-
 async def test_an_engine_that_does_not_start_opened_no_range(
     recorder: EngineRecorder, engine: Engine, tmp_path: Path
 ) -> None:
@@ -136,10 +121,3 @@ def test_nsys_records_an_engine_alone() -> None:
     config = ProfilingConfig.from_any({"enable": True, "tool": ["nsys", "torch_memory"]})
     with pytest.raises(ConfigError, match=r"roles\.rollout\.tool: .* not with 'torch_memory' too"):
         engine_tool(config.for_role("rollout"), "vLLM", opens_ranges=True)
-
-
-def test_a_server_that_was_not_started_under_nsys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its set-up fails before training starts, and says how to start it."""
-    monkeypatch.delenv("VERL_PROFILING_NSYS_OUTPUT", raising=False)
-    with pytest.raises(ToolUnavailableError, match=r"runtime_env=nsys_runtime_env"):
-        Ranges().require()

@@ -231,27 +231,6 @@ def test_outputs_of_any_kind_do_not_end_a_trajectory(verl: SimpleNamespace) -> N
     assert (found.status, found.error) == ("failed", "ValueError: no page")
 
 
-def test_each_turn_has_the_id_that_the_engine_gets(verl: SimpleNamespace) -> None:
-    """The id that the client makes is on the span of its request, for tasks that run at once too."""
-    clients = [verl.LLMServerClient("stop", "stop") for _ in range(3)]
-
-    def runs(client: Any) -> Callable[[], Any]:
-        async def run() -> Any:
-            for _ in range(2):
-                await client.generate(f"r{clients.index(client)}")
-            return output()
-
-        return run
-
-    workers = [verl.AgentLoopWorker(runs(client)) for client in clients]
-    log = recorded(*(w._run_agent_loop({}, INFO, agent_name="own", **V1_PROMPT) for w in workers))
-    for number in range(3):
-        spans = [found for found in named(log, "generate") if found.trajectory == number]
-        assert [found.request for found in spans] == clients[number].sent
-    waits = named(log, "wait:server")
-    assert {log.spans[found.parent].name for found in waits} == {"generate"}
-
-
 def test_a_client_of_ones_own_is_recorded_once(verl: SimpleNamespace) -> None:
     """A subclass that makes other ids, or finds servers in its own way, has its own on the span."""
 
@@ -377,33 +356,6 @@ def test_a_custom_loop_gets_spans_by_verls_timers_and_its_own(verl: SimpleNamesp
     assert names(recorded(outside())) == []
 
 
-def test_a_score_names_its_trajectory(verl: SimpleNamespace) -> None:
-    """The reward process says whose score it computes, where the batch says it."""
-    data = SimpleNamespace(non_tensor_batch={"uid": ["g7"], "session_id": [1]})
-    worker = verl.RewardLoopWorker()
-    log = recorded(worker.compute_score(data), worker.compute_score(SimpleNamespace()))
-    assert [found.facts for found in named(log, "reward")] == [{"group": "g7", "sample": 1}, {}]
-
-
-def test_what_a_release_does_not_have_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest is recorded, and the name of what is missing is kept to be said."""
-    monkeypatch.setattr(hooked, "_prepared", set())
-    module = make_verl()
-    del module.ToolAgentLoop._call_tool, module.LLMServerClient._vllm_request_id
-    module.LLMServerClient.generate = _without_id
-    missing: list[str] = []
-    with noting(missing):
-        hooked.hook_tool_loop(module)
-        hooked.hook_clients(module)
-    log = recorded(module.LLMServerClient().generate("r"))
-    assert [found.request for found in named(log, "generate")] == [""]
-    assert [name.rpartition(".")[2] for name in missing] == ["_call_tool", "_vllm_request_id"]
-
-
-async def _without_id(self: Any, request_id: str) -> Any:
-    return SimpleNamespace(stop_reason="stop")
-
-
 def test_nothing_changes_while_nothing_records(verl: SimpleNamespace) -> None:
     """The hooks hand results and errors through."""
     made = output()
@@ -472,13 +424,6 @@ def test_actors_are_told_their_rank_and_added(added: list[tuple[str, Any]]) -> N
     add(added, [])
     add(added, [Handle()], roles={"agent_loop": {"enable": False}})
     assert len(added) == 1
-
-
-def test_what_does_not_fit_in_other_processes_comes_back(added: list[tuple[str, Any]]) -> None:
-    """The trainer is told what each of them will not record."""
-    misfits: list[str] = []
-    add(added, [Handle(), Handle()], misfits)
-    assert misfits == ["not recorded: tokenizing"] * 2
 
 
 def test_actors_that_cannot_be_captured_do_not_end_training(

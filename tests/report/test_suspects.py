@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from drawn_steps import Drawn, Worker, drawn_inputs
-from rank_processes import run_ranks
 from step_folders import rewrite, rewrite_worker
 from step_outcome import printed
 
@@ -86,19 +84,6 @@ def test_the_parts_of_the_time_add_up_to_the_stage(tmp_path: Path) -> None:
     parts = [row for row in report.suspects if row.kind == "time"]
     assert sum(row.value for row in parts) == pytest.approx(6.0)
     assert sum(row.peer_value or 0.0 for row in parts) == pytest.approx(6.0)
-
-
-def test_a_rank_that_begins_the_step_after_rank_0_is_compared_by_its_own_stages(tmp_path: Path) -> None:
-    """Rank 0 had left its stage when the suspect entered its own; that is no wait of the loop."""
-    workers = [rank(0, [], [("rollout", 0.0, 0.2)]), rank(1, [], [("rollout", 0.3, 2.3)])]
-    stages = [("rollout", 0.0, 0.2), ("update_actor", 0.2, 3.0)]
-    trigger = msgspec.structs.replace(SLOW_STAGE, stage="rollout", median=0.2, value=2.0)
-    (row,) = (
-        row
-        for row in asked_by(trigger, tmp_path, workers, stages, 3.0).suspects
-        if (row.kind, row.name) == ("stage", "rollout")
-    )
-    assert (row.value, row.peer_value) == pytest.approx((2.0, 0.2))
 
 
 @pytest.mark.parametrize(
@@ -189,12 +174,6 @@ def test_who_asked_is_the_first_line(tmp_path: Path) -> None:
     assert "▅▅▄▅█ 6.00 s, median before 3.00 s" in shown
 
 
-def test_the_comparison_stands_before_all_else_on_the_page(tmp_path: Path) -> None:
-    """But for who asked, and the figures."""
-    page = render_html(two_ranks(tmp_path, SLOW_STAGE))
-    assert page.index('id="asked"') < page.index('id="figures"') < page.index('id="suspects"')
-
-
 def test_a_scheduled_step_that_the_watch_had_asked_for_is_compared_too(tmp_path: Path) -> None:
     """The schedule comes first, and the suspects are in the manifest all the same."""
     both = msgspec.structs.replace(
@@ -264,20 +243,6 @@ def test_memory_is_compared_by_the_peaks_of_the_stage(tmp_path: Path) -> None:
     assert (row.name, row.value, row.peer_value) == ("process_peak_rss_bytes", 572e6, 379e6)
 
 
-def test_a_process_without_stages_and_operators_has_its_memory(tmp_path: Path) -> None:
-    """Its artifacts are ``ok`` and have events, so it did record: what both measured is compared."""
-    workers = [Worker("agent_loop", index, iterations=[("turn", 0, 2)] * 128) for index in range(2)]
-    suspects = {"suspects": ["agent_loop_rank1"], "peers": ["agent_loop_rank0"]}
-    trigger = msgspec.structs.replace(SLOW_STAGE, stage="rollout", **suspects)
-    asked_by(trigger, tmp_path, workers, [("rollout", 0.0, 8.0)])
-    for name, value in (("agent_loop_rank0", 379e6), ("agent_loop_rank1", 572e6)):
-        rewrite_worker(tmp_path, name, metrics={"process_peak_rss_bytes": value})
-    report = open_step(tmp_path).report()
-    found = {(row.kind, row.value, row.peer_value) for row in report.suspects}
-    assert ("memory", 572e6, 379e6) in found
-    assert "recorded nothing" not in printed(report)
-
-
 def test_what_is_of_the_suspect_alone_is_the_first_finding(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -318,84 +283,3 @@ def test_a_process_that_ran_no_operator_is_not_damaged(
     ]
     assert main(["check", str(tmp_path)]) == 0
     assert "all ok" in capsys.readouterr().out
-
-
-def test_other_commands_take_a_capture_that_the_watch_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """``check``, ``diff`` and the page of the run read its manifest like any other."""
-    folders = []
-    for step, end in ((2, 4), (3, 7)):
-        folder = tmp_path / f"run/step_{step:06d}"
-        folder.mkdir(parents=True)
-        own: list[Drawn] = [("update_actor", 2, end)]
-        workers = [rank(index, [("gemm", 2, end)], own) for index in range(2)]
-        drawn_inputs(folder, [("rollout", 0.0, 2.0), *own], workers, 8.0)
-        rewrite(folder, step=step, steps=[step], trigger=SLOW_STAGE)
-        folders.append(str(folder))
-    assert main(["check", str(tmp_path / "run")]) == 0
-    assert main(["diff", *folders]) == 0
-    assert "update_actor" in capsys.readouterr().out
-    assert main(["diff", *folders, "--fail-above", "50%"]) == 1
-    assert main(["report", str(tmp_path / "run"), "--save"]) == 0
-    assert "asked for by the watch" in capsys.readouterr().out
-    page = (tmp_path / "run/index.html").read_text()
-    assert all(f'href="{Path(folder).name}/report.html"' in page for folder in folders)
-
-
-SLOW_RANK = """
-    import os, sys
-    import torch
-    import torch.distributed as dist
-    from verl_profiling import ProfilingCallback, ProfilingConfig, stage
-    from verl_profiling.workers import CaptureMixin
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    steps = {"steps": [2, 3, 4]}
-    config = ProfilingConfig.from_any({"enable": True, "save_path": sys.argv[1], "schedule": steps})
-    actor, profiling = CaptureMixin(), ProfilingCallback(config)
-    actor.init_capture(config, role="actor")
-    profiling.add_workers("actor", actor)
-    with profiling:
-        for step in range(1, 6):
-            profiling.on_step_begin(step)
-            with stage("update_actor"):
-                matrix = torch.ones(600, 600)
-                for _ in range(40 if dist.get_rank() else 10):
-                    matrix = matrix @ matrix * 1e-3
-                dist.all_reduce(matrix)
-            profiling.on_step_end()
-    dist.destroy_process_group()
-"""
-
-
-def test_a_rank_that_really_has_more_to_do_is_told_by_what(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Rank 1's own work sets it apart, and the operator that it is; rank 0, which waits, has nothing.
-
-    So says the middle one of three steps: a machine that does other things may hold a rank up in some.
-    """
-    (tmp_path / "slow_rank.py").write_text(textwrap.dedent(SLOW_RANK))
-    results = run_ranks(tmp_path / "slow_rank.py", 2, [str(tmp_path / "run")], tmp_path)
-    assert [status for status, _ in results] == [0, 0], results
-    folders = sorted((tmp_path / "run").glob("step_*"))
-    assert len(folders) == 3
-
-    def more(suspect: int) -> tuple[float, float, float]:
-        """Return by how much a rank was longer in the stage, how long, and by how much in ``aten::mm``."""
-        lanes = {"suspects": [f"actor_rank{suspect}"], "peers": [f"actor_rank{1 - suspect}"]}
-        trigger = msgspec.structs.replace(SLOW_STAGE, sign="leader", value=0.5, median=0.0, **lanes)
-        found = []
-        for folder in folders:
-            rows = reported(folder, trigger, capsys)["suspects"]
-            told = {(row["kind"], row["name"]): (row["value"], row["peer_value"]) for row in rows}
-            (own, others), (kernel, its) = told["stage", "update_actor"], told["kernel", "aten::mm"]
-            found.append((own - others, own, kernel - its))
-        return sorted(found)[1]
-
-    longer, whole, multiplied = more(1)
-    assert longer > 0.3 * whole
-    assert multiplied > 0.3 * longer
-    assert more(0)[0] < 0

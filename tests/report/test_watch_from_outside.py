@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from html_elements import Elements
 
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_OK
-from verl_profiling.report.watch_history import WatchHistory
 from verl_profiling.step_summary import RankUse, SpanTotal
-from verl_profiling.watch.log import MAX_PART_BYTES, WatchLog
-from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG, LoggedStep, WatchLogReader, logged
+from verl_profiling.watch.log import WatchLog
+from verl_profiling.watch_log import WATCH_LOG, LoggedStep, logged
 
 SECONDS, PAGE = 30, 1_500_000
 """More than ten times what the readers were seen to take, and the most that a page may be."""
@@ -91,26 +89,6 @@ def test_a_step_with_a_huge_number_hides_no_other(
     huge = json.dumps({**lost, "step": step})
     write_lines(tmp_path, line(1), huge, line(3), line(4), "")
     assert {3, 4} <= {found.step for found in found_in(tmp_path, capsys)}
-
-
-@pytest.mark.soak
-def test_a_hundred_thousand_steps_are_as_many_as_two_parts_hold(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The readers' time, memory and page are bounded, however long the run was."""
-    before, after = msgspec.json.encode(logged(summary(7))).split(b'"step":7', 1)
-    every = [b'%s"step":%d%s' % (before, number, after) for number in range(100_000)]
-    size = MAX_PART_BYTES // (len(every[-1]) + 1)
-    for name, lines in ((WATCH_LOG, every[-size:]), (OLDER_WATCH_LOG, every[-2 * size : -size])):
-        (tmp_path / name).write_bytes(b"\n".join(lines) + b"\n")
-    steps = [step.step for step in found_in(tmp_path, capsys)]
-    assert steps == list(range(100_000 - 2 * size, 100_000))
-    tracemalloc.start()
-    history = WatchHistory(200)
-    history.add(WatchLogReader(tmp_path).read())
-    assert tracemalloc.get_traced_memory()[1] < 20e6, "what top keeps of it"
-    tracemalloc.stop()
-    assert len(history.steps) == 200
 
 
 def test_stages_with_any_name_and_hundreds_of_them(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import threading
 from collections import Counter
 from decimal import Decimal
 from pathlib import Path
@@ -19,8 +18,7 @@ from verl_profiling.cli import main
 from verl_profiling.manifest import StageSpan, ToolSpan
 from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.merge import MergeResult, _start_method, merge
-from verl_profiling.timeline.step import Keep
+from verl_profiling.timeline.merge import MergeResult, merge
 
 CLOCK_NS = 1_234_567_891
 
@@ -243,38 +241,6 @@ def test_two_processes_write_the_same_timeline(tmp_path: Path, monkeypatch: pyte
     assert together.read_bytes() == alone.read_bytes()
 
 
-def test_a_process_with_threads_is_not_copied() -> None:
-    """A copy would wait for ever for a lock that a thread held."""
-    ended = threading.Event()
-    thread = threading.Thread(target=ended.wait)
-    thread.start()
-    assert _start_method() == "spawn"
-    ended.set()
-    thread.join()
-
-
-def test_a_truncated_trace_costs_nobody_elses_data(tmp_path: Path) -> None:
-    """What is left of it is merged, the others whole, and the damage is named."""
-    folder = build_step(tmp_path)
-    whole, _ = merged(folder)
-    victim = folder / "actor_rank0.torch.json.gz"
-    victim.write_bytes(victim.read_bytes()[:-5_000])
-    result, events = merged(folder)
-    assert [m.events for m in result.members][1:] == [m.events for m in whole.members][1:]
-    assert 0 < result.members[0].events < whole.members[0].events
-    assert any("actor_rank0.torch.json.gz: byte " in problem for problem in result.problems)
-    assert "controller" in process_names(events).values()
-
-
-def test_a_missing_trace_is_named_and_the_rest_merged(tmp_path: Path) -> None:
-    """A worker that died leaves its stages and a sentence, not an exception."""
-    folder = build_step(tmp_path)
-    (folder / "actor_rank1.torch.json.gz").unlink()
-    result, events = merged(folder)
-    assert result.problems == ["actor_rank1.torch.json.gz is missing"]
-    assert set(WORKERS) <= set(process_names(events).values())
-
-
 def test_several_gzip_members_are_one_file(tmp_path: Path) -> None:
     """As joined files are, and timelines: ``check`` and ``merge`` read them to their end."""
     text = recordings()["actor_rank0"].trace.encode()
@@ -296,15 +262,3 @@ def test_bytes_still_being_compressed_are_read_raw(tmp_path: Path) -> None:
     path.unlink()
     result, _ = merged(folder)
     assert result.events == whole.events
-
-
-def test_what_was_left_out_is_written_into_the_file(tmp_path: Path) -> None:
-    """A slimmed timeline says how much it lacks."""
-    folder = build_step(tmp_path)
-    whole, _ = merged(folder)
-    result, events = merged(folder, keep=Keep(min_us=50.0))
-    about = json.loads(gzip.decompress(result.path.read_bytes()))["verlProfiling"]
-    assert result.left_out > 0
-    assert result.left_out == sum(source["left_out"] for source in about["sources"])
-    assert result.events + result.left_out == whole.events
-    assert all(e["dur"] >= 50.0 for e in events if e["ph"] == "X" and e.get("cat") == "cpu_op")
