@@ -143,7 +143,7 @@ def test_a_step_that_is_slow_is_captured_whole() -> None:
     loop = Loop()
     step = loop.quiet()
     times = {"rollout": 850.0, "reward": 180.0, "update_actor": 570.0, "update_weights": 190.0}
-    decision = loop.is_slow(step, times=times)
+    decision = loop.goes(*(summary(at, times) for at in range(step, step + 8)))
     assert decision is not None
     assert (decision.trigger.sign, decision.selection) == ("slow_step", None)
 

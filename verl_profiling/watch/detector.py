@@ -7,25 +7,23 @@ are slow from the first step. And a trend: memory that grows step by step.
 from __future__ import annotations
 
 from collections import Counter, deque
-from math import log
-from statistics import fmean, median
+from statistics import median
 from typing import NamedTuple
 
 import msgspec
 
 from verl_profiling.capture_request import Sign
+from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_summary import RankUse, SpanTotal, StepSummary
 from verl_profiling.trajectories.spans import TRAJECTORY
 from verl_profiling.units import byte_size, duration
 from verl_profiling.watch.exposed import standings
+from verl_profiling.watch.shifts import LEAST_S, LONG_PAST, evidence, shift, spread_of
 from verl_profiling.watch.suspicion import Suspicion, healthiest
 
 MATTERS = 0.05
 """A slow stage exceeds its median by at least this share of the median step."""
-
-LEAST_S = 0.001
-"""Minimum excess of a slow step or stage (s); recording a capture takes longer."""
 
 NEWS = 1.25
 """A lead is detected again if it exceeds the lead at its last detection by this ratio."""
@@ -33,59 +31,59 @@ NEWS = 1.25
 _STEADY = 0.5
 """Minimum growth in the second half of the window, as a share of the first half's; less is a warm-up."""
 
-_MOST_OF_A_STEP = 0.5
+_LEAST_OF_A_STEP, _MOST_OF_A_STEP = 0.1, 0.5
 _LONGEST = 10
 _OF_A_QUIET_STEP = 0.12
 _OF_A_LEAD = 0.4
 _MOST_SPANS_NAMED = 2
-
-_LEAST_SPREAD = 0.05
-_WIDEST = log(2)
-_OF_THE_SPREAD, _FULL = 2.0, 6.5
-_BELOW, _FULL_SHIFT, _MOST_SHIFT = 0.15, 0.6, 1.0
 
 
 class _Evidence:
     """A score of evidence for a change; the change is detected if the score reaches 1 within ten steps.
 
     A step adds at most 0.5, so one outlier is no change. A quiet step subtracts a little, and four in a row
-    reset the score. While a change goes on, and within a window after it, it is detected again only if it
-    lasts longer than before.
+    reset the score. A change that goes on is detected once. After a quiet step, and within a window of such
+    steps, it is detected again only if it lasts longer than before.
     """
 
     def __init__(self, window: int, until_over: int = 4) -> None:
         self.steps = 0
         self._window, self._until_over = window, until_over
         self._score = 0.0
-        self._noticed = False
-        self._age = self._quiet = self._lasted = 0
+        self.is_noticed = False
+        self._age = self._quiet = self._run = self._lasted = 0
 
     def add(self, amount: float) -> bool:
         """Add the evidence of a step; return whether it completes a new detection."""
+        is_slow = amount > _LEAST_OF_A_STEP
+        goes_on = self.is_noticed and is_slow and self._run == self.steps
         self._age += 1
         self._quiet = 0 if amount > 0 else self._quiet + 1
+        self._run = self._run + 1 if is_slow else 0
         if self._quiet >= self._window:
             self._lasted = 0
         self._score += max(-_OF_A_QUIET_STEP, min(amount, _MOST_OF_A_STEP))
-        is_late = self._age > _LONGEST and not self._noticed
+        is_late = self._age > _LONGEST and not self.is_noticed
         if self._quiet >= self._until_over or self._score <= 0 or is_late:
-            self._score, self.steps, self._age, self._noticed = 0.0, 0, 0, False
+            self._score, self.steps, self._age, self.is_noticed = 0.0, 0, 0, False
             return False
-        self.steps += amount > 0
-        is_news = not self._noticed and self._score >= 1 and self.steps > self._lasted
-        if is_news or self._noticed:
+        self.steps += is_slow
+        lasts = self._run if self.is_noticed else self.steps
+        is_news = self._score >= 1 and lasts > self._lasted and not goes_on
+        if is_news or goes_on:
             self.notice()
         return is_news
 
     def notice(self) -> None:
         """Mark the change as detected, if the score is positive."""
         if self._score > 0:
-            self._noticed, self._lasted = True, max(self._lasted, self.steps)
+            self.steps = (self.is_noticed and self._run) or self.steps
+            self.is_noticed, self._lasted = True, max(self._lasted, self.steps)
 
     @property
     def waits(self) -> bool:
         """Whether there is evidence for a change that is not detected yet."""
-        return self._score > 0 and not self._noticed
+        return self._score > 0 and not self.is_noticed
 
 
 class _Series:
@@ -95,10 +93,10 @@ class _Series:
     """
 
     def __init__(self, window: int) -> None:
-        self._window = window
         self._enough = max(3, window // 2)
-        self._past: deque[float] = deque(maxlen=2 * window)
-        self._waiting: list[float] = []
+        self._past: deque[float] = deque(maxlen=window)
+        self._shifts: deque[float] = deque(maxlen=LONG_PAST * window)
+        self._waiting: list[tuple[float, float]] = []
         self.evidence = _Evidence(window)
         self.value = 0.0
         self.is_news = False
@@ -107,48 +105,37 @@ class _Series:
     @property
     def history(self) -> list[float]:
         """The durations in the window before the change (s)."""
-        return list(self._past)[-self._window :]
+        return list(self._past)
 
     @property
     def usual(self) -> float:
         """Their median (s)."""
-        return median(self.history) if self._past else 0.0
+        return median(self._past) if self._past else 0.0
 
     @property
     def excess(self) -> float:
         """The current duration minus the median (s)."""
         return self.value - self.usual
 
-    def take(
-        self,
-        value: float,
-        ratio: float | None,
-        matters: float,
-        of: tuple[StepSummary, StepSummary | None],
-    ) -> None:
-        """Add the duration of a step (s)."""
+    def measure(self, value: float, ratio: float | None, matters: float) -> float:
+        """Add the duration of a step (s); return its evidence for a change, negative if there is none."""
         if not self.evidence.waits:  # no change, or a detected one: its values join the past
-            self._past += self._waiting
+            self._past += [before for before, _ in self._waiting]
+            if not self.evidence.is_noticed:
+                self._shifts += [before for _, before in self._waiting]
             self._waiting.clear()
-        self.value, self.is_news = value, False
-        if len(self._past) >= self._enough and ratio is not None:
-            amount = self._amount(ratio) if self.excess >= matters else -1.0
-            self.is_news = self.evidence.add(amount)
-            if amount > 0:
-                self.seen.append(of)
-        self._waiting.append(value)
+        self.value = value
+        shifted = shift(value, self.usual) if self._past else 0.0
+        self._waiting.append((value, shifted))
+        if ratio is None or len(self._past) < self._enough or self.excess < matters:
+            return -1.0
+        return evidence(shifted, ratio, spread_of(self._shifts))
 
-    def _amount(self, ratio: float) -> float:
-        """Return the evidence of the current value: small at ``ratio``, negative within the usual spread."""
-        usual = self.usual
-        shifts = [max(-_WIDEST, min(_shift(value, usual), _WIDEST)) for value in self._past]
-        spread = max(1.25 * fmean(map(abs, shifts)), _LEAST_SPREAD)
-        least = max(log(ratio) - _BELOW, _OF_THE_SPREAD * spread)
-        return (_shift(self.value, usual) - least) / min(max(_FULL_SHIFT, _FULL * spread), _MOST_SHIFT)
-
-
-def _shift(value: float, usual: float) -> float:
-    return log((max(value, 0.0) + LEAST_S) / (usual + LEAST_S))
+    def judge(self, amount: float, of: tuple[StepSummary, StepSummary | None]) -> None:
+        """Add the evidence of the step."""
+        self.is_news = self.evidence.add(amount)
+        if amount > 0:
+            self.seen.append(of)
 
 
 class Detector:
@@ -196,14 +183,19 @@ class Detector:
         seldom = self._seldom & stages.keys()
         self._ran.append({*stages})
         took = summary.duration_ns / 1e9 - sum(stages[stage] for stage in seldom)
-        self._step.take(took, options.slow_step, LEAST_S, of)
-        matters = max(MATTERS * self._step.usual, LEAST_S)
+        step, amount = self._step, self._step.measure(took, options.slow_step, LEAST_S)
+        matters = max(MATTERS * step.usual, LEAST_S)
+        amounts: dict[str, float] = {}
         for stage, value in stages.items():
             series = self._stages.setdefault(stage, _Series(options.window))
-            series.take(value, options.slow_stage, matters, of)
+            amounts[stage] = series.measure(value, options.slow_stage, matters)
+        slow = {stage for stage in stages if amounts[stage] > 0 or self._stages[stage].evidence.waits}
+        at_most = _MOST_OF_A_STEP / max(1, len({row.role for row in summary.exposed if row.name in slow}))
+        step.judge(min(amount, at_most), of)
+        for stage in stages:
+            self._stages[stage].judge(min(amounts[stage], at_most), of)
         news = [stage for stage in stages if self._stages[stage].is_news]
         worst = max(news, key=lambda stage: self._stages[stage].excess, default=None)
-        step = self._step
         if news or step.is_news:  # a slowdown of several series is detected once
             for series in (step, *(self._stages[stage] for stage in stages)):
                 series.evidence.notice()
@@ -292,12 +284,16 @@ class Detector:
     def _explained(self, found: Suspicion, summary: StepSummary, before: StepSummary | None) -> Suspicion:
         """Return the suspicion, with the spans in its reason that grew along with its stage.
 
-        These are spans of roles that worked in the stage, or have no stages of their own. They grew by at
-        least half of the stage's excess. A trajectory is listed only if none of its spans is.
+        These are spans of roles that worked in the stage. Roles without stages count where nobody worked but
+        engines, the loop or other roles with spans. The spans grew by at least half of the stage's excess.
+        A trajectory is listed only if none of its spans is.
         """
         processes = (*summary.loop, *summary.workers)
         at_work = {lane for one in standings(summary, before).get(found.stage, ()) for lane in one.lanes}
-        roles = {one.role for one in processes if one.lane in at_work or not (one.stages and found.stage)}
+        working = [one for one in processes if one.lane in at_work]
+        roles = {one.role for one in working}
+        if all(one.spans or one in summary.loop or one.role == ROLLOUT_ROLE for one in working):
+            roles |= {one.role for one in processes if not (one.stages and found.stage)}
         enough_ns = (found.value - found.median) * 1e9 / 2
         grown: list[tuple[bool, float, str]] = []
         for (role, name), total in _by_role(summary).items():
@@ -326,8 +322,8 @@ class _Lead(_Evidence):
 
     def is_news(self, share: float, least: float) -> bool:
         """Add a step; return whether its lead completes a detection, the first or one of a larger lead."""
-        if self._noticed:
-            self._score, self.steps, self._age, self._lasted, self._noticed = 0.0, 0, 0, 0, False
+        if self.is_noticed:
+            self._score, self.steps, self._age, self._lasted, self.is_noticed = 0.0, 0, 0, 0, False
         if max(self.shares) < least:
             self.noticed_share = 0.0
         leads = share >= max(least, NEWS * self.noticed_share)

@@ -5,6 +5,7 @@ Written for speed: every stage begins and ends here.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from bisect import bisect_right
@@ -13,12 +14,13 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from operator import attrgetter
 from types import TracebackType
+from typing import Any
 
 import msgspec
 
 from verl_profiling import clock
 from verl_profiling.step_summary import OTHERS, Period, RankUse, StageUse
-from verl_profiling.watch.memory import process_memory
+from verl_profiling.tools.process_memory import own_bytes, process_peak_bytes
 from verl_profiling.watch.span_sums import SpanSums
 
 STAGES_OF_A_STEP = 16
@@ -36,6 +38,7 @@ LONG_NS = 20_000_000
 PAUSE_NS = 50_000_000
 """Minimum interval of memory readings after short stages; 10 times as long after another stage."""
 
+_DEVICES = ("cuda", "npu")
 _LONGEST_NAME = 200
 _TOUCHING_NS = 1_000_000
 _SLACK_NS = 1_000_000_000
@@ -56,6 +59,33 @@ class OpenStage(msgspec.Struct, eq=False, gc=False):
 
 _innermost: ContextVar[OpenStage | None] = ContextVar("verl_profiling_innermost_watched", default=None)
 """The stage that began last in this thread or task. If it has ended, its nearest open parent is innermost."""
+
+
+def process_memory() -> tuple[int, int]:
+    """Return peak and current memory of this process, in bytes; 0 for an unknown value.
+
+    On a device: the bytes that torch's allocator has allocated, and their peak since the process began or the
+    program reset torch's peak statistics. On the host: the resident memory of this process without shared
+    pages, and the kernel's peak of all its resident memory. Nothing is reset or imported here.
+    """
+    torch = sys.modules.get("torch")
+    for name in _DEVICES:
+        device = getattr(torch, name, None)
+        if device is not None and (found := _of_device(device)) is not None:
+            return found
+    return process_peak_bytes(), own_bytes() or 0
+
+
+def _of_device(device: Any) -> tuple[int, int] | None:
+    """Return peak and current bytes of one kind of device; ``None`` if this process does not use it."""
+    try:
+        if not device.is_initialized():
+            return None
+        statistics = device.memory.memory_stats_as_nested_dict()
+        allocated = statistics["allocated_bytes"]["all"]
+        return allocated["peak"], allocated["current"]
+    except Exception:  # another version of torch, or a failed device, which training reports itself
+        return None
 
 
 class StageSums:
