@@ -7,7 +7,7 @@ every reader renders::
     <!-- file: ../tests/tools/example_tool.py python -->
     <!-- results: hooks -->
     <!-- ratios: results.json -->
-    <!-- rows: verl_profiling.report.communication_kernels:PATTERNS -->
+    <!-- rows: verl_profiling.report.kinds:PATTERNS -->
     <!-- faults: watch_faults.json -->
     <!-- end -->
 

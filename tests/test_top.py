@@ -26,9 +26,8 @@ from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
-from verl_profiling.report.trend import sparkline
+from verl_profiling.report.history import WatchHistory, captures_so_far, sparkline
 from verl_profiling.report.watch_frame import Pulse, watch_frame
-from verl_profiling.report.watch_history import WatchHistory, captures_so_far
 from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.step_summary import SpanTotal
 from verl_profiling.watch.log import WatchLog

@@ -21,7 +21,7 @@ import msgspec
 from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
 from verl_profiling.manifest import Manifest, RunInfo
 from verl_profiling.report.check import CheckResult, check
-from verl_profiling.report.communication_kernels import communicates
+from verl_profiling.report.kinds import communicates
 from verl_profiling.run_files import never_came, read_run
 from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.inputs import absent, steps_of, the_run

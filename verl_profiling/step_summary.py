@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
-from verl_profiling.manifest import Ns
+from verl_profiling.manifest import MAX_NS, Ns
 
 Period = tuple[Ns, Ns]
 """Begin and end."""
 
 Collectives = dict[str, dict[int, int]]
 """When a process entered collectives (unix ns), by process group and sequence number."""
+
+Duration = Annotated[int, msgspec.Meta(ge=0, le=MAX_NS)]
+"""Nanoseconds; the bounds hold for what is read from a file."""
 
 OTHERS = "(others)"
 """Name of the sum of all stages or spans beyond the maximum number of names."""
@@ -103,7 +108,7 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=Tr
     collectives: Collectives = {}
 
 
-class ExposedStage(msgspec.Struct, frozen=True, kw_only=True):
+class ExposedStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How much longer a step took because of one stage of its loop.
 
     Attributes:
@@ -116,10 +121,10 @@ class ExposedStage(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    exposed_ns: int
+    exposed_ns: Duration
     role: str = "controller"
     leader: str = ""
-    lead_ns: int = 0
+    lead_ns: Duration = 0
     imbalance: float = 1.0
 
 

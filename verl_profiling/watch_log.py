@@ -8,38 +8,22 @@ grow and are rotated.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import MAX_NS, Count, Ns
+from verl_profiling.manifest import Count, Ns
 from verl_profiling.run_files import named_file
-from verl_profiling.step_summary import StepSummary
+from verl_profiling.step_summary import Duration, ExposedStage, StepSummary
 
 WATCH_LOG = "watch.jsonl"
 OLDER_WATCH_LOG = "watch.1.jsonl"
 MAX_LINE = 1 << 20
-MAX_BYTES = 1 << 26
-"""Bytes at the end of each part that are read at most."""
-_CHUNK = 1 << 20
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-
-_Duration = Annotated[int, msgspec.Meta(ge=0, le=MAX_NS)]
-
-
-class LoggedStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A stage's share of a step: as :class:`~verl_profiling.step_summary.ExposedStage`, and bounded."""
-
-    name: str
-    exposed_ns: _Duration
-    role: str = "controller"
-    leader: str = ""
-    lead_ns: _Duration = 0
-    imbalance: float = 1.0
 
 
 class LoggedSpans(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -47,7 +31,7 @@ class LoggedSpans(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     name: str
     runs: Count
-    duration_ns: _Duration
+    duration_ns: Duration
     failed: Count = 0
 
     @property
@@ -94,7 +78,7 @@ class LoggedStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     begin_ns: Ns
     end_ns: Ns
     policy_version: int | None = None
-    exposed: list[LoggedStage] = []
+    exposed: list[ExposedStage] = []
     memory: list[RoleMemory] = []
     spans: list[LoggedSpans] = []
     captured: str = ""
@@ -135,7 +119,7 @@ def logged(summary: StepSummary) -> LoggedStep:
         begin_ns=summary.begin_ns,
         end_ns=summary.end_ns,
         policy_version=summary.policy_version,
-        exposed=[LoggedStage(**msgspec.structs.asdict(stage)) for stage in summary.exposed],
+        exposed=summary.exposed,
         memory=memory,
         spans=[LoggedSpans(**msgspec.structs.asdict(total)) for total in summary.spans],
         captured=summary.captured,
@@ -160,7 +144,7 @@ class WatchLogReader:
     def __init__(self, run: Path) -> None:
         self.skipped = 0
         self._run = run
-        self._part: _Part | None = None
+        self._read_to = ((0, 0), 0)  # identity of the last part, and the end of its last whole line
         self._decoder = msgspec.json.Decoder(LoggedStep)
 
     def read(self) -> Iterator[LoggedStep]:
@@ -170,103 +154,49 @@ class WatchLogReader:
             TraceFormatError: The log is not a file, leads out of the run's folder, or cannot be read.
         """
         try:
-            if self._part is None:
-                yield from self._begin()
-            if self._part is not None:
-                yield from self._steps(self._part)
-            while self._was_rotated():
-                yield from self._following()
+            with ExitStack() as opened:
+                # The newer one first: rotated meanwhile, it is the older one, too, and no part is missed.
+                found = [_opened(self._run, name, opened) for name in (WATCH_LOG, OLDER_WATCH_LOG)]
+                parts = {_identity(part): part for part in reversed(found) if part is not None}
+                known = list(parts)
+                since = known.index(self._read_to[0]) if self._read_to[0] in parts else 0
+                for identity in known[since:]:
+                    yield from self._steps(identity, parts[identity])
         except OSError as error:
             raise TraceFormatError(self._run / WATCH_LOG, f"cannot be read ({error.strerror})") from error
 
-    def close(self) -> None:
-        """Close the file."""
-        if self._part is not None:
-            self._part.file.close()
-            self._part = None
-
-    def _begin(self) -> Iterator[LoggedStep]:
-        """Open the part to follow, and yield what the one before it holds."""
-        self._part, older = _opened(self._run, WATCH_LOG), _opened(self._run, OLDER_WATCH_LOG)
-        if older is not None and self._part is None:  # the next part is about to be begun
-            self._part = older
-        elif older is not None and self._part is not None:
-            with older.file:
-                if older.identity != self._part.identity:
-                    yield from self._steps(older)
-
-    def _was_rotated(self) -> bool:
-        """Return whether the log goes on in another file, or from its beginning."""
-        if self._part is None:
-            return False
-        try:
-            found = (self._run / WATCH_LOG).stat()
-        except FileNotFoundError:
-            return False
-        return (found.st_dev, found.st_ino) != self._part.identity or found.st_size < self._part.file.tell()
-
-    def _following(self) -> Iterator[LoggedStep]:
-        """Yield the end of a part that was rotated away, and the beginning of the next one."""
-        if self._part is not None:
-            yield from self._steps(self._part)
-            self._part.file.close()
-        self._part = _opened(self._run, WATCH_LOG)
-        if self._part is not None:
-            yield from self._steps(self._part)
-
-    def _steps(self, part: _Part) -> Iterator[LoggedStep]:
-        for line in part.lines():
-            try:
-                yield self._decoder.decode(line)
-            except _UNREADABLE:
-                self.skipped += 1
-        self.skipped += part.take_too_long()
+    def _steps(self, identity: tuple[int, int], part: BinaryIO) -> Iterator[LoggedStep]:
+        """Yield the steps of one part behind what was read of it."""
+        last, position = self._read_to
+        if identity == last and position <= os.fstat(part.fileno()).st_size:
+            part.seek(position)
+        within_a_line = False
+        while line := part.readline(MAX_LINE):
+            is_whole = line.endswith(b"\n")
+            if not is_whole and len(line) < MAX_LINE:
+                return  # its end is still to come
+            self._read_to = (identity, part.tell())
+            if is_whole and line.strip() and not within_a_line:
+                try:
+                    yield self._decoder.decode(line)
+                except _UNREADABLE:
+                    self.skipped += 1
+            self.skipped += not (is_whole or within_a_line)
+            within_a_line = not is_whole
 
 
-class _Part:
-    """One file of the log, and how far it was read."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        found = os.fstat(file.fileno())
-        self.file = file
-        self.identity = (found.st_dev, found.st_ino)
-        self._begun = b""
-        self._too_long = 0
-        self._within_a_line = found.st_size > MAX_BYTES
-        if self._within_a_line:
-            file.seek(found.st_size - MAX_BYTES)
-
-    def lines(self) -> Iterator[bytes]:
-        """Yield the lines completed since the last call, except lines that are too long."""
-        while chunk := self.file.read(_CHUNK):
-            *ended, rest = chunk.split(b"\n")
-            for line in ended:
-                whole, self._begun = self._begun + line, b""
-                if self._within_a_line:
-                    self._within_a_line = False
-                elif len(whole) > MAX_LINE:
-                    self._too_long += 1
-                elif whole.strip():
-                    yield whole
-            self._begun += rest
-            if len(self._begun) > MAX_LINE:
-                self._too_long += not self._within_a_line
-                self._begun, self._within_a_line = b"", True
-
-    def take_too_long(self) -> int:
-        """Return the number of lines that were too long since the last call."""
-        count, self._too_long = self._too_long, 0
-        return count
-
-
-def _opened(run: Path, name: str) -> _Part | None:
+def _opened(run: Path, name: str, opened: ExitStack) -> BinaryIO | None:
     """Open one part; ``None`` if it is not there."""
     path = named_file(run, name)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        part = opened.enter_context(path.open("rb"))
     except FileNotFoundError:
         return None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise TraceFormatError(path, "is not a file")
-    return _Part(os.fdopen(descriptor, "rb", buffering=0))
+    except IsADirectoryError:
+        raise TraceFormatError(path, "is not a file") from None
+    return part
+
+
+def _identity(part: BinaryIO) -> tuple[int, int]:
+    found = os.fstat(part.fileno())
+    return found.st_dev, found.st_ino

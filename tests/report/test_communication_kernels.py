@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from verl_profiling.report.communication_kernels import PATTERNS, Pattern, communicates, own_name
-from verl_profiling.report.kinds import COMPUTE, MEMORY, NOTHING, task_kind
+from verl_profiling.report.kinds import (
+    COMPUTE,
+    MEMORY,
+    NOTHING,
+    PATTERNS,
+    Pattern,
+    communicates,
+    own_name,
+    task_kind,
+)
 
 # Names as profilers wrote them, or as the sources that the table names define them.
 COMMUNICATION = (

@@ -56,6 +56,14 @@ def test_the_terminal_shows_the_history_and_says_how_to_capture(
     assert not (run / "index.html").exists()
 
 
+def test_check_has_nothing_to_complain_of(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job that was only watched is whole; what is missing is said, and how to have it."""
+    assert main(["check", str(run)]) == EXIT_OK
+    said = capsys.readouterr().out
+    assert said.startswith("No step was captured. schedule.steps names steps beforehand")
+    assert said.endswith("0 artifacts, all ok\n")
+
+
 def test_the_page_of_the_run_has_every_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As a picture and as tables; nothing of it needs a captured step."""
     assert main(["report", str(run), "--save"]) == EXIT_OK

@@ -104,7 +104,6 @@ class TestReading:
             if number % 3 == 0:
                 found += steps(reader)
         assert found + steps(reader) == list(range(60))
-        reader.close()
 
     @pytest.mark.parametrize(
         "line",

@@ -36,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         for result in results:
             _print(result, where=f"{visible(result.directory)}/" if len(results) > 1 else "")
+            print(f"{result.note}\n" if result.note else "", end="")
         artifacts = [entry for result in results for entry in result.artifacts]
         bad = sum(entry.status not in ("ok", "skipped") for entry in artifacts)
         print(f"{len(artifacts)} artifacts, " + (f"{bad} not ok" if bad else "all ok"))

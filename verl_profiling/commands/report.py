@@ -15,16 +15,15 @@ from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.commands.arguments import add_communication, add_limits, add_paths, limits_of
 from verl_profiling.commands.common import StepByStep, progress, warn
 from verl_profiling.errors import ConfigError, TraceFormatError
-from verl_profiling.report.columns import fitting_console
 from verl_profiling.report.files import write_csv, write_tensorboard
+from verl_profiling.report.history import WatchHistory, watch_sentence
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
-from verl_profiling.report.run_page import RUN_PAGE, how_to_capture, is_uncaptured, render_run, runs_of
-from verl_profiling.report.terminal import print_report
+from verl_profiling.report.run_page import RUN_PAGE, render_run, runs_of
+from verl_profiling.report.terminal import fitting_console, print_report
 from verl_profiling.report.watch_frame import Pulse, watch_frame
-from verl_profiling.report.watch_history import WatchHistory, watch_sentence
 from verl_profiling.run_files import naming, whole_file
-from verl_profiling.timeline.inputs import the_run
+from verl_profiling.timeline.inputs import how_to_capture, is_uncaptured, the_run
 from verl_profiling.visible import visible
 from verl_profiling.watch_log import LoggedStep, WatchLogReader
 
@@ -139,13 +138,11 @@ def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: lis
 
 def _watched(run: Path) -> list[LoggedStep]:
     """Return the steps in the watch log of a run; warn if the log cannot be read."""
-    history, log = WatchHistory(), WatchLogReader(run)
+    history = WatchHistory()
     try:
-        history.add(log.read())
+        history.add(WatchLogReader(run).read())
     except TraceFormatError as error:
         warn(str(error))
-    finally:
-        log.close()
     return history.steps
 
 

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.report.communication_kernels import Group, communicates, group_of, only_group
 from verl_profiling.report.intervals import Spans, length, union
 from verl_profiling.report.kinds import (
     COMMUNICATION,
@@ -32,11 +31,15 @@ from verl_profiling.report.kinds import (
     NOTHING,
     OVERLAP,
     UNKNOWN,
+    Group,
     blocks_from_ns,
+    communicates,
+    group_of,
     is_launch,
     kind_of,
     launches_graph,
     npu_kind,
+    only_group,
     parse_iteration,
 )
 from verl_profiling.report.lanes import NEVER, Key, Lane, Rows, Window, joined, reduced

@@ -15,10 +15,10 @@ import numpy as np
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import Artifact, CaptureResult, Manifest, Request
+from verl_profiling.report.collectives import Outlier
 from verl_profiling.report.intervals import holding, percentiles, time_of
 from verl_profiling.report.lanes import VALIDATE
 from verl_profiling.report.model import Clock
-from verl_profiling.report.outliers import Outlier
 from verl_profiling.report.rows import AnchorRow, CostRow, CounterRow, MeasureRow, ReplicaRow, RequestRow
 from verl_profiling.timeline.inputs import resolve_artifact
 from verl_profiling.units import duration

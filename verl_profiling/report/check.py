@@ -16,7 +16,9 @@ from verl_profiling.timeline.content import Blocks, Limits
 from verl_profiling.timeline.inputs import (
     UNWRITTEN,
     absent,
+    how_to_capture,
     is_step,
+    is_uncaptured,
     resolve_artifact,
     step_folders,
     unfinished,
@@ -55,11 +57,13 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
         directory: What was checked.
         ok: Whether every artifact is ``ok`` (or was skipped on purpose).
         artifacts: One entry per artifact.
+        note: How to capture a step, for a watched run without a captured one.
     """
 
     directory: str
     ok: bool
     artifacts: list[Checked]
+    note: str = ""
 
 
 def check(path: Path, limits: Limits | None = None) -> CheckResult:
@@ -76,7 +80,7 @@ def check(path: Path, limits: Limits | None = None) -> CheckResult:
     lost = list(_check_run(path))
     if is_step(path):
         checked = list(_check_step(path, path, limits))
-    elif path.is_dir() and ((folders := step_folders(path)) or lost):
+    elif path.is_dir() and ((folders := step_folders(path)) or lost or is_uncaptured(path)):
         checked = lost + [entry for folder in folders for entry in _check_step(path, folder, limits)]
     elif path.is_dir():
         found = plain_steps([path])
@@ -87,8 +91,9 @@ def check(path: Path, limits: Limits | None = None) -> CheckResult:
         checked = [_check_file(path.name, path, limits)]
     else:
         raise absent(path)
+    note = how_to_capture(path) if is_uncaptured(path) else ""
     ok = all(entry.status in ("ok", "skipped") for entry in checked)
-    return visible_text_of(CheckResult(directory=str(path), ok=ok, artifacts=checked))
+    return visible_text_of(CheckResult(directory=str(path), ok=ok, artifacts=checked, note=note))
 
 
 def _check_run(run: Path) -> Iterator[Checked]:

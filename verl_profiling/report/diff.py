@@ -14,10 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from verl_profiling.report.anatomy import CAPTURE_CALLS
-from verl_profiling.report.columns import fitting_console, shortened
 from verl_profiling.report.model import Report
 from verl_profiling.report.tables import Table, named
-from verl_profiling.report.terminal import print_table
+from verl_profiling.report.terminal import fitting_console, print_table, shortened
 from verl_profiling.units import duration
 
 _SMALLEST_SHARE = 0.01
@@ -66,8 +65,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 _TABLES = {
     kind: Table(
         name,
-        Change,
-        "name=name, before=before_s, after=after_s, change=change_s, relative=change_share, noise=noise",
+        "name, before_s, after_s, change_s, relative=change_share, noise",
         brief=12,
     )
     for kind, name in {

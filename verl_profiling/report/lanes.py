@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from verl_profiling.devices import Device
 from verl_profiling.manifest import CaptureResult, Manifest, StageSpan
-from verl_profiling.report.communication_kernels import Group
 from verl_profiling.report.intervals import (
     EMPTY,
     Ints,
@@ -27,6 +26,7 @@ from verl_profiling.report.intervals import (
     time_of,
     union,
 )
+from verl_profiling.report.kinds import Group
 from verl_profiling.timeline.step import Source
 from verl_profiling.units import duration
 

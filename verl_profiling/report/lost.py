@@ -27,8 +27,14 @@ CAUSES = (
 )
 """Causes of idle time, in order of precedence."""
 
+_SAID = {"host_bound": "the host launched no work", "other_stages": "no part in the stage"}
 BEHIND_TRAJECTORIES = ("long_tail", "after_generation", "no_requests")
 """Causes of a lane without work, which the causes of the trajectories explain further."""
+
+
+def cause_name(cause: str) -> str:
+    """Return a cause as tables and sentences show it."""
+    return _SAID.get(cause, cause.replace("_", " "))
 
 
 def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]:

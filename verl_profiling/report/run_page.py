@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
@@ -11,20 +10,27 @@ from statistics import median
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from verl_profiling.errors import TraceFormatError
+from verl_profiling.report.history import (
+    IN_NO_STAGE,
+    axis_top,
+    captures_so_far,
+    excess,
+    first_change,
+    slowest,
+    stage_seconds,
+    unaimed,
+)
 from verl_profiling.report.html import page_title
+from verl_profiling.report.lost import cause_name
 from verl_profiling.report.model import Report
 from verl_profiling.report.page.colours import stage_class
 from verl_profiling.report.page.document import document, figures_section, linked, section, table
 from verl_profiling.report.sentences import Figure
 from verl_profiling.report.tables import Cell, named, timed
-from verl_profiling.report.trend import axis_top, excess, first_change, slowest, stage_seconds, unaimed
-from verl_profiling.report.watch_history import IN_NO_STAGE, captures_so_far
-from verl_profiling.run_files import read_run
-from verl_profiling.timeline.inputs import is_step, step_folders
+from verl_profiling.timeline.inputs import how_to_capture
 from verl_profiling.units import duration
 from verl_profiling.visible import visible
-from verl_profiling.watch_log import LoggedSpans, LoggedStep, has_watch_log
+from verl_profiling.watch_log import LoggedSpans, LoggedStep
 
 RUN_PAGE = "index.html"
 _SCRIPTS = ("trend.js",)
@@ -66,27 +72,6 @@ def runs_of(path: Path, folders: Iterable[Path]) -> dict[Path, list[int]]:
         if folder.resolve().parent.is_relative_to(path.resolve()):
             runs.setdefault(folder.parent, []).append(index)
     return runs
-
-
-def is_uncaptured(path: Path) -> bool:
-    """Return whether a path is the folder of a run that has a log of its watch, and no step folder."""
-    return path.is_dir() and has_watch_log(path) and not (is_step(path) or step_folders(path))
-
-
-def how_to_capture(run: Path) -> str:
-    """Return that no step of a run was captured, and how one is."""
-    try:
-        info = read_run(run)
-    except TraceFormatError:
-        info = None
-    ask = f"`verl-profiling trigger {shlex.quote(str(run))}`"
-    if info is not None and info.end_ns is None and info.process.alive() is not False:
-        return f"No step was captured so far; {ask} asks the job for its next one."
-    over = ", and the job has ended" if info is not None else ""
-    return (
-        f"No step was captured{over}. schedule.steps names steps beforehand, watch.trigger has what becomes "
-        f"slow captured, and {ask} asks a job while it runs."
-    )
 
 
 def render_run(
@@ -164,7 +149,7 @@ def _figures(reports: Sequence[Report], ran: Sequence[_Ran]) -> Iterator[Figure]
         for report in alike:
             total.update(report.lost_s)
         ((most, seconds),) = total.most_common(1)
-        line = f"{seconds / sum(lost):.0%} {most.replace('_', ' ')}"
+        line = f"{seconds / sum(lost):.0%} {cause_name(most)}"
         yield Figure("Lost, median", alike[0].lane_seconds(median(lost)), line, f"k-{most}")
     index = slowest(took)
     over = took[index] - median(took)
@@ -183,7 +168,7 @@ def _story(steps: Sequence[_Captured], ran: Sequence[_Ran]) -> str:
     if change := first_change([step.report for step in alike]):
         in_step, of_cause = alike[change.index], change.kind == "cause"
         unit = in_step.report.lane_seconds if of_cause else duration
-        what = f"lost time, {change.name.replace('_', ' ')}" if of_cause else change.name
+        what = f"lost time, {cause_name(change.name)}" if of_cause else change.name
         said = (
             f"Changed first: <bdi>{escape(what)}</bdi> in {linked(in_step.cell)}, {unit(change.seconds)} "
             f"(median of {change.steps_before} before: {unit(change.before)})."
@@ -224,7 +209,7 @@ def _tables(steps: Sequence[_Captured]) -> Iterator[str]:
         busy = report.working_share
         row = [step.cell, timed(report.span_us / 1e6), Cell(busy, "" if busy is None else f"{busy:.1%}")]
         row.append(timed(sum(lost.values())))
-        row.append(named(max(lost, key=lambda name: lost[name], default="").replace("_", " ")))
+        row.append(named(cause_name(max(lost, key=lambda name: lost[name], default=""))))
         row.append(named(max(stages, key=lambda name: stages[name], default="")))
         row.append(named(report.findings[0].text, step.link) if report.findings else named(""))
         rows.append(row)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from verl_profiling.report.history import sparkline
+from verl_profiling.report.lost import cause_name
 from verl_profiling.report.model import OTHER_RANKS, Asked, Report
 from verl_profiling.report.rows import Rollout
-from verl_profiling.report.trend import sparkline
 from verl_profiling.units import byte_size, duration
 
 _MOST_BARS = 60
@@ -42,21 +43,18 @@ def figures(report: Report) -> Iterator[Figure]:
     working = report.working_share
     if working is None:
         return
-    observed_s = sum(row.span_us for row in report.devices) / 1e6
     causes = report.lost_s
     device = any(row.device for row in report.workers)
     title = "Accelerators busy" if device else f"{report.whose.capitalize()}s busy (CPU)"
     lanes = counted(len(report.workers), "lane")
     if report.shares_devices:
         lanes = f"{counted(len(report.devices), 'device')} ({lanes})"
-    waiting = causes.get(OTHER_RANKS, 0.0) / observed_s
-    wait = f"; {waiting:.0%} wait for other ranks, which counts as lost" if waiting >= 0.005 else ""
-    yield Figure(title, f"{working:.0%}", f"of {lanes}{wait}")
+    yield Figure(title, f"{working:.0%}", f"of {lanes}, without waits for other ranks")
     if lost := sum(causes.values()):
         rules = [OTHER_RANKS if finding.rule == "straggler" else finding.rule for finding in report.findings]
         cause = next((rule for rule in rules if causes.get(rule)), max(causes, key=lambda name: causes[name]))
-        part = f"{causes[cause] / lost:.0%} of it {cause.replace('_', ' ')}"
-        line = f"{lost / observed_s:.0%} of {report.whose} time; {part}"
+        line = f"{causes[cause] / lost:.0%} of it {cause_name(cause)}"
+        line += "" if report.findings else ", no more than in a healthy step"
         yield Figure("Lost", report.lane_seconds(lost), line, f"k-{cause}")
 
 

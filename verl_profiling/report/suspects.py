@@ -21,6 +21,7 @@ from verl_profiling.report.capture_rows import measures_of
 from verl_profiling.report.collectives import Calls, last_to
 from verl_profiling.report.intervals import EMPTY, Spans, intersection, length, subtract, time_of, union
 from verl_profiling.report.lanes import Lane, Step
+from verl_profiling.report.lost import cause_name
 from verl_profiling.report.model import Asked
 from verl_profiling.report.rows import SuspectRow
 
@@ -158,7 +159,7 @@ class _Process:
                 "communicating": subtract(exposed, waiting),
                 "waiting for other ranks": waiting,
             }
-            parts |= {f"idle: {name.replace('_', ' ')}": of for name, of in self._known.idle[lane].items()}
+            parts |= {f"idle: {cause_name(name)}": of for name, of in self._known.idle[lane].items()}
             totals.update({name: length(intersection(of, window)) for name, of in parts.items()})
         return {name: ns / len(self.lanes) / 1e9 for name, ns in totals.items()}
 

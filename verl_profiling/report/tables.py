@@ -7,15 +7,16 @@ of its row, if the row has one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
-from verl_profiling.report import rows
-from verl_profiling.report.lost import CAUSES
+from verl_profiling.report.lost import CAUSES, cause_name
 from verl_profiling.report.model import OTHER_RANKS, Report
 from verl_profiling.report.page.colours import cause_key, stage_class
+from verl_profiling.report.rows import Rollout
 from verl_profiling.units import byte_size, duration
 
 
@@ -42,8 +43,8 @@ class Table(NamedTuple):
 
     Attributes:
         name: Name of the JSON field, the CSV file, the frame and (capitalized) the heading.
-        row: Class of the rows.
-        columns: ``heading=field`` for each shown column; a leading ``+`` means on the page only.
+        columns: ``heading=field`` for each shown column, or ``field`` if the heading is its name without
+            the unit; a leading ``+`` means on the page only.
         note: A sentence below the table.
         brief: Number of rows on the terminal.
         most: Number of rows on the page.
@@ -53,7 +54,6 @@ class Table(NamedTuple):
     """
 
     name: str
-    row: type[msgspec.Struct]
     columns: str
     note: str | Callable[[Report], str] = ""
     brief: int = 8
@@ -66,6 +66,13 @@ class Table(NamedTuple):
     def title(self) -> str:
         """Heading of the table."""
         return self.name.replace("_", " ").capitalize()
+
+    @property
+    def row(self) -> type[msgspec.Struct]:
+        """Class of the rows."""
+        found = get_type_hints(Rollout if self.field else Report)[self.field or self.name]
+        kind: type[msgspec.Struct] = get_args(found)[0]
+        return kind
 
     def rows(self, report: Report) -> Sequence[Any]:
         """Return the rows of the data (as in the JSON)."""
@@ -87,11 +94,16 @@ class Table(NamedTuple):
             found: The rows.
             brief: Leave out the columns marked as on the page only.
         """
-        columns = [column.strip().partition("=") for column in self.columns.split(",")]
-        wanted = [(head.lstrip("+"), field) for head, _, field in columns if not (brief and head[0] == "+")]
+        listed = [column for column in self.columns.split(", ") if not (brief and column[0] == "+")]
+        wanted = [_heading_and_field(column.lstrip("+")) for column in listed]
         lines = [[cell(field, row) for _, field in wanted] for row in found]
         kept = [at for at in range(len(wanted)) if any(line[at].value for line in lines)]
         return [wanted[at][0] for at in kept], [[line[at] for at in kept] for line in lines]
+
+
+def _heading_and_field(column: str) -> tuple[str, str]:
+    heading, _, field = column.rpartition("=")
+    return heading or re.sub(r"_(?:us|s)$", "", field).replace("_", " "), field
 
 
 def cell(field: str, row: Any) -> Cell:
@@ -161,7 +173,7 @@ class _Part(NamedTuple):
 def _lost(report: Report) -> list[_Part]:
     found = []
     for row in report.lost:
-        found.append(_Part(row.cause.replace("_", " "), row.seconds, row.share, f"k-{row.cause}"))
+        found.append(_Part(cause_name(row.cause), row.seconds, row.share, f"k-{row.cause}"))
         for name, seconds in sorted(row.parts.items(), key=lambda part: -part[1]):
             share = row.share * seconds / row.seconds if row.seconds else 0.0
             found.append(_Part(name, seconds, share, cause_key(name), depth=1))
@@ -217,23 +229,19 @@ TABLES: Mapping[str, Table] = {
     for table in (
         Table(
             "suspects",
-            rows.SuspectRow,
-            "suspect=suspect, what=kind, name=name, suspect's=value, peers=peers, peers'=peer_value, "
-            "difference=difference",
+            "suspect, what=kind, name, suspect's=value, peers, peers'=peer_value, difference",
             "Time in a stage is without waiting for other ranks; the rest of the time is in its parts.",
             brief=40,
         ),
         Table(
             "stages",
-            rows.StageRow,
-            "stage=name, runs=runs, time=duration_us, share=share",
+            "stage=name, runs, time=duration_us, share",
             _side_by_side,
             brief=40,
             key=lambda row: stage_class(row.name),
         ),
         Table(
             "lost",
-            rows.LostRow,
             "cause=name, time=seconds, of observed=share",
             lambda report: f"{report.whose.capitalize()}-seconds idle, or waiting for other ranks.",
             brief=40,
@@ -242,8 +250,7 @@ TABLES: Mapping[str, Table] = {
         ),
         Table(
             "trajectory_causes",
-            rows.CauseRow,
-            "cause=cause, validation=validate, time=seconds, share=share, trajectories=trajectories",
+            "cause, validation=validate, time=seconds, share, trajectories",
             "What trajectories waited for.",
             brief=12,
             key=lambda row: cause_key(row.cause),
@@ -251,17 +258,15 @@ TABLES: Mapping[str, Table] = {
         ),
         Table(
             "rollout_time",
-            rows.PartRow,
-            "cause=cause, time=seconds, share=share",
+            "cause, time=seconds, share",
             "What went on in the rollout, on the wall clock.",
             key=lambda row: cause_key(row.cause),
             field="time",
         ),
         Table(
             "trajectory_calls",
-            rows.CallRow,
-            "name=name, +role=role, calls=calls, failed=failed, time=seconds, p50=p50_s, p90=p90_s, "
-            "p99=p99_s, longest=longest_s, +at once=mean_running, most at once=most_running",
+            "name, +role, calls, failed, time=seconds, p50_s, p90_s, p99_s, longest_s, "
+            "+at once=mean_running, most at once=most_running",
             "Tools and other spans.",
             brief=12,
             key=lambda row: cause_key(row.name),
@@ -269,131 +274,105 @@ TABLES: Mapping[str, Table] = {
         ),
         Table(
             "loop_blocks",
-            rows.BlockRow,
-            "lane=lane, by=what, +function=function, times=blocks, for=seconds, longest=longest_s, "
-            "stood still=trajectories, added up=stood_still_s",
+            "lane, by=what, +function, times=blocks, for=seconds, longest_s, stood still=trajectories, "
+            "added up=stood_still_s",
             "What blocked event loops, and how many trajectories stood still meanwhile.",
             field="blocks",
         ),
         Table(
             "trajectory_groups",
-            rows.GroupRow,
-            "group=group, members=members, first done=first_s, last done=last_s, waited=waited_s, "
-            "the last's cause=last_of",
+            "group, members, first done=first_s, last done=last_s, waited_s, the last's cause=last_of",
             "Groups whose members waited most for their last one.",
             brief=6,
             field="groups",
         ),
         Table(
             "trajectory_versions",
-            rows.VersionRow,
-            "version=version, behind=distance, oldest of=oldest, newest of=newest, segments=segments, "
-            "tokens=segment_tokens",
+            "version, behind=distance, oldest of=oldest, newest of=newest, segments, tokens=segment_tokens",
             "Versions of the weights that made the training trajectories.",
             brief=6,
             field="versions",
         ),
         Table(
             "trajectory_statuses",
-            rows.StatusRow,
-            "status=status, validation=validate, trajectories=trajectories, time=seconds, share=share, "
-            "tokens=response_tokens, +turns=turns, tool calls=tool_calls",
+            "status, validation=validate, trajectories, time=seconds, share, tokens=response_tokens, "
+            "+turns, tool_calls",
             field="statuses",
         ),
         Table(
             "trajectory_failures",
-            rows.FailureRow,
-            "error=error, validation=validate, trajectories=trajectories, status=status, in=span, "
-            "e.g.=example",
+            "error, validation=validate, trajectories, status, in=span, e.g.=example",
             brief=40,
             field="failures",
         ),
         Table(
             "workers",
-            rows.WorkerRow,
-            "name=name, +device=accelerator, observed=span_us, busy=busy_us, busy share=busy_share, "
-            "+idle=idle_us, host-bound=host_bound_us, compute=compute_us, +communication=communication_us, "
-            "exposed comm=exposed_communication_us, +waiting=waiting_us, +overlap=overlap_us, "
-            "copies=memcpy_us, unrecognised=unrecognised_us, +files=traces",
+            "name, +device=accelerator, observed=span_us, busy_us, busy_share, +idle_us, "
+            "host-bound=host_bound_us, compute_us, +communication_us, "
+            "exposed comm=exposed_communication_us, +waiting_us, +overlap_us, copies=memcpy_us, "
+            "unrecognised_us, +files=traces",
             _on_cpus("CPU traces: busy means that operators or collectives ran on any thread."),
             brief=64,
         ),
         Table(
             "devices",
-            rows.DeviceRow,
-            "lanes=name, observed=span_us, busy=busy_us, busy share=busy_share, +idle=idle_us, "
-            "host-bound=host_bound_us, exposed comm=exposed_communication_us, +waiting=waiting_us, "
-            "device=located",
+            "lanes=name, observed=span_us, busy_us, busy_share, +idle_us, host-bound=host_bound_us, "
+            "exposed comm=exposed_communication_us, +waiting_us, device=located",
             "Lanes that share a device count once.",
             brief=64,
             shown=lambda report: report.devices if report.shares_devices else (),
         ),
         Table(
             "engines",
-            rows.EngineRow,
-            "name=name, iterations=iterations, prefill=prefill_us, decode=decode_us, "
-            "prompt tokens=prefill_tokens, new tokens=decode_tokens, queueing=queueing_us, finish=finish_us",
+            "name, iterations, prefill_us, decode_us, prompt tokens=prefill_tokens, "
+            "new tokens=decode_tokens, queueing_us, finish_us",
             brief=64,
         ),
         Table(
             "replicas",
-            rows.ReplicaRow,
-            "name=worker, requests=requests, +failed=failed, +queued p50=queued_p50_us, "
-            "+queued p90=queued_p90_us, queued p99=queued_p99_us, 1st token p50=to_first_token_p50_us, "
-            "+1st token p90=to_first_token_p90_us, 1st token p99=to_first_token_p99_us, "
-            "a token p50=per_token_p50_us, +a token p90=per_token_p90_us, +a token p99=per_token_p99_us, "
-            "cached=cache_hit_share, preempted=preemptions",
+            "name=worker, requests, +failed, +queued_p50_us, +queued_p90_us, queued_p99_us, "
+            "1st token p50=to_first_token_p50_us, +1st token p90=to_first_token_p90_us, "
+            "1st token p99=to_first_token_p99_us, a token p50=per_token_p50_us, "
+            "+a token p90=per_token_p90_us, +a token p99=per_token_p99_us, cached=cache_hit_share, "
+            "preempted=preemptions",
             _of_requests,
         ),
         Table(
             "stragglers",
-            rows.StragglerRow,
-            "stage=stage, +role=role, +workers=workers, slowest=slowest, time=slowest_us, median=median_us, "
-            "others waited=wait_us",
+            "stage, +role, +workers, slowest, time=slowest_us, median_us, others waited=wait_us",
         ),
         Table(
             "collectives",
-            rows.CollectiveRow,
-            "collective=name, +role=role, ranks=group, calls=calls, median=median_us, waiting=wait_us, "
-            "most often last=late, of calls=late_share",
+            "collective=name, +role, ranks=group, calls, median_us, waiting=wait_us, most often last=late, "
+            "of calls=late_share",
         ),
         Table(
             "kernels",
-            rows.KernelRow,
-            "stage=stage, name=name, calls=calls, self time=self_us, share=share",
+            "stage, name, calls, self time=self_us, share",
             _on_cpus("Operators stand in for kernels."),
             most=40,
         ),
         Table(
             "measures",
-            rows.MeasureRow,
-            "worker=worker, stage=stage, number=name, value=value",
+            "worker, stage, number=name, value",
             "Of a stage that ran several times, the largest.",
         ),
         Table(
             "counters",
-            rows.CounterRow,
-            "of=lane, count=name, last=last, mean=mean, largest=max, +counted=samples",
+            "of=lane, count=name, last, mean, largest=max, +counted=samples",
             "Each holds until the next; the mean is over time.",
         ),
         Table(
             "outside",
-            rows.OutsideRow,
-            "what=name, runs=runs, time=seconds",
+            "what=name, runs, time=seconds",
             "Before the step and until the next one: no part of the numbers above and below. In its pauses "
             "the loop waits for the capture to start and to stop.",
             shown=_outside,
         ),
-        Table(
-            "costs",
-            rows.CostRow,
-            "worker=worker, start=start_s, stop=stop_s, writing=export_s, on disk=bytes",
-            _of_costs,
-        ),
+        Table("costs", "worker, start_s, stop_s, writing=export_s, on disk=bytes", _of_costs),
         Table(
             "anchors",
-            rows.AnchorRow,
-            "worker=worker, host=host, watched for=watched_us, was set by=set_us",
+            "worker, host, watched for=watched_us, was set by=set_us",
             "How far unix time ran ahead of monotonic time during the capture.",
         ),
     )

@@ -13,13 +13,13 @@ from rich.constrain import Constrain
 from rich.table import Table
 from rich.text import Text
 
-from verl_profiling.report.columns import table_of
+from verl_profiling.report.history import IN_NO_STAGE, CaptureSoFar, main_rows, sparkline
 from verl_profiling.report.sentences import counted
-from verl_profiling.report.trend import sparkline
-from verl_profiling.report.watch_history import IN_NO_STAGE, CaptureSoFar, main_rows
+from verl_profiling.report.terminal import table_of
+from verl_profiling.step_summary import ExposedStage
 from verl_profiling.units import byte_size, duration
 from verl_profiling.visible import visible
-from verl_profiling.watch_log import LoggedStage, LoggedStep, RoleMemory
+from verl_profiling.watch_log import LoggedStep, RoleMemory
 
 _WIDTH = 100
 _TREND = 20
@@ -143,7 +143,7 @@ def _add_more(table: Table, more: int) -> None:
         table.add_row(Text(f"and {more} more"))
 
 
-def _leads(row: LoggedStage | None) -> str:
+def _leads(row: ExposedStage | None) -> str:
     if row is None or not row.leader or not row.lead_ns:
         return ""
     return f"{row.leader} {duration(row.lead_ns / 1e9, signed=True)}"

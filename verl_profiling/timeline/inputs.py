@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.step import FoundSteps, Source, StepInputs, sorted_sources
 from verl_profiling.trajectory_log import LOG_SUFFIX
 from verl_profiling.units import step_list
+from verl_profiling.watch_log import has_watch_log
 
 UNWRITTEN = f"holds no {MANIFEST_NAME}: its loop ended before the capture had begun"
 _TIMES = ("begin_ns", "end_ns", "unix_ns", "arrival_ns", "scheduled_ns", "first_token_ns", "last_token_ns")
@@ -171,6 +173,27 @@ def described(run: Path) -> str:
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.begin_ns / 1e9))
     goes_on = ", running" if info.end_ns is None and info.process.alive() else ""
     return f"{count}, run {info.run_id}, started {began}{goes_on}"
+
+
+def is_uncaptured(path: Path) -> bool:
+    """Return whether a path is the folder of a run that has a log of its watch, and no step folder."""
+    return path.is_dir() and has_watch_log(path) and not (is_step(path) or step_folders(path))
+
+
+def how_to_capture(run: Path) -> str:
+    """Return that no step of a run was captured, and how one is."""
+    try:
+        info = read_run(run)
+    except TraceFormatError:
+        info = None
+    ask = f"`verl-profiling trigger {shlex.quote(str(run))}`"
+    if info is not None and info.end_ns is None and info.process.alive() is not False:
+        return f"No step was captured so far; {ask} asks the job for its next one."
+    over = ", and the job has ended" if info is not None else ""
+    return (
+        f"No step was captured{over}. schedule.steps names steps beforehand, watch.trigger has what becomes "
+        f"slow captured, and {ask} asks a job while it runs."
+    )
 
 
 def _refuse_mixture(path: Path, steps: list[StepInputs]) -> None:

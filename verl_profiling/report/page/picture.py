@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from verl_profiling.report.collectives import outliers
 from verl_profiling.report.model import GanttSpan, Report
-from verl_profiling.report.outliers import outliers
 from verl_profiling.report.page.colours import stage_colour
 from verl_profiling.report.rows import WorkerRow
 

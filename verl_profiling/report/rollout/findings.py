@@ -8,8 +8,7 @@ from typing import NamedTuple
 from verl_profiling.report.capture_rows import slow_replica
 from verl_profiling.report.model import Report
 from verl_profiling.report.rollout.outcomes import KEPT
-from verl_profiling.report.rollout.pieces import BEFORE, LOOP_LAG, OWN_CODE, UNEXPLAINED
-from verl_profiling.report.rollout.records import UNKNOWN
+from verl_profiling.report.rollout.records import BEFORE, LOOP_LAG, OWN_CODE, UNEXPLAINED, UNKNOWN
 from verl_profiling.report.rows import BlockRow, Rollout
 from verl_profiling.units import duration
 
@@ -95,6 +94,10 @@ def _blocked(report: Report, rollout: Rollout) -> Iterator[Found]:
         yield Found(_stood_still(rows) / rollout.seconds, seconds, lanes, text, advice)
 
 
+def _loops_are_blocked(report: Report) -> bool:
+    return any(found.share >= _LOOP_BLOCKED for found in _blocked(report))
+
+
 def _stood_still(rows: Sequence[BlockRow]) -> float:
     return sum(row.stood_still_s for row in rows)
 
@@ -113,6 +116,8 @@ def _last_trajectories(report: Report, rollout: Rollout) -> Iterator[Found]:
     if last := rollout.last:
         most = last.parts[0] if last.parts else None
         cause = most.cause if most else ""
+        if cause == LOOP_LAG and _loops_are_blocked(report):
+            return  # it follows from the blocks
         who = "trajectory takes" if last.trajectories == 1 else f"{last.trajectories} trajectories take"
         text = (
             f"The last {who} {duration(last.seconds)}, {last.share:.0%} of {rollout.of_trajectories} "
@@ -126,9 +131,8 @@ def _last_trajectories(report: Report, rollout: Rollout) -> Iterator[Found]:
 @_of_rollout
 def _one_cause(report: Report, rollout: Rollout) -> Iterator[Found]:
     """Yield the largest cause but the engine's own work; skip loop lag if :func:`_blocked` reports it."""
-    blocked = any(found.share >= _LOOP_BLOCKED for found in _blocked(report))
     of_engines = ("decode", "generate", "prefill", "first token")
-    said = (*of_engines, BEFORE, UNEXPLAINED, *((LOOP_LAG,) if blocked else ()))
+    said = (*of_engines, BEFORE, UNEXPLAINED, *((LOOP_LAG,) if _loops_are_blocked(report) else ()))
     for row in [row for row in rollout.causes if not row.validate and row.cause not in said][:1]:
         calls = next((call for call in rollout.calls if call.name == row.cause), None)
         each = calls and (

@@ -11,8 +11,7 @@ import numpy as np
 
 from verl_profiling.manifest import Request
 from verl_profiling.report.intervals import Axes, Ints, Sharing, length, overlaps, percentiles, union
-from verl_profiling.report.rollout.pieces import Pieces
-from verl_profiling.report.rollout.records import OTHERS, Blocks, Records, Trajectory, short_name
+from verl_profiling.report.rollout.records import OTHERS, Blocks, Pieces, Records, Trajectory, short_name
 from verl_profiling.report.rows import (
     BlockRow,
     CallRow,

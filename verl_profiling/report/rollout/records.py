@@ -1,14 +1,29 @@
-"""The trajectories of all processes, as columns, on the controller's clock."""
+"""The trajectories of all processes as columns, and their time in intervals of one cause each.
+
+Loop lag is the time for which a trajectory is delayed because another task blocks its event loop. A block
+stops every task of the loop, but not work elsewhere: an engine goes on with its request, a sandbox with its
+program. So a block counts as lag of a trajectory if
+
+* the block is not by one of the trajectory's own spans,
+* the engine does not process a request of the trajectory meanwhile, and
+* the trajectory's wait ended in the block or within :data:`DRAIN_NS` after it, when the loop runs the tasks
+  that became ready. A longer wait would not have ended sooner without the block.
+
+When a task became ready inside the block is not recorded. The whole block counts as lag, which is an upper
+bound, except where the engine's request has an end.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from verl_profiling.report.intervals import Ints
+from verl_profiling.manifest import Request
+from verl_profiling.report.intervals import Axes, Ints, union, without
 from verl_profiling.timeline.step import Source
 from verl_profiling.trajectory_log import NO_SPAN, Block, SpanRecord, TrajectoryLog, TrajectoryRecord
 
@@ -261,3 +276,248 @@ def _failed_in(log: TrajectoryLog) -> dict[int, str]:
 def short_name(name: str) -> str:
     """Return a name cut to 120 characters, which bounds the size of the report's page."""
     return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
+
+
+DRAIN_NS = 50_000_000
+"""Time after a block in which the loop runs the tasks that became ready during the block."""
+
+_TOGETHER_NS = 10_000_000  # blocks with gaps up to this are one block: other tasks run for a moment between
+_MOST_PAIRS = 5_000_000
+
+TO_THE_ENGINE, FROM_THE_ENGINE = "to the engine", "from the engine"
+_PARTS = (TO_THE_ENGINE, "queued", "first token", "prefill", "generate", "decode", FROM_THE_ENGINE)
+"""Causes of a request's time, named as in :meth:`~verl_profiling.manifest.Request.parts`."""
+GENERATE, LOOP_LAG, OWN_CODE, UNEXPLAINED = "generate", "loop lag", "own code", "unexplained"
+BEFORE = "began before the capture"
+_CAUSES = (*_PARTS, LOOP_LAG, OWN_CODE, BEFORE, UNEXPLAINED)
+"""Causes that are not span names."""
+
+_NUMBERS = {name: number for number, name in enumerate(_CAUSES)}
+_ON_THE_WAY = (_NUMBERS[TO_THE_ENGINE], _NUMBERS[FROM_THE_ENGINE])
+
+
+class Pieces(NamedTuple):
+    """Intervals of one cause each, as columns. Overlapping intervals of one owner share the time equally.
+
+    Attributes:
+        owner: Number of the trajectory (or process).
+        begin: Begin (unix ns).
+        end: End (unix ns).
+        cause: Index of the cause in ``causes``.
+        loop: Number of the event loop, or -1.
+        uncertain: Whether the interval is loop lag with an unknown begin (an upper bound).
+        causes: Names of the causes.
+    """
+
+    owner: Ints
+    begin: Ints
+    end: Ints
+    cause: Ints
+    loop: Ints
+    uncertain: NDArray[np.bool_]
+    causes: Sequence[str]
+
+    def of(self, rows: Ints) -> Pieces:
+        """Return the intervals at the given indices."""
+        return Pieces._make((*(column[rows] for column in self[:-1]), self.causes))
+
+
+def pieces_of(records: Records, served: Mapping[int, Request]) -> tuple[Pieces, Pieces]:
+    """Return the time of trajectories by cause, and the time of processes outside trajectories.
+
+    Each instant of a trajectory has a cause, the innermost open span, with these exceptions:
+
+    * a ``generate`` span is divided by the parts of its request;
+    * without an open span, ``own code``, or ``unexplained`` if the process's log is incomplete;
+    * before the first span of a trajectory older than the recording, ``began before the capture``;
+    * loop lag is cut out of all these intervals.
+
+    Args:
+        records: The recorded trajectories.
+        served: The request of each span, by the span's number.
+    """
+    spans = records.spans
+    causes, of_name = _causes(records)
+    index, first, last = _innermost(records)
+    cause = of_name[spans.name[index]]
+    certain, inside = np.zeros(len(index), dtype=bool), spans.trajectory[index] >= 0
+    every = Pieces(spans.process[index], first, last, cause, spans.loop[index], certain, causes)
+    index, first, last, cause = (column[inside] for column in (index, first, last, cause))
+    index, first, last, cause = _divided(index, first, last, cause, served, records)
+    goes_on = (spans.open[index] > 0) & (last == spans.end[index])
+    held = (cause < len(_PARTS)) & ~np.isin(cause, _ON_THE_WAY)  # in the engine: no block delays the request
+    waits = (spans.trajectory[index], first, last, cause, np.where(held | goes_on, -1, spans.loop[index]))
+    columns = [np.concatenate(pair) for pair in zip(waits, _gaps(records), strict=True)]
+    return _with_lag(records, causes, *columns), every.of(np.flatnonzero(~inside))
+
+
+def _causes(records: Records) -> tuple[list[str], Ints]:
+    """Return the names of all causes, and for each span name the index of its cause."""
+    taken = set(_CAUSES) - {GENERATE}
+    numbers = dict(_NUMBERS)
+    named = (f"span {name}" if name in taken else name for name in records.names)
+    of = [numbers.setdefault(name, len(numbers)) for name in named]
+    return list(numbers), np.array(of, dtype=np.int64)
+
+
+def _innermost(records: Records) -> tuple[Ints, Ints, Ints]:
+    """Return the intervals in which a span has no open child: span numbers, begins, ends.
+
+    If a span's parent has ended, the nearest open ancestor is its parent. Parents that begin later, or
+    belong to another trajectory or process, are ignored, so there are no cycles.
+    """
+    spans = records.spans
+    owner = np.where(spans.trajectory >= 0, spans.trajectory, -1 - spans.process)
+    inside = np.flatnonzero(spans.parent >= 0)
+    around, reach = _nested(owner, spans.begin, spans.end, spans.parent, inside)
+    held = around >= 0
+    children, parents = inside[held], around[held]
+    return without(spans.begin, spans.end, parents, spans.begin[children], reach[children])
+
+
+def _divided(
+    index: Ints, first: Ints, last: Ints, cause: Ints, served: Mapping[int, Request], records: Records
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Divide the intervals of ``generate`` spans by the parts of their requests.
+
+    Time before the request's begin is ``to the engine``, time after its end ``from the engine``.
+    """
+    if not served:
+        return index, first, last, cause
+    begin, end = records.spans.begin, records.spans.end
+    edges: list[list[int]] = []  # per request, from the span's begin to its end (unix ns)
+    labels: list[list[int]] = []  # per request, the cause between each two edges
+    row_of = np.full(len(begin), -1, dtype=np.int64)
+    for row, (number, request) in enumerate(served.items()):
+        row_of[number] = row
+        parts: list[tuple[str, int]] = [(name, until) for name, _, until in request.parts()]
+        if not parts or parts[0][0] != TO_THE_ENGINE:  # the request's arrival is not known
+            parts.insert(0, (TO_THE_ENGINE, request.begin_ns))
+        rest = len(_PARTS) - len(parts)
+        edges.append([begin[number], *(until for _, until in parts), *[end[number]] * rest])
+        labels.append([*(_NUMBERS[name] for name, _ in parts), *[_NUMBERS[FROM_THE_ENGINE]] * rest])
+    marks = np.array(edges, dtype=np.int64)
+    marks = np.clip(np.maximum.accumulate(marks, axis=1), marks[:, :1], marks[:, -1:])
+    asked = row_of[index] >= 0
+    rows = row_of[index[asked]]
+    marks = np.clip(marks[rows], first[asked, None], last[asked, None])
+    low, high, label = marks[:, :-1].ravel(), marks[:, 1:].ravel(), np.array(labels)[rows].ravel()
+    some = high > low
+    whole = (index[~asked], first[~asked], last[~asked], cause[~asked])
+    parted = (np.repeat(index[asked], len(_PARTS))[some], low[some], high[some], label[some])
+    index, first, last, cause = (np.concatenate(pair) for pair in zip(whole, parted, strict=True))
+    return index, first, last, cause
+
+
+def _gaps(records: Records) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Return the intervals of trajectories without an open span: trajectory, begin, end, cause, loop."""
+    spans = records.spans
+    columns = [
+        (one.begin_ns, one.end_ns, one.loop, one.whole_log, one.unseen_begin) for one in records.trajectories
+    ]
+    from_ns, until_ns, loop, whole_log, unseen = np.array(columns, dtype=np.int64).reshape(-1, 5).T
+    rows = np.flatnonzero(spans.trajectory >= 0)
+    holes = (spans.trajectory[rows], spans.begin[rows], spans.end[rows])
+    of, first, last = without(from_ns, until_ns, *holes)
+    cause = np.where(whole_log[of] > 0, _NUMBERS[OWN_CODE], _NUMBERS[UNEXPLAINED])
+    cause[(unseen[of] > 0) & (first == from_ns[of])] = _NUMBERS[BEFORE]
+    return of, first, last, cause, loop[of]
+
+
+def _with_lag(
+    records: Records, causes: list[str], owner: Ints, begin: Ints, end: Ints, cause: Ints, loop: Ints
+) -> Pieces:
+    """Cut loop lag out of the intervals, and append it as intervals with the cause ``loop lag``."""
+    number, low, high = _standing_still(owner, loop, begin, end, records.blocks)
+    left, first, last = without(begin, end, number, low, high)
+    rows = np.concatenate((left, number))
+    lagged = np.arange(len(rows)) >= len(left)
+    return Pieces(
+        owner=owner[rows],
+        begin=np.concatenate((first, low)),
+        end=np.concatenate((last, high)),
+        cause=np.where(lagged, _NUMBERS[LOOP_LAG], cause[rows]),
+        loop=loop[rows],
+        uncertain=lagged & (cause[rows] != _NUMBERS[FROM_THE_ENGINE]),
+        causes=causes,
+    )
+
+
+def _standing_still(
+    trajectory: Ints, loop: Ints, begin: Ints, end: Ints, blocks: Blocks
+) -> tuple[Ints, Ints, Ints]:
+    """Return the loop lag inside the intervals: indices of the intervals, begins, ends.
+
+    Args:
+        trajectory: Trajectory of each interval.
+        loop: Event loop of each interval, or -1.
+        begin: Begin of each interval (unix ns).
+        end: End of each interval (unix ns).
+        blocks: The blocks of all loops.
+    """
+    none = np.empty(0, dtype=np.int64)
+    on_loop = np.flatnonzero((loop >= 0) & (end > begin))
+    if not len(blocks.begin) or not len(on_loop):
+        return none, none, none
+    loops = int(max(loop.max(), blocks.loop.max())) + 1
+    axes = Axes(loops, begin[on_loop], end[on_loop], blocks.begin, blocks.end + _TOGETHER_NS)
+    owner, first, last = axes.take(union(axes.put(blocks.loop, blocks.begin, blocks.end + _TOGETHER_NS)))
+    last -= _TOGETHER_NS
+    starts = Axes(loops, first, end)
+    stalls = starts.put(owner, first, first)[:, 0]
+    place = np.searchsorted(stalls, starts.put(loop[on_loop], end[on_loop], end[on_loop])[:, 0]) - 1
+    near = np.maximum(place, 0)
+    low, high = np.maximum(first[near], begin[on_loop]), np.minimum(last[near], end[on_loop])
+    waited = (place >= 0) & (owner[near] == loop[on_loop]) & (end[on_loop] <= last[near] + DRAIN_NS)
+    waited &= high > low
+    return _without_own(on_loop[waited], low[waited], high[waited], trajectory, blocks)
+
+
+def _without_own(
+    number: Ints, low: Ints, high: Ints, trajectory: Ints, blocks: Blocks
+) -> tuple[Ints, Ints, Ints]:
+    """Subtract from each interval of lag the blocks by its own trajectory."""
+    own = np.flatnonzero(blocks.trajectory >= 0)
+    owners = max(len(number), int(trajectory.max(initial=0)) + 1)
+    axes = Axes(owners, low, high, blocks.begin, blocks.end)
+    of = axes.put(blocks.trajectory[own], blocks.begin[own], blocks.end[own])
+    of = of[np.argsort(of[:, 0], kind="stable")]
+    asked = axes.put(trajectory[number], low, high)
+    reach = np.maximum.accumulate(of[:, 1]) if len(of) else of[:, 1]
+    first = np.searchsorted(reach, asked[:, 0], side="right")
+    last = np.searchsorted(of[:, 0], asked[:, 1], side="left")
+    if np.maximum(last - first, 0).sum() > _MOST_PAIRS:  # damaged log: blocks of a real loop do not overlap
+        return number, low, high
+    block, row = _ragged(first, last)
+    _, own_begin, own_end = axes.take(of[block])
+    left, begin, end = without(low, high, row, own_begin, own_end)
+    return number[left], begin, end
+
+
+def _ragged(first: Ints, last: Ints) -> tuple[Ints, Ints]:
+    """Return the concatenated ``range(first, last)`` of all rows, and the row of each number."""
+    counts = np.maximum(last - first, 0)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    starts = np.cumsum(counts) - counts
+    return np.arange(counts.sum()) - starts[rows] + first[rows], rows
+
+
+def _nested(owner: Ints, begin: Ints, end: Ints, parent: Ints, inside: Ints) -> tuple[Ints, Ints]:
+    """Return the nearest open ancestor of each selected span, and each span's end including descendants."""
+    begins, ends, reach = begin.tolist(), end.tolist(), end.tolist()
+    up, owners = np.where(parent < np.arange(len(parent)), parent, -1).tolist(), owner.tolist()
+    found = []
+    for child in inside.tolist():
+        # Spans come in order of begin, so an ended span stays ended: later spans skip it (path compression).
+        around, way = up[child], []
+        while around >= 0 and ends[around] <= begins[child]:
+            way.append(around)
+            around = up[around]
+        for passed in way:
+            up[passed] = around
+        found.append(around if around >= 0 and owners[around] == owners[child] else -1)
+        up[child] = found[-1]
+    for child, around in zip(reversed(inside.tolist()), reversed(found), strict=True):
+        if around >= 0 and reach[child] > reach[around]:
+            reach[around] = reach[child]
+    return np.array(found, dtype=np.int64), np.array(reach, dtype=np.int64)

@@ -32,15 +32,16 @@ from verl_profiling.report.rollout.outcomes import (
     status_rows,
     version_rows,
 )
-from verl_profiling.report.rollout.pieces import (
+from verl_profiling.report.rollout.records import (
     BEFORE,
     GENERATE,
     LOOP_LAG,
+    OTHERS,
     UNEXPLAINED,
     Pieces,
     pieces_of,
+    read_records,
 )
-from verl_profiling.report.rollout.records import OTHERS, read_records
 from verl_profiling.report.rows import CauseRow, PartRow, Polling, Rollout
 from verl_profiling.timeline.manifest_lanes import joined, requests_by_id
 from verl_profiling.timeline.step import Source
