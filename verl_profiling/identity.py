@@ -134,14 +134,14 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         For a rank of a model-parallel group the coordinates follow: ``actor_rank3_tp1_pp1``. The
         data-parallel ones are left out, because the rank implies them.
         """
-        if self.is_engine:
-            return f"{safe_name(self.role)}{self.replica}"
-        split = (
-            f"_{safe_name(dimension)}{index}"
-            for dimension, index in self.topology.items()
-            if self.sizes.get(dimension, 1) > 1 and not dimension.startswith("dp")
-        )
-        return f"{safe_name(self.role)}_rank{self.rank}{''.join(split)}"
+        role = safe_name(self.role)
+        if self.replica is not None:
+            return f"{role}{self.replica}"
+        name = f"{role}_rank{self.rank}"
+        for dimension, index in self.topology.items():
+            if self.sizes.get(dimension, 1) > 1 and not dimension.startswith("dp"):
+                name += f"_{safe_name(dimension)}{index}"
+        return name
 
     def lane(self, rank: int | None = None) -> str:
         """Return the lane of one rank: ``actor_rank3``, or ``rollout0_rank1`` in a replica.
@@ -149,13 +149,11 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         Args:
             rank: For a replica, the tensor-parallel rank inside it (default 0).
         """
-        if self.is_engine:
-            return f"{self.name}_rank{rank or 0}"
-        return self.name
+        return self.name if self.replica is None else f"{self.name}_rank{rank or 0}"
 
     def __str__(self) -> str:
         process = f"pid {self.pid} on {self.host}" if self.pid else "which has never answered"
-        if self.is_engine:
+        if self.replica is not None:
             return f"{self.role} replica {self.replica} node {self.node_rank} ({process})"
         return f"{self.role} rank {self.rank} ({process})"
 

@@ -263,7 +263,7 @@ def _folded(folder: Path, manifest: Manifest) -> Manifest:
         except (*_UNREADABLE, TraceFormatError) as error:
             notes.append(f"{path.name} cannot be read, so the reply holds: {error}")
             continue
-        if _capture_of(result.capture_id) == manifest.capture_id:
+        if capture_of(result.capture_id) == manifest.capture_id:
             results[result.name] = result
         else:
             notes.append(f"{path.name} is of another capture, and ignored")
@@ -309,7 +309,7 @@ def _began_after(result: CaptureResult, manifest: Manifest) -> bool:
     return manifest.state == "written" and any(begin_ns > manifest.end_ns for begin_ns in begins)
 
 
-def _capture_of(capture_id: str) -> str:
+def capture_of(capture_id: str) -> str:
     """Return the id of the capture to which a window belongs."""
     return capture_id.partition("/")[0]
 

@@ -25,7 +25,7 @@ from verl_profiling.manifest import Artifact, CaptureResult, StageSpan, worst_st
 from verl_profiling.settings.config import RoleConfig
 from verl_profiling.tools import Destination, Output, Recording, Tool
 from verl_profiling.tools.process_memory import memory_overrun, process_peak_bytes
-from verl_profiling.trajectories.spans import unrecorded_trajectories
+from verl_profiling.trajectories import spans as trajectories
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class Capture:
     Attributes:
         completions: Functions of other parts of the process that add to the result.
         whole: Whether the tools record the whole capture as one, not each stage separately.
+        sink: The receiver of stages: the span log itself, if stages do not start and stop tools.
 
     Args:
         request: The callback's request.
@@ -91,9 +92,13 @@ class Capture:
         self._cost = CostMeter()
         self._spans = SpanLog()
         self._spans.long_stage_ended = self._stage_ended
+        self.sink: StageSink = self._spans if self.whole else self
+        for tool in self.role.tools:
+            if not tool.any_thread:
+                self.sink = self
         self._stages: list[StageSpan] = []
         self._anchors = [clock.read_anchor()]
-        self._unrecorded = unrecorded_trajectories()
+        self._unrecorded = trajectories.unrecorded
         self._given = given_devices()
 
     def open(self) -> list[Artifact]:
@@ -107,12 +112,6 @@ class Capture:
         if self.whole:
             self._start_tools(self.request.stage, self.request.occurrence)
         return list(self._artifacts.values())
-
-    @property
-    def sink(self) -> StageSink:
-        """The receiver of stages: the span log itself, if stages do not start and stop tools."""
-        bound = any(not tool.any_thread for tool in self.role.tools)
-        return self._spans if self.whole and not bound else self
 
     def close(self) -> CaptureResult:
         """Stop recording and return the result; errors of tools are in its artifacts."""
@@ -143,7 +142,7 @@ class Capture:
         """Begin a stage; in discrete mode, start the tools for it."""
         if self._stop_asked:
             self._stop_for_good()
-        if self.whole or not self._selects(name):
+        if self.whole or (self.role.stages is not None and name not in self.role.stages):
             self._spans.begin(name)
             return
         if (recorded := self._recorded) is not None and recorded.end_ns:  # the tools' export holds the lock
@@ -166,9 +165,6 @@ class Capture:
             with self._lock:
                 self._stop_tools()
                 self._recorded = None
-
-    def _selects(self, stage: str) -> bool:
-        return self.role.stages is None or stage in self.role.stages
 
     def _start_stage(self, name: str) -> bool:
         """Start the tools for a stage; return whether they record."""
@@ -401,6 +397,13 @@ class Capture:
             asked = self.request.selection is not None and self.request.selection.stages is not None
             status = "skipped" if asked else "empty"  # a request may select stages that other processes run
             reason = f"no selected stage ran (selected: {wanted}; ran: {ran})"
+        notes = [*self.notes, *self._spans.notes()]
+        missed = trajectories.unrecorded - self._unrecorded
+        if missed and not any(tool.name == "trajectories" for tool in self.role.tools):
+            notes.append(
+                f"{missed:,} trajectories began here and were not recorded: inherit AgentLoopCaptureMixin, "
+                f"or add trajectories to the tool of role {self.identity.role}"
+            )
         return result_of(
             self.request,
             self.role,
@@ -410,7 +413,7 @@ class Capture:
             reason=reason,
             artifacts=artifacts,
             stages=stages,
-            notes=[*self.notes, *self._spans.notes(), *self._trajectory_notes()],
+            notes=notes,
             metrics=self._metrics,
             anchors=self._anchors,
             cost=self._cost.cost(),
@@ -418,12 +421,3 @@ class Capture:
             cores=os.cpu_count() or 0,
             devices=used_devices() or self._given,
         )
-
-    def _trajectory_notes(self) -> list[str]:
-        missed = unrecorded_trajectories() - self._unrecorded
-        if not missed or any(tool.name == "trajectories" for tool in self.role.tools):
-            return []
-        return [
-            f"{missed:,} trajectories began here and were not recorded: inherit AgentLoopCaptureMixin, or "
-            f"add trajectories to the tool of role {self.identity.role}"
-        ]

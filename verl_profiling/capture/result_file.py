@@ -24,7 +24,7 @@ from verl_profiling.manifest import (
     finite_numbers,
     worst_status,
 )
-from verl_profiling.run_files import RESULT_SUFFIX, write_json_atomically
+from verl_profiling.run_files import RESULT_SUFFIX, capture_of, write_json_atomically
 from verl_profiling.settings.limits import AfterHook
 from verl_profiling.settings.role import RoleConfig
 
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 NOT_STOPPED = "never stopped"
 _JOINED = ("roles", "artifacts", "stages", "tool_spans", "anchors", "requests", "notes", "policy_versions")
+_NO_REQUEST = CaptureRequest(capture_id="", run_id="", step=0, folder="")
+_NO_RESULT = CaptureResult(identity=WorkerIdentity(role="unknown"))
 _WORST_FIRST: tuple[CaptureStatus, ...] = ("failed", "truncated", "empty", "ok", "skipped")
 
 
@@ -45,8 +47,8 @@ class Slot:
     """
 
     def __init__(self, hooks: Mapping[str, AfterHook]) -> None:
-        self.file = ResultFile()
         self.background = BackgroundWork("finisher")
+        self.file = ResultFile(self.background)
         self.hooks = AfterHooks(hooks)
 
     def result(
@@ -63,13 +65,6 @@ class Slot:
             return self.file.result
         state = f"capture {open_now.capture_id} is open" if open_now else "nothing is open"
         return skipped(identity, f"stop_capture: {state}; call start_capture(...) first", capture_id)
-
-    def close(self, result: CaptureResult) -> CaptureResult:
-        """Write the result of the stopped capture; return it. Uploads run in the background."""
-        result = self.file.close(result)
-        if self.file.request.upload is not None and self.file.is_settled():
-            self.background.submit(self.file.upload)
-        return result
 
     def settle(self, result: CaptureResult, capture_id: str | None, finish_s: float) -> CaptureResult:
         """Run the hooks of a capture that ended; wait for background work and return the result.
@@ -124,24 +119,30 @@ class ResultFile:
 
     Several windows of one step share it.
 
+    Args:
+        background: Uploads it.
+
     Attributes:
         request: The capture, or its last window.
         result: The result so far.
     """
 
-    def __init__(self) -> None:
-        self.request = CaptureRequest(capture_id="", run_id="", step=0, folder="")
-        self.result = CaptureResult(identity=WorkerIdentity(role="unknown"))
+    def __init__(self, background: BackgroundWork) -> None:
+        self._background = background
+        self.request, self.result = _NO_REQUEST, _NO_RESULT
         self._lock = threading.Lock()
         self._windows: list[CaptureResult] = []
 
     def opened(self, request: CaptureRequest, role: RoleConfig, identity: WorkerIdentity) -> ResultFile:
         """Return the file for a capture that begins: a new one, or this one for a window of the same step."""
-        file = self if _step_of(self.request) == _step_of(request) else ResultFile()
+        same_step = capture_of(self.request.capture_id) == capture_of(request.capture_id)
+        file = self if same_step else ResultFile(self._background)
         window = result_of(request, role, identity, status="failed", reason=NOT_STOPPED, stopped=False)
         with file._lock:
             file.request = request
-            file._windows = [*(one for one in file._windows if one.stopped), window]
+            if file._windows and not file._windows[-1].stopped:  # its start failed
+                file._windows.pop()
+            file._windows.append(window)
         return file
 
     def holds(self, capture_id: str | None) -> bool:
@@ -154,7 +155,7 @@ class ResultFile:
         return not any(one.status == "pending" and not one.reason for one in self.result.artifacts)
 
     def close(self, result: CaptureResult) -> CaptureResult:
-        """Write the result of the stopped capture; return it."""
+        """Write the result of the stopped capture; return it. It is uploaded in the background."""
         result = msgspec.structs.replace(
             result,
             roles=list(dict.fromkeys([*result.roles, *self.request.roles])),
@@ -169,7 +170,10 @@ class ResultFile:
             for artifact in self._windows[-1].artifacts:
                 result = _with_artifact(result, artifact)
             self._windows[-1] = result
-            return self._write()
+            result = self._write()
+        if self.request.upload is not None and self.is_settled():
+            self._background.submit(self.upload)
+        return result
 
     def finished(self, artifact: Artifact) -> None:
         """Update the status of an artifact of any window: first pending, later final."""
@@ -213,9 +217,9 @@ class ResultFile:
         path = Path(request.folder) / f"{result.name}{RESULT_SUFFIX}"
         try:
             write_json_atomically(path, result, durable=result.stopped)
-            pending = any(artifact.status == "pending" for artifact in result.artifacts)
-            if upload and request.upload is not None and not pending:
-                request.upload.move(path, path.name)
+            remote = request.upload if upload else None
+            if remote is not None and not any(one.status == "pending" for one in result.artifacts):
+                remote.move(path, path.name)
         except FileNotFoundError:
             logger.info("%s is gone, so the result of %s is not kept", path.parent, result.name)
         except Exception as error:  # each file system raises errors of its own
@@ -239,10 +243,6 @@ def _merged(results: list[CaptureResult]) -> CaptureResult:
         cost=CaptureCost(**dict(zip(CaptureCost.__struct_fields__, map(sum, seconds), strict=True))),
         **joined,
     )
-
-
-def _step_of(request: CaptureRequest) -> str:
-    return request.capture_id.partition("/")[0]
 
 
 def _has(result: CaptureResult, artifact: Artifact) -> bool:

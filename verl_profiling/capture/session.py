@@ -69,6 +69,7 @@ class Session:
         self._capture: Capture | None = None
         self._slot = Slot({})
         self._configs: dict[str, ProfilingConfig] = {}
+        self._registered: dict[str, tuple[RoleConfig, bool]] = {}
         self._prepared: set[Tool] = set()
         self._lock = threading.RLock()
         self._finish_s = 0.0
@@ -101,7 +102,9 @@ class Session:
                 total_spans(self.sums.spans)
             self._finish_s = max(self._finish_s, config.timeouts.finish_s)
             self._handover_s = min(self._handover_s, config.timeouts.stop_s / 2)
-        if role.selects(identity.rank, identity.replica, identity.topology, identity.sizes):
+        selected = role.selects(identity.rank, identity.replica, identity.topology, identity.sizes)
+        self._registered[identity.name] = role, selected
+        if selected:
             self._prepare(role)
 
     def keep_every_step(self, options: WatchOptions) -> None:
@@ -146,11 +149,14 @@ class Session:
                 )
                 self._close(capture, NOT_STOPPED)
                 capture = None
+            role, selected = self._registered[identity.name]
             try:
-                role = self._role(identity, request.selection)
-                selected = role.selects(identity.rank, identity.replica, identity.topology, identity.sizes)
-                if selected and request.selection is not None:
-                    self._prepare(role)
+                if request.selection is not None:
+                    role = self._role(identity, request.selection)
+                    if selected := role.selects(
+                        identity.rank, identity.replica, identity.topology, identity.sizes
+                    ):
+                        self._prepare(role)
             except (ConfigError, ToolUnavailableError) as error:
                 return StartReply(identity, "refused", received_ns, cannot_be_had(request, error))
             if not role.enable:
@@ -169,7 +175,7 @@ class Session:
             clock.hold()
             self._pass_stages_to(capture)
             self._slot.hooks.begun(request, identity)
-            status: StartStatus = "recording" if capture.whole else "armed"
+        status: StartStatus = "recording" if capture.whole else "armed"
         return StartReply(identity, status, received_ns, expected=expected)
 
     def stop(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
@@ -244,9 +250,8 @@ class Session:
 
     def _role(self, identity: WorkerIdentity, selection: CaptureSelection | None) -> RoleConfig:
         config = self._configs[identity.name]
-        side_by_side = (
-            not self._busy.keys().isdisjoint(selection.stages or ()) if selection is not None else False
-        )
+        stages = () if selection is None else selection.stages or ()
+        side_by_side = not self._busy.keys().isdisjoint(stages)
         if selection is not None and side_by_side and TRAJECTORIES in config.tool_names(identity.role):
             # The watch reports spans of concurrent trajectories as a stage, but no tool records them alone.
             selection = msgspec.structs.replace(selection, mode="e2e", stages=None)
@@ -270,7 +275,7 @@ class Session:
             result = complete(result)
         if failed:
             result = msgspec.structs.replace(result, status="failed", reason=failed)
-        return self._slot.close(result)
+        return self._slot.file.close(result)
 
     def _pass_stages_to(self, capture: Capture | None) -> None:
         """Send stages to the open capture, if any, and to the watch, if it is on."""

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from operator import attrgetter
 from threading import get_ident
 from types import TracebackType
 from typing import Any, Protocol, TypeVar, cast
@@ -314,19 +315,14 @@ class SpanLog:
     def so_far(self) -> list[StageSpan]:
         """Return all spans in order of their begin; open spans end now in the returned list."""
         now_ns = clock.now_ns()
-        threads = {thread.ident: thread.native_id for thread in threading.enumerate()}
-        found = [
-            StageSpan(
-                span.name,
-                span.begin_ns,
-                span.end_ns or now_ns,
-                threads.get(span.thread) or span.thread,
-                span.depth(),
-                span.failed,
-            )
-            for span in self._spans
-        ]
-        return sorted(found, key=lambda span: (span.begin_ns, span.depth))
+        native_ids: dict[int | None, int | None] = {}
+        for thread in threading.enumerate():
+            native_ids[thread.ident] = thread.native_id
+        found = []
+        for span in self._spans:
+            end_ns, thread_id = span.end_ns or now_ns, native_ids.get(span.thread) or span.thread
+            found.append(StageSpan(span.name, span.begin_ns, end_ns, thread_id, span.depth(), span.failed))
+        return sorted(found, key=attrgetter("begin_ns", "depth"))
 
     def close(self) -> list[StageSpan]:
         """Close open spans as failed, and return all spans in order of their begin."""

@@ -171,10 +171,6 @@ class _Callback:
         self._failed("on_step_begin", error)
         return True
 
-    def _let_others_drive(self) -> None:
-        if self._controller is None or self._controller.live is None:
-            self._driver = None
-
     def _noted(
         self, hook: Callable[[Controller, Any], Waits[None] | None], argument: Any
     ) -> Waits[None] | None:
@@ -340,7 +336,7 @@ class ProfilingCallback(_Callback):
                 wait()
             self._failed(hook, error, loop_raised)
         finally:
-            self._let_others_drive()
+            self._driver = self._driver if self.capturing else None
 
     def _refuse_event_loop(self) -> None:
         if self._blocks_event_loop or asyncio._get_running_loop() is None:
@@ -450,4 +446,4 @@ class AsyncProfilingCallback(_Callback):
                 await asyncio.to_thread(wait)
             self._failed(hook, error, loop_raised)
         finally:
-            self._let_others_drive()
+            self._driver = self._driver if self.capturing else None

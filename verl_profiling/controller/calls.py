@@ -28,7 +28,7 @@ class Worker:
         target: The target that the worker belongs to.
         number: The worker's index in the role.
         identity: The identity in its last reply; before its first reply, one made from the target.
-        owed: The futures of calls that the worker has not answered yet.
+        last_call: The future of the last call; until it is done, the worker is busy.
     """
 
     def __init__(self, target: Target, number: int) -> None:
@@ -41,7 +41,7 @@ class Worker:
             clock_domain="unknown",
             pid=0,
         )
-        self.owed: set[Future[Any]] = set()
+        self.last_call: Future[Any] | None = None
 
 
 class Call:
@@ -76,7 +76,10 @@ class Call:
 
     def reply(self) -> Any:
         """Return the worker's reply, or ``None`` without one."""
-        return self.future.result() if self.future.done() and self.error is None else None
+        try:
+            return self.future.result(0) if self.future.done() else None
+        except (Exception, asyncio.CancelledError):
+            return None
 
     def problem(self) -> str:
         """Return in one line why there is no valid reply."""
@@ -131,13 +134,15 @@ class Postponed(Future[Any]):
 
 def wait_for(calls: Iterable[Call]) -> None:
     """Block until all calls have returned or the longest timeout is over. Coroutines run concurrently."""
-    calls = list(calls)
-    timeout_s = max((call.timeout_s for call in calls), default=0.0)
-    deadline_s = time.monotonic() + timeout_s
+    timeout_s, awaited = 0.0, []
     by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[Postponed, bool]]] = {}
     for call in calls:
+        timeout_s = max(timeout_s, call.timeout_s)
+        if call.timeout_s:
+            awaited.append(call.future)
         if isinstance(call.future, Postponed):
             by_loop.setdefault(call.future.loop, []).append((call.future, bool(call.timeout_s)))
+    deadline_s = time.monotonic() + timeout_s
     for loop, together in by_loop.items():
         late = f"it did not return within {timeout_s:g} s, and was cancelled"
         running = _run(together, deadline_s, late if loop is None else "")
@@ -147,7 +152,6 @@ def wait_for(calls: Iterable[Call]) -> None:
             running.close()
             for future, _ in together:
                 future.fail(error)
-    awaited = [call.future for call in calls if call.timeout_s]
     concurrent.futures.wait(awaited, max(0.0, deadline_s - time.monotonic()))
 
 

@@ -23,21 +23,20 @@ from verl_profiling.capture.finishing import AfterHooks
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.stage import SpanLog, StageSink
 from verl_profiling.controller.calls import Waits
-from verl_profiling.controller.decision import Decisions
-from verl_profiling.controller.open_capture import OpenCapture, step_span, whole_version
-from verl_profiling.controller.order import LoopOrder
+from verl_profiling.controller.decision import Decisions, LoopOrder
+from verl_profiling.controller.open_capture import OpenCapture, whole_version
 from verl_profiling.controller.requests import Decision
-from verl_profiling.controller.spmd import in_a_line, knows_place, leads
+from verl_profiling.controller.spmd import in_a_line, knows_place, place_of
 from verl_profiling.controller.step_folder import StepFolders, is_pending
 from verl_profiling.controller.targets import Roster
 from verl_profiling.controller.watch import Watch
 from verl_profiling.controller.watch_outlet import WatchOutlet
 from verl_profiling.errors import ProfilingError
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CUT_SHORT, CaptureResult, Manifest
+from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CUT_SHORT, CaptureResult, StepSpan
+from verl_profiling.remote import Upload
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.schedule import Action
-from verl_profiling.units import step_list
 
 LAST_READ_S = 5.0  # training may have ended because a worker hangs
 EXIT_S = 20.0
@@ -69,6 +68,7 @@ class Controller:
         self._hooks = AfterHooks(config.after)
         self._scheduled = config.schedule.action
         self._watching = config.watch.enable
+        self._last_step = None if self._watching else config.schedule.last_step()
         self.watch = Watch(config.watch, self.roster, config.timeouts.start_s) if self._watching else None
         self.decisions = Decisions(config, self.roster, self.watch)
         self._outlet = WatchOutlet(config, self.roster, self._folders, self.watch)
@@ -292,7 +292,8 @@ class Controller:
 
     @property
     def _leads(self) -> bool:
-        return leads(self.config, self.roster.targets)
+        """Whether this callback writes the files that a run has once: it records alone, or is rank 0."""
+        return place_of(self.config, self.roster.targets)[0] == 0
 
     def _decide(self, step: int) -> Decision | None:
         """Return the capture that begins with a step, or ``None``, e.g. while the open one covers it."""
@@ -317,8 +318,9 @@ class Controller:
             self.decisions.refused(decision.trigger, why)
             return False
         folder = self._folders.make(step, keep, shared=ranks is not None)
-        last_step = None if self._watching else self.config.schedule.last_step()
-        workers = sum(len(target.workers) for target in self.roster.driven(selection))
+        workers = 0
+        for target in self.roster.driven(selection):
+            workers += len(target.workers)
         request = CaptureRequest(
             capture_id=f"{run.place.token}-{folder.name if keep else f'warm-up-{next(self._warm_ups)}'}",
             run_id=run.place.run_id,
@@ -327,31 +329,36 @@ class Controller:
             policy_version=policy_version,
             keep=keep,
             workers=max(1, workers * (ranks.world_size if ranks is not None else 1)),
-            last=last_step is not None and decision.step_range.last >= last_step,
-            upload=run.upload_of(folder),
+            last=self._last_step is not None and decision.step_range.last >= self._last_step,
+            upload=Upload(url=f"{run.url}/{folder.name}", retry_s=run.place.retry_s) if run.url else None,
             selection=selection,
         )
-        steps = [step_span(step, policy_version)]
         leads = keep and (ranks is None or ranks.leads)
         live = OpenCapture(
-            self.config, self.roster, decision, request, folder, ranks, leads, steps, outside, notes
+            self.roster,
+            decision,
+            request,
+            folder,
+            ranks,
+            leads,
+            [StepSpan(step=step, begin_ns=clock.now_ns(), end_ns=0, policy_version=policy_version)],
+            outside,
+            self._identity,
+            self.run_notes,
+            notes,
         )
         if leads:
             self._hooks.begun(request, self._identity)
         self._set_live(live)
         return True
 
-    def _manifest(self, live: OpenCapture, end_ns: int) -> Manifest:
-        return live.manifest(self._identity, end_ns, [*self.run_notes, *self.roster.notes])
-
     def _say_begun(self, live: OpenCapture) -> None:
         """Write the manifest with expected results; begin the step after that, so that it has no writing."""
         live.begin_step()
         if live.leads:
-            manifest = self._manifest(live, live.steps[0].begin_ns)
-            workers = [*live.expected(), *live.others()]
+            manifest = live.manifest(live.steps[0].begin_ns)
             self._folders.write(
-                live.folder, msgspec.structs.replace(manifest, state="begun", workers=workers)
+                live.folder, msgspec.structs.replace(manifest, state="begun", workers=live.expected())
             )
         live.begin_step()
         if self.watch is not None:
@@ -380,17 +387,19 @@ class Controller:
         try:
             yield from live.stop()
             results = live.results()
-            manifest = self._manifest(live, end_ns)
+            manifest = live.manifest(end_ns)
+            others: list[CaptureResult] = []
             if live.ranks is not None:
                 stages, results = live.ranks.joined(stages, results, [*self.roster.notes, *live.notes], why)
+                others = live.others(live.ranks)
             folder, upload = live.folder, live.request.upload
             if live.leads:
                 manifest = msgspec.structs.replace(
-                    manifest, complete=complete, stages=stages, workers=[*results, *live.others()]
+                    manifest, complete=complete, stages=stages, workers=[*results, *others]
                 )
                 self._folders.conclude(folder, manifest, live.outside)
-                steps = step_list(manifest.steps)
-                logger.info("profiling: %s captured in %s", steps, upload.url if upload else folder)
+                steps = ", ".join(map(str, manifest.steps))
+                logger.info("profiling: step %s captured in %s", steps, upload.url if upload else folder)
                 self.decisions.concluded(manifest)
             if live.request.keep:
                 self.last_folder = folder

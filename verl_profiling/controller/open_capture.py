@@ -24,7 +24,6 @@ from verl_profiling.controller.spmd import Ranks
 from verl_profiling.controller.targets import Roster
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult, HostClock, Manifest, Rpc, StepSpan, finite_numbers
-from verl_profiling.settings.config import ProfilingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +57,6 @@ class OpenCapture:
     """The capture that is open.
 
     Attributes:
-        config: The settings.
         roster: The workers.
         decision: The steps that it covers, and who requested it.
         request: The request that was sent to the workers.
@@ -67,7 +65,9 @@ class OpenCapture:
         leads: Whether this process writes the loop's part of the step folder.
         steps: The steps that have begun; ``end_ns`` of the current one is 0.
         outside: The pauses in which the capture starts and stops, and the loop's stages after the step.
-        notes: Notes for the user, in the manifest.
+        loop: The process that runs the loop.
+        run_notes: Notes on the run for the user, in the manifest.
+        notes: Notes on this capture.
         spans: The controller's stages.
         metrics: Numbers of the loop.
         rpcs: All calls made.
@@ -75,7 +75,6 @@ class OpenCapture:
         rollout_span: The open stage ``rollout``, or ``None``.
     """
 
-    config: ProfilingConfig
     roster: Roster
     decision: Decision
     request: CaptureRequest
@@ -84,6 +83,8 @@ class OpenCapture:
     leads: bool
     steps: list[StepSpan]
     outside: SpanLog
+    loop: WorkerIdentity
+    run_notes: list[str]
     notes: list[str]
     spans: SpanLog = field(default_factory=SpanLog)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -91,6 +92,7 @@ class OpenCapture:
     rollout_request: CaptureRequest | None = None
     rollout_span: OpenSpan | None = None
     _windows: int = 0
+    _started: dict[Target, None] = field(default_factory=dict)
     _answers: dict[Worker, _Answer] = field(default_factory=dict)
     _hosts: dict[str, str] = field(default_factory=dict)
     _opening: dict[str, list[Handshake]] = field(default_factory=dict)
@@ -112,7 +114,7 @@ class OpenCapture:
         version, notes = whole_version(policy_version)
         self.notes += notes
         self.end_step()
-        self.steps.append(step_span(step, version))
+        self.steps.append(StepSpan(step=step, begin_ns=0, end_ns=0, policy_version=version))
 
     def begin_step(self) -> None:
         """Set the begin of the current step to now."""
@@ -146,14 +148,8 @@ class OpenCapture:
         self.metrics.update(numbers)
         self.notes += notes
 
-    def manifest(self, controller: WorkerIdentity, end_ns: int, notes: list[str]) -> Manifest:
-        """Return the manifest without the workers' results, marked as incomplete.
-
-        Args:
-            controller: The process that runs the loop.
-            end_ns: When the step ended.
-            notes: Notes on the run.
-        """
+    def manifest(self, end_ns: int) -> Manifest:
+        """Return the manifest of a capture that ends at ``end_ns``, without results, and as incomplete."""
         last = msgspec.structs.replace(
             self.step,
             end_ns=self.step.end_ns or max(end_ns, self.step.begin_ns),
@@ -169,13 +165,13 @@ class OpenCapture:
             begin_ns=self.steps[0].begin_ns,
             end_ns=end_ns,
             complete=False,
-            controller=controller,
+            controller=self.loop,
             outside=self.outside.so_far(),
             rpcs=list(self.rpcs),
             clocks=self._clocks(),
             metrics=dict(self.metrics),
             trigger=self.decision.trigger,
-            notes=[*notes, *self.notes, *self.spans.notes()],
+            notes=[*self.run_notes, *self.roster.notes, *self.notes, *self.spans.notes()],
         )
 
     # The calls.
@@ -184,10 +180,11 @@ class OpenCapture:
         """Start the workers of a request: for a rollout, the engines in discrete mode; else all others."""
         targets = self._concerned(request, self.roster.driven(request.selection))
         for target in targets:
+            self._started[target] = None
             for worker in target.workers:
                 answer = self._answers.setdefault(worker, _Answer(worker))
                 answer.started, answer.is_open = None, True  # to be stopped even if the start fails
-        start_s = self.config.timeouts.start_s
+        start_s = self.roster.config.timeouts.start_s
         calls = self.roster.call(targets, "start_capture", request, timeout_s=start_s)
         yield partial(wait_for, calls)
         for call in calls:
@@ -215,33 +212,31 @@ class OpenCapture:
     def end_rollout(self) -> Waits[None]:
         """Stop the engines that :meth:`begin_rollout` started, and end the stage ``rollout``."""
         self.end_rollout_stage()
-        request, self.rollout_request = self.rollout_request, None
-        if request is not None:
-            yield from self._stop(request)
+        if self.rollout_request is not None:
+            yield from self.stop(self.rollout_request)
 
-    def stop(self) -> Waits[None]:
-        """Stop all started workers at the same time."""
-        window, self.rollout_request = self.rollout_request, None
-        yield from self._stop(*([window] if window is not None else []), self.request)
-
-    def _stop(self, *requests: CaptureRequest) -> Waits[None]:
-        targets = dict.fromkeys(worker.target for worker in self._answers)
-        stop_s = self.config.timeouts.stop_s
+    def stop(self, *requests: CaptureRequest | None) -> Waits[None]:
+        """Stop the workers of these requests at the same time; by default all started workers."""
+        opened = [*filter(None, requests or (self.rollout_request, self.request))]
+        self.rollout_request = None
+        stop_s = self.roster.config.timeouts.stop_s
         calls: dict[Call, CaptureRequest] = {}
-        for request in requests:
-            concerned, capture_id = self._concerned(request, targets), request.capture_id
+        for request in opened:
+            concerned, capture_id = self._concerned(request, self._started), request.capture_id
             stops = self.roster.call(concerned, "stop_capture", capture_id, timeout_s=stop_s)
             calls |= dict.fromkeys(stops, request)
         yield partial(wait_for, calls)
         for call, request in calls.items():
             self._take_stop(call, request)
-        yield from self._shake_hands("stop_capture", requests[-1].capture_id, targets)
+        yield from self._shake_hands("stop_capture", opened[-1].capture_id, self._started)
 
     def _concerned(self, request: CaptureRequest, targets: Iterable[Target]) -> list[Target]:
         windowed = request.stage is not None
-        return [
-            target for target in targets if self.roster.has_windows(target, request.selection) is windowed
-        ]
+        concerned = []
+        for target in targets:
+            if self.roster.has_windows(target, request.selection) is windowed:
+                concerned.append(target)
+        return concerned
 
     def _shake_hands(self, method: str, argument: object, targets: Iterable[Target]) -> Waits[None]:
         """Repeat a call, which has no effect the second time, to measure the clock offsets of other hosts.
@@ -258,7 +253,7 @@ class OpenCapture:
         for domain, target in dict(reached.keys()).items():
             times[target] = max(times[target], -(-HANDSHAKES // reached[domain, target]))
         while times:
-            calls = self.roster.call(times, method, argument, timeout_s=self.config.timeouts.start_s)
+            calls = self.roster.call(times, method, argument, timeout_s=self.roster.config.timeouts.start_s)
             yield partial(wait_for, calls)
             for call in calls:
                 self._take(call, noted=False)
@@ -308,8 +303,9 @@ class OpenCapture:
         else:
             call.worker.identity = result.identity
             answer.result = result
-            if any(artifact.status == "pending" for artifact in result.artifacts):
-                self.roster.owing.add(call.target)
+            for artifact in result.artifacts:
+                if artifact.status == "pending":
+                    self.roster.owing.add(call.target)
 
     def _take(self, call: Call, noted: bool = True) -> StartReply | StopReply | None:
         """Return the reply to a call; keep its clock handshake and, if ``noted``, the call's times."""
@@ -368,7 +364,10 @@ class OpenCapture:
     # What became of it.
 
     def expected(self) -> list[CaptureResult]:
-        """Return one placeholder result per worker, with the artifacts that its start reply lists."""
+        """Return one placeholder result per worker, with the artifacts that its start reply lists.
+
+        Those of the other ranks follow, which write their own results.
+        """
         found: dict[str, CaptureResult] = {}
         for target in self.roster.driven(self.request.selection):
             for worker in target.workers:
@@ -376,7 +375,7 @@ class OpenCapture:
                 if answer.started is None or answer.started.status in ("recording", "armed"):
                     result = answer.failure or self._lost(answer, self.request, NOT_WRITTEN)
                     found.setdefault(result.name, result)
-        return list(found.values())
+        return [*found.values(), *(self.others(self.ranks) if self.ranks is not None else ())]
 
     def results(self) -> list[CaptureResult]:
         """Return one result for each process: its latest, or a failed one with the reason."""
@@ -395,16 +394,14 @@ class OpenCapture:
                 found[result.name] = result
         return list(found.values())
 
-    def others(self) -> list[CaptureResult]:
-        """Return placeholder results for the workers of other ranks, which write their own results."""
-        if self.ranks is None or not self.ranks.leads:
-            return []
+    def others(self, ranks: Ranks) -> list[CaptureResult]:
+        """Return placeholder results for the workers of other ranks."""
         [target, *_] = self.roster.driven(self.request.selection) or self.roster.targets
         model = self._lost(_Answer(target.workers[0]), self.request, NOT_WRITTEN)
-        return self.ranks.expected(model, self.request.selection)
+        return ranks.expected(model, self.request.selection)
 
     def _lost(self, answer: _Answer, request: CaptureRequest, reason: str) -> CaptureResult:
-        role = self.config.for_role(answer.worker.target.roles[0], self.request.selection)
+        role = self.roster.config.for_role(answer.worker.target.roles[0], self.request.selection)
         started = answer.started
         return result_of(
             request,
@@ -441,11 +438,6 @@ class OpenCapture:
                     )
                 )
         return clocks
-
-
-def step_span(step: int, policy_version: int | None) -> StepSpan:
-    """Return the span of a step that begins now."""
-    return StepSpan(step=step, begin_ns=clock.now_ns(), end_ns=0, policy_version=policy_version)
 
 
 def whole_version(policy_version: object) -> tuple[int | None, list[str]]:

@@ -26,7 +26,7 @@ from verl_profiling import clock
 from verl_profiling.capture.finishing import BackgroundWork
 from verl_profiling.identity import ProcessId, safe_name
 from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, RunInfo
-from verl_profiling.remote import LocalFolder, RemoteFolder, Upload, copy_line
+from verl_profiling.remote import LocalFolder, RemoteFolder, copy_line
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG
@@ -83,12 +83,6 @@ class Run:
         self._background = BackgroundWork("upload")
         self._sent: dict[Path, int] = {}
         self._queued: set[Path] = set()
-
-    def upload_of(self, folder: Path) -> Upload | None:
-        """Return the upload target of a step folder; ``None`` for a local run."""
-        if self.url is None:
-            return None
-        return Upload(url=f"{self.url}/{folder.name}", retry_s=self.place.retry_s)
 
     def amend(self, **fields: object) -> None:
         """Replace fields of ``run.json``; an error is logged, not raised."""
@@ -151,7 +145,19 @@ def claim_run(config: ProfilingConfig) -> Run:
     Raises:
         OSError: The folder cannot be written.
     """
-    info = _describe(config)
+    versions = {}
+    for name in _VERSIONS_OF:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    info = RunInfo(
+        run_id=config.run_id or uuid.uuid4().hex[:12],
+        begin_ns=clock.now_ns(),
+        process=ProcessId.current(),
+        config=config.to_dict(),
+        versions=versions,
+    )
     url: str | None = None
     if config.is_remote:
         path = config.local_folder / f"{safe_name(info.run_id)}-{uuid.uuid4().hex[:8]}"
@@ -215,8 +221,9 @@ def _owner(folder: LocalFolder | RemoteFolder, run_id: str) -> tuple[str, bool]:
     """Return a sentence on the run that owns a folder, empty if free; and whether its name is ``run_id``."""
     names = folder.names()
     if RUN_NAME not in names:
-        if any(name.startswith("step_") for name in names):
-            return f"save_path {folder.url} holds step folders of a run without run.json", False
+        for name in names:
+            if name.startswith("step_"):
+                return f"save_path {folder.url} holds step folders of a run without run.json", False
         return "", False
     try:
         info = msgspec.json.decode(folder.read(RUN_NAME), type=RunInfo)
@@ -225,19 +232,3 @@ def _owner(folder: LocalFolder | RemoteFolder, run_id: str) -> tuple[str, bool]:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.begin_ns / 1e9))
     whose = f"save_path {folder.url} belongs to run {info.run_id}, started {when} by {info.process}"
     return whose, info.run_id == run_id
-
-
-def _describe(config: ProfilingConfig) -> RunInfo:
-    versions = {}
-    for name in _VERSIONS_OF:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return RunInfo(
-        run_id=config.run_id or uuid.uuid4().hex[:12],
-        begin_ns=clock.now_ns(),
-        process=ProcessId.current(),
-        config=config.to_dict(),
-        versions=versions,
-    )

@@ -279,31 +279,19 @@ class Ranks:
         return value
 
 
-def place_of(config: ProfilingConfig, targets: list[Target]) -> tuple[int, int] | None:
-    """Return rank and world size if the callbacks of several ranks record together, else ``None``.
+def place_of(config: ProfilingConfig, targets: list[Target]) -> tuple[int, int]:
+    """Return this callback's rank among those that record together, and their number; (0, 1) if alone.
 
-    They do if this process is one of several ranks, and all its workers are local objects. A process that
-    drives Ray actors or worker groups records alone, unless ``spmd`` is true.
+    Callbacks record together in a process that is one of several ranks, if all its workers are local objects.
+    A process that drives Ray actors or worker groups records alone, unless ``spmd`` is true.
     """
-    place = process_rank()
-    local = bool(targets) and all(target.is_local for target in targets)
-    if config.spmd is False or place is None or place[1] == 1 or not (local or config.spmd):
-        return None
-    return place
+    together = config.spmd or (config.spmd is None and all(target.is_local for target in targets))
+    return (together and process_rank()) or (0, 1)
 
 
 def knows_place(config: ProfilingConfig, targets: list[Target]) -> bool:
     """Return whether :func:`place_of` is final: without ``spmd`` set, it depends on the workers."""
     return bool(targets) or config.spmd is not None or (process_rank() or (0, 1))[1] == 1
-
-
-def leads(config: ProfilingConfig, targets: list[Target]) -> bool:
-    """Return whether this callback writes the files that a run has once: it records alone, or is rank 0.
-
-    Before workers are added, only rank 0 of several ranks writes them.
-    """
-    place = place_of(config, targets) if knows_place(config, targets) else process_rank()
-    return place is None or place[0] == 0
 
 
 def find_ranks(config: ProfilingConfig, targets: list[Target]) -> tuple[Ranks | None, str]:
@@ -314,9 +302,9 @@ def find_ranks(config: ProfilingConfig, targets: list[Target]) -> tuple[Ranks | 
         targets: The workers of this callback.
     """
     place = place_of(config, targets)
-    if place is None:
-        if config.spmd and process_rank() is None:
-            return None, "spmd: no rank: initialise torch.distributed before the first step"
+    if config.spmd and process_rank() is None:
+        return None, "spmd: no rank: initialise torch.distributed before the first step"
+    if place[1] == 1 or not (targets or config.spmd):
         return None, ""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():

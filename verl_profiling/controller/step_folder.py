@@ -155,7 +155,10 @@ class StepFolders:
         """Close the log of the loop's stages after a captured step, and add them to its manifest."""
         after, self.after = self.after, None
         spans = after.close() if after is not None else []
-        if after is None or self._last is None or all(span.name in _PAUSES for span in spans):
+        followed = False
+        for span in spans:
+            followed |= span.name not in _PAUSES
+        if after is None or self._last is None or not followed:
             return
         try:
             self._amend(outside=spans, notes=[*self._last[1].notes, *after.notes()])

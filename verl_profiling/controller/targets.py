@@ -159,6 +159,7 @@ class Roster:
     """The workers that were added, and which of them the settings select.
 
     Attributes:
+        config: The settings.
         targets: All targets that were added.
         notes: Warnings on the settings, e.g. on a selected role without workers.
         owing: Targets that may still write files after a stop: artifacts are pending, or a reply is overdue.
@@ -170,7 +171,7 @@ class Roster:
         self.notes: list[str] = []
         self.owing: set[Target] = set()
         self.most_s = inf
-        self._config = config
+        self.config = config
         self._is_checked = False
 
     def add(self, role: str, workers: Any, loop: asyncio.AbstractEventLoop | None) -> None:
@@ -187,7 +188,7 @@ class Roster:
                 )
         added = make_targets(role, workers, loop)
         self._is_checked = False
-        self._config.for_role(role)  # imports its tools now, not in the first captured step
+        self.config.for_role(role)  # imports its tools now, not in the first captured step
         for target in [target for target in self.targets if role in target.roles]:
             if target.roles != [role]:
                 target.roles.remove(role)
@@ -210,13 +211,17 @@ class Roster:
 
     def driven(self, selection: CaptureSelection | None) -> list[Target]:
         """Return the targets with at least one role enabled in a capture with this selection."""
-        return [
-            t for t in self.targets if any(self._config.for_role(role, selection).enable for role in t.roles)
-        ]
+        found = []
+        for target in self.targets:
+            for role in target.roles:
+                if self.config.for_role(role, selection).enable:
+                    found.append(target)
+                    break
+        return found
 
     def has_windows(self, target: Target, selection: CaptureSelection | None) -> bool:
         """Return whether a target records only during rollouts (an engine in discrete mode)."""
-        return target.is_rollout and self._config.for_role(target.roles[0], selection).mode == "discrete"
+        return target.is_rollout and self.config.for_role(target.roles[0], selection).mode == "discrete"
 
     def check_request(self, selection: CaptureSelection, ranks: int | None = None) -> None:
         """Check that these workers can make a capture with this selection.
@@ -232,12 +237,12 @@ class Roster:
         for role in selection.roles or ():
             if role not in roles:
                 raise ConfigError("roles", f"no workers were added as {role!r}; {choices_hint(role, roles)}")
-        allowed = {*TOOLS, *(name for role in ("", *roles) for name in self._config.tool_names(role))}
+        allowed = {*TOOLS, *(name for role in ("", *roles) for name in self.config.tool_names(role))}
         for tool in selection.tools or ():
             if tool not in allowed:
                 raise ConfigError("tools", f"unknown tool {tool!r}; {choices_hint(tool, allowed)}")
         for role in roles:
-            self._config.for_role(role, selection)
+            self.config.for_role(role, selection)
         driven = self.driven(selection)
         if not driven:
             raise ConfigError("", "nobody would record: no worker has a role that takes part")
@@ -260,13 +265,13 @@ class Roster:
         self._is_checked = bool(roles) or capturing
         found = [_NOBODY] if capturing and not roles else []
         for key, named in (
-            ("select.roles", self._config.select.roles or ()),
-            ("roles", tuple(self._config.roles)),
+            ("select.roles", self.config.select.roles or ()),
+            ("roles", tuple(self.config.roles)),
         ):
             for role in named if roles else ():
                 if role not in roles:
                     found.append(f"{key}: no workers were added as {role!r}; {choices_hint(role, roles)}")
-        found += self._config.cautions(any(target.is_rollout for target in self.targets))
+        found += self.config.cautions(any(target.is_rollout for target in self.targets))
         for text in found:
             if text not in self.notes:
                 logger.warning("%s", text)
@@ -274,8 +279,8 @@ class Roster:
 
     def finish(self, hooks_s: float) -> Waits[None]:
         """Wait until workers have compressed artifacts and run hooks, before Ray ends them with the loop."""
-        timeouts = self._config.timeouts
-        with_hooks = {role for hook in self._config.after.values() for role in hook.roles}
+        timeouts = self.config.timeouts
+        with_hooks = {role for hook in self.config.after.values() for role in hook.roles}
         targets = [one for one in self.targets if one in self.owing or with_hooks & {*one.roles}]
         wait_s = timeouts.finish_s + timeouts.start_s + hooks_s
         calls = self.call(targets, "stop_capture", None, timeouts.finish_s)
@@ -297,9 +302,7 @@ class Roster:
                 arguments = (msgspec.structs.replace(request, roles=list(target.roles)),)
             calls += target.call(method, *arguments)
         for call in calls:
-            owed = call.worker.owed
-            is_busy = any(not outcome.done() for outcome in list(owed))
+            earlier, call.worker.last_call = call.worker.last_call, call.future
+            is_busy = earlier is not None and not earlier.done()
             call.timeout_s = 0.0 if is_busy else min(timeout_s, self.most_s)
-            owed.add(call.future)
-            call.future.add_done_callback(owed.discard)
         return calls

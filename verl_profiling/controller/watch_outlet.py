@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from verl_profiling.controller.spmd import leads
+from verl_profiling.controller.spmd import place_of
 from verl_profiling.controller.step_folder import StepFolders
 from verl_profiling.controller.targets import Roster
 from verl_profiling.controller.watch import Watch
@@ -41,7 +41,8 @@ class WatchOutlet:
 
     def begin(self) -> None:
         """Open the log, unless another rank writes it."""
-        if self._watch is None or self._log is not None or not leads(self._config, self._roster.targets):
+        leads = place_of(self._config, self._roster.targets)[0] == 0
+        if self._watch is None or self._log is not None or not leads:
             return
         try:
             run = self._folders.run

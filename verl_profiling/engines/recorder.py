@@ -190,7 +190,7 @@ class EngineRecorder:
             result = msgspec.structs.replace(result, status="failed", reason=failed)
         self._window = None
         clock.release()
-        return self._slot.close(result)
+        return self._slot.file.close(result)
 
     def _problem(self, halting: asyncio.Task[None]) -> str:
         """Return why the engine's profiler could not be stopped; empty if it could."""

@@ -112,7 +112,7 @@ class ProfilingConfig:
         if self.is_remote:
             self._check_remote()
 
-    @property
+    @cached_property
     def is_remote(self) -> bool:
         """Whether the run is written behind a URL."""
         return is_url(self.save_path)

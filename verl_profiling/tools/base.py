@@ -132,6 +132,7 @@ class Tool(ABC):
         options_class: A frozen dataclass of the tool's options.
         conflicts: Names of tools that cannot record at the same time in one process.
         starts_process: Whether it has to start the process that it records, as Nsight Systems does.
+        any_thread: Whether a recording may be stopped on another thread than it was started on.
     """
 
     name: ClassVar[str]
@@ -139,14 +140,10 @@ class Tool(ABC):
     options_class: ClassVar[type] = NoOptions
     conflicts: ClassVar[frozenset[str]] = frozenset()
     starts_process: ClassVar[bool] = False
+    any_thread: bool = True
 
     def __init__(self, options: Any) -> None:
         self.options = options
-
-    @property
-    def any_thread(self) -> bool:
-        """Whether a recording may be stopped on another thread than it was started on."""
-        return True
 
     def prepare(self) -> None:
         """Do slow work once, before the first capture: imports, checks.

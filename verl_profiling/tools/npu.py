@@ -128,10 +128,7 @@ class NpuTool(Tool):
     options_class: ClassVar[type] = NpuOptions
     conflicts: ClassVar[frozenset[str]] = frozenset({"torch", "nsys"})
     options: NpuOptions
-
-    @property
-    def any_thread(self) -> bool:
-        return False
+    any_thread = False
 
     def prepare(self) -> None:
         """Import torch_npu and look for a device."""

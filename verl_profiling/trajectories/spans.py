@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 _log: Any = None
 _totals: Any = None
 _kept = False
-_unrecorded = 0
+unrecorded = 0
+"""Number of trajectories that this process has begun while nothing recorded them."""
 _open: dict[int, Span] = {}
 
 
@@ -207,8 +208,8 @@ def trajectory(group: object = "", sample: int | str | None = None, **facts: Any
             ``max_version``: the policy versions that made it.
     """
     if _log is None:
-        global _unrecorded
-        _unrecorded += 1
+        global unrecorded
+        unrecorded += 1
     return Trajectory(TRAJECTORY, "", facts, group=group, sample=sample) if _kept else _IDLE
 
 
@@ -250,11 +251,6 @@ def current_trajectory() -> Trajectory | None:
     """Return the innermost open trajectory of this task or thread, or ``None``."""
     node = _innermost()
     return node.trajectory if node is not None else None
-
-
-def unrecorded_trajectories() -> int:
-    """Return how many trajectories this process has begun while nothing recorded them."""
-    return _unrecorded
 
 
 def keep_trajectories() -> None:

@@ -7,13 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from verl_profiling.capture.messages import (
-    CaptureRequest,
-    StartReply,
-    StopReply,
-    not_set_up,
-    switched_off,
-)
+from verl_profiling import clock
+from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, not_set_up, switched_off
 from verl_profiling.capture.session import Session, process_session, stage
 from verl_profiling.capture.stage import Stage
 from verl_profiling.errors import CaptureStateError, ToolUnavailableError
@@ -24,7 +19,7 @@ from verl_profiling.watch.reading import WatchQuestion, WatchReading
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_UNLESS_RECORDING = {"refused": 1, "skipped": 2}
+_BEST_FIRST = ("recording", "armed", "joined", "refused", "skipped")
 _GROUPS = {
     "tp": "tensor_model_parallel",
     "pp": "pipeline_model_parallel",
@@ -99,18 +94,18 @@ class CaptureMixin:
         """
         if not self._capture_roles:
             raise not_set_up(request, type(self).__name__, "config, role=..., rank=...")
-        added = [role for role in request.roles if role in self._capture_roles]
-        replies = []
+        received_ns = clock.now_ns()
+        replies: dict[str, StartReply] = {}
+        added = filter(self._capture_roles.get, request.roles)
         for role in dict.fromkeys([*added, *self._capture_roles]):
             identity, enabled = self._capture_roles[role]
-            off = StartReply(identity, "skipped", reason=switched_off(identity))
-            replies.append(process_session().start(request, identity) if enabled else off)
-        reply = min(replies, key=lambda reply: _UNLESS_RECORDING.get(reply.status, 0))
-        return msgspec.structs.replace(
-            reply,
-            received_ns=replies[0].received_ns,
-            replied_ns=replies[-1].replied_ns,
-        )
+            if enabled:
+                reply = process_session().start(request, identity)
+            else:
+                reply = StartReply(identity, "skipped", reason=switched_off(identity))
+            replies.setdefault(reply.status, reply)
+        reply = replies[min(replies, key=_BEST_FIRST.index)]
+        return msgspec.structs.replace(reply, received_ns=received_ns, replied_ns=clock.now_ns())
 
     def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
         """Stop a capture; never raises for one that is not open. The callback calls this.
