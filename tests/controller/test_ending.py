@@ -15,8 +15,6 @@ from conftest import ROOT, Pool
 from fleet import once_all_hang
 from test_callback import configured, following, manifest, set_up
 
-from verl_profiling.capture.session import Session
-from verl_profiling.controller.open_capture import OpenCapture
 from verl_profiling.manifest import Manifest
 from verl_profiling.run_files import read_manifest
 
@@ -176,26 +174,3 @@ def test_a_hook_that_is_interrupted_leaves_no_worker_recording(tmp_path: Path, p
         ("actor_rank1", "ok"),
     ]
     assert any("_InterruptedError" in note for note in written.notes)
-
-
-@pytest.mark.parametrize("failing", ["_take_start", "_take_stop", "manifest"])
-def test_a_hook_that_fails_leaves_no_worker_recording(
-    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
-    """Whatever of ours raises, in whatever hook, and again when the capture is closed."""
-    config = configured(tmp_path, schedule={"steps": [1, 2]})
-    callback = following(config)
-
-    def fail(*arguments: object, **keywords: object) -> None:
-        raise RuntimeError("a bug of ours")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(OpenCapture, failing, fail)
-        callback.on_step_begin(1)
-        callback.on_step_end()
-        assert session.sink is None
-    callback.on_step_begin(2)
-    assert session.sink is not None
-    callback.on_step_end()
-    assert manifest(config, 2).workers[0].status == "ok"
-    callback.on_train_end()

@@ -156,24 +156,6 @@ async def test_an_error_of_an_engine_that_is_dying_is_not_taken_for_the_cause(
     assert result.reason.startswith("silent died (core ended with SIGKILL)")
 
 
-def test_the_log_is_the_file_that_the_output_goes_to(run_python: Any, tmp_path: Path) -> None:
-    """In a Ray worker, say: its two files are named; with a pipe, the process and the host are."""
-    code = """
-    import os, sys
-    from verl_profiling.engines.recorder import _log_of_this_process
-    for stream, path in ((1, sys.argv[1]), (2, sys.argv[2])):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
-    print(_log_of_this_process(), flush=True)
-    """
-    out, err = tmp_path / "worker.out", tmp_path / "worker.err"
-    run_python(code, out, err)
-    assert out.read_text().strip() == f"{out} and {err}"
-    printed = run_python(
-        "from verl_profiling.engines.recorder import _log_of_this_process as f; print(f())"
-    ).stdout
-    assert printed.startswith("the output of process ")
-
-
 def test_sglang_names_the_processes_that_its_watchdog_watches(process: subprocess.Popen[bytes]) -> None:
     """A scheduler that was killed, where this SGLang holds its processes; nothing where it does not."""
 

@@ -69,13 +69,6 @@ def calls(root: Path) -> Outcome:
             train(model)
     found["raises"] = {"raised": raised, "result": recorded.result, "entries": entries_of(recorded.folder)}
 
-    with record_step(settings(), root / "twice"):
-        train(model)
-        with record_step(settings(), root / "again") as recorded:
-            train(model)
-    left = json.loads((root / "twice/actor_rank0.result.json").read_text())
-    found["twice"] = {"left": left, "result": recorded.result}
-
     (root / "file").write_text("")
     found["unwritable"] = refused(root / "file" / "step", settings())
     found["unfit"] = refused(root / "a=b", settings())
@@ -85,23 +78,9 @@ def calls(root: Path) -> Outcome:
         block_dump(recorded.folder)
         train(model)
     found["full"] = recorded.result
-    raised = ""
-    with record_step(settings(), root / "full_at_once") as recorded:
-        block_dump(recorded.folder)
-        try:
-            train(model, times=1000)
-        except RuntimeError as error:
-            raised = str(error)
-    found["full_at_once"] = {"raised": raised, "result": recorded.result}
     with record_step(settings(), root / "idle") as recorded:
         pass
     found["idle"] = recorded.result
-    with record_step(settings(), root / "warm_up", keep=False) as recorded:
-        train(model)
-    found["warm_up"] = {
-        "status": recorded.result and recorded.result.status,
-        "left": (root / "warm_up").exists(),
-    }
     found["other_options"] = refused(root / "other", settings(only=["linear"]))
     found["open"] = process_session().sink is not None
     return found

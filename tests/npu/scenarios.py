@@ -36,13 +36,11 @@ def main(root: Path) -> None:
         discrete,
         device_asked_for,
         stage_that_raises,
-        second_start,
         beside_torch_profiler,
         own_profiler_running,
         unwritable,
         two_captures,
         mini_batches,
-        warm_up,
         stop_on_another_thread,
         analysis_too_slow,
         memory,
@@ -70,9 +68,9 @@ def worker(mode: str = "e2e", **options: Any) -> CaptureMixin:
     return mixin
 
 
-def request(folder: Path, step: int = 1, keep: bool = True) -> CaptureRequest:
+def request(folder: Path, step: int = 1) -> CaptureRequest:
     """Return a request to capture a step into a folder."""
-    return CaptureRequest(capture_id=uuid4().hex, run_id="run", step=step, folder=str(folder), keep=keep)
+    return CaptureRequest(capture_id=uuid4().hex, run_id="run", step=step, folder=str(folder))
 
 
 def stop(mixin: CaptureMixin) -> dict[str, Any]:
@@ -139,17 +137,6 @@ def stage_that_raises(root: Path) -> Any:
     return {"raised": raised, "result": stop(mixin)}
 
 
-def second_start(root: Path) -> Any:
-    """Another capture is asked for while one is open."""
-    mixin = worker()
-    mixin.start_capture(request(root / "1"))
-    work()
-    mixin.start_capture(request(root / "2", 2))
-    work()
-    result = stop(mixin)
-    return {"left": msgspec.json.decode((root / "1/actor_rank0.result.json").read_bytes()), "result": result}
-
-
 def beside_torch_profiler(root: Path) -> Any:
     """Torch's own profiler records this thread already."""
     mixin = worker()
@@ -213,15 +200,6 @@ def mini_batches(root: Path) -> Any:
         work()
         mixin.capture.step()
     return stop(mixin)
-
-
-def warm_up(root: Path) -> Any:
-    """A capture that is thrown away leaves nothing."""
-    mixin = worker()
-    mixin.start_capture(request(root, keep=False))
-    work()
-    result = stop(mixin)
-    return {"status": result["status"], "left": root.exists()}
 
 
 def stop_on_another_thread(root: Path) -> Any:

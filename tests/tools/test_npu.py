@@ -159,12 +159,6 @@ class TestRealTorchNpu:
         ]
         assert [span["failed"] for span in outcome["result"]["stages"]] == [True, False]
 
-    def test_another_capture_closes_the_open_one(self, outcomes: Outcome) -> None:
-        """Nobody stopped the first one, and its result on disk says so; both recordings are whole."""
-        left, result = outcomes["second_start"]["left"], outcomes["second_start"]["result"]
-        assert (left["status"], left["reason"]) == ("failed", "never stopped")
-        assert artifacts(left) == artifacts(result) == [("actor_rank0.npu", "ok")]
-
     def test_torch_profiler_is_left_alone(self, outcomes: Outcome) -> None:
         """Where torch's own profiler records the thread, we refuse, and it keeps its data."""
         outcome = outcomes["beside_torch_profiler"]
@@ -194,10 +188,6 @@ class TestRealTorchNpu:
     def test_a_window_of_mini_batches(self, outcomes: Outcome) -> None:
         """The same option as the torch tool's works here."""
         assert artifacts(outcomes["mini_batches"]) == [("actor_rank0.npu", "ok")]
-
-    def test_a_warm_up_leaves_nothing(self, outcomes: Outcome) -> None:
-        """It is recorded and thrown away, its folder too."""
-        assert outcomes["warm_up"] == {"status": "skipped", "left": False}
 
     def test_a_stop_from_another_thread(self, outcomes: Outcome) -> None:
         """The thread that records stops it, so the data is there."""

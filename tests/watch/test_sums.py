@@ -6,7 +6,6 @@ import asyncio
 import os
 import sys
 import threading
-import time
 
 import pytest
 
@@ -172,21 +171,3 @@ def test_a_server_with_an_engine_of_its_own_tells_when_it_had_requests(session: 
     reading = asyncio.run(serve(WATCHED))
     assert reading.identity.lane() == "rollout1_rank0"
     assert names(reading) == ["generate", "generate"]
-
-
-def test_memory_is_read_after_a_long_stage_and_seldom_after_short_ones() -> None:
-    """What is held after two stages of a step differs, so of short ones it is the same each time."""
-    reads: list[int] = []
-
-    def memory() -> tuple[int, int]:
-        reads.append(1)
-        return 7, 3
-
-    sums, now_ns = StageSums(1000, memory), time.time_ns()
-    for number in range(100):
-        sums.add("ab"[number % 2], now_ns + number * 10**6, now_ns + (number + 1) * 10**6)
-    assert len(reads) in (2, 3)
-    sums.add("long", now_ns + 10**8, now_ns + 2 * 10**8)
-    assert len(reads) in (3, 4)
-    [use] = sums.of_steps(WHO, [(now_ns, now_ns + 10**9)])
-    assert (use.peak_bytes, use.held_bytes) == (7, 3)
