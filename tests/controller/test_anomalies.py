@@ -29,6 +29,7 @@ from verl_profiling.manifest import Manifest
 from verl_profiling.run_files import read_manifest
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_summary import StepSummary
+from verl_profiling.watch.collectives import RecorderReading
 from verl_profiling.watch.exposed import exposed
 
 SLOW = {"rollout2_rank0": 2.5}
@@ -40,7 +41,7 @@ class Loop:
     def __init__(self, options: Anomaly | None = None, allowed: bool = True) -> None:
         self.allowed = allowed
         self.step = 0
-        self.anomalies = Anomalies(options or Anomaly(), self.check)
+        self.anomalies = Anomalies(options or Anomaly(), self.check, RecorderReading())
 
     def check(self, selection: CaptureSelection) -> None:
         """Refuse it, if told to."""

@@ -15,6 +15,7 @@ from verl_profiling.manifest import Manifest
 from verl_profiling.settings.schedule import StepRange
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_summary import RankUse, StepSummary
+from verl_profiling.watch.collectives import RecorderReading
 from verl_profiling.watch.detector import Detector
 from verl_profiling.watch.suspicion import Suspicion
 
@@ -29,11 +30,15 @@ class Anomalies:
     Args:
         options: The settings ``watch.trigger``.
         check: Raises ``ConfigError`` for a selection that this job cannot capture.
+        recorders: Read after a stage became slow in which no process stands out.
     """
 
-    def __init__(self, options: Anomaly, check: Callable[[CaptureSelection], None]) -> None:
+    def __init__(
+        self, options: Anomaly, check: Callable[[CaptureSelection], None], recorders: RecorderReading
+    ) -> None:
         self._options = options
         self._check = check
+        self._recorders = recorders
         self._detector = Detector(options)
         self._noticed: Suspicion | None = None
         self._waits = False
@@ -49,7 +54,12 @@ class Anomalies:
         if found is None:
             return
         logger.warning("watch: %s", found.reason)
-        if self._noticed is not None and not self._waits:
+        if found.stage and not found.suspects:
+            self._recorders.begin()
+        noticed = self._noticed
+        if noticed is not None and found.stage == noticed.stage and found.suspects and not noticed.suspects:
+            found = noticed.named_by(found)
+        elif noticed is not None and not self._waits:
             return  # summaries arrive in batches; the anomaly detected first is captured first
         self._noticed, self._waits = found, False
         self._uses = {use.lane: use for use in (*summary.loop, *summary.workers)}
@@ -65,7 +75,7 @@ class Anomalies:
     def asks(self, step: int, scheduled: bool) -> Decision | None:
         """Return the watch's capture of a step, or ``None``; limits do not apply to a ``scheduled`` step."""
         noticed = self._noticed
-        if noticed is None or self._coming is not None:
+        if noticed is None or self._coming is not None or self._is_read_further(noticed):
             return None
         if not scheduled and (why := self._refusal(step)):
             if not self._waits:
@@ -83,6 +93,11 @@ class Anomalies:
         self._captured = manifest.steps[-1] if manifest.steps else manifest.step
         if manifest.trigger.kind == "anomaly":
             self._made += 1
+
+    def _is_read_further(self, noticed: Suspicion) -> bool:
+        """Return whether torch's flight recorders may still tell who was late in the stage."""
+        reads = self._recorders.due and self._recorders.exist
+        return reads and bool(noticed.stage) and not noticed.suspects
 
     def _refusal(self, step: int) -> str:
         """Return why the watch may not request a capture of this step; empty if it may."""

@@ -77,7 +77,7 @@ class Decisions:
         if rank:
             return
         if self._config.watch.trigger is not None:
-            self._anomalies = Anomalies(self._config.watch.trigger, check)
+            self._anomalies = Anomalies(self._config.watch.trigger, check, self._watch.recorders)
             self._watch.listeners.append(self._anomalies.listen)
         try:
             run = folders.run

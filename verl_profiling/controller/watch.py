@@ -58,6 +58,7 @@ class Watch:
         summaries: The summaries of the last steps.
         listeners: Called with every summary on the watch's thread, once all workers have replied or the
             timeout is over.
+        recorders: Whether torch's flight recorders are read.
     """
 
     def __init__(self, options: WatchOptions, roster: Roster, timeout_s: float) -> None:
@@ -69,7 +70,8 @@ class Watch:
         self._timeout_s, self._until_s = timeout_s, inf
         self._workers = WatchedWorkers(roster)
         self._ranks: RankSummaries | None = None
-        self._recorders = RecorderReading() if options.trigger is not None else None
+        self.recorders = RecorderReading()
+        self._has_trigger = options.trigger is not None
         self._who = LOOP
         self._step: PendingStep | None = None
         self._ended: deque[PendingStep] = deque()
@@ -256,24 +258,22 @@ class Watch:
                     listener(summary)
                 except Exception as error:  # an error of a listener does not stop the watch
                     self._say_once(id(listener), summary.step, error)
+        if self._ranks is not None and self._ranks.leads:
+            self._ranks.ask_collectives(self.recorders.due)
 
     def _reads_collectives(self) -> bool:
         if self._ranks is not None and not self._ranks.leads:
             return self._ranks.collectives
-        return self._recorders is not None and self._recorders.due
+        return self.recorders.due
 
     def _explained(self, summary: StepSummary) -> StepSummary:
         before = self.summaries[-1] if self.summaries else None
-        was_read = any(use.collectives for use in (*summary.loop, *summary.workers))
         try:
-            summary = with_lateness(summary)
-            rows = exposed(summary, before, self._workers.has_any)
-            summary = msgspec.structs.replace(summary, exposed=rows)
-            if self._recorders is not None:
-                self._recorders.follow(summary, was_read)
-                if self._ranks is not None and self._ranks.leads:
-                    self._ranks.ask_collectives(self._recorders.due)
-            return summary
+            known = with_lateness(summary)
+            rows = exposed(known, before, self._workers.has_any)
+            if self._has_trigger:
+                self.recorders.follow(summary, rows)
+            return msgspec.structs.replace(known, exposed=rows)
         except Exception as error:
             self._say_once(id(exposed), summary.step, error)
             return summary

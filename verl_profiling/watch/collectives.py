@@ -18,16 +18,16 @@ import msgspec
 import numpy as np
 
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.step_summary import Collectives, Period, RankUse, StepSummary
+from verl_profiling.step_summary import Collectives, ExposedStage, Period, RankUse, StepSummary
 
-ASKED_STEPS = 4
-"""Steps in a row in which the records are read; one more than the sign ``leader`` needs."""
+ASKED_STEPS, MOST_STEPS = 4, 40
+"""Steps in which the records of all processes are read: one more than the sign ``leader`` needs; and steps in
+which that is tried, as the ranks of a loop begin to read at different times."""
 
 MATTERS = 0.05
 """The records are read if the stages that nobody leads are exposed for this share of a step."""
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 20, 320
-_GROWTH = 1.25
 _RECORDER = "torch._C._distributed_c10d"
 _BACKEND = "gloo:"
 
@@ -88,19 +88,27 @@ def with_lateness(summary: StepSummary) -> StepSummary:
     """
     if not any(use.collectives for use in (*summary.loop, *summary.workers)):
         return summary
-    roles: dict[str, list[RankUse]] = {}
-    for use in (*summary.loop, *summary.workers):
-        roles.setdefault(use.role, []).append(use)
     late: dict[str, Counter[str]] = {}
-    for role, uses in roles.items():
-        if role != ROLLOUT_ROLE and all(use.collectives for use in uses):
-            for group in {group for use in uses for group in use.collectives}:
-                _add_group(late, [use for use in uses if group in use.collectives], group)
+    for uses in _read_roles(summary):
+        for group in {group for use in uses for group in use.collectives}:
+            _add_group(late, [use for use in uses if group in use.collectives], group)
     return msgspec.structs.replace(
         summary,
         loop=[_late(use, late) for use in summary.loop],
         workers=[_late(use, late) for use in summary.workers],
     )
+
+
+def _read_roles(summary: StepSummary) -> list[list[RankUse]]:
+    """Return the processes of each role in which the collectives of all processes are known."""
+    roles: dict[str, list[RankUse]] = {}
+    for use in (*summary.loop, *summary.workers):
+        roles.setdefault(use.role, []).append(use)
+    return [
+        uses
+        for role, uses in roles.items()
+        if role != ROLLOUT_ROLE and len(uses) > 1 and all(use.collectives for use in uses)
+    ]
 
 
 def _add_group(late: dict[str, Counter[str]], members: list[RankUse], group: str) -> None:
@@ -136,33 +144,40 @@ class RecorderReading:
 
     Attributes:
         due: Whether they are read in the next steps.
+        exist: Whether those of all processes of a role have been read once.
     """
 
     def __init__(self) -> None:
-        self.due = False
-        self._left = self._pause = 0
+        self.due = self.exist = False
+        self._left = self._most = self._pause = 0
         self._next_pause = _FIRST_PAUSE
-        self._unled_ns = 0.0
 
-    def follow(self, summary: StepSummary, was_read: bool) -> None:
+    def begin(self) -> None:
+        """Read the recorders in the next steps: a stage became slow, and no process stands out in it."""
+        self.due, self._left, self._most = True, ASKED_STEPS, MOST_STEPS
+
+    def follow(self, summary: StepSummary, rows: list[ExposedStage]) -> None:
         """Follow a step.
 
         Args:
-            summary: The step, with its exposed times.
-            was_read: Whether any process had collectives in it.
+            summary: The step, with the collectives that were read.
+            rows: Its exposed times.
         """
+        if self.due:
+            complete = bool(_read_roles(summary))
+            self.exist |= complete
+            self._left -= complete
+            self._most -= 1
+            if not (self._left and self._most):
+                self.due, self._pause = False, self._next_pause
+                self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
+            return
+        self._pause = max(0, self._pause - 1)
         many = Counter(use.role for use in (*summary.loop, *summary.workers))
         unled_ns = sum(
             row.exposed_ns
-            for row in summary.exposed
+            for row in rows
             if row.name and not row.leader and row.role != ROLLOUT_ROLE and many[row.role] > 1
         )
-        if self.due:
-            self._left -= was_read
-            self._pause = 0 if self._left else self._next_pause
-        else:
-            self._pause = 0 if unled_ns > _GROWTH * self._unled_ns else max(0, self._pause - 1)
-        self.due = self._left > 0
-        if not self.due and not self._pause and unled_ns >= MATTERS * summary.duration_ns > 0:
-            self.due, self._left, self._unled_ns = True, ASKED_STEPS, unled_ns
-            self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
+        if not self._pause and unled_ns >= MATTERS * summary.duration_ns > 0:
+            self.begin()

@@ -15,6 +15,9 @@ from verl_profiling.step_summary import RankUse
 TIED = 0.05
 """Tolerance, as a share of a stage's longest duration, within which processes count as tied."""
 
+LATE = 0.08
+"""Share of a stage from which the last process to enter a collective leads."""
+
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
 
@@ -160,12 +163,12 @@ def frontier(role: str, lanes: Sequence[str], runs: Runs) -> Iterator[tuple[int,
         if front_ns > before_ns:
             ran_all &= ~np.isnan(ends)
         clear = known and near.size == 1
-        if not clear and (late_ns := those.late.max(initial=0.0)) > TIED * here.max():
+        if not clear and (late_ns := those.late.max(initial=0.0)) > LATE * here.max():
             late = np.zeros(many)
             np.maximum.at(late, those.who, those.late)
             leader = int(late.argmax())
             lead_ns = late_ns - np.delete(late, leader).max(initial=0.0)
-            clear = known = bool(lead_ns > TIED * here.max())
+            clear = known = bool(lead_ns > LATE * here.max())
             here = here.max() - late_ns + late
         mean_ns = here.mean()
         yield (

@@ -86,6 +86,13 @@ class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
             self, suspects=suspects, peers=peers, everyone=everyone, ran=list(ran), reason=reason
         )
 
+    def named_by(self, later: Suspicion) -> Suspicion:
+        """Return the suspicion with the processes that a later one in the same stage has found."""
+        reason = f"{self.reason}; {later.reason}"
+        return msgspec.structs.replace(
+            self, suspects=later.suspects, peers=later.peers, everyone=[], ran=later.ran, reason=reason
+        )
+
 
 def stand_out(standing: Standing) -> list[str]:
     """Return the processes of a role that were longer in a stage than the others, the leader first.
