@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_profiling.step_summary import ExposedStage, RankUse, StageUse, StepSummary
+from verl_profiling.step_summary import ExposedStage, RankUse, SpanTotal, StageUse, StepSummary
 from verl_profiling.watch.exposed import exposed, standings
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -174,6 +174,28 @@ def test_of_roles_side_by_side_the_row_has_the_last() -> None:
     assert (row.role, row.leader, row.lead_ns) == ("agent_loop", "", 0)
     [_, engines] = standings(step)["rollout"]
     assert (engines.leader, engines.lead_ns) == ("rollout0_rank0", 30 * MS)
+
+
+@pytest.mark.parametrize("marked", ["", "rollout", "trajectories"])
+def test_an_engine_is_a_suspect_if_its_requests_take_longer_too(marked: str) -> None:
+    """Whether agent loops mark a stage or none; an engine that only has more requests is not blamed."""
+
+    def engine_of(requests: int) -> str:
+        engines = [
+            msgspec.structs.replace(
+                use(f"rollout{replica}_rank0", ("generate", 5, length)),
+                spans=[SpanTotal("generate", many, 400 * length // 60 * MS)],
+            )
+            for replica, (length, many) in enumerate(((60, 8), (78, requests), (61, 8)))
+        ]
+        agents = use("agent_loop_rank0", *([(marked, 1, 88)] if marked else []), role="agent_loop")
+        agents = msgspec.structs.replace(agents, spans=[SpanTotal("trajectory", 8, 600 * MS)])
+        step = summary(100, controller(("rollout", 0, 90)), *engines, agents)
+        assert not exposed(step)[0].leader.startswith("rollout")
+        return "".join(one.leader for one in standings(step)["rollout"] if one.role == "rollout")
+
+    assert engine_of(8).startswith("rollout1_rank0")
+    assert marked == "trajectories" or engine_of(11) == ""
 
 
 def test_in_an_asynchronous_loop_rollout_is_exposed_as_the_waiting_of_the_trainer() -> None:

@@ -171,3 +171,6 @@ def test_a_server_with_an_engine_of_its_own_tells_when_it_had_requests(session: 
     reading = asyncio.run(serve(WATCHED))
     assert reading.identity.lane() == "rollout1_rank0"
     assert names(reading) == ["generate", "generate"]
+    [[requests]] = [use.spans for use in reading.uses(1)]
+    assert (requests.name, requests.runs) == ("generate", 4)
+    assert 4 * 2_000_000 <= requests.duration_ns < 4 * 10**9

@@ -118,12 +118,15 @@ class Session:
         """Return the stages of this process in some steps, or ``None`` if the watch is off."""
         return None if self.sums is None else read_sums(self.sums, identity, question)
 
-    def busy(self, name: str) -> Busy | None:
+    def busy(self, name: str, sums_requests: bool = False) -> Busy | None:
         """Return the recorder of times in which any task is in ``name``; ``None`` if the watch is off."""
         if self.sums is None:
             return None
         with self._lock:
-            return self._busy.setdefault(name, Busy(self.sums, name))
+            if sums_requests:
+                self.sums.spans = self.sums.spans or SpanSums()
+            spans = self.sums.spans if sums_requests else None
+            return self._busy.setdefault(name, Busy(self.sums, name, spans))
 
     @property
     def recording(self) -> bool:

@@ -116,7 +116,7 @@ def make_recorder(
     log = requests or RequestLog()
     log.serve(replica, config.rollout.requests)
     process_session().keep_every_step(config.watch)
-    log.busy = process_session().busy("generate")
+    log.busy = process_session().busy("generate", sums_requests=True)
     settings = config.for_role(role)
     identity = WorkerIdentity(role=role, rank=replica if rank is None else rank, replica=replica)
     package = _package(engine)

@@ -35,6 +35,7 @@ _LEAST_OF_A_STEP, _MOST_OF_A_STEP = 0.1, 0.5
 _LONGEST = 10
 _OF_A_QUIET_STEP = 0.12
 _OF_A_LEAD = 0.4
+_BESIDE_THE_WORST = 0.1
 _MOST_SPANS_NAMED = 2
 
 
@@ -98,7 +99,7 @@ class _Series:
         self._shifts: deque[float] = deque(maxlen=LONG_PAST * window)
         self._waiting: list[tuple[float, float]] = []
         self.evidence = _Evidence(window)
-        self.value = 0.0
+        self.value = self.before = 0.0
         self.is_news = False
         self.seen: deque[tuple[StepSummary, StepSummary | None]] = deque(maxlen=2)
 
@@ -136,6 +137,9 @@ class _Series:
         self.is_news = self.evidence.add(amount)
         if amount > 0:
             self.seen.append(of)
+            self.before = max(self.excess, self.before)
+        elif not self.evidence.waits:
+            self.before = 0.0
 
 
 class Detector:
@@ -185,34 +189,42 @@ class Detector:
         took = summary.duration_ns / 1e9 - sum(stages[stage] for stage in seldom)
         step, amount = self._step, self._step.measure(took, options.slow_step, LEAST_S)
         matters = max(MATTERS * step.usual, LEAST_S)
-        amounts: dict[str, float] = {}
-        for stage, value in stages.items():
-            series = self._stages.setdefault(stage, _Series(options.window))
-            amounts[stage] = series.measure(value, options.slow_stage, matters)
-        slow = {stage for stage in stages if amounts[stage] > 0 or self._stages[stage].evidence.waits}
-        at_most = _MOST_OF_A_STEP / max(1, len({row.role for row in summary.exposed if row.name in slow}))
+        every = {stage: self._stages.setdefault(stage, _Series(options.window)) for stage in stages}
+        amounts = {
+            stage: series.measure(stages[stage], options.slow_stage, matters)
+            for stage, series in every.items()
+        }
+        slow = {
+            stage: max(series.excess, series.before) if amounts[stage] > 0 else series.before
+            for stage, series in every.items()
+            if amounts[stage] > 0 or series.evidence.waits
+        }
+        enough = _BESIDE_THE_WORST * max(slow.values(), default=0.0)
+        roles = {row.role for row in summary.exposed if slow.get(row.name, -1.0) >= enough}
+        at_most = _MOST_OF_A_STEP / max(1, len(roles))
         step.judge(min(amount, at_most), of)
-        for stage in stages:
-            self._stages[stage].judge(min(amounts[stage], at_most), of)
-        news = [stage for stage in stages if self._stages[stage].is_news]
-        worst = max(news, key=lambda stage: self._stages[stage].excess, default=None)
-        if news or step.is_news:  # a slowdown of several series is detected once
-            for series in (step, *(self._stages[stage] for stage in stages)):
-                series.evidence.notice()
-        if worst is not None and not (step.is_news and self._stages[worst].excess < step.excess / 2):
-            series = self._stages[worst]
+        for stage, series in every.items():
+            series.judge(min(amounts[stage], at_most), of)
+        news = {stage: series.excess for stage, series in every.items() if series.is_news}
+        if not news and not step.is_news:
+            return None
+        known = [series.excess for series in every.values() if series.evidence.is_noticed]
+        for series in (step, *every.values()):  # a slowdown of several series is detected once
+            series.evidence.notice()
+        worst = max(news, key=news.__getitem__, default=None)
+        if worst is not None and not (step.is_news and news[worst] < step.excess / 2):
+            series = every[worst]
             where = f"stage {worst}" if worst else "what lies in no stage"
             took_what = f"step {summary.step}: {where} took {duration(series.value)} of the step, "
             before_it = f"in the {len(series.history)} times before"
             return self._suspicion(summary, "slow_stage", worst, series, took_what, before_it)
-        if not step.is_news:
+        if worst is None and max(known, default=0.0) >= step.excess / 2:
             return None
-        grown = [stage for stage in stages if stage not in seldom and self._stages[stage].excess > 0]
-        most = max(grown, key=lambda stage: self._stages[stage].excess, default=None)
+        grown = {stage: one.excess for stage, one in every.items() if stage not in seldom and one.excess > 0}
+        most = max(grown, key=grown.__getitem__, default=None)
         where = ""
         if most is not None:
-            more = duration(self._stages[most].excess)
-            where = f", by {more} in {f'stage {most}' if most else 'no stage'}"
+            where = f", by {duration(grown[most])} in {f'stage {most}' if most else 'no stage'}"
         took_what = f"step {summary.step} took {duration(step.value)}{where}: "
         before_it = f"of the {len(step.history)} steps before"
         return self._suspicion(summary, "slow_step", most or "", step, took_what, before_it)

@@ -11,6 +11,7 @@ from collections import Counter
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,11 @@ from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.step_summary import ExposedStage, StepSummary
 from verl_profiling.trajectories.spans import TRAJECTORY
 from verl_profiling.watch.frontier import TIED, Runs, Standing, frontier, joined, runs_of
+
+SLOW = 1.15
+"""An engine that leads beside agent loops is a suspect if its requests take longer by this ratio, too."""
+
+_OF_A_STAGE = 0.1
 
 WAIT = "wait:"
 """Prefix of a stage in which the loop only waits for a role, e.g. ``wait:rollout``."""
@@ -149,6 +155,12 @@ class _Workers:
             not use.stages and TRAJECTORY in (one.name for one in use.spans) for use in summary.workers
         )
         self._unclear = {ROLLOUT_ROLE, summary.loop[0].role} if hidden else set()
+        self._request_ns = {
+            use.lane: one.duration_ns / one.runs
+            for use in summary.workers
+            for one in use.spans
+            if use.role == ROLLOUT_ROLE and one.runs
+        }
 
     def standings(self, stage: int, own: Standing) -> list[Standing]:
         """Return the standings of the roles in a stage of the loop; the role that it waited for is first.
@@ -166,10 +178,19 @@ class _Workers:
             inside = joined([_ended_in(self._under_way, begin, end) for begin, end in periods])
         works = self._works(inside.own_time(), loop.length.sum())
         found = _by_weight(name, loop, works) if works else [own]
-        return [
+        slow = [work.standing for work in works if self._is_slow(work.standing, loop.length.sum())]
+        first, *others = (
             one._replace(leader="", lead_ns=0, clear=False) if one.role in self._unclear else one
             for one in found
-        ]
+        )
+        return [first, *slow, *(one for one in others if not slow or one.role != ROLLOUT_ROLE)]
+
+    def _is_slow(self, standing: Standing, room_ns: float) -> bool:
+        """Whether an engine leads in a stage by enough, and takes longer for a request than the others."""
+        others = [each for lane, each in self._request_ns.items() if lane != standing.leader]
+        own = self._request_ns.get(standing.leader, 0.0)
+        leads = standing.clear and standing.lead_ns >= _OF_A_STAGE * room_ns
+        return leads and bool(others) and own >= SLOW * median(others)
 
     @cached_property
     def _under_way(self) -> Runs:

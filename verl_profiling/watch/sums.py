@@ -258,18 +258,20 @@ class Busy:
     Args:
         sums: The sums that record the stage.
         name: Name of the stage.
+        spans: Receives number and total duration of the requests, if given, as spans of that name.
     """
 
-    def __init__(self, sums: StageSums, name: str) -> None:
+    def __init__(self, sums: StageSums, name: str, spans: SpanSums | None = None) -> None:
         self._sums = sums
         self._name = name
-        self._under_way = 0
+        self._spans = spans
+        self._under_way = self._changed_ns = self._requests_ns = 0
         self._stage: OpenStage | None = None
         self._lock = threading.RLock()  # reentrant: garbage collection may call _end under the lock
 
     def __enter__(self) -> None:
         with self._lock:
-            self._under_way += 1
+            self._change(1)
             if self._stage is None:
                 self._stage = self._sums.open(self._name)
 
@@ -285,10 +287,19 @@ class Busy:
 
     def _end(self) -> None:
         with self._lock:
-            self._under_way -= 1
+            self._change(-1)
             if not self._under_way and self._stage is not None:
                 self._sums.end_stage(self._stage)
                 self._stage = None
+
+    def _change(self, by: int) -> None:
+        now_ns = clock.now_ns()
+        self._requests_ns += self._under_way * max(0, now_ns - self._changed_ns)
+        self._changed_ns = now_ns
+        self._under_way += by
+        if by < 0 and self._spans is not None:  # the sum over all is right, whichever of them has ended
+            self._spans.add(self._name, now_ns - self._requests_ns, now_ns, False)
+            self._requests_ns = 0
 
 
 _begin_ns = attrgetter("begin_ns")
