@@ -6,20 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from example_loops import settings
 
-from verl_profiling import ProfilingConfig
 from verl_profiling.cli import main
-from verl_profiling.commands.plan import plan_of
+from verl_profiling.commands.plan import planned_captures
 from verl_profiling.settings.schedule import Action
 
 
 def steps_of(schedule: dict[str, Any], steps: int | None = None) -> list[tuple[int, int]]:
     """Return the first and last step of each planned capture."""
-    plan = plan_of(settings(schedule=schedule), steps)
-    return [(capture.first, capture.last) for capture in plan.captures]
+    return planned_captures(settings(schedule=schedule).schedule, steps)[0]
 
 
 def planned(tmp_path: Path, config: Any, *arguments: str) -> int:
@@ -76,20 +73,6 @@ def test_a_watch_that_judges_no_step_is_a_caution(tmp_path: Path, capsys: pytest
     assert "caution: watch.trigger: never asks for a capture" in capsys.readouterr().out
     assert planned(tmp_path, {"enable": True, "watch": watch, "schedule": {"steps": []}}) == 0
     assert "caution" not in capsys.readouterr().out
-
-
-def test_json_holds_all_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They build the same configuration again."""
-    config = {"enable": True, "tool": ["torch", "spans"], "schedule": {"steps": [3, 900]}}
-    assert planned(tmp_path, config, "--json", "--steps", "100") == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert ProfilingConfig.from_any(plan["settings"]) == ProfilingConfig.from_any(config)
-    assert [capture["folder"] for capture in plan["captures"]] == ["step_000003"]
-    assert plan["never"] == [900]
-    assert plan["roles"][0]["files"] == [
-        "torch: one *.torch.json.gz per worker",
-        "spans: none; its spans are in manifest.json",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -151,31 +134,36 @@ def test_the_planned_steps_are_those_of_the_schedule(schedule: dict[str, Any]) -
     config = settings(schedule=schedule)
     steps = range(1, 101)
     wanted = [step for step in steps if config.schedule.action(step) is Action.RECORD]
-    plan = plan_of(config, 100)
+    _, warm_ups, more = planned_captures(config.schedule, 100)
     assert [step for first, last in steps_of(schedule, 100) for step in range(first, last + 1)] == wanted
-    assert plan.warm_ups == [step for step in range(101) if config.schedule.action(step) is Action.WARMUP]
-    assert not plan.more_captures
+    assert warm_ups == [step for step in range(101) if config.schedule.action(step) is Action.WARMUP]
+    assert not more
 
 
 def test_a_loop_without_an_end_is_cut_off() -> None:
     """The first captures are enough to see the pattern; far steps and long runs take no time."""
     assert steps_of({"every": 1000})[-1] == (10_000, 10_000)
-    assert plan_of(settings(schedule={"every": 1000})).more_captures
+    assert planned_captures(settings(schedule={"every": 1000}).schedule, None)[2]
     assert steps_of({"steps": [10**12]}) == [(10**12, 10**12)]
-    assert plan_of(settings(), 10**12).more_captures
+    assert planned_captures(settings().schedule, 10**12)[2]
 
 
-def test_coordinates_and_tools_that_come_later_are_named() -> None:
+def test_coordinates_and_tools_that_come_later_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The last pipeline stage by -1, and reports that are collected after the run."""
     roles = {"rollout": {"mode": "discrete"}, "actor": {"pp": [0, -1], "tp": 0}}
-    plan = plan_of(settings(tool="nsys", mode="e2e", roles=roles, schedule={"steps": [1]}))
-    rollout, actor, _ = plan.roles
-    assert rollout.stages == "from on_rollout_begin to on_rollout_end"
-    assert rollout.files == [
-        "nsys: one *.nsys-rep per replica and stage, each time that it runs; collected after the run"
-    ]
-    assert actor.workers == "tp 0; pp -1, 0"
-    assert msgspec.json.encode(plan)
+    config = {"enable": True, "tool": ["nsys", "spans"], "mode": "e2e", "roles": roles}
+    assert planned(tmp_path, {**config, "schedule": {"steps": [3, 900]}}, "--steps", "100") == 0
+    printed = capsys.readouterr().out
+    for line in (
+        "  never come in 100 steps: step 900\n",
+        "  stages   from on_rollout_begin to on_rollout_end\n",
+        "nsys: one *.nsys-rep per replica and stage, each time that it runs; collected after the run\n",
+        "  spans: none; its spans are in manifest.json\n",
+        "  workers  tp 0; pp -1, 0\n",
+    ):
+        assert line in printed
 
 
 def test_what_stays_on_disk_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from verl_profiling.settings.schedule import Action, Schedule
 from verl_profiling.tools import Tool
 from verl_profiling.units import step_list
 
-_MOST_LISTED = 10
+_MOST_CAPTURES = 10
+_FAR = 100_000
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -33,176 +34,101 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "config", type=Path, metavar="CONFIG", help="settings, as YAML or JSON, or a run.json"
     )
     parser.add_argument("--steps", type=int, metavar="N", help="number of the loop's last step")
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan of a configuration."""
     config = load_config(arguments.config)
-    plan = plan_of(config, arguments.steps)
-    if arguments.json:
-        print(msgspec.json.encode(plan).decode())
-    else:
-        print("\n".join(_lines(plan, arguments.steps)))
-    return EXIT_OK if plan.captures_something else EXIT_FINDING
+    roles = [config.for_role(role) for role in _roles(config)]
+    captures, warm_ups, more = planned_captures(config.schedule, arguments.steps)
+    print("settings (the others are the defaults)")
+    for key, value in _changed(config.to_dict(), ProfilingConfig().to_dict()):
+        print(f"  {key} = {msgspec.json.encode(value).decode()}")
+    if not config.enable:
+        print("  enable = false: nothing is captured")
+        return EXIT_FINDING
+    print(f"captures ({config.schedule.in_words()})")
+    for line in _capture_lines(captures, arguments.steps, more):
+        print(f"  {line}")
+    if warm_ups:
+        print(f"  warm-up, thrown away: {step_list(warm_ups)}")
+    steps = arguments.steps
+    if never := [step for step in config.schedule.steps or () if steps is not None and step > steps]:
+        print(f"  never come in {steps} steps: {step_list(never)}")
+    if config.limits.keep_last is not None:
+        print(f"  kept on disk: the last {config.limits.keep_last}")
+    for caution in config.cautions():
+        print(f"caution: {caution}")
+    for role in roles:
+        print(f"role {role.role}" if role.role else "every other role" if roles[1:] else "every role")
+        for line in _role_lines(role):
+            print(f"  {line}")
+    some = bool(captures) or config.schedule.steps == ()  # without steps, captures can be requested
+    return EXIT_OK if some and any(role.enable for role in roles) else EXIT_FINDING
 
 
-def _lines(plan: Plan, steps: int | None) -> Iterator[str]:
-    yield "settings (the others are the defaults)"
-    for key, value in plan.changed.items():
-        yield f"  {key} = {msgspec.json.encode(value).decode()}"
-    if not plan.settings["enable"]:
-        yield "  enable = false: nothing is captured"
+def _capture_lines(captures: Sequence[tuple[int, int]], steps: int | None, more: bool) -> Iterator[str]:
+    for first, last in captures[:_MOST_CAPTURES]:
+        what = f"step {first}" if first == last else f"steps {first} to {last}"
+        yield f"{what:<20}  {step_folder_name(first)}/"
+    if more:
+        yield "... and more" + ("; --steps N says where the loop ends" if steps is None else "")
+    elif len(captures) > _MOST_CAPTURES:
+        yield f"... {len(captures)} captures in all, the last in {step_folder_name(captures[-1][0])}/"
+    if not captures:
+        yield "none" + (f" up to step {steps}" if steps is not None else "")
+
+
+def _role_lines(role: RoleConfig) -> Iterator[str]:
+    """Yield mode, workers, stages and files of a role; with ranks and stages, also the number of files."""
+    if not role.enable:
+        yield "not captured"
         return
-    yield f"captures ({plan.schedule})"
-    for capture in plan.captures[:_MOST_LISTED]:
-        what = (
-            f"step {capture.first}"
-            if capture.first == capture.last
-            else f"steps {capture.first} to {capture.last}"
-        )
-        yield f"  {what:<20}  {capture.folder}/"
-    if plan.more_captures:
-        yield "  ... and more" + ("; --steps N says where the loop ends" if steps is None else "")
-    elif len(plan.captures) > _MOST_LISTED:
-        yield f"  ... {len(plan.captures)} captures in all, the last in {plan.captures[-1].folder}/"
-    if not plan.captures:
-        yield "  none" + (f" up to step {steps}" if steps is not None else "")
-    if plan.warm_ups:
-        yield f"  warm-up, thrown away: {step_list(plan.warm_ups)}"
-    if plan.never:
-        yield f"  never come in {steps} steps: {step_list(plan.never)}"
-    if plan.kept:
-        yield f"  kept on disk: {plan.kept}"
-    for caution in plan.cautions:
-        yield f"caution: {caution}"
-    for role in plan.roles:
-        yield f"role {role.role}" if role.role else ("every other role" if plan.roles[1:] else "every role")
-        if not role.captured:
-            yield "  not captured"
-            continue
-        yield f"  mode     {role.mode}"
-        yield f"  workers  {role.workers}"
-        if role.stages:
-            yield f"  stages   {role.stages}"
-        for index, files in enumerate(role.files):
-            yield f"  {'' if index else 'files':<8} {files}"
-        if role.most_files:
-            once = ", if every stage runs once" if role.mode == "discrete" else ""
-            yield f"           at most {role.most_files} for each capture{once}"
+    stages, each, once = "", 1, ""
+    if role.mode == "discrete" and role.role == ROLLOUT_ROLE:
+        stages = "from on_rollout_begin to on_rollout_end"
+    elif role.mode == "discrete":
+        named = sorted(role.stages or ())
+        stages, each = ", ".join(named) or "all", len(named)
+    yield f"mode     {role.mode}"
+    yield f"workers  {_workers(role)}"
+    if stages:
+        yield f"stages   {stages}"
+        once = ", if every stage runs once"
+    for index, tool in enumerate(role.tools):
+        yield f"{'' if index else 'files':<8} {_files(tool, role)}"
+    ranks = len(role.ranks) if role.ranks is not None else 0
+    if most := ranks * each * sum(bool(tool.suffix) for tool in role.tools):
+        yield f"         at most {most} for each capture{once}"
 
 
-_MOST_CAPTURES = 10
-_FAR = 100_000
+def planned_captures(schedule: Schedule, steps: int | None) -> tuple[list[tuple[int, int]], list[int], bool]:
+    """Return the captures, the warm-up steps up to the last of them, and whether more captures follow.
 
-
-class PlannedCapture(msgspec.Struct, frozen=True, kw_only=True):
-    """One capture: its steps, both ends included, and its folder."""
-
-    first: int
-    last: int
-    folder: str
-
-
-class PlannedRole(msgspec.Struct, frozen=True, kw_only=True):
-    """The planned recording of one role.
-
-    Attributes:
-        role: The role; empty for all roles without settings of their own.
-        captured: Whether it is captured at all.
-        mode: ``e2e`` or ``discrete``.
-        workers: The captured workers, as text.
-        stages: The captured stages in discrete mode, as text.
-        files: The files of each tool, as text.
-        most_files: Largest number of files per capture; ``None`` without a list of ranks or stages.
-    """
-
-    role: str
-    captured: bool
-    mode: str
-    workers: str
-    stages: str
-    files: list[str]
-    most_files: int | None = None
-
-
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The planned captures of a configuration.
-
-    Attributes:
-        captures_something: Whether any role and step would be captured. An empty list of steps counts,
-            because captures can be requested.
-        settings: All settings, parsed.
-        changed: Settings that differ from the defaults: value by dotted key.
-        schedule: The selected steps, as text.
-        captures: All captures, or the first ones if the length of the run is not known.
-        more_captures: Whether further captures follow.
-        warm_ups: Warm-up steps up to the last of ``captures``; their recordings are discarded.
-        never: Listed steps after the end of the run.
-        kept: The captures kept on disk, as text; empty for all.
-        cautions: Sentences on settings that are valid, but may hurt the run or have no effect.
-        roles: One entry for each role with settings of its own, and one for all others.
-    """
-
-    captures_something: bool
-    settings: dict[str, Any]
-    changed: dict[str, Any]
-    schedule: str
-    captures: list[PlannedCapture]
-    more_captures: bool
-    warm_ups: list[int]
-    never: list[int]
-    kept: str
-    cautions: list[str]
-    roles: list[PlannedRole]
-
-
-def plan_of(config: ProfilingConfig, steps: int | None = None) -> Plan:
-    """Return the plan of a configuration.
+    A capture is its first and its last step. Of a run of unknown length, the first captures are returned.
 
     Args:
-        config: The settings.
+        schedule: The schedule.
         steps: Number of the loop's last step, if known.
     """
-    schedule = config.schedule
-    captures, warm_ups, more = _captures(schedule, schedule.last_step(steps))
-    roles = [_role(config, role) for role in _roles(config)]
-    settings = config.to_dict()
-    return Plan(
-        captures_something=(bool(captures) or schedule.steps == ()) and any(role.captured for role in roles),
-        settings=settings,
-        changed=dict(_changed(settings, ProfilingConfig().to_dict())),
-        schedule=schedule.in_words(),
-        captures=captures,
-        more_captures=more,
-        warm_ups=warm_ups,
-        never=[step for step in schedule.steps or () if steps is not None and step > steps],
-        kept="" if (last := config.limits.keep_last) is None else f"the last {last}",
-        cautions=config.cautions(),
-        roles=roles,
-    )
-
-
-def _captures(schedule: Schedule, last: int | None) -> tuple[list[PlannedCapture], list[int], bool]:
-    """Return the captures, the warm-up steps up to the last of them, and whether more captures follow."""
-    captures: list[PlannedCapture] = []
+    captures: list[tuple[int, int]] = []
     warm_ups: list[int] = []
+    last = schedule.last_step(steps)
     most = _MOST_CAPTURES if last is None else _FAR
     first = schedule.every or 1 + schedule.skip_first
-    steps = count(first, schedule.every or 1) if schedule.steps is None else sorted(set(schedule.steps))
-    for step in islice(steps, _FAR):
+    listed = count(first, schedule.every or 1) if schedule.steps is None else sorted(set(schedule.steps))
+    for step in islice(listed, _FAR):
         if last is not None and step > last:
             return captures, warm_ups, False
         found = schedule.step_range(step)
-        if found is None or (captures and step <= captures[-1].last):
+        if found is None or (captures and step <= captures[-1][1]):
             continue
         if found.action is Action.WARMUP:
             warm_ups.append(step)
             continue
         if len(captures) == most:
             return captures, warm_ups, True
-        end = found.last if last is None else min(found.last, last)
-        captures.append(PlannedCapture(first=step, last=end, folder=step_folder_name(step)))
+        captures.append((step, found.last if last is None else min(found.last, last)))
     return captures, warm_ups, schedule.steps is None
 
 
@@ -211,34 +137,8 @@ def _roles(config: ProfilingConfig) -> list[str]:
     return named if config.select.roles is not None else [*named, ""]
 
 
-def _role(config: ProfilingConfig, role: str) -> PlannedRole:
-    settings = config.for_role(role)
-    discrete = settings.mode == "discrete"
-    stages, each = "", 1
-    if discrete and role == ROLLOUT_ROLE:
-        stages = "from on_rollout_begin to on_rollout_end"
-    elif discrete:
-        named = sorted(settings.stages or ())
-        stages, each = ", ".join(named) or "all", len(named)
-    ranks = len(settings.ranks) if settings.ranks is not None else 0
-    writing = sum(bool(tool.suffix) for tool in settings.tools)
-    return PlannedRole(
-        role=role,
-        captured=settings.enable,
-        mode=settings.mode,
-        workers=_workers(settings),
-        stages=stages,
-        files=[_files(tool, settings) for tool in settings.tools],
-        most_files=(ranks * each * writing or None) if writing else 0,
-    )
-
-
 def _workers(settings: RoleConfig) -> str:
-    chosen = {
-        "ranks": settings.ranks,
-        **settings.coordinates,
-        "replicas": settings.replicas,
-    }
+    chosen = {"ranks": settings.ranks, **settings.coordinates, "replicas": settings.replicas}
     given = [f"{name} {_numbers(numbers)}" for name, numbers in chosen.items() if numbers is not None]
     return "; ".join(given) or "all"
 
