@@ -157,7 +157,9 @@ def test_stages_that_cross_get_threads_of_their_own(tmp_path: Path) -> None:
         ("update_weights", 12, 20),
         ("late", 21, 22),
     ]
-    stages = [StageSpan(name, begin + a * 1000, begin + b * 1000) for name, a, b in spans]
+    stages = [
+        StageSpan(name, begin + a * 1000, begin + b * 1000, depth=int(name == "inner")) for name, a, b in spans
+    ]
     rewrite(folder, stages=stages)
     _, events = merged(folder)
     names = process_names(events)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,6 +27,7 @@ from verl_profiling.report.intervals import (
 from verl_profiling.report.lanes import Step
 from verl_profiling.report.model import GanttSpan
 from verl_profiling.report.rows import OutsideRow, RequestRow, RunningRow, StageRow
+from verl_profiling.timeline.processes import stages_by_row
 
 CAPTURE_CALLS = "(starting and stopping the capture)"
 OUTSIDE_STAGES = "(outside stages)"
@@ -120,9 +120,6 @@ def capture_time(step: Step) -> Spans:
     inside = (intersection(time_of(spans), step.during(name)) for name, spans in tools.items())
     pauses = time_of(step.manifest.outside, CAPTURE_START, CAPTURE_STOP)
     return union(pauses, subtract(time_of(step.manifest.rpcs), whole), elsewhere, *inside)
-
-
-_MOST_ROWS = 64
 
 
 def outside_rows(manifest: Manifest) -> list[OutsideRow]:
@@ -220,9 +217,9 @@ def gantt(step: Step) -> Iterator[GanttSpan]:
 
     Starts and stops outside the step, as in e2e mode, are left out.
     """
-    yield from _stacked(_stages("controller", step.stages, step))
+    yield from _stages("controller", step.stages, step)
     for worker in step.workers:
-        yield from _stacked(_stages(worker.name, worker.stages, step))
+        yield from _stages(worker.name, worker.stages, step)
         for span in worker.tool_spans:
             begin_ns, end_ns = max(span.begin_ns, step.begin_ns), min(span.end_ns, step.end_ns)
             if begin_ns < end_ns:
@@ -230,14 +227,13 @@ def gantt(step: Step) -> Iterator[GanttSpan]:
                 yield _span(worker.name, ran, step, kind=span.name)
 
 
-def _stages(worker: str, spans: list[StageSpan], step: Step) -> list[GanttSpan]:
+def _stages(worker: str, spans: Sequence[StageSpan], step: Step) -> Iterator[GanttSpan]:
     lanes = [lane for lane in step.lanes if lane.source.worker == worker]
     busy = [lane.busy for lane in lanes]
     communication = [subtract(lane.communication, lane.compute) for lane in lanes]
-    return [
-        _span(worker, one, step, busy_us=_mean_us(busy, one), communication_us=_mean_us(communication, one))
-        for one in spans
-    ]
+    for one, row in stages_by_row(spans):
+        times = {"busy_us": _mean_us(busy, one), "communication_us": _mean_us(communication, one)}
+        yield _span(worker, one, step, row=row, **times)
 
 
 def _span(lane: str, span: StageSpan, step: Step, **more: Any) -> GanttSpan:
@@ -249,23 +245,3 @@ def _mean_us(lanes: list[Spans], stage: StageSpan) -> float | None:
     """Return the time of a stage (us) that spans cover, mean of the lanes; ``None`` without lanes."""
     covered = [length(within(spans, stage.begin_ns, stage.end_ns)) / 1000 for spans in lanes]
     return fmean(covered) if covered else None
-
-
-def _stacked(spans: list[GanttSpan]) -> Iterator[GanttSpan]:
-    """Give each nested span the row of its parent, and each outermost span the first free row.
-
-    There are at most 64 rows; further concurrent spans share the last one.
-    """
-    rows: list[list[GanttSpan]] = []  # open spans of each row, outermost first
-    for span in sorted(spans, key=lambda span: (span.begin_us, span.depth, -span.end_us)):
-        for opened in rows:
-            while opened and opened[-1].end_us <= span.begin_us:
-                opened.pop()
-        around = [index for index, opened in enumerate(rows) if opened and opened[-1].depth == span.depth - 1]
-        free = next((index for index, opened in enumerate(rows) if not opened), len(rows))
-        row = max(around, key=lambda index: rows[index][-1].begin_us) if around else free
-        row = min(row, _MOST_ROWS - 1)
-        if row == len(rows):
-            rows.append([])
-        rows[row].append(span)
-        yield msgspec.structs.replace(span, row=row)

@@ -48,98 +48,93 @@ _COLLECTIVE = (
     r"|[Rr]educe_?[Ss]catter"
 )
 
-NCCL = Pattern(
-    "NCCL, RCCL",
-    r"(?i:nccl)",
-    "ncclDevKernel_AllGather_RING_LL",
-    _GITHUB + "NVIDIA/nccl/tree/master/src/device",
+PATTERNS = tuple(
+    Pattern(library, pattern, example, _GITHUB + source)
+    for library, pattern, example, source in (
+        ("NCCL, RCCL", r"(?i:nccl)", "ncclDevKernel_AllGather_RING_LL", "NVIDIA/nccl/tree/master/src/device"),
+        (
+            "any: the name of a collective",
+            _COLLECTIVE,
+            "twoShotAllReduceKernel",
+            "flashinfer-ai/flashinfer/tree/main/include/flashinfer/comm",
+        ),
+        (
+            "RCCL with MSCCL",
+            r"mscclKernel_|rcclGenericKernel",
+            "mscclKernel_Sum_half_LL_false",
+            "ROCm/rccl/blob/develop/src/include/msccl/msccl_kernel.h",
+        ),
+        ("HCCL", r"^hccl|^hcom_", "hcom_allReduce_", "kali20gakki/msprof"),
+        ("oneCCL", r"\boneccl_", "oneccl_reduce_base", "intel/torch-xpu-ops/issues/5384"),
+        (
+            "torch, symmetric memory",
+            r"\bmultimem_|symmetric_memory::|\b(?:put|wait)_signal_kernel",
+            "multimem_all_reduce_kernel",
+            "pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryOps.cu",
+        ),
+        (
+            "vLLM, SGLang, aiter: custom all-reduce",
+            r"cross_device_reduce",
+            "vllm::cross_device_reduce_2stage",
+            "vllm-project/vllm/blob/main/csrc/custom_all_reduce.cuh",
+        ),
+        (
+            "vLLM, SGLang, aiter: quick reduce",
+            r"quickreduce::|allreduce_prototype_",
+            "quickreduce::allreduce_prototype_twoshot",
+            "vllm-project/vllm/blob/main/csrc/quickreduce/quick_reduce.h",
+        ),
+        (
+            "TensorRT-LLM, flashinfer: one-shot and two-shot all-reduce, over PCIe too",
+            r"[Ll]amport|\bipc_\w*(?:push|rsag)|\bpush_oneshot",
+            "rmsNormLamport",
+            "flashinfer-ai/flashinfer/tree/main/include/flashinfer/comm",
+        ),
+        (
+            "TensorRT-LLM, flashinfer: expert parallel",
+            r"moeA2A|moeAllToAll|allToAllMetadata|\w*_a2a_kernel",
+            "moeA2ADispatchKernel",
+            "flashinfer-ai/flashinfer/tree/main/csrc/nv_internal/tensorrt_llm/kernels/communicationKernels",
+        ),
+        (
+            "DeepEP",
+            r"deep_ep::(?!(?:\w+::)*layout::)|\bdpsk::ep::int(?:er|ra)node",
+            "deep_ep::internode_ll::dispatch",
+            "deepseek-ai/DeepEP/tree/main/csrc/kernels",
+        ),
+        (
+            "MoRI",
+            r"\bmori::|\bEp(?:Dispatch|Combine)\w*",
+            "mori::moe::EpDispatchIntraNodeKernel",
+            "ROCm/mori/tree/main/src/ops/dispatch_combine",
+        ),
+        (
+            "NVSHMEM",
+            r"nvshmem|_on_stream_kernel",
+            "alltoall_on_stream_kernel",
+            "NVIDIA/nvshmem/tree/devel/src/device",
+        ),
+        (
+            "MSCCL++",
+            r"mscclpp",
+            "mscclpp::collective::allreduceNvlsPacket",
+            "microsoft/mscclpp/tree/main/src/ext/collectives",
+        ),
+        (
+            "Transformer Engine, user buffers",
+            r"userbuffers_",
+            "kuserbuffers_pushsend",
+            "NVIDIA/TransformerEngine/tree/main/transformer_engine/common/comm_gemm_overlap/userbuffers",
+        ),
+    )
 )
-PATTERNS = (
-    NCCL,
-    Pattern(
-        "any: the name of a collective",
-        _COLLECTIVE,
-        "twoShotAllReduceKernel",
-        _GITHUB + "flashinfer-ai/flashinfer/tree/main/include/flashinfer/comm",
-    ),
-    Pattern(
-        "RCCL with MSCCL",
-        r"mscclKernel_|rcclGenericKernel",
-        "mscclKernel_Sum_half_LL_false",
-        _GITHUB + "ROCm/rccl/blob/develop/src/include/msccl/msccl_kernel.h",
-    ),
-    Pattern("HCCL", r"^hccl|^hcom_", "hcom_allReduce_", _GITHUB + "kali20gakki/msprof"),
-    Pattern("oneCCL", r"\boneccl_", "oneccl_reduce_base", _GITHUB + "intel/torch-xpu-ops/issues/5384"),
-    Pattern(
-        "torch, symmetric memory",
-        r"\bmultimem_|symmetric_memory::|\b(?:put|wait)_signal_kernel",
-        "multimem_all_reduce_kernel",
-        _GITHUB + "pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryOps.cu",
-    ),
-    Pattern(
-        "vLLM, SGLang, aiter: custom all-reduce",
-        r"cross_device_reduce",
-        "vllm::cross_device_reduce_2stage",
-        _GITHUB + "vllm-project/vllm/blob/main/csrc/custom_all_reduce.cuh",
-    ),
-    Pattern(
-        "vLLM, SGLang, aiter: quick reduce",
-        r"quickreduce::|allreduce_prototype_",
-        "quickreduce::allreduce_prototype_twoshot",
-        _GITHUB + "vllm-project/vllm/blob/main/csrc/quickreduce/quick_reduce.h",
-    ),
-    Pattern(
-        "TensorRT-LLM, flashinfer: one-shot and two-shot all-reduce, over PCIe too",
-        r"[Ll]amport|\bipc_\w*(?:push|rsag)|\bpush_oneshot",
-        "rmsNormLamport",
-        _GITHUB + "flashinfer-ai/flashinfer/tree/main/include/flashinfer/comm",
-    ),
-    Pattern(
-        "TensorRT-LLM, flashinfer: expert parallel",
-        r"moeA2A|moeAllToAll|allToAllMetadata|\w*_a2a_kernel",
-        "moeA2ADispatchKernel",
-        _GITHUB
-        + "flashinfer-ai/flashinfer/tree/main/csrc/nv_internal/tensorrt_llm/kernels/communicationKernels",
-    ),
-    Pattern(
-        "DeepEP",
-        r"deep_ep::(?!(?:\w+::)*layout::)|\bdpsk::ep::int(?:er|ra)node",
-        "deep_ep::internode_ll::dispatch",
-        _GITHUB + "deepseek-ai/DeepEP/tree/main/csrc/kernels",
-    ),
-    Pattern(
-        "MoRI",
-        r"\bmori::|\bEp(?:Dispatch|Combine)\w*",
-        "mori::moe::EpDispatchIntraNodeKernel",
-        _GITHUB + "ROCm/mori/tree/main/src/ops/dispatch_combine",
-    ),
-    Pattern(
-        "NVSHMEM",
-        r"nvshmem|_on_stream_kernel",
-        "alltoall_on_stream_kernel",
-        _GITHUB + "NVIDIA/nvshmem/tree/devel/src/device",
-    ),
-    Pattern(
-        "MSCCL++",
-        r"mscclpp",
-        "mscclpp::collective::allreduceNvlsPacket",
-        _GITHUB + "microsoft/mscclpp/tree/main/src/ext/collectives",
-    ),
-    Pattern(
-        "Transformer Engine, user buffers",
-        r"userbuffers_",
-        "kuserbuffers_pushsend",
-        _GITHUB
-        + "NVIDIA/TransformerEngine/tree/main/transformer_engine/common/comm_gemm_overlap/userbuffers",
-    ),
-)
-"""Kernels that communicate."""
+"""Kernels that communicate; those of NCCL, the first, are looked for in the whole name."""
 
 HOST_COLLECTIVES = ("gloo:", "nccl:", "mpi:", "ucc:", "xccl:", "hccl:", "c10d::")
 """How the operators of collectives begin on the host: with the name of a backend of torch.distributed."""
 
-_OTHERS = re.compile("|".join(f"(?:{row.pattern})" for row in PATTERNS if row is not NCCL))
-_NCCL = re.compile(NCCL.pattern)
+_OTHERS = re.compile("|".join(f"(?:{row.pattern})" for row in PATTERNS[1:]))
+_NCCL = re.compile(PATTERNS[0].pattern)
 _BETWEEN_TWO = re.compile(r"send|rece?i?v|coalesced$", re.IGNORECASE)
 _ALL_TO_ALL = re.compile(r"all_?to_?all")  # NCCL makes one of sends and receives
 _LONGEST = 4096  # characters of a name that are looked at

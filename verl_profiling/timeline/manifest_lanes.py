@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 
 import msgspec
 
@@ -22,6 +23,7 @@ from verl_profiling.timeline.processes import (
     name_row,
     name_thread,
     packed_rows,
+    stages_by_row,
 )
 from verl_profiling.timeline.step import Keep
 from verl_profiling.timeline.trace import Event
@@ -30,7 +32,6 @@ CONTROLLER = "controller"
 _ARROW = "causes"
 _FIRST_RPC_TID = 1000
 _STEPS_TID = 999_998
-_MOST_ROWS = 64
 _APART_NS = 1_000  # more than Perfetto's rounding of times (1 ns)
 
 
@@ -43,7 +44,7 @@ def controller_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int)
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
     """
     own = partial(draw, base_ns, pids[CONTROLLER])
-    stages = {CONTROLLER: _stages([*manifest.stages, *manifest.outside], own)}
+    stages = {CONTROLLER: _stages([*manifest.stages, *manifest.outside], base_ns, pids[CONTROLLER])}
     events = []
     if len(manifest.step_spans) > 1:
         events.append(name_thread(pids[CONTROLLER], _STEPS_TID, "steps"))
@@ -64,50 +65,25 @@ def controller_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int)
         if not (worker.stages or worker.tool_spans):
             continue
         pid = pids[worker.name]
-        stages[worker.name] = _stages(worker.stages, partial(draw, base_ns, pid))
+        stages[worker.name] = _stages(worker.stages, base_ns, pid)
         if worker.tool_spans:
             events.append(name_thread(pid, TOOL_TID, "tool"))
         for tool in worker.tool_spans:
             name, of = f"{tool.name} the tool", {"stage": tool.stage} if tool.stage else {}
             events.append(draw(base_ns, pid, TOOL_TID, "capture", name, tool.begin_ns, tool.end_ns, about=of))
-    for spans in stages.values():
-        events += [*spans, *_spread(spans)]
-    return events + _arrows(stages)
+    return [*events, *chain.from_iterable(stages.values()), *_arrows(stages)]
 
 
-def _stages(spans: Iterable[StageSpan], draw: Callable[..., Event]) -> list[Event]:
-    facts = {True: {"failed": True}, False: {}}
-    return [
-        draw(STAGES_TID, "stage", span.name, span.begin_ns, span.end_ns, about=facts[span.failed])
-        for span in spans
-    ]
-
-
-def _spread(spans: list[Event]) -> list[Event]:
-    """Put stages that overlap without nesting on separate threads; return the threads' names.
-
-    Perfetto nests the slices of a thread, but the stages of an asynchronous loop may overlap.
-    """
-    rows: list[list[Event]] = []  # the open stages of each thread
-    names = []
-    for span in sorted(spans, key=lambda s: (s.ts or 0.0, -(s.dur or 0.0))):
-        row = next((index for index, opened in enumerate(rows) if _nests(span, opened)), len(rows))
-        row = min(row, _MOST_ROWS - 1)
-        if row == len(rows):
-            rows.append([])
-            if isinstance(span.pid, int):
-                name = f"stages {row + 1}" if row else "stages"
-                names.append(name_thread(span.pid, STAGES_TID - row, name))
-        rows[row].append(span)
-        span.tid = STAGES_TID - row
-    return names
-
-
-def _nests(span: Event, opened: list[Event]) -> bool:
-    """Drop the stages that ended before ``span`` began; return whether ``span`` fits inside the rest."""
-    while opened and _end_us(opened[-1]) <= (span.ts or 0.0):
-        opened.pop()
-    return not opened or _end_us(span) <= _end_us(opened[-1])
+def _stages(spans: Iterable[StageSpan], base_ns: int, pid: int) -> list[Event]:
+    """Draw stages; those that overlap without nesting are on separate threads, which are named."""
+    events, rows = [], set[int]()
+    for span, row in stages_by_row(spans):
+        about = {"failed": True} if span.failed else {}
+        place = (base_ns, pid, STAGES_TID - row, "stage", span.name)
+        events.append(draw(*place, span.begin_ns, span.end_ns, about=about))
+        rows.add(row)
+    names = (name_thread(pid, STAGES_TID - row, f"stages {row + 1}" if row else "stages") for row in rows)
+    return [*events, *names]
 
 
 def _end_us(span: Event) -> float:
@@ -121,7 +97,9 @@ def _arrows(stages: dict[str, list[Event]]) -> list[Event]:
     """
     arrows: list[Event] = []
     opened: dict[str, list[Event]] = {}  # by name
-    both = [(span, worker == CONTROLLER) for worker, spans in stages.items() for span in spans]
+    both = [
+        (span, worker == CONTROLLER) for worker, spans in stages.items() for span in spans if span.ph == "X"
+    ]
     for span, is_cause in sorted(both, key=lambda one: (one[0].ts or 0.0, not one[1])):
         causes = opened.setdefault(span.name, [])
         if is_cause:

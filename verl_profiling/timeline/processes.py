@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from verl_profiling.manifest import StageSpan
 from verl_profiling.timeline.categories import is_host, is_on_device
 from verl_profiling.timeline.trace import NO_ARGS, Event
 
@@ -34,6 +35,7 @@ _FIRST_OTHER = 2_000
 _LAST_OTHER = TRAJECTORIES_PID - 1
 _OTHERS_PER_TRACE = 50
 _NAME_LENGTH = 120  # characters
+_MOST_STAGE_ROWS = 64
 _WORDS = {"process_name": "name", "process_labels": "labels"}
 _PROCESS_METADATA = {*_WORDS, "process_sort_index"}
 _ENCODER = msgspec.json.Encoder()
@@ -107,6 +109,31 @@ def packed_rows(spans: Sequence[tuple[int, int]]) -> list[int]:
         rows[place] = heapq.heappop(free) if free else len(busy)
         heapq.heappush(busy, (end, rows[place]))
     return rows
+
+
+def stages_by_row(spans: Iterable[StageSpan]) -> Iterator[tuple[StageSpan, int]]:
+    """Yield stages in order of begin, each with its row, in which it overlaps none that it is not nested in.
+
+    A nested stage has the row of its parent, an outermost one the first free row. There are at most 64 rows;
+    further concurrent stages share the last one.
+    """
+    rows: list[list[StageSpan]] = []  # open stages of each row, outermost first
+    for span in sorted(spans, key=lambda span: (span.begin_ns, span.depth, -span.end_ns)):
+        for opened in rows:
+            while opened and opened[-1].end_ns <= span.begin_ns:
+                opened.pop()
+        parents = {row: opened[-1] for row, opened in enumerate(rows) if opened}
+        around = [
+            row
+            for row, parent in parents.items()
+            if parent.depth == span.depth - 1 and span.end_ns <= parent.end_ns
+        ]
+        free = next((row for row, opened in enumerate(rows) if not opened), len(rows))
+        row = max(around, key=lambda row: parents[row].begin_ns, default=min(free, _MOST_STAGE_ROWS - 1))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(span)
+        yield span, row
 
 
 class Processes:
