@@ -301,7 +301,7 @@ class CapturedStep:
         """
         from verl_profiling.report.build import read_step
 
-        return read_step(self.inputs, on_progress).step.lanes
+        return read_step(self.inputs, on_progress)[0].lanes
 
     def to_frame(self, name: FrameName) -> DataFrame:
         """Return one table of the report as a pandas data frame.

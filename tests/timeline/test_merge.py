@@ -158,7 +158,8 @@ def test_stages_that_cross_get_threads_of_their_own(tmp_path: Path) -> None:
         ("late", 21, 22),
     ]
     stages = [
-        StageSpan(name, begin + a * 1000, begin + b * 1000, depth=int(name == "inner")) for name, a, b in spans
+        StageSpan(name, begin + a * 1000, begin + b * 1000, depth=int(name == "inner"))
+        for name, a, b in spans
     ]
     rewrite(folder, stages=stages)
     _, events = merged(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import reduce
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,22 +30,10 @@ from verl_profiling.visible import visible_text_of
 _MOST_NOTES = 100
 
 
-class StepRead(NamedTuple):
-    """A step whose traces were read.
-
-    Attributes:
-        step: The step, with its lanes.
-        coverage: How much of what was expected was read.
-        notes: What to know of the figures, as sentences.
-    """
-
-    step: Step
-    coverage: Coverage
-    notes: list[str]
-
-
-def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None = None) -> StepRead:
-    """Read the traces of one step.
+def read_step(
+    inputs: StepInputs, on_progress: Callable[[Source], None] | None = None
+) -> tuple[Step, Coverage, list[str]]:
+    """Read the traces of one step; return it with its lanes, how much was read, and notes on the figures.
 
     Args:
         inputs: The step, from :func:`~verl_profiling.timeline.inputs.find_steps`.
@@ -98,7 +86,7 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
         if not read:
             problem = "; ".join(coverage.missing) or "holds no trace to report on"
             raise TraceFormatError(inputs.directory, problem)
-    return StepRead(Step(manifest, read, inputs.capture), coverage, notes)
+    return Step(manifest, read, inputs.capture), coverage, notes
 
 
 def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | None = None) -> Report:
@@ -187,15 +175,15 @@ def _logs(
     inputs: StepInputs, coverage: Coverage, counts: capture_rows.Counts
 ) -> Iterator[tuple[Source, TrajectoryLog]]:
     """Yield the logs of trajectories, one in memory at a time; note what is wrong with them, and counts."""
-    for found in read_logs(inputs):
-        coverage.missing += found.problems
-        coverage.lanes += [found.source.lane] if found.problems else []
-        if found.log is not None:
+    for source, log, problems in read_logs(inputs):
+        coverage.missing += problems
+        coverage.lanes += [source.lane] if problems else []
+        if log is not None:
             coverage.read += 1
-            for one in found.log.counts:
-                said = counts.setdefault((found.source.lane, one.name), [])
-                said.append((one.at_ns - found.source.offset_ns, one.value))
-            yield found.source, found.log
+            for one in log.counts:
+                said = counts.setdefault((source.lane, one.name), [])
+                said.append((one.at_ns - source.offset_ns, one.value))
+            yield source, log
 
 
 def _unrecorded_device(step: Step, source: Source) -> str:

@@ -15,8 +15,8 @@ from rich.markup import escape
 
 from verl_profiling.report.anatomy import CAPTURE_CALLS
 from verl_profiling.report.model import Report
-from verl_profiling.report.tables import Table, named
-from verl_profiling.report.terminal import fitting_console, print_table, shortened
+from verl_profiling.report.tables import Table, named, without_middle
+from verl_profiling.report.terminal import fitting_console, print_table
 from verl_profiling.units import duration
 
 _SMALLEST_SHARE = 0.01
@@ -204,7 +204,7 @@ def print_diff(diff: Diff, console: Console) -> None:
         rows = [change for change in diff.changes if change.kind == kind]
         headings, cells = table.cells(rows[: table.brief])
         for line in cells:
-            line[0] = named(shortened(line[0].text))
+            line[0] = named(without_middle(line[0].text))
         more = f"{len(rows) - table.brief:,} more, with smaller changes: --json"
         dim = [not change.stands_out for change in rows]
         print_table(console, table.name, headings, cells, more if len(rows) > table.brief else "", dim)

@@ -33,6 +33,12 @@ def named(text: str, link: str = "") -> Cell:
     return Cell(text, text, link)
 
 
+def without_middle(name: str, most: int = 44) -> str:
+    """Return a name of at most so many characters; kernel names differ at both ends, so the middle is cut."""
+    head = most * 2 // 3
+    return name if len(name) <= most else f"{name[:head]}…{name[head + 1 - most :]}"
+
+
 def timed(seconds: float | None) -> Cell:
     """Return the cell of a duration; empty for ``None``."""
     return Cell(seconds, "" if seconds is None else duration(seconds))

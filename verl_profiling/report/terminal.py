@@ -20,10 +20,9 @@ from rich.text import Text
 
 from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import asked_sentences, figures, rollout_sentences, sentences
-from verl_profiling.report.tables import TABLES, Cell
+from verl_profiling.report.tables import TABLES, Cell, without_middle
 
 _WIDTH = 100
-_NAME = 44
 
 
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:s|ms|us|ns|min|h|d|kB|MB|GB|TB)\b)")
@@ -54,14 +53,6 @@ def fitting_console(console: Console) -> Console:
     """Return a console for the same file, as wide as the terminal but at most 100 columns."""
     width = min(console.width, _WIDTH) if console.is_terminal else _WIDTH
     return Console(file=console.file, width=width, highlight=False)
-
-
-def shortened(name: str) -> str:
-    """Return a name of at most 44 characters; the middle is cut, because kernel names differ at both ends."""
-    if len(name) <= _NAME:
-        return name
-    head = _NAME * 2 // 3
-    return f"{name[:head]}…{name[head + 1 - _NAME :]}"
 
 
 def table_of(title: str, headings: Sequence[str], texts: Collection[int] = ()) -> Table:
@@ -149,7 +140,7 @@ def print_table(
     texts = {at for at, cells in columns if all(isinstance(c.value, str | bool | list | None) for c in cells)}
     table = table_of(title, heads, texts)
     for number, (first, *others) in enumerate(rows):
-        cells = (escape(shortened(cell.text)) for cell in others)
+        cells = (escape(without_middle(cell.text)) for cell in others)
         table.add_row(escape(first.text), *cells, style="dim" if dim and dim[number] else None)
     console.print()
     console.print(table)

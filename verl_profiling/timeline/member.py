@@ -18,8 +18,7 @@ from isal import isal_zlib
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import Request
 from verl_profiling.timeline.content import Limits
-from verl_profiling.timeline.manifest_lanes import Arrow
-from verl_profiling.timeline.processes import Processes
+from verl_profiling.timeline.processes import Arrow, Processes
 from verl_profiling.timeline.step import Keep, Source
 from verl_profiling.timeline.trace import Event, Trace
 from verl_profiling.trajectory_log import LaterStatuses

@@ -22,15 +22,17 @@ from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
 from verl_profiling.manifest import SCHEMA_VERSION
 from verl_profiling.ranks import parse_ranks
 from verl_profiling.run_files import scratch_folder
-from verl_profiling.timeline.manifest_lanes import (
+from verl_profiling.timeline.member import Member, MemberFile, MemberJob, compressor, write_member
+from verl_profiling.timeline.processes import (
     CONTROLLER,
+    LANE_PIDS,
+    STAGES_TID,
     Arrow,
     controller_events,
+    name_process,
     request_events,
     requests_by_id,
 )
-from verl_profiling.timeline.member import Member, MemberFile, MemberJob, compressor, write_member
-from verl_profiling.timeline.processes import LANE_PIDS, STAGES_TID, name_process
 from verl_profiling.timeline.step import (
     TIMELINE_MARK,
     TIMELINE_NAME,

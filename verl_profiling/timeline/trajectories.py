@@ -12,11 +12,12 @@ import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.content import Limits
-from verl_profiling.timeline.manifest_lanes import Arrow, joined
 from verl_profiling.timeline.member import ID_STRIDE, Member, MemberFile, MemberJob
 from verl_profiling.timeline.processes import (
     TRAJECTORIES_PID,
+    Arrow,
     draw,
+    joined,
     name_process,
     name_row,
     packed_rows,
@@ -46,38 +47,28 @@ _OWNER = -1  # number of the owner, the parent of outermost spans
 _Numbered = TypeVar("_Numbered", TrajectoryRecord, SpanRecord)
 
 
-class ReadLog(msgspec.Struct, frozen=True, kw_only=True):
-    """One log of a step.
+def read_logs(inputs: StepInputs) -> Iterator[tuple[Source, TrajectoryLog | None, list[str]]]:
+    """Yield the logs of a step, sorted by lane, with one log in memory at a time.
 
-    Attributes:
-        source: The file, its lane and its clock offset.
-        log: Records on the clock of their process; ``None`` if the log is unreadable. The records are
-            consistent: ids are unique, no end is before its begin, and each parent precedes its children
-            and is in their trajectory. Statuses are the latest in any log of the step.
-        problems: Sentences, with the file's name, on unreadable or unrecorded parts.
+    Each is the source, the log on the clock of its process, as :func:`mended_log` returns it (``None`` if it
+    is unreadable), and sentences on parts that are unreadable or unrecorded. Statuses are the latest in any
+    log of the step.
     """
-
-    source: Source
-    log: TrajectoryLog | None
-    problems: list[str] = []
-
-
-def read_logs(inputs: StepInputs) -> Iterator[ReadLog]:
-    """Yield the logs of a step, sorted by lane, with one log in memory at a time."""
     statuses = LaterStatuses.of((source.path, source.offset_ns) for source in inputs.logs)
     for source in inputs.logs:
         try:
             log = mended_log(source, inputs.limits, statuses)
         except TraceFormatError as error:
-            yield ReadLog(source=source, log=None, problems=[str(error)])
-            continue
-        problems = [f"{source.path.name}: {problem}" for problem in log.problems]
-        yield ReadLog(source=source, log=log, problems=problems)
+            yield source, None, [str(error)]
+        else:
+            yield source, log, [f"{source.path.name}: {problem}" for problem in log.problems]
 
 
 def mended_log(source: Source, limits: Limits, statuses: LaterStatuses) -> TrajectoryLog:
     """Read one log, and leave out or correct the records that contradict others.
 
+    Ids are then unique, no end is before its begin, and each parent precedes its children and is in their
+    trajectory.
     A span whose trajectory is not in the log becomes a span outside trajectories. A parent with a larger
     id than its child is dropped: ids are given in order of begin.
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from verl_profiling.report.sentences import Figure
-from verl_profiling.report.tables import Cell
+from verl_profiling.report.tables import Cell, without_middle
 
 _LIBRARY = "d3.min.js"
 _SHARED = ("common.js", "tables.js")
@@ -132,9 +132,8 @@ def _name(name: str) -> str:
     name = name.lstrip(" ")
     if len(name) <= _LONGEST_NAME:
         return f"<bdi>{indent}{escape(name)}</bdi>"
-    head = _LONGEST_NAME * 2 // 3
-    short = f"{name[:head]}…{name[head + 1 - _LONGEST_NAME :]}"
-    return f"<details><summary><bdi>{escape(short)}</bdi></summary><bdi>{escape(name)}</bdi></details>"
+    short = escape(without_middle(name, _LONGEST_NAME))
+    return f"<details><summary><bdi>{short}</bdi></summary><bdi>{escape(name)}</bdi></details>"
 
 
 def _embedded(data: Any) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from verl_profiling.manifest import Request
 from verl_profiling.report.intervals import Axes, Ints, Sharing, length, overlaps, percentiles, union
-from verl_profiling.report.rollout.records import OTHERS, Blocks, Pieces, Records, Trajectory, short_name
+from verl_profiling.report.rollout.records import OTHERS, Blocks, Pieces, Records, Trajectory
 from verl_profiling.report.rows import (
     BlockRow,
     CallRow,
@@ -22,6 +22,7 @@ from verl_profiling.report.rows import (
     StatusRow,
     VersionRow,
 )
+from verl_profiling.timeline.processes import shortened
 
 KEPT = ("done", "running")
 """Statuses of trajectories that are used, or may still be."""
@@ -145,7 +146,7 @@ def group_rows(
         by_cause = np.bincount(mine.cause, weights=took, minlength=len(pieces.causes))
         rows.append(
             GroupRow(
-                group=short_name(group),
+                group=shortened(group),
                 members=len(members),
                 first_s=(first - begin_ns) / 1e9,
                 last_s=(last - begin_ns) / 1e9,
@@ -205,11 +206,11 @@ def failure_rows(trajectories: Sequence[Trajectory]) -> list[FailureRow]:
     examples: dict[tuple[bool, str, str, str], str] = {}
     for one in trajectories:
         if one.failed_in is not None:
-            error = short_name(" ".join(one.said.error.split()))
+            error = shortened(" ".join(one.said.error.split()))
             key = (one.validate, one.said.status, error, one.failed_in)
             sample = "" if one.said.sample is None else f"/{one.said.sample}"
             counts[key] += 1
-            examples.setdefault(key, short_name(f"{one.said.group}{sample}"))
+            examples.setdefault(key, shortened(f"{one.said.group}{sample}"))
     ranked = sorted(counts.items(), key=lambda item: (item[0][0], -item[1], item[0]))
     found: list[tuple[Any, ...]] = [(*key, count, examples[key]) for key, count in ranked[:_MOST_FAILURES]]
     for validate in (False, True):

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from verl_profiling.manifest import Request
 from verl_profiling.report.intervals import Axes, Ints, union, without
+from verl_profiling.timeline.processes import shortened
 from verl_profiling.timeline.step import Source
 from verl_profiling.trajectory_log import NO_SPAN, Block, SpanRecord, TrajectoryLog, TrajectoryRecord
 
@@ -32,7 +33,6 @@ UNKNOWN = "unknown"
 OTHERS = "(all others)"
 """Name of the row that adds up all rows not shown."""
 
-_LONGEST = 120
 _WITH_ERROR = ("failed", "cancelled")
 
 
@@ -69,7 +69,7 @@ class Trajectory(NamedTuple):
     @property
     def status(self) -> str:
         """Final status of the trajectory."""
-        return short_name(self.said.status)
+        return shortened(self.said.status)
 
     def number(self, fact: str) -> int | None:
         """Return a fact of the trajectory if it is an integer, else ``None``."""
@@ -234,7 +234,7 @@ class _Gathered:
             owners[span.id] = number
             if span.request:
                 self.requests[row] = span.request
-            name = self.names.setdefault(short_name(span.name), len(self.names))
+            name = self.names.setdefault(shortened(span.name), len(self.names))
             loop, goes_on = (
                 self._loop_of.get(span.loop, NO_SPAN),
                 span.open or span.end_ns - self._offset > end,
@@ -254,9 +254,9 @@ class _Gathered:
             if end <= begin or block.loop not in self._loop_of:
                 continue
             who = (names.get(block.span) or block.function) if block.function else UNKNOWN
-            key = (lane, short_name(who))
+            key = (lane, shortened(who))
             number, functions = self.blockers.setdefault(key, (len(self.blockers), Counter()))
-            functions[short_name(block.function)] += end - begin
+            functions[shortened(block.function)] += end - begin
             rows.append((self._loop_of[block.loop], begin, end, owners.get(block.span, NO_SPAN), number))
         self.blocks.append(np.array(rows, dtype=np.int64).reshape(-1, 5))
 
@@ -270,12 +270,7 @@ def _failed_in(log: TrajectoryLog) -> dict[int, str]:
         if (span.failed or span.open) and span.trajectory in inner:
             known = inner[span.trajectory] or span
             inner[span.trajectory] = max(known, span, key=lambda one: (one.failed, one.begin_ns, one.id))
-    return {id: short_name(span.name) if span else "" for id, span in inner.items()}
-
-
-def short_name(name: str) -> str:
-    """Return a name cut to 120 characters, which bounds the size of the report's page."""
-    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
+    return {id: shortened(span.name) if span else "" for id, span in inner.items()}
 
 
 DRAIN_NS = 50_000_000

@@ -43,7 +43,7 @@ from verl_profiling.report.rollout.records import (
     read_records,
 )
 from verl_profiling.report.rows import CauseRow, PartRow, Polling, Rollout
-from verl_profiling.timeline.manifest_lanes import joined, requests_by_id
+from verl_profiling.timeline.processes import joined, requests_by_id
 from verl_profiling.timeline.step import Source
 from verl_profiling.trajectory_log import TrajectoryLog
 
