@@ -286,7 +286,7 @@ class _Reading:
         self._has_device |= bool((kinds < UNKNOWN).any())
         self._add(rows.of(kinds != NOTHING), kinds[kinds != NOTHING])
 
-    def _add(self, rows: Rows, kinds: NDArray[np.int64]) -> None:
+    def _add(self, rows: Rows, kinds: NDArray[np.int8]) -> None:
         """Keep device rows; reduce host rows to the times in which the host worked or was blocked."""
         if self._between is not None:
             begin_ns, end_ns = self._between
@@ -330,7 +330,7 @@ class _Reading:
             "is_one_of_several": len(devices) > 1,
         }
         if devices:
-            found = ((rows.of(mine), {"accelerator": name}) for name, mine in devices)
+            found = ((rows if mine.all() else rows.of(mine), {"accelerator": name}) for name, mine in devices)
             return [self._lane(mine, _ON_DEVICE, windows, **about) for mine, about in found]
         if self._cut_off and (self._says_device or self._launches):
             return [self._lost_device("ends before the first event of its device")]
@@ -346,7 +346,7 @@ class _Reading:
         """Yield each device's name and a mask of its rows; add a note on events of unknown category."""
         pids = [pid for pid, _ in self._threads]
         numbers = {pid: number for number, pid in enumerate(dict.fromkeys(pids))}
-        pid_of = np.array([numbers[pid] for pid in pids], np.int64)[rows.threads]
+        pid_of = np.array([numbers[pid] for pid in pids], np.int32)[rows.threads]
         known, unknown = (
             set(np.unique(pid_of[those]).tolist()) for those in (kinds < UNKNOWN, kinds == UNKNOWN)
         )
@@ -378,8 +378,8 @@ class _Reading:
         only = next(iter(self._groups)) if len(self._groups) == 1 else None
         return reduced(rows, self._keys, kinds, windows, only, self._about | about)
 
-    def _kinds_of(self, keys: NDArray[np.int32]) -> NDArray[np.int64]:
-        return np.array([key.kind for key in self._keys])[keys]
+    def _kinds_of(self, keys: NDArray[np.int32]) -> NDArray[np.int8]:
+        return np.array([key.kind for key in self._keys], np.int8)[keys]
 
     def _note(self, sentence: str) -> None:
         self.notes.append(f"{self.paths[0].name}: {sentence}")

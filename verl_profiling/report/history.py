@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -77,7 +77,7 @@ def slowest(seconds: Sequence[float]) -> int:
     return max(range(warms_up, len(seconds)), key=lambda index: seconds[index])
 
 
-def excess(stages: Sequence[dict[str, float]], index: int) -> tuple[str, float] | None:
+def excess(stages: Sequence[Mapping[str, float]], index: int) -> tuple[str, float] | None:
     """Return the stage of a step that took longest over its median in all steps, and how much longer (s)."""
     usual = {name: median(row.get(name, 0.0) for row in stages) for name in stages[index]}
     over = {name: took - usual[name] for name, took in stages[index].items()}

@@ -34,7 +34,8 @@ def union(*parts: Spans) -> Spans:
     spans = spans[spans[:, 1] > spans[:, 0]]
     if len(spans) == 0:
         return EMPTY
-    spans = spans[np.argsort(spans[:, 0], kind="stable")]
+    if (spans[1:, 0] < spans[:-1, 0]).any():
+        spans = spans[np.argsort(spans[:, 0], kind="stable")]
     reach = np.maximum.accumulate(spans[:, 1])
     first = np.concatenate(([True], spans[1:, 0] > reach[:-1]))
     last = np.concatenate((first[1:], [True]))
@@ -59,16 +60,17 @@ def crowded(sets: Sequence[Spans]) -> Spans:
 def _where(least: int, spans: Spans, holes: Spans = EMPTY) -> Spans:
     """Return the time in which at least ``least`` spans are open; each open hole subtracts 1."""
     edges = np.concatenate((spans[:, 0], holes[:, 1], spans[:, 1], holes[:, 0]))
-    change = np.repeat(np.array([1, 1, -1, -1]), [len(spans), len(holes), len(spans), len(holes)])
+    change = np.repeat(np.array([1, 1, -1, -1], np.int8), [len(spans), len(holes), len(spans), len(holes)])
     order = np.argsort(edges, kind="stable")
-    edges, inside = edges[order], np.cumsum(change[order])
-    keep = inside[:-1] >= least
-    return union(np.stack((edges[:-1][keep], edges[1:][keep]), axis=1))
+    edges, inside = edges[order], np.cumsum(change[order], dtype=np.int32)
+    del order, change  # of millions of edges, each array is tens of megabytes
+    keep = np.flatnonzero(inside[:-1] >= least)
+    return union(np.stack((edges[keep], edges[keep + 1]), axis=1))
 
 
 def intersection(spans: Spans, other: Spans) -> Spans:
     """Return the overlap of two sets of spans."""
-    return subtract(spans, subtract(spans, other))
+    return crowded([spans, other]) if len(spans) and len(other) else EMPTY
 
 
 def holding(spans: Spans, instants: Ints) -> NDArray[np.bool_]:

@@ -158,7 +158,7 @@ def reduced(
         only: The process group of collectives that name no group.
         about: Further fields of the lane.
     """
-    kinds = np.array([key.kind for key in keys])[rows.keys]
+    kinds = np.array([key.kind for key in keys], np.int8)[rows.keys]
     names = ("compute", "communication", "memory", "unrecognised")
     covers = {name: union(rows.spans[kinds == kind]) for name, kind in zip(names, wanted, strict=False)}
     collective = np.flatnonzero(kinds == wanted[1])

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from verl_profiling.manifest import StageSpan
-from verl_profiling.report.intervals import EMPTY, Spans, intersection, spans_of, subtract, union, within
+from verl_profiling.report.intervals import (
+    EMPTY,
+    Spans,
+    intersection,
+    spans_of,
+    subtract,
+    time_of,
+    union,
+    within,
+)
 from verl_profiling.report.lanes import VALIDATE, Lane, Step
 from verl_profiling.report.model import OTHER_RANKS, Tail
 from verl_profiling.report.rows import DeviceRow, LostRow
@@ -59,7 +68,7 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
     * ``unexplained``: the rest.
     """
     rollout = step.during(ROLLOUT)
-    own = {name: _runs_of(lane, name) for name in {span.name for span in lane.stages}}
+    own = {name: time_of(lane.stages, name) for name in {span.name for span in lane.stages}}
     own_time = union(*(spans for name, spans in own.items() if name != ROLLOUT))
     claims = dict.fromkeys(CAUSES, EMPTY)
     if len(lane.recorded):
@@ -107,10 +116,6 @@ def _done(step: Step, tail: Tail | None) -> tuple[int, int]:
     begin = int(rollout[0, 0])
     half, last = (begin + round(us * 1000) for us in (tail.median_finish_us, tail.last_finish_us))
     return half, last
-
-
-def _runs_of(lane: Lane, name: str) -> Spans:
-    return spans_of((span.begin_ns, span.end_ns) for span in lane.stages if span.name == name)
 
 
 def working_span(lane: Lane, step: Step) -> Spans:

@@ -282,13 +282,15 @@ def shared_devices(step: Step) -> list[list[Lane]]:
     return list(found.values())
 
 
-def lost_of_device(lanes: Sequence[Lane], lost: Sequence[Mapping[str, Spans]]) -> dict[str, Spans]:
+def lost_of_device(lanes: Sequence[Lane], lost: Sequence[Mapping[str, Spans]]) -> Mapping[str, Spans]:
     """Partition the idle time of a device by cause.
 
     Args:
         lanes: Lanes of the device.
         lost: Idle time of each lane by cause.
     """
+    if len(lost) == 1:
+        return lost[0]
     busy = union(*(intersection(lane.busy, lane.observed) for lane in lanes))
     left = subtract(union(*(lane.observed for lane in lanes)), busy)
     found = {}

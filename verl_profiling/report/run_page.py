@@ -41,28 +41,19 @@ _MOST_SPANS = 10
 _OTHERS = "(other stages)"
 
 
-class _Captured(NamedTuple):
-    """A captured step, and the address of its page."""
-
-    report: Report
-    link: str
-
-    @property
-    def title(self) -> str:
-        return page_title(self.report)
-
-    @property
-    def cell(self) -> Cell:
-        return named(self.title, self.link)
-
-
-class _Ran(NamedTuple):
-    """A step as the figures count it: from the watch where there was one, else from its capture."""
+class _Step(NamedTuple):
+    """A step as the page shows it: from the log of the watch, or from its capture."""
 
     title: str
     link: str
     seconds: float
-    stages: dict[str, float]
+    stages: Mapping[str, float]
+    captured: str = ""
+    spans: Sequence[LoggedSpans] = ()
+
+    @property
+    def cell(self) -> Cell:
+        return named(self.title, self.link)
 
 
 def runs_of(path: Path, folders: Iterable[Path]) -> dict[Path, list[int]]:
@@ -85,44 +76,46 @@ def render_run(
         reports: Report of each captured step, in order; there may be none.
         watched: What the watch has logged of the run, in order of the steps.
     """
-    links = (quote(page.relative_to(directory).as_posix()) for page in pages)
-    steps = [_Captured(report, link) for report, link in zip(reports, links, strict=True)]
-    by_step = {step.report.step: step.link for step in steps if step.report.step is not None}
-    history = _bars(directory, watched, by_step)
-    exposed = list(dict.fromkeys(name for bar in history for name in bar.seconds))
+    links = [quote(page.relative_to(directory).as_posix()) for page in pages]
+    steps = [
+        _Step(page_title(report), link, report.span_us / 1e6, stage_seconds(report))
+        for report, link in zip(reports, links, strict=True)
+    ]
+    by_step = {report.step: link for report, link in zip(reports, links, strict=True)}
     ran = [
-        _Ran(f"Step {step.step}", by_step.get(step.step, ""), step.seconds, step.exposed_s)
-        for step in watched
-    ] or [_Ran(s.title, s.link, s.report.span_us / 1e6, stage_seconds(s.report)) for s in steps]
+        _Step(f"Step {one.step}", by_step.get(one.step, ""), one.seconds, one.exposed_s) for one in watched
+    ] or steps
+    history = _bars(directory, watched, by_step)
+    exposed = list(dict.fromkeys(name for bar in history for name in bar.stages))
     content = figures_section(_figures(reports, ran)) if ran else ""
     if steps:
-        content += f'<section id="findings" aria-label="What changed">{_story(steps, ran)}</section>'
+        content += f'<section id="findings" aria-label="What changed">{_story(steps, reports, ran)}</section>'
     else:
         note = escape(visible(how_to_capture(directory)))
         content += f'<section id="findings" aria-label="Captures"><p>{note}</p></section>'
     content += _every_step(history, len(watched)) if history else ""
-    content += "".join(_tables(steps)) if steps else ""
+    content += "".join(_tables(steps, reports)) if steps else ""
     content += _watch_tables(history, exposed)
     bars = [
         {
-            "name": step.title if step.report.step is None else str(step.report.step),
+            "name": step.title if report.step is None else str(report.step),
             "link": step.link,
-            "stages": stage_seconds(step.report),
-            "lost": step.report.lost_s,
+            "stages": step.stages,
+            "lost": report.lost_s,
         }
-        for step in steps
+        for step, report in zip(steps, reports, strict=True)
     ]
     data: dict[str, Any] = {
         "steps": bars,
-        "stages": {name: stage_class(name) for step in steps for name in stage_seconds(step.report)},
-        "lost": {name: f"k-{name}" for step in steps for name in step.report.lost_s},
+        "stages": {name: stage_class(name) for step in steps for name in step.stages},
+        "lost": {name: f"k-{name}" for report in reports for name in report.lost_s},
         "exposed": {name: stage_class(name) for name in exposed},
         "watch": [
             {
-                "name": str(bar.step.step),
+                "name": bar.title,
                 "link": bar.link,
                 "captured": bar.captured,
-                "watch": {name: round(seconds, 6) for name, seconds in bar.seconds.items()},
+                "watch": {name: round(seconds, 6) for name, seconds in bar.stages.items()},
             }
             for bar in history
         ],
@@ -133,7 +126,7 @@ def render_run(
     return document(visible(directory.resolve().name), count, content, data, _SCRIPTS)
 
 
-def _figures(reports: Sequence[Report], ran: Sequence[_Ran]) -> Iterator[Figure]:
+def _figures(reports: Sequence[Report], ran: Sequence[_Step]) -> Iterator[Figure]:
     took = [step.seconds for step in ran]
     spread = f"of {len(took):,} steps, from {duration(min(took))} to {duration(max(took))}"
     yield Figure("Step, median", duration(median(took)), spread)
@@ -159,18 +152,18 @@ def _figures(reports: Sequence[Report], ran: Sequence[_Ran]) -> Iterator[Figure]
     yield Figure("Slowest", ran[index].title, line)
 
 
-def _story(steps: Sequence[_Captured], ran: Sequence[_Ran]) -> str:
+def _story(steps: Sequence[_Step], reports: Sequence[Report], ran: Sequence[_Step]) -> str:
     """Return what changed first, and what the slowest step has over the median."""
-    alike = [steps[index] for index in unaimed([step.report for step in steps])]
+    alike = unaimed(reports)
     said = "No stage and no cause of lost time left its range."
     if len(alike) < 3:
         said = "What changed is said of three captured steps or more."
-    if change := first_change([step.report for step in alike]):
-        in_step, of_cause = alike[change.index], change.kind == "cause"
-        unit = in_step.report.lane_seconds if of_cause else duration
+    if change := first_change([reports[at] for at in alike]):
+        at, of_cause = alike[change.index], change.kind == "cause"
+        unit = reports[at].lane_seconds if of_cause else duration
         what = f"lost time, {cause_name(change.name)}" if of_cause else change.name
         said = (
-            f"Changed first: <bdi>{escape(what)}</bdi> in {linked(in_step.cell)}, {unit(change.seconds)} "
+            f"Changed first: <bdi>{escape(what)}</bdi> in {linked(steps[at].cell)}, {unit(change.seconds)} "
             f"(median of {change.steps_before} before: {unit(change.before)})."
         )
     if apart := len(steps) - len(alike):
@@ -188,11 +181,11 @@ def _story(steps: Sequence[_Captured], ran: Sequence[_Ran]) -> str:
     return f"<p>{said}</p>"
 
 
-def _tables(steps: Sequence[_Captured]) -> Iterator[str]:
-    whose = steps[0].report.whose
+def _tables(steps: Sequence[_Step], reports: Sequence[Report]) -> Iterator[str]:
+    whose = reports[0].whose
     note = f"{whose.title()}-seconds that are idle or wait for other ranks, by cause."
     yield section("Stages of each step", '<div id="stages" class="trend"></div>')
-    if any(step.report.lost for step in steps):
+    if any(report.lost for report in reports):
         yield section("Lost time of each step", '<div id="lost" class="trend"></div>', note)
     headings = (
         "step",
@@ -204,10 +197,10 @@ def _tables(steps: Sequence[_Captured]) -> Iterator[str]:
         "first finding",
     )
     rows = []
-    for step in steps:
-        report, lost, stages = step.report, step.report.lost_s, stage_seconds(step.report)
+    for step, report in zip(steps, reports, strict=True):
+        lost, stages = report.lost_s, step.stages
         busy = report.working_share
-        row = [step.cell, timed(report.span_us / 1e6), Cell(busy, "" if busy is None else f"{busy:.1%}")]
+        row = [step.cell, timed(step.seconds), Cell(busy, "" if busy is None else f"{busy:.1%}")]
         row.append(timed(sum(lost.values())))
         row.append(named(cause_name(max(lost, key=lambda name: lost[name], default=""))))
         row.append(named(max(stages, key=lambda name: stages[name], default="")))
@@ -215,8 +208,8 @@ def _tables(steps: Sequence[_Captured]) -> Iterator[str]:
         rows.append(row)
     yield section("Steps", table("Steps", headings, rows))
     cells = [step.cell for step in steps]
-    yield _by_step("Stages by step", cells, [_times(stage_seconds(step.report)) for step in steps])
-    yield _by_step("Lost time by step", cells, [_times(step.report.lost_s) for step in steps], note=note)
+    yield _by_step("Stages by step", cells, [_times(step.stages) for step in steps])
+    yield _by_step("Lost time by step", cells, [_times(report.lost_s) for report in reports], note=note)
 
 
 def _times(seconds: Mapping[str, float]) -> dict[str, Cell]:
@@ -240,20 +233,7 @@ def _by_step(
     return section(title, table(title, ("step", *map(visible, names)), cells if names else []), note)
 
 
-class _Bar(NamedTuple):
-    """A step that the watch has logged: exposed time by stage, who asked for its capture, and its page."""
-
-    step: LoggedStep
-    seconds: dict[str, float]
-    captured: str
-    link: str
-
-    @property
-    def cell(self) -> Cell:
-        return named(str(self.step.step), self.link)
-
-
-def _bars(run: Path, steps: Sequence[LoggedStep], links: Mapping[int, str]) -> list[_Bar]:
+def _bars(run: Path, steps: Sequence[LoggedStep], links: Mapping[int | None, str]) -> list[_Step]:
     """Return the logged steps that are shown.
 
     Args:
@@ -272,11 +252,12 @@ def _bars(run: Path, steps: Sequence[LoggedStep], links: Mapping[int, str]) -> l
         for name, exposed_s in step.exposed_s.items():
             times[(visible(name) or IN_NO_STAGE) if name in kept else _OTHERS] += exposed_s
         captured = asked.get(step.captured, "yes" if step.step in links else "")
-        bars.append(_Bar(step, times, visible(captured), links.get(step.step, "")))
+        shown = (str(step.step), links.get(step.step, ""), step.seconds, times)
+        bars.append(_Step(*shown, visible(captured), step.spans))
     return bars
 
 
-def _every_step(bars: Sequence[_Bar], total: int) -> str:
+def _every_step(bars: Sequence[_Step], total: int) -> str:
     """Return the section in which a script draws the steps that the watch has logged."""
     note = "Exposed time: by how much each stage moved the end of its step."
     if total > len(bars):
@@ -287,18 +268,17 @@ def _every_step(bars: Sequence[_Bar], total: int) -> str:
     return section("Every step", '<div id="watch" class="trend"></div>', note)
 
 
-def _watch_tables(bars: Sequence[_Bar], stages: Sequence[str]) -> str:
+def _watch_tables(bars: Sequence[_Step], stages: Sequence[str]) -> str:
     """Return the same in numbers, and what trajectories spent."""
     steps = [bar.cell for bar in bars]
     rows = [
-        {"took": timed(bar.step.seconds), **_times(bar.seconds), "captured": named(bar.captured)}
-        for bar in bars
+        {"took": timed(bar.seconds), **_times(bar.stages), "captured": named(bar.captured)} for bar in bars
     ]
     sums = Counter[str]()
     for bar in bars:
-        sums.update({spans.name: spans.seconds for spans in bar.step.spans})
+        sums.update({spans.name: spans.seconds for spans in bar.spans})
     names = [name for name, _ in sums.most_common(_MOST_SPANS)]
-    spent = [{spans.name: _spent(spans) for spans in bar.step.spans} for bar in bars]
+    spent = [{spans.name: _spent(spans) for spans in bar.spans} for bar in bars]
     note = "All spans of a name together. They run side by side, so they may be longer than the step."
     exposed = _by_step("Exposed time by step", steps, rows, ["took", *stages, "captured"])
     return exposed + _by_step("Time of trajectories by step", steps, spent, names, note)
