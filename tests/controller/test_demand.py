@@ -29,7 +29,6 @@ from verl_profiling.commands.trigger import Answer, find_job
 from verl_profiling.controller.anomalies import Anomalies
 from verl_profiling.controller.requests import Decision
 from verl_profiling.controller.step_folder import StepFolders
-from verl_profiling.errors import TraceFormatError
 from verl_profiling.run_files import read_manifest
 from verl_profiling.settings.schedule import StepRange
 from verl_profiling.workers import RequestLog, RolloutCaptureMixin
@@ -275,20 +274,6 @@ def test_a_capture_that_goes_on_is_not_interrupted(tmp_path: Path, session: Sess
     assert job.captured() == [1, 2]
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_worker_that_cannot_is_named_and_the_loop_goes_on(
-    tmp_path: Path, session: Session, strict: bool
-) -> None:
-    """Also with strict settings: nobody planned this capture."""
-    job = Job(configured(tmp_path, strict=strict))
-    answer = job.ask(CaptureSelection(tools=("nsys",)))
-    job.step(2)
-    job.callback.on_train_end()
-    [worker] = read_manifest(job.run / "step_000001").workers
-    assert worker.reason.startswith("asked for tools=nsys, which this process cannot: ")
-    assert [one.status for one in (worker, *answer().workers)] == ["skipped", "skipped"]
-
-
 def test_an_exception_in_the_step_is_part_of_the_answer(job: Job) -> None:
     """What was recorded is kept, and is not complete."""
     answer = job.ask()
@@ -323,23 +308,6 @@ def test_what_cannot_be_written_is_refused(
     job.step()
     job.callback.on_train_end()
     assert job.captured() == ([1] if at == "end" else [])
-
-
-def test_training_ends_also_where_its_last_capture_cannot_be_written(
-    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who asks hears that, no request is left open, and the signal has its default action again."""
-    job = Job(configured(tmp_path))
-    job.step()
-    captured, later = job.ask(), job.ask(at=9)
-    job.callback.on_step_begin(2)
-    monkeypatch.setattr(StepFolders, "write", _no_space)
-    job.callback.on_train_end()
-    assert ("could not be written" in captured().reason, later().state) == (True, "refused")
-    with pytest.raises(TraceFormatError, match="training ended"):
-        find_job(job.run)
-    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
-    assert len((job.run / "watch.jsonl").read_text().splitlines()) == 2, "a line a step"
 
 
 # The loop's process

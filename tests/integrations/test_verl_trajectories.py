@@ -181,29 +181,6 @@ def test_a_trajectory_has_what_verl_calls_it_and_what_came_out(verl: SimpleNames
     }
 
 
-def test_v0_counts_its_samples(verl: SimpleNamespace) -> None:
-    """Without a session the sample is its number among the prompt's; without a uid the index is the group."""
-
-    async def run() -> Any:
-        return output()
-
-    found = only(one_trajectory(verl, run, uid="g8"))
-    assert (found.group, found.sample) == ("g8", 0)
-    assert only(one_trajectory(verl, run, raw_prompt="?")).group == "5"
-
-
-def test_a_validation_says_so(verl: SimpleNamespace) -> None:
-    """Its trajectories are told apart by a fact."""
-
-    async def run() -> Any:
-        return output()
-
-    worker = verl.AgentLoopWorker(run)
-    info = {**INFO, "validate": True}
-    found = only(recorded(worker._run_agent_loop({}, trajectory=info, agent_name="own", **V1_PROMPT)))
-    assert found.facts["validate"] is True
-
-
 def test_several_outputs_of_one_trajectory_are_added(verl: SimpleNamespace) -> None:
     """A loop may return several: turns and tokens are all of theirs, versions from the first to the last."""
 
@@ -356,26 +333,6 @@ def test_a_custom_loop_gets_spans_by_verls_timers_and_its_own(verl: SimpleNamesp
     assert names(recorded(outside())) == []
 
 
-def test_nothing_changes_while_nothing_records(verl: SimpleNamespace) -> None:
-    """The hooks hand results and errors through."""
-    made = output()
-
-    async def run() -> Any:
-        client = verl.FullyAsyncLLMServerClient("aborted", "stop")
-        assert (await client.generate("r")).stop_reason == "stop"
-        assert await verl.ToolAgentLoop()._call_tool(SimpleNamespace(name="any"), {}, None) == "any"
-        return made
-
-    worker = verl.AgentLoopWorker(run)
-    assert asyncio.run(worker._run_agent_loop({}, INFO, agent_name="own", **V1_PROMPT)) is made
-
-    async def raises() -> Any:
-        raise ValueError("no page")
-
-    with pytest.raises(ValueError, match="no page"):
-        asyncio.run(verl.AgentLoopWorker(raises)._run_agent_loop({}, INFO, agent_name="own", **V1_PROMPT))
-
-
 class Handle:
     """An actor as the trainer sees it."""
 
@@ -413,17 +370,6 @@ def add(
     processes = Processes(callback, config)  # type: ignore[arg-type]
     processes.misfits = [] if misfits is None else misfits
     processes.add_actors("agent_loop", handles)
-
-
-def test_actors_are_told_their_rank_and_added(added: list[tuple[str, Any]]) -> None:
-    """Each knows which of how many it is; a role that is switched off, or has nobody, is not added."""
-    handles = [Handle(), Handle()]
-    add(added, handles)
-    assert [handle.told for handle in handles] == [[{"rank": r, "world_size": 2}] for r in (0, 1)]
-    assert added == [("agent_loop", handles)]
-    add(added, [])
-    add(added, [Handle()], roles={"agent_loop": {"enable": False}})
-    assert len(added) == 1
 
 
 def test_actors_that_cannot_be_captured_do_not_end_training(

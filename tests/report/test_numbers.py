@@ -71,30 +71,6 @@ def test_a_discrete_capture_is_measured_where_it_recorded(tmp_path: Path) -> Non
         assert row.span_us == pytest.approx((recording.end_ns - recording.begin_ns) / 1000)
 
 
-def test_each_lane_has_a_row(tmp_path: Path) -> None:
-    """Training ranks come before engines, each with its identity."""
-    report = report_of(build_step(tmp_path))
-    assert [row.name for row in report.workers] == list(WORKERS)
-    assert [(row.role, row.rank, row.replica) for row in report.workers] == [
-        ("actor", 0, None),
-        ("actor", 1, None),
-        ("rollout", 0, 0),
-    ]
-
-
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
-    """A lost and a truncated trace are named, and the others are reported on."""
-    folder = build_step(tmp_path)
-    (folder / "actor_rank1.torch.json.gz").unlink()
-    victim = folder / "rollout0_rank0.torch.json.gz"
-    victim.write_bytes(victim.read_bytes()[:-2_000])
-    report = report_of(folder)
-    assert (report.coverage.expected, report.coverage.read) == (3, 2)
-    assert report.coverage.missing[0] == "actor_rank1.torch.json.gz is missing"
-    assert any("rollout0_rank0.torch.json.gz" in sentence for sentence in report.coverage.missing)
-    assert [row.name for row in report.workers] == ["actor_rank0", "rollout0_rank0"]
-
-
 def test_the_clocks_error_is_reported(tmp_path: Path) -> None:
     """A corrected clock comes with its bound and its drift."""
     (clock,) = report_of(build_step(tmp_path, rank1_clock_ns=1_000_000)).clocks

@@ -8,8 +8,8 @@ import pytest
 from step_folders import build_step, read_events
 
 from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.merge import merge, select_ranks, stage_windows
-from verl_profiling.timeline.step import Keep, StepInputs
+from verl_profiling.timeline.merge import merge
+from verl_profiling.timeline.step import StepInputs
 
 
 @pytest.fixture
@@ -17,22 +17,6 @@ def step(tmp_path: Path) -> StepInputs:
     """A real step."""
     (inputs,) = find_steps(build_step(tmp_path))
     return inputs
-
-
-def test_stages_keep_only_what_happened_during_them(step: StepInputs) -> None:
-    """With the rollout alone, the engine stays whole and the ranks lose their operators."""
-    result = merge(step, keep=Keep(windows_ns=stage_windows(step, ["rollout"])))
-    kept = {member.path.name: member.events for member in result.members}
-    names = {e["args"]["name"] for e in read_events(result.path) if e["name"] == "thread_name"}
-    assert any(name.startswith("thread ") for name in names)
-    assert kept["rollout0_rank0.torch.json.gz"] > 100
-    assert kept["actor_rank1.torch.json.gz"] < 10
-
-
-def test_ranks_select_lanes(step: StepInputs) -> None:
-    """Rank 1 is one lane of the actor; the engine has no rank 1."""
-    assert [source.lane for source in select_ranks(step, "1").sources] == ["actor_rank1"]
-    assert len(select_ranks(step, "0,1-7").sources) == 3
 
 
 def test_a_size_limit_is_met_by_leaving_out_the_shortest(step: StepInputs) -> None:
