@@ -324,6 +324,19 @@ class TestHistory:
         history.add(map(logged, again))
         assert [step.step for step in history.steps] == [0, 1, 2, 3, 4, 5, 6]
 
+    def test_only_the_latest_are_kept(self) -> None:
+        """Of a long run, and a late line of a step that is no longer kept changes nothing."""
+        history = WatchHistory(3)
+        history.add(logged(summary(number)) for number in range(10))
+        history.add([logged(summary(2))])
+        assert [step.step for step in history.steps] == [7, 8, 9]
+
+    def test_the_last_line_of_a_step_counts(self) -> None:
+        """A start that goes on may run a step again."""
+        history = WatchHistory()
+        history.add([logged(summary(1, leader="")), logged(summary(1))])
+        assert [step.exposed[0].leader for step in history.steps] == ["actor_rank2"]
+
 
 class TestCaptures:
     """Step folders of a run that goes on."""

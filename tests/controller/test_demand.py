@@ -639,3 +639,17 @@ def test_a_run_behind_a_url_is_asked_there(
         stop.set()
         training.join()
         job.callback.on_train_end()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_worker_that_cannot_is_named_and_the_loop_goes_on(
+    tmp_path: Path, session: Session, strict: bool
+) -> None:
+    """Also with strict settings: nobody planned this capture."""
+    job = Job(configured(tmp_path, strict=strict))
+    answer = job.ask(CaptureSelection(tools=("nsys",)))
+    job.step(2)
+    job.callback.on_train_end()
+    [worker] = read_manifest(job.run / "step_000001").workers
+    assert worker.reason.startswith("asked for tools=nsys, which this process cannot: ")
+    assert [one.status for one in (worker, *answer().workers)] == ["skipped", "skipped"]

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from drawn_steps import STAGES, Worker, report_of, whole_step
 
-from verl_profiling.report.model import Report
+from verl_profiling.report.model import GanttSpan, Report
 from verl_profiling.report.page.picture import picture
 
 
@@ -63,3 +63,31 @@ def test_the_curve_of_many_requests_is_thinned(report: Report) -> None:
     finishes = picture(msgspec.structs.replace(report, tail=tail))["finishes_us"]
     assert len(finishes) == 400
     assert (finishes[0], finishes[-1]) == (0.0, 99_999.0)
+
+
+def span(name: str, begin: float, end: float, depth: int = 0, lane: str = "controller") -> GanttSpan:
+    """Return a stage of the controller."""
+    return GanttSpan(lane=lane, name=name, begin_us=begin, end_us=end, depth=depth)
+
+
+def test_a_role_has_the_mean_of_its_lanes(report: Report) -> None:
+    """A folded role shows how busy it was on average."""
+    actor = picture(report)["groups"][1]
+    loads = [lane["load"] for lane in actor["lanes"]]
+    assert actor["load"][100] == pytest.approx(sum(load[100] for load in loads) / 12, abs=0.05)
+    assert len(actor["load"]) == len(actor["communication"]) == len(loads[0])
+
+
+def test_starts_and_stops_of_a_tool_are_no_stages(report: Report) -> None:
+    """They are in the lane and the row of their worker, under a name and a colour of their own."""
+    spans = [
+        span("update_actor", 5, 15),
+        msgspec.structs.replace(span("update_actor", 3, 5), kind="start", row=1),
+    ]
+    found = picture(msgspec.structs.replace(report, gantt=spans, workers=[]))
+    assert found["stages"] == [
+        {"name": "update_actor", "colour": "s7"},
+        {"name": "(tool starts)", "colour": "tool"},
+    ]
+    (controller,) = found["groups"]
+    assert [(one["stage"], one["row"]) for one in controller["lanes"][0]["spans"]] == [(0, 0), (1, 1)]

@@ -283,3 +283,30 @@ def test_a_process_that_ran_no_operator_is_not_damaged(
     ]
     assert main(["check", str(tmp_path)]) == 0
     assert "all ok" in capsys.readouterr().out
+
+
+def test_a_rank_that_begins_the_step_after_rank_0_is_compared_by_its_own_stages(tmp_path: Path) -> None:
+    """Rank 0 had left its stage when the suspect entered its own; that is no wait of the loop."""
+    workers = [rank(0, [], [("rollout", 0.0, 0.2)]), rank(1, [], [("rollout", 0.3, 2.3)])]
+    stages = [("rollout", 0.0, 0.2), ("update_actor", 0.2, 3.0)]
+    trigger = msgspec.structs.replace(SLOW_STAGE, stage="rollout", median=0.2, value=2.0)
+    (row,) = (
+        row
+        for row in asked_by(trigger, tmp_path, workers, stages, 3.0).suspects
+        if (row.kind, row.name) == ("stage", "rollout")
+    )
+    assert (row.value, row.peer_value) == pytest.approx((2.0, 0.2))
+
+
+def test_a_process_without_stages_and_operators_has_its_memory(tmp_path: Path) -> None:
+    """Its artifacts are ``ok`` and have events, so it did record: what both measured is compared."""
+    workers = [Worker("agent_loop", index, iterations=[("turn", 0, 2)] * 128) for index in range(2)]
+    suspects = {"suspects": ["agent_loop_rank1"], "peers": ["agent_loop_rank0"]}
+    trigger = msgspec.structs.replace(SLOW_STAGE, stage="rollout", **suspects)
+    asked_by(trigger, tmp_path, workers, [("rollout", 0.0, 8.0)])
+    for name, value in (("agent_loop_rank0", 379e6), ("agent_loop_rank1", 572e6)):
+        rewrite_worker(tmp_path, name, metrics={"process_peak_rss_bytes": value})
+    report = open_step(tmp_path).report()
+    found = {(row.kind, row.value, row.peer_value) for row in report.suspects}
+    assert ("memory", 572e6, 379e6) in found
+    assert "recorded nothing" not in printed(report)

@@ -69,6 +69,38 @@ def test_what_is_no_event_is_skipped_and_check_says_so(
         assert timed == ["good", "good"], one
 
 
+def test_odd_names_are_read(tmp_path: Path) -> None:
+    """Metadata that names nothing, what is no character, and more tokens than fit a number."""
+    anything = ("[]", '"x"', "5", '{"name":5}', '{"name":{}}', '{"name":"\\ud800"}', "NaN")
+    odd = ["\\ud800", "\ud800", "\\udfff\\ud800", f"execute_context_1({'9' * 5000})_generation_1(2)"]
+    events = [
+        f'{{"ph":"M","name":"{name}","pid":1,"tid":1,"args":{arguments}}}'
+        for name in ("process_name", "thread_name", "process_labels")
+        for arguments in anything
+    ]
+    events += [f'{{"ph":"X","cat":"kernel","name":"{name}","pid":0,"tid":7,"ts":3,"dur":1}}' for name in odd]
+    path = write(tmp_path, GOOD % 1, *events, GOOD % 5)
+    assert everything(path) == [0, 0, 0]
+    assert sum(event.ph == "X" for events in Trace(path).chunks() for event in events) == len(odd) + 2
+
+
+@pytest.mark.parametrize("rank", ['"x"', "-1", "9" * 40])
+def test_a_rank_that_is_none_is_not_believed(tmp_path: Path, rank: str) -> None:
+    """The rank then follows from the name of the file, as for a trace without any."""
+    path = write(tmp_path, GOOD % 1, head=HEAD.replace("{", f'{{"distributedInfo":{{"rank":{rank}}},', 1))
+    assert Trace(path).rank is None
+    assert everything(path) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("base", ["9" * 40, "-1", '"x"', "null", "NaN", "1.5", "9" * 5000])
+def test_a_base_that_is_no_time_is_refused(tmp_path: Path, base: str) -> None:
+    """All times of the trace would be wrong; behind the events as before them."""
+    given = f'"baseTimeNanoseconds":{base}'
+    assert everything(write(tmp_path, GOOD % 1, head='{"traceEvents":[', tail=f"],{given}}}"))[0] != 0
+    if base not in ("1.5", "9" * 5000):
+        assert everything(write(tmp_path, GOOD % 1, head=f'{{{given},"traceEvents":['))[0] != 0
+
+
 @pytest.mark.parametrize(
     ("content", "kept"),
     [
@@ -245,3 +277,12 @@ def test_one_unreadable_trace_costs_the_lane_no_other(tmp_path: Path) -> None:
     assert first.is_file()
     assert "actor_rank0" in {row.name for row in report.workers}
     assert any("actor_rank0.z.torch.json.gz" in problem for problem in report.coverage.missing)
+
+
+def test_a_task_type_may_be_any_bytes(tmp_path: Path) -> None:
+    """An NPU trace is read although the kind of a task is not UTF-8."""
+    named = '{"ph":"M","name":"process_name","pid":1,"args":{"name":"Ascend Hardware"}}'
+    task = '{"ph":"X","name":"k","pid":1,"tid":1,"ts":3,"dur":1,"args":{"Task Type":"%s"}}'
+    path = write(tmp_path, named, task % "AI_CORE", task % "?")
+    path.write_bytes(path.read_bytes().replace(b"?", b"\xff\xfe"))
+    assert everything(path) == [0, 0, 0]

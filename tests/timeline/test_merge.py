@@ -19,6 +19,7 @@ from verl_profiling.manifest import StageSpan, ToolSpan
 from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import MergeResult, merge
+from verl_profiling.timeline.step import Keep
 
 CLOCK_NS = 1_234_567_891
 
@@ -265,3 +266,15 @@ def test_bytes_still_being_compressed_are_read_raw(tmp_path: Path) -> None:
     path.unlink()
     result, _ = merged(folder)
     assert result.events == whole.events
+
+
+def test_what_was_left_out_is_written_into_the_file(tmp_path: Path) -> None:
+    """A slimmed timeline says how much it lacks."""
+    folder = build_step(tmp_path)
+    whole, _ = merged(folder)
+    result, events = merged(folder, keep=Keep(min_us=50.0))
+    about = json.loads(gzip.decompress(result.path.read_bytes()))["verlProfiling"]
+    assert result.left_out > 0
+    assert result.left_out == sum(source["left_out"] for source in about["sources"])
+    assert result.events + result.left_out == whole.events
+    assert all(e["dur"] >= 50.0 for e in events if e["ph"] == "X" and e.get("cat") == "cpu_op")

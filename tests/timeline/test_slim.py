@@ -8,8 +8,8 @@ import pytest
 from step_folders import build_step, read_events
 
 from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.merge import merge
-from verl_profiling.timeline.step import StepInputs
+from verl_profiling.timeline.merge import merge, stage_windows
+from verl_profiling.timeline.step import Keep, StepInputs
 
 
 @pytest.fixture
@@ -28,3 +28,13 @@ def test_a_size_limit_is_met_by_leaving_out_the_shortest(step: StepInputs) -> No
     assert result.path.stat().st_size <= limit
     assert result.events + result.left_out == whole.events
     assert longest in {e["dur"] for e in read_events(result.path) if e.get("cat") == "cpu_op"}
+
+
+def test_stages_keep_only_what_happened_during_them(step: StepInputs) -> None:
+    """With the rollout alone, the engine stays whole and the ranks lose their operators."""
+    result = merge(step, keep=Keep(windows_ns=stage_windows(step, ["rollout"])))
+    kept = {member.path.name: member.events for member in result.members}
+    names = {e["args"]["name"] for e in read_events(result.path) if e["name"] == "thread_name"}
+    assert any(name.startswith("thread ") for name in names)
+    assert kept["rollout0_rank0.torch.json.gz"] > 100
+    assert kept["actor_rank1.torch.json.gz"] < 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -219,3 +220,15 @@ class NotingRecording(Recording):
 
     def discard(self) -> None:
         pass
+
+
+def test_a_tool_that_cannot_stop_fails_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its artifact is failed, what the other tool recorded is kept, and one line is logged."""
+    both = [f"{__name__}:FailsAtStop", "torch"]
+    with caplog.at_level(logging.ERROR), record_step(settings(tool=both), tmp_path) as recorded:
+        crunch()
+    assert recorded.result.status == "failed"
+    assert {a.tool: a.status for a in recorded.result.artifacts} == {"flawed": "failed", "torch": "ok"}
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "actor rank 0" in line
+    assert "tool flawed failed to stop in step 1: device lost" in line

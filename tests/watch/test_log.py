@@ -73,6 +73,32 @@ class TestWriting:
         assert "No space left on device" in caplog.text
         assert steps(WatchLogReader(tmp_path)) == [3, 4]
 
+    @pytest.mark.parametrize("harm", ["vanished", "a folder is there", "a pipe is there"])
+    def test_a_folder_that_fails_is_said_once(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str
+    ) -> None:
+        """And nothing hangs; the log goes on when the folder is as it should be."""
+        run = tmp_path / "run"
+        log = WatchLog(run)
+        if harm == "a folder is there":
+            (run / WATCH_LOG).mkdir(parents=True)
+        elif harm == "a pipe is there":
+            run.mkdir()
+            os.mkfifo(run / WATCH_LOG)
+        with caplog.at_level(logging.WARNING):
+            log(summary(1))
+            log(summary(2))
+        assert len(caplog.records) == 1
+        assert str(run / WATCH_LOG) in caplog.text
+        if harm == "vanished":
+            run.mkdir()
+        elif harm == "a folder is there":
+            (run / WATCH_LOG).rmdir()
+        else:
+            (run / WATCH_LOG).unlink()
+        log(summary(3))
+        assert steps(WatchLogReader(run)) == [3]
+
 
 class TestReading:
     """What ``top`` and the report do."""

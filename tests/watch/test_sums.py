@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import threading
+import time
 
 import pytest
 
@@ -174,3 +175,20 @@ def test_a_server_with_an_engine_of_its_own_tells_when_it_had_requests(session: 
     [[requests]] = [use.spans for use in reading.uses(1)]
     assert (requests.name, requests.runs) == ("generate", 4)
     assert 4 * 2_000_000 <= requests.duration_ns < 4 * 10**9
+
+
+def test_a_stage_is_in_each_step_that_it_reaches_into(marked: Marked) -> None:
+    """With its part; an open one ends at the step's end; what lies between steps is in none."""
+    s = 1_000_000_000
+    now_ns = time.time_ns() + 60 * s
+    steps = [(now_ns - 30 * s, now_ns - 20 * s), (now_ns - 19 * s, now_ns - 10 * s)]
+    marked.sink.add("rollout", now_ns - 24 * s, now_ns - 16 * s)
+    marked.sink.add("validate", now_ns - 20 * s + 1, now_ns - 19 * s - 1)
+    first, second = marked.of_steps(*steps)
+    assert [(use.name, use.duration_ns) for use in first] == [("rollout", 4 * s)]
+    assert [(use.name, use.duration_ns) for use in second] == [("rollout", 3 * s)]
+    open_stage = marked.sink.open("generate")
+    step = (open_stage.begin_ns - 1000, open_stage.begin_ns + 1000)
+    time.sleep(0.01)
+    [[generate]] = marked.of_steps(step)
+    assert (generate.name, generate.begin_ns) == ("generate", open_stage.begin_ns)
