@@ -25,7 +25,7 @@ HEAVY = (
 
 # Rooms from the ground up: a module imports from its own room and from those below it.
 FLOORS = (
-    ("errors", "clock", "devices", "termination", "capture_request", "units"),
+    ("errors", "clock", "devices", "termination", "capture_request", "units", "shifts"),
     ("visible", "event_file"),
     ("identity", "ranks"),
     ("manifest", "nsys_ranges"),
@@ -49,7 +49,7 @@ TOOLS_INTERFACE = ("tools", "tools.base")
 SHARED = (
     *("errors", "clock", "devices", "units", "visible", "identity", "ranks"),
     *("manifest", "run_files", "nsys_ranges", "remote", "trajectory_log", "step_summary", "capture_request"),
-    *("watch_log", "event_file"),
+    *("watch_log", "event_file", "shifts"),
 )
 ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")
 # Look at settings and machine before a run: on neither side, and known to their commands alone.

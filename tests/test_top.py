@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pty
+import random
+import re
 import select
 import signal
 import subprocess
@@ -177,6 +179,16 @@ class TestOneFrame:
         assert any("one process alone is late" in line for line in lines)
         lines = drawn(frame_of(summary(5, leader="")))
         assert not any("actor_rank2 +" in line or "late" in line for line in lines)
+
+    def test_a_stage_that_varies_has_the_ratio_that_is_noticed(self) -> None:
+        """Only that one: the other is noticed from the usual ratio on."""
+        noise = random.Random(3)
+        steps = (
+            summary(step, {"rollout": int(5000 * noise.lognormvariate(0, 0.25)), "update_actor": 3000})
+            for step in range(60)
+        )
+        [line] = [line for line in drawn(frame_of(*steps)) if "noticed within 8 steps" in line]
+        assert re.fullmatch(r"noticed within 8 steps only from: rollout (1.9|2.\d) times .*", line)
 
     def test_names_cannot_steer_the_terminal(self) -> None:
         """Nor mean markup."""

@@ -15,11 +15,13 @@ from verl_profiling.commands.doctor import load_config
 from verl_profiling.identity import ROLLOUT_ROLE, step_folder_name
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig, RoleOverride
 from verl_profiling.settings.schedule import Action, Schedule
+from verl_profiling.shifts import noticed_from
 from verl_profiling.tools import Tool
 from verl_profiling.units import step_list
 
 _MOST_CAPTURES = 10
 _FAR = 100_000
+_SPREADS = (0.08, 0.15, 0.3)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"  never come in {steps} steps: {step_list(never)}")
     if config.limits.keep_last is not None:
         print(f"  kept on disk: the last {config.limits.keep_last}")
+    trigger = config.watch.trigger
+    if config.watch.enable and trigger is not None and (ratio := trigger.slow_stage) is not None:
+        each = (f"{noticed_from(ratio, by):.1f} times where it varies by {by:.0%}" for by in _SPREADS)
+        print(f"watch: a stage that becomes slow is noticed within 8 steps from {', '.join(each)}")
     for caution in config.cautions():
         print(f"caution: {caution}")
     for role in roles:

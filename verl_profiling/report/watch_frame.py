@@ -16,6 +16,7 @@ from rich.text import Text
 from verl_profiling.report.history import IN_NO_STAGE, CaptureSoFar, main_rows, sparkline
 from verl_profiling.report.sentences import counted
 from verl_profiling.report.terminal import table_of
+from verl_profiling.shifts import noticed_from, spread_so_far
 from verl_profiling.step_summary import ExposedStage
 from verl_profiling.units import byte_size, duration
 from verl_profiling.visible import visible
@@ -26,6 +27,8 @@ _TREND = 20
 _MANY_STAGES = 16
 _MANY_ROLES = 16
 _MANY_SPANS = 8
+_MANY_UNSTEADY = 3
+_RATIO, _WINDOW, _MATTERS = 1.3, 20, 0.05  # defaults of watch.trigger
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +89,8 @@ def _drawn(steps: Sequence[LoggedStep]) -> Iterator[Text | Table]:
     yield _stages(steps)
     if led := _led(latest):
         yield _line(led)
+    if unsteady := _unsteady([step for step in steps if not step.captured]):
+        yield _line(unsteady)
     if with_spans := [step for step in steps if step.spans]:
         yield Text()
         yield _spans(with_spans, latest)
@@ -155,6 +160,21 @@ def _led(step: LoggedStep) -> str:
     if not led_ns or not step.seconds:
         return ""
     return f"one process alone is late for {led_ns / 1e9 / step.seconds:.1%} of step {step.step}"
+
+
+def _unsteady(steps: Sequence[LoggedStep]) -> str:
+    """Return the ratios from which the watch notices stages whose spread hides its default ratio."""
+    by_stage = [step.exposed_s for step in steps]
+    took = median(step.seconds for step in steps) if steps else 0.0
+    found = {}
+    for name in by_stage[-1] if by_stage else ():
+        values = [times[name] for times in by_stage if name in times]
+        ratio = noticed_from(_RATIO, spread_so_far(values, _WINDOW))
+        if ratio > 1.1 * _RATIO and median(values) > _MATTERS * took:
+            found[name or IN_NO_STAGE] = ratio
+    most = nlargest(_MANY_UNSTEADY, found, key=lambda name: found[name])
+    shown = ", ".join(f"{name} {found[name]:.1f} times" for name in most)
+    return f"noticed within 8 steps only from: {shown} the median, as they vary" if shown else ""
 
 
 def _memory(rows: Iterable[RoleMemory]) -> Table:

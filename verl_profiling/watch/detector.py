@@ -15,11 +15,11 @@ import msgspec
 from verl_profiling.capture_request import Sign
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.settings.watch import Anomaly
+from verl_profiling.shifts import LEAST_S, LONG_PAST, evidence, shift, spread_of
 from verl_profiling.step_summary import RankUse, SpanTotal, StepSummary
 from verl_profiling.trajectories.spans import TRAJECTORY
 from verl_profiling.units import byte_size, duration
 from verl_profiling.watch.exposed import standings
-from verl_profiling.watch.shifts import LEAST_S, LONG_PAST, evidence, shift, spread_of
 from verl_profiling.watch.suspicion import Suspicion, healthiest
 
 MATTERS = 0.05

@@ -6,9 +6,11 @@ are within it. Where shifts resemble the shift before, as in a drift, the spread
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from math import log, sqrt
+from math import exp, log, sqrt
+from statistics import median
 
 LEAST_S = 0.001
 """Minimum excess of a slow step or stage (s); recording a capture takes longer."""
@@ -21,6 +23,7 @@ _LEAST_SPREAD = 0.05
 _ALIKE = 1.3
 _MOST_ALIKE = 2.5
 _OF_THE_SPREAD, _FULL = 1.3, 6.0
+_SOON, _CHANCE = 8, 1.0
 _BELOW, _FULL_SHIFT, _MOST_SHIFT = 0.15, 0.6, 1.5
 
 
@@ -38,6 +41,21 @@ def spread_of(shifts: Sequence[float]) -> float:
 def evidence(shifted: float, ratio: float, spread: float) -> float:
     """Return the evidence of one shift for a change: small at ``ratio``, negative within the spread."""
     return (shifted - _least(ratio, spread)) / _full(spread)
+
+
+def noticed_from(ratio: float, spread: float) -> float:
+    """Return the ratio from which a lasting change is detected within eight steps, in nineteen of twenty."""
+    return max(ratio, exp(_least(ratio, spread) + _full(spread) / _SOON + _CHANCE * spread))
+
+
+def spread_so_far(durations: Iterable[float], window: int) -> float:
+    """Return the spread of a duration (s), step by step; 0 for less than half a window."""
+    past, shifts = deque[float](maxlen=window), deque[float](maxlen=LONG_PAST * window)
+    for value in durations:
+        if past:
+            shifts.append(shift(value, median(past)))
+        past.append(value)
+    return spread_of(shifts) if 2 * len(shifts) > window else 0.0
 
 
 def _least(ratio: float, spread: float) -> float:
