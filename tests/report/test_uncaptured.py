@@ -62,6 +62,9 @@ def test_check_has_nothing_to_complain_of(run: Path, capsys: pytest.CaptureFixtu
     said = capsys.readouterr().out
     assert said.startswith("No step was captured. schedule.steps names steps beforehand")
     assert said.endswith("0 artifacts, all ok\n")
+    for command in (["merge", str(run)], ["diff", str(run), str(run)]):
+        assert main(command) == EXIT_BAD_INPUT
+        assert "No step was captured. schedule.steps names steps" in capsys.readouterr().err
 
 
 def test_the_page_of_the_run_has_every_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

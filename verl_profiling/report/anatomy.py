@@ -141,9 +141,10 @@ def outside_rows(manifest: Manifest) -> list[OutsideRow]:
             runs=len(spans),
             begin_us=(spans[0].begin_ns - manifest.begin_ns) / 1000,
             duration_us=_seconds(spans) * 1e6,
-            parts=_largest_first(inside[name] | _answers(manifest, name, spans[0])),
+            parts=dict(sorted(parts.items(), key=lambda part: -part[1])),
         )
         for name, spans in runs.items()
+        for parts in [inside[name] | _answers(manifest, name, spans[0])]
     ]
 
 
@@ -159,10 +160,6 @@ def _answers(manifest: Manifest, name: str, pause: StageSpan) -> dict[str, float
         role: (max(rpc.end_ns for rpc in made) - min(rpc.begin_ns for rpc in made)) / 1e9
         for role, made in calls.items()
     }
-
-
-def _largest_first(parts: dict[str, float]) -> dict[str, float]:
-    return dict(sorted(parts.items(), key=lambda item: -item[1]))
 
 
 def _seconds(spans: Sequence[StageSpan]) -> float:

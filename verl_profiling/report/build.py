@@ -56,7 +56,9 @@ def read_step(
     read: list[Lane] = []
     for name, group in groupby(inputs.sources, key=lambda source: source.lane):
         sources = list(group)
-        marks, windows = _marks(manifest, sources[0]), stages.windows_of(sources[0])
+        workers = [worker for worker in stages.workers if worker.name == sources[0].worker]
+        marks = {span.name for worker in workers for span in worker.stages}
+        windows = stages.windows_of(sources[0])
         unrecorded = _unrecorded_device(stages, sources[0])
         try:
             found = read_lane(
@@ -196,12 +198,6 @@ def _unrecorded_device(step: Step, source: Source) -> str:
         return ""
     of_lane = (artifact for artifact in worker.artifacts if artifact.lane == source.lane)
     return next((a.unrecorded_device for a in of_lane if a.unrecorded_device), "")
-
-
-def _marks(manifest: Manifest | None, source: Source) -> set[str]:
-    """Return the names of the stages that appear as marks in a lane's traces."""
-    workers = manifest.workers if manifest else []
-    return {span.name for worker in workers if worker.name == source.worker for span in worker.stages}
 
 
 def _notes(manifest: Manifest, step: Step, capture: Manifest | None) -> list[str]:

@@ -57,6 +57,8 @@ def steps_of(paths: Sequence[Path]) -> FoundSteps:
     for path in paths:
         if not path.exists():
             raise absent(path)
+        if is_uncaptured(path):
+            raise TraceFormatError(path, how_to_capture(path))
         captured = _captured_steps(path)
         if captured is None:
             plain.append(path)
@@ -129,7 +131,8 @@ def the_run(path: Path) -> Path:
     """
     runs = runs_at(path)
     if len(runs) > 1:
-        named = ", ".join(f"{_name(run)} ({described(run)})" for run in runs)
+        infos = [run / RUN_NAME if (run / RUN_NAME).is_file() else run for run in runs]
+        named = ", ".join(f"{info} ({described(run)})" for info, run in zip(infos, runs, strict=True))
         raise TraceFormatError(path, f"holds {len(runs)} runs; name one of them: {named}")
     return runs[0]
 
@@ -154,10 +157,6 @@ def _runs_below(path: Path) -> Iterator[Path]:
             yield Path(inside)
         if depth == 2:
             folders.clear()
-
-
-def _name(run: Path) -> Path:
-    return run / RUN_NAME if (run / RUN_NAME).is_file() else run
 
 
 def described(run: Path) -> str:

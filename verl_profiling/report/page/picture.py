@@ -9,7 +9,7 @@ from typing import Any
 
 from verl_profiling.report.collectives import outliers
 from verl_profiling.report.model import GanttSpan, Report
-from verl_profiling.report.page.colours import stage_colour
+from verl_profiling.report.page.colours import stage_class
 from verl_profiling.report.rows import WorkerRow
 
 CONTROLLER = "controller"
@@ -35,7 +35,10 @@ def picture(report: Report) -> dict[str, Any]:
         groups.setdefault(row.name if row and by_device else lane["role"], []).append(lane)
     return {
         "span_us": max(report.span_us, 1.0),
-        "stages": [{"name": name, "colour": _colour(span)} for name, span in stages.items()],
+        "stages": [
+            {"name": name, "colour": stage_class(name) if span.kind == "stage" else "tool"}
+            for name, span in stages.items()
+        ],
         "groups": [_group(role, members) for role, members in groups.items()],
         "running": {row.worker: row.requests for row in report.running},
         "queued": {row.worker: row.queued for row in report.running},
@@ -49,11 +52,6 @@ def picture(report: Report) -> dict[str, Any]:
 def _shown(span: GanttSpan) -> str:
     """Return what a span is called: the stage, or what its tool does."""
     return span.name if span.kind == "stage" else f"(tool {span.kind}s)"
-
-
-def _colour(span: GanttSpan) -> str:
-    """Return the class of ``page.css`` that colours a span."""
-    return f"s{stage_colour(span.name)}" if span.kind == "stage" else "tool"
 
 
 def _rows(report: Report) -> Iterable[tuple[str, WorkerRow | None, list[GanttSpan]]]:

@@ -88,7 +88,9 @@ def rollout_of(
     window = step.during(ROLLOUT)
     if not len(window) and len(begin):
         window = spans_of([(int(begin.min()), int(end.max()))])
-    time = _parts(explanation.of(window))
+    went_on = few_causes(explanation.of(window))
+    whole_s = sum(went_on.values()) or 1.0
+    time = [PartRow(cause=cause, seconds=took, share=took / whole_s) for cause, took in went_on.items()]
     groups, of_groups = group_rows(found, pieces, step.begin_ns)
     versions, versioned, partial = version_rows(records, served, step.manifest.policy_version)
     first = int(begin[training].min()) if len(training) else step.begin_ns
@@ -140,12 +142,6 @@ def _causes(
         CauseRow(validate=kind, cause=cause, seconds=seconds, share=seconds / whole, trajectories=count)
         for seconds, count, cause in ranked
     ]
-
-
-def _parts(seconds: dict[str, float]) -> list[PartRow]:
-    whole = sum(seconds.values()) or 1.0
-    found = few_causes(seconds)
-    return [PartRow(cause=cause, seconds=took, share=took / whole) for cause, took in found.items()]
 
 
 def _polling(step: Step, ends: Ints) -> Polling | None:
