@@ -32,8 +32,8 @@ def release() -> None:
     global _held
     with _lock:
         _held = max(0, _held - 1)
-        if not _held:
-            _restore()
+        if not _held and _on_main_thread() and signal.getsignal(signal.SIGTERM) is _unwind:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def was_terminated() -> bool:
@@ -52,11 +52,6 @@ def _unwind(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _restore() -> None:
-    if _on_main_thread() and signal.getsignal(signal.SIGTERM) is _unwind:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
 def _on_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
@@ -66,7 +61,7 @@ def _forget() -> None:
     global _held, _lock
     _lock = threading.Lock()
     _held = 0
-    _restore()
+    release()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -15,7 +15,7 @@ from test_callback import configured, following, manifest, run
 from verl_profiling import ProfilingCallback
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.clock import now_ns
-from verl_profiling.controller.calls import Call
+from verl_profiling.controller.targets import Call
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
 

@@ -19,10 +19,10 @@ from verl_profiling.capture.finishing import BackgroundWork, finish
 from verl_profiling.capture.messages import CaptureRequest, result_of
 from verl_profiling.capture.result_file import CostMeter
 from verl_profiling.capture.stage import OpenSpan, SpanLog, StageSink
-from verl_profiling.devices import given_devices, used_devices
+from verl_profiling.devices import Device, used_devices
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult, StageSpan, worst_status
-from verl_profiling.settings.config import RoleConfig
+from verl_profiling.settings.role import TRAJECTORIES, RoleConfig
 from verl_profiling.tools import Destination, Output, Recording, Tool
 from verl_profiling.tools.process_memory import memory_overrun, process_peak_bytes
 from verl_profiling.trajectories import spans as trajectories
@@ -62,6 +62,7 @@ class Capture:
         identity: The worker.
         background: Does the rest of the work on artifacts.
         done: Called with each artifact that a stage left, or that was finished in the background.
+        given: The devices that Ray reserved for this process.
         handover_s: How long a stop on another thread waits for the owner, in seconds.
     """
 
@@ -70,6 +71,7 @@ class Capture:
     identity: WorkerIdentity
     background: BackgroundWork
     done: Callable[[Artifact], object]
+    given: list[Device]
     handover_s: float = HANDOVER_S
 
     def __post_init__(self) -> None:
@@ -99,7 +101,6 @@ class Capture:
         self._stages: list[StageSpan] = []
         self._anchors = [clock.read_anchor()]
         self._unrecorded = trajectories.unrecorded
-        self._given = given_devices()
 
     def open(self) -> list[Artifact]:
         """Start recording, or in discrete mode wait for a stage; return the expected artifacts.
@@ -122,10 +123,9 @@ class Capture:
         while not self._stopped.wait(_LOOK_S) and time.monotonic() < deadline_s:
             if owner.parent.exists() and not owner.exists():  # it ended without stopping its tools
                 break
-        if not self._stopped.is_set():
-            with self._lock:
-                if not self._stopped.is_set():
-                    self._give_up()
+        with self._lock:
+            if not self._stopped.is_set():
+                self._give_up()
         self._anchors.append(clock.read_anchor())
         return self._result()
 
@@ -142,10 +142,9 @@ class Capture:
         """Begin a stage; in discrete mode, start the tools for it."""
         if self._stop_asked:
             self._stop_for_good()
-        if self.whole or (self.role.stages is not None and name not in self.role.stages):
-            self._spans.begin(name)
-            return
-        if (recorded := self._recorded) is not None and recorded.end_ns:  # the tools' export holds the lock
+        recorded, selected = self._recorded, self.role.stages is None or name in self.role.stages
+        is_exported = recorded is not None and recorded.end_ns  # the tools' export holds the lock
+        if self.whole or not selected or is_exported:
             self._spans.begin(name)
             return
         with self._lock:
@@ -193,8 +192,8 @@ class Capture:
             self._enter(tool, destination, status="skipped", reason=reason)
 
     def _may_stop_here(self) -> bool:
-        any_thread = all(running.tool.any_thread for running in self._running)
-        return any_thread or self._owner == threading.get_native_id()
+        here = self._owner == threading.get_native_id()
+        return here or all(running.tool.any_thread for running in self._running)
 
     def _stop_for_good(self) -> None:
         """Stop the tools for the rest of the capture, if this thread may stop them."""
@@ -399,7 +398,7 @@ class Capture:
             reason = f"no selected stage ran (selected: {wanted}; ran: {ran})"
         notes = [*self.notes, *self._spans.notes()]
         missed = trajectories.unrecorded - self._unrecorded
-        if missed and not any(tool.name == "trajectories" for tool in self.role.tools):
+        if missed and TRAJECTORIES not in self.role.tool_names:
             notes.append(
                 f"{missed:,} trajectories began here and were not recorded: inherit AgentLoopCaptureMixin, "
                 f"or add trajectories to the tool of role {self.identity.role}"
@@ -419,5 +418,5 @@ class Capture:
             cost=self._cost.cost(),
             tool_spans=self._cost.spans,
             cores=os.cpu_count() or 0,
-            devices=used_devices() or self._given,
+            devices=used_devices() or self.given,
         )

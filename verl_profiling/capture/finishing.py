@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +37,7 @@ _GRACE_S = 5.0
 _SHOWN_BYTES = 4096
 
 
+@dataclass(eq=False)
 class BackgroundWork:
     """Runs functions one after another, on a thread that exists while there is work.
 
@@ -46,12 +48,11 @@ class BackgroundWork:
         at_once: If no thread can start, whether to work in :meth:`submit`, or else in :meth:`drain`.
     """
 
-    def __init__(self, name: str, at_once: bool = True) -> None:
-        self._name = name
-        self._at_once = at_once
-        self._changed = threading.Condition()
-        self._work: deque[Callable[[], object]] = deque()
-        self._running = False
+    name: str
+    at_once: bool = True
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _work: deque[Callable[[], object]] = field(default_factory=deque)
+    _running: bool = False
 
     def submit(self, work: Callable[[], object]) -> None:
         """Queue a function."""
@@ -60,13 +61,13 @@ class BackgroundWork:
             if self._running:
                 return
             self._running = True
-        thread = threading.Thread(target=self._run, name=f"verl-profiling-{self._name}", daemon=True)
+        thread = threading.Thread(target=self._run, name=f"verl-profiling-{self.name}", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # at exit, Python 3.12 and later start no thread
             with self._changed:
                 self._running = False
-            if self._at_once:
+            if self.at_once:
                 self._run()
 
     def drain(self, timeout_s: float) -> bool:
@@ -87,7 +88,7 @@ class BackgroundWork:
             try:
                 work()
             except Exception:
-                logger.exception("%s: work in the background failed", self._name)
+                logger.exception("%s: work in the background failed", self.name)
 
 
 def finish(
@@ -154,11 +155,14 @@ class AfterHooks:
 
     Args:
         hooks: The settings, by name.
+
+    Attributes:
+        background: Runs the hooks.
     """
 
     def __init__(self, hooks: Mapping[str, AfterHook]) -> None:
         self._hooks = dict(hooks)
-        self._background = BackgroundWork("after", at_once=False)
+        self.background = BackgroundWork("after", at_once=False)
         self._capture_id = ""
         self._runs: dict[str, Callable[[], None]] = {}
         self._last: dict[str, Callable[[], None]] = {}
@@ -193,17 +197,13 @@ class AfterHooks:
         runs, self._runs = self._runs, {}
         for name, run in runs.items():
             self._last.pop(name, None)
-            self._background.submit(partial(_run_when, is_written, run))
+            self.background.submit(partial(_run_when, is_written, run))
 
     def train_ends(self) -> None:
         """Run the hooks that run once per training (``when: last``) and have not run."""
         runs, self._last = self._last, {}
         for run in runs.values():
-            self._background.submit(run)
-
-    def drain(self, timeout_s: float) -> bool:
-        """Wait for running and queued hooks; return whether all ended in time."""
-        return self._background.drain(timeout_s)
+            self.background.submit(run)
 
     @property
     def longest_s(self) -> float:

@@ -108,7 +108,7 @@ def result_of(
         "capture_id": request.capture_id,
         "step": request.step,
         "mode": role.mode,
-        "tools": [tool.name for tool in role.tools],
+        "tools": role.tool_names,
     }
     return CaptureResult(**{**named, **fields})
 

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -80,11 +81,12 @@ class Slot:
         self.background.drain(finish_s)
         if capture_id is None:
             self.hooks.train_ends()
-            self.hooks.drain(self.hooks.longest_s)
+            self.hooks.background.drain(self.hooks.longest_s)
         same = result.capture_id and result.capture_id == self.file.result.capture_id
         return self.file.result if same else result
 
 
+@dataclass
 class CostMeter:
     """Measures the starts and stops of one capture's tools.
 
@@ -93,9 +95,8 @@ class CostMeter:
         export_s: Seconds that writing took; part of the time of the stops.
     """
 
-    def __init__(self) -> None:
-        self.spans: list[ToolSpan] = []
-        self.export_s = 0.0
+    spans: list[ToolSpan] = field(default_factory=list)
+    export_s: float = 0.0
 
     @contextmanager
     def measured(self, name: Literal["start", "stop"], stage: str | None) -> Iterator[None]:
@@ -114,6 +115,7 @@ class CostMeter:
         return CaptureCost(start_s=seconds["start"], stop_s=seconds["stop"], export_s=self.export_s)
 
 
+@dataclass(eq=False)
 class ResultFile:
     """Keeps ``<name>.result.json`` up to date: at the stop, and whenever an artifact is finished.
 
@@ -127,16 +129,16 @@ class ResultFile:
         result: The result so far.
     """
 
-    def __init__(self, background: BackgroundWork) -> None:
-        self._background = background
-        self.request, self.result = _NO_REQUEST, _NO_RESULT
-        self._lock = threading.Lock()
-        self._windows: list[CaptureResult] = []
+    background: BackgroundWork
+    request: CaptureRequest = _NO_REQUEST
+    result: CaptureResult = _NO_RESULT
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _windows: list[CaptureResult] = field(default_factory=list)
 
     def opened(self, request: CaptureRequest, role: RoleConfig, identity: WorkerIdentity) -> ResultFile:
         """Return the file for a capture that begins: a new one, or this one for a window of the same step."""
         same_step = capture_of(self.request.capture_id) == capture_of(request.capture_id)
-        file = self if same_step else ResultFile(self._background)
+        file = self if same_step else ResultFile(self.background)
         window = result_of(request, role, identity, status="failed", reason=NOT_STOPPED, stopped=False)
         with file._lock:
             file.request = request
@@ -156,23 +158,18 @@ class ResultFile:
 
     def close(self, result: CaptureResult) -> CaptureResult:
         """Write the result of the stopped capture; return it. It is uploaded in the background."""
-        result = msgspec.structs.replace(
-            result,
-            roles=list(dict.fromkeys([*result.roles, *self.request.roles])),
-            artifacts=[
-                msgspec.structs.replace(
-                    artifact, step=self.request.step, policy_versions=result.policy_versions
-                )
-                for artifact in result.artifacts
-            ],
-        )
+        step, versions, artifacts = self.request.step, result.policy_versions, []
+        for artifact in result.artifacts:
+            artifacts.append(msgspec.structs.replace(artifact, step=step, policy_versions=versions))
+        roles = list(dict.fromkeys([*result.roles, *self.request.roles]))
+        result = msgspec.structs.replace(result, roles=roles, artifacts=artifacts)
         with self._lock:
             for artifact in self._windows[-1].artifacts:
                 result = _with_artifact(result, artifact)
             self._windows[-1] = result
             result = self._write()
         if self.request.upload is not None and self.is_settled():
-            self._background.submit(self.upload)
+            self.background.submit(self.upload)
         return result
 
     def finished(self, artifact: Artifact) -> None:
@@ -203,25 +200,28 @@ class ResultFile:
     def _write(self, upload: bool = False) -> CaptureResult:
         request = self.request
         result = self._windows[0] if len(self._windows) == 1 else _merged(self._windows)
-        numbers, notes = finite_numbers(result.metrics)
+        name, notes = result.identity.name, result.notes
+        numbers, infinite = finite_numbers(result.metrics)
+        if infinite:
+            notes = list(dict.fromkeys([*notes, f"{name}: {infinite[0]}"]))
         self.result = result = msgspec.structs.replace(
             result,
             metrics=numbers,
-            notes=list(dict.fromkeys([*result.notes, *(f"{result.name}: {note}" for note in notes)])),
+            notes=notes,
             process=ProcessId.current(),
             folder=request.folder if request.upload is None else request.upload.url,
             revision=self.result.revision + 1,
         )
         if not request.keep:
             return result
-        path = Path(request.folder) / f"{result.name}{RESULT_SUFFIX}"
+        path = Path(request.folder) / f"{name}{RESULT_SUFFIX}"
         try:
             write_json_atomically(path, result, durable=result.stopped)
             remote = request.upload if upload else None
             if remote is not None and not any(one.status == "pending" for one in result.artifacts):
                 remote.move(path, path.name)
         except FileNotFoundError:
-            logger.info("%s is gone, so the result of %s is not kept", path.parent, result.name)
+            logger.info("%s is gone, so the result of %s is not kept", path.parent, name)
         except Exception as error:  # each file system raises errors of its own
             logger.error("step %d: %s cannot be written: %s", result.step, path, error)
         return result

@@ -22,7 +22,6 @@ from verl_profiling.capture.capture import HANDOVER_S, Capture
 from verl_profiling.capture.messages import (
     CaptureRequest,
     StartReply,
-    StartStatus,
     StopReply,
     cannot_be_had,
     not_set_up,
@@ -31,6 +30,7 @@ from verl_profiling.capture.messages import (
 from verl_profiling.capture.result_file import NOT_STOPPED, Slot
 from verl_profiling.capture.stage import Both, Stage, StageSink
 from verl_profiling.capture_request import CaptureSelection
+from verl_profiling.devices import Device, given_devices
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
@@ -72,6 +72,7 @@ class Session:
         self._registered: dict[str, tuple[RoleConfig, bool]] = {}
         self._prepared: set[Tool] = set()
         self._lock = threading.RLock()
+        self._given: list[Device] = []
         self._finish_s = 0.0
         self._said_nothing_to_stop = False
         self._handover_s = HANDOVER_S
@@ -96,6 +97,7 @@ class Session:
             self._configs[identity.name] = config
             if self.identity is None or (self.identity.replica is not None and identity.replica is None):
                 self.identity = identity  # of a trainer, where an engine shares its process
+            self._given = given_devices()
             self.keep_every_step(config.watch)
             if self.sums is not None and TRAJECTORIES in config.tool_names(identity.role):
                 self.sums.spans = self.sums.spans or SpanSums()
@@ -171,15 +173,16 @@ class Session:
             if capture is not None:
                 return self._join(capture, request, identity, received_ns)
             file = self._slot.file.opened(request, role, identity)
-            capture = Capture(request, role, identity, self._slot.background, file.finished, self._handover_s)
+            capture = Capture(
+                request, role, identity, self._slot.background, file.finished, self._given, self._handover_s
+            )
             expected = capture.open()
             self._capture, self._slot.file = capture, file
             termination.hold()
             clock.hold()
             self._pass_stages_to(capture)
             self._slot.hooks.begun(request, identity)
-        status: StartStatus = "recording" if capture.whole else "armed"
-        return StartReply(identity, status, received_ns, expected=expected)
+        return StartReply(identity, "recording" if capture.whole else "armed", received_ns, expected=expected)
 
     def stop(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
         """Stop the open capture.
@@ -249,7 +252,7 @@ class Session:
             logger.error(
                 "artifacts were still being compressed after %.0f s; they stay uncompressed", self._finish_s
             )
-        self._slot.hooks.drain(self._finish_s)
+        self._slot.hooks.background.drain(self._finish_s)
 
     def _role(self, identity: WorkerIdentity, selection: CaptureSelection | None) -> RoleConfig:
         config = self._configs[identity.name]
@@ -308,7 +311,7 @@ def _differences(role: RoleConfig, other: RoleConfig) -> str:
     if [(tool.name, tool.options) for tool in role.tools] != [
         (tool.name, tool.options) for tool in other.tools
     ]:
-        found.append(f"tool={'+'.join(tool.name for tool in role.tools)}")
+        found.append(f"tool={'+'.join(role.tool_names)}")
     if role.mode == "discrete" and role.stages != other.stages:
         found.append(f"stages={'all' if role.stages is None else ','.join(sorted(role.stages))}")
     return ", ".join(found)

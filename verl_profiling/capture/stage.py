@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from operator import attrgetter
 from threading import get_ident
 from types import TracebackType
@@ -187,6 +188,7 @@ _innermost: ContextVar[OpenSpan | None] = ContextVar("verl_profiling_innermost_s
 """The span that began last in this thread or task; if it has ended, the innermost span is around it."""
 
 
+@dataclass(eq=False)
 class SpanLog:
     """The spans of one capture. Written for speed: one object and no lock per span.
 
@@ -199,13 +201,12 @@ class SpanLog:
             ``LONG_NS``. For a shorter one, a system call would cost more than the span itself.
     """
 
-    def __init__(self) -> None:
-        self._left_out = 0
-        self._marks_failed = ""
-        self.begin_mark: Callable[[str], object] | None = None
-        self.end_mark: Callable[[Any], object] | None = None
-        self.long_stage_ended: Callable[[str], object] | None = None
-        self._spans: list[OpenSpan] = []
+    begin_mark: Callable[[str], object] | None = None
+    end_mark: Callable[[Any], object] | None = None
+    long_stage_ended: Callable[[str], object] | None = None
+    _left_out: int = 0
+    _marks_failed: str = ""
+    _spans: list[OpenSpan] = field(default_factory=list)
 
     def begin(self, name: str) -> OpenSpan:
         """Open a span."""

@@ -26,9 +26,9 @@ from types import TracebackType
 from typing import Any
 
 from verl_profiling.capture.stage import Stage, StageSink
-from verl_profiling.controller.calls import Waits
 from verl_profiling.controller.controller import Controller
 from verl_profiling.controller.spmd import in_a_line
+from verl_profiling.controller.targets import Waits
 from verl_profiling.controller.watch import Watch
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import ROLLOUT_ROLE

@@ -22,13 +22,12 @@ from verl_profiling import clock, termination
 from verl_profiling.capture.finishing import AfterHooks
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.stage import SpanLog, StageSink
-from verl_profiling.controller.calls import Waits
 from verl_profiling.controller.decision import Decisions, LoopOrder
 from verl_profiling.controller.open_capture import OpenCapture, whole_version
 from verl_profiling.controller.requests import Decision
 from verl_profiling.controller.spmd import in_a_line, knows_place, place_of
 from verl_profiling.controller.step_folder import StepFolders, is_pending
-from verl_profiling.controller.targets import Roster
+from verl_profiling.controller.targets import Roster, Waits
 from verl_profiling.controller.watch import Watch
 from verl_profiling.controller.watch_outlet import WatchOutlet
 from verl_profiling.errors import ProfilingError
@@ -441,7 +440,7 @@ class Controller:
                 run.amend(first_step=ran[0], last_step=ran[1], end_ns=clock.now_ns(), never_came=never_came)
         yield partial(self._folders.drain, min(self.config.timeouts.finish_s, most_s))
         self._hooks.train_ends()
-        yield partial(self._hooks.drain, min(self._hooks.longest_s, most_s))
+        yield partial(self._hooks.background.drain, min(self._hooks.longest_s, most_s))
         if run is not None:
             run.leave()
         ranks, self.decisions.ranks = self.decisions.ranks, None

@@ -17,11 +17,10 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, result_of
 from verl_profiling.capture.stage import OpenSpan, SpanLog
-from verl_profiling.clock import Handshake, best_handshake
-from verl_profiling.controller.calls import Call, Target, Waits, Worker, wait_for
+from verl_profiling.clock import Handshake
 from verl_profiling.controller.requests import Decision
-from verl_profiling.controller.spmd import Ranks
-from verl_profiling.controller.targets import Roster
+from verl_profiling.controller.spmd import HANDSHAKES, Ranks, measured_clock
+from verl_profiling.controller.targets import Call, Roster, Target, Waits, Worker, wait_for
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult, HostClock, Manifest, Rpc, StepSpan, finite_numbers
 
@@ -29,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 ROLLOUT = "rollout"
 """The stage that lies between ``on_rollout_begin`` and ``on_rollout_end``."""
-HANDSHAKES = 8
 NOT_WRITTEN = "the capture has begun, and nothing was written since"
 
 
@@ -92,7 +90,7 @@ class OpenCapture:
     rollout_request: CaptureRequest | None = None
     rollout_span: OpenSpan | None = None
     _windows: int = 0
-    _started: dict[Target, None] = field(default_factory=dict)
+    _started: dict[str, list[Target]] = field(default_factory=dict)
     _answers: dict[Worker, _Answer] = field(default_factory=dict)
     _hosts: dict[str, str] = field(default_factory=dict)
     _opening: dict[str, list[Handshake]] = field(default_factory=dict)
@@ -178,9 +176,9 @@ class OpenCapture:
 
     def start(self, request: CaptureRequest) -> Waits[None]:
         """Start the workers of a request: for a rollout, the engines in discrete mode; else all others."""
-        targets = self._concerned(request, self.roster.driven(request.selection))
+        targets = self.roster.driven(request.selection, windowed=request.stage is not None)
+        self._started[request.capture_id] = targets
         for target in targets:
-            self._started[target] = None
             for worker in target.workers:
                 answer = self._answers.setdefault(worker, _Answer(worker))
                 answer.started, answer.is_open = None, True  # to be stopped even if the start fails
@@ -198,7 +196,7 @@ class OpenCapture:
         """Start the rollout engines in discrete mode, which record one rollout."""
         yield from self.end_rollout()
         selection = self.request.selection
-        if any(self.roster.has_windows(target, selection) for target in self.roster.driven(selection)):
+        if self.roster.driven(selection, windowed=True):
             self._windows += 1
             self.rollout_request = msgspec.structs.replace(
                 self.request,
@@ -221,22 +219,16 @@ class OpenCapture:
         self.rollout_request = None
         stop_s = self.roster.config.timeouts.stop_s
         calls: dict[Call, CaptureRequest] = {}
+        targets: list[Target] = []
         for request in opened:
-            concerned, capture_id = self._concerned(request, self._started), request.capture_id
-            stops = self.roster.call(concerned, "stop_capture", capture_id, timeout_s=stop_s)
+            started = self._started.get(request.capture_id, [])
+            stops = self.roster.call(started, "stop_capture", request.capture_id, timeout_s=stop_s)
             calls |= dict.fromkeys(stops, request)
+            targets += started
         yield partial(wait_for, calls)
         for call, request in calls.items():
             self._take_stop(call, request)
-        yield from self._shake_hands("stop_capture", opened[-1].capture_id, self._started)
-
-    def _concerned(self, request: CaptureRequest, targets: Iterable[Target]) -> list[Target]:
-        windowed = request.stage is not None
-        concerned = []
-        for target in targets:
-            if self.roster.has_windows(target, request.selection) is windowed:
-                concerned.append(target)
-        return concerned
+        yield from self._shake_hands("stop_capture", opened[-1].capture_id, targets)
 
     def _shake_hands(self, method: str, argument: object, targets: Iterable[Target]) -> Waits[None]:
         """Repeat a call, which has no effect the second time, to measure the clock offsets of other hosts.
@@ -374,7 +366,7 @@ class OpenCapture:
                 answer = self._answers.get(worker) or _Answer(worker)
                 if answer.started is None or answer.started.status in ("recording", "armed"):
                     result = answer.failure or self._lost(answer, self.request, NOT_WRITTEN)
-                    found.setdefault(result.name, result)
+                    found.setdefault(result.identity.name, result)
         return [*found.values(), *(self.others(self.ranks) if self.ranks is not None else ())]
 
     def results(self) -> list[CaptureResult]:
@@ -389,9 +381,9 @@ class OpenCapture:
                 result = msgspec.structs.replace(
                     result, status=failure.status, reason=failure.reason, artifacts=artifacts
                 )
-            other = found.get(result.name)
-            if other is None or other.revision < result.revision:
-                found[result.name] = result
+            name = result.identity.name
+            if name not in found or found[name].revision < result.revision:
+                found[name] = result
         return list(found.values())
 
     def others(self, ranks: Ranks) -> list[CaptureResult]:
@@ -402,7 +394,12 @@ class OpenCapture:
 
     def _lost(self, answer: _Answer, request: CaptureRequest, reason: str) -> CaptureResult:
         role = self.roster.config.for_role(answer.worker.target.roles[0], self.request.selection)
-        started = answer.started
+        process, artifacts = None, []
+        if answer.started is not None:
+            process = answer.started.process
+            for one in answer.started.expected:
+                one = msgspec.structs.replace(one, status="missing", step=request.step, reason=reason)
+                artifacts.append(one)
         return result_of(
             request,
             role,
@@ -410,33 +407,19 @@ class OpenCapture:
             roles=list(answer.worker.target.roles),
             status="failed",
             reason=reason,
-            process=started.process if started is not None else None,
-            artifacts=[
-                msgspec.structs.replace(artifact, status="missing", step=request.step, reason=reason)
-                for artifact in (started.expected if started is not None else ())
-            ],
+            process=process,
+            artifacts=artifacts,
         )
 
     def _clocks(self) -> list[HostClock]:
         """Return the measured offset of each clock domain that has replied."""
         clocks = []
         for domain, opening in self._opening.items():
-            closing = self._closing.get(domain, opening)
+            closing = self._closing.get(domain, [])
             if domain == clock.domain():
                 clocks.append(HostClock(host=self._hosts[domain], clock_domain=domain))
             else:
-                first, last = best_handshake(opening), best_handshake(closing)
-                clocks.append(
-                    HostClock(
-                        host=self._hosts[domain],
-                        clock_domain=domain,
-                        offset_ns=first.offset_ns,
-                        error_ns=first.error_ns,
-                        closing_offset_ns=last.offset_ns,
-                        closing_error_ns=last.error_ns,
-                        samples=len(opening) + len(self._closing.get(domain, ())),
-                    )
-                )
+                clocks.append(measured_clock(self._hosts[domain], domain, opening, closing))
         return clocks
 
 

@@ -17,7 +17,6 @@ import uuid
 from concurrent.futures import Future
 from functools import partial
 from importlib import metadata
-from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -202,7 +201,8 @@ def _claim(root: LocalFolder | RemoteFolder, info: RunInfo) -> tuple[str, bool]:
     """Claim the first free folder; return its path or URL, and whether an earlier run has this name."""
     owner, resumes = "", False
     data = msgspec.json.format(msgspec.json.encode(info), indent=2)
-    for number in count(1):
+    number = 1
+    while True:
         folder = root if number == 1 else root.child(f"run_{number}")
         whose, same = _owner(folder, info.run_id)
         resumes |= same
@@ -214,7 +214,7 @@ def _claim(root: LocalFolder | RemoteFolder, info: RunInfo) -> tuple[str, bool]:
                 logger.warning("%s; this run is recorded in %s", owner, folder.url)
             return folder.url, resumes
         owner = owner or whose
-    raise AssertionError("count() ends")
+        number += 1
 
 
 def _owner(folder: LocalFolder | RemoteFolder, run_id: str) -> tuple[str, bool]:

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -22,9 +22,9 @@ from verl_profiling import clock
 from verl_profiling.capture.session import process_session
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.clock import Handshake, best_handshake
-from verl_profiling.controller.calls import Target
 from verl_profiling.controller.requests import Decision
 from verl_profiling.controller.run import Run, RunPlace
+from verl_profiling.controller.targets import Target
 from verl_profiling.identity import ProcessId, WorkerIdentity, process_rank
 from verl_profiling.manifest import CaptureResult, HostClock, StageSpan
 from verl_profiling.settings.config import ProfilingConfig
@@ -39,7 +39,7 @@ _HANDSHAKE_S = 2.0
 _LOOK_S = 1.0
 _FIRST_LOOK_S = 0.02
 
-_trainings: Counter[str] = Counter()
+_trainings = count(1)
 
 
 class Ranks:
@@ -58,9 +58,8 @@ class Ranks:
     def __init__(self, rank: int, world_size: int, store: Any) -> None:
         from torch.distributed import PrefixStore
 
-        _trainings["begun"] += 1
         connection = store.clone() if hasattr(store, "clone") else store
-        self._store = PrefixStore(f"verl_profiling/{_trainings['begun']}", connection)
+        self._store = PrefixStore(f"verl_profiling/{next(_trainings)}", connection)
         self.rank, self.world_size = rank, world_size
         self.others = range(1, world_size)
         self.processes: dict[int, ProcessId] = {}
@@ -251,16 +250,7 @@ class Ranks:
             # A handshake has the offset of rank 0's clock; this host's offset is its negative.
             handshakes.append(Handshake(sent_ns, received_ns, replied_ns, clock.now_ns()))
         if handshakes:
-            best = best_handshake(handshakes)
-            self.clock = HostClock(
-                host=own.host,
-                clock_domain=own.clock_domain,
-                offset_ns=-best.offset_ns,
-                error_ns=best.error_ns,
-                closing_offset_ns=-best.offset_ns,
-                closing_error_ns=best.error_ns,
-                samples=len(handshakes),
-            )
+            self.clock = measured_clock(own.host, own.clock_domain, handshakes, [], sign=-1)
 
     def _answer(self, number: int) -> None:
         for turn in range(HANDSHAKES):
@@ -277,6 +267,22 @@ class Ranks:
             if self._ended.wait(0.0005):
                 return None
         return value
+
+
+def measured_clock(
+    host: str, domain: str, opening: list[Handshake], closing: list[Handshake], sign: int = 1
+) -> HostClock:
+    """Return the offset of a host's clock by the best handshakes when a capture opened and closed."""
+    first, last = best_handshake(opening), best_handshake(closing or opening)
+    return HostClock(
+        host=host,
+        clock_domain=domain,
+        offset_ns=sign * first.offset_ns,
+        error_ns=first.error_ns,
+        closing_offset_ns=sign * last.offset_ns,
+        closing_error_ns=last.error_ns,
+        samples=len(opening) + len(closing),
+    )
 
 
 def place_of(config: ProfilingConfig, targets: list[Target]) -> tuple[int, int]:

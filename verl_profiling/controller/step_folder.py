@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 
 from verl_profiling.capture.stage import SpanLog
-from verl_profiling.controller.calls import Waits
 from verl_profiling.controller.run import Run, claim_run
 from verl_profiling.controller.spmd import Ranks
+from verl_profiling.controller.targets import Waits
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId, step_folder_name
 from verl_profiling.manifest import (
@@ -55,6 +55,7 @@ class StepFolders:
 
     def __init__(self, config: ProfilingConfig) -> None:
         self._config = config
+        self._process = ProcessId.current()
         self.claimed: Run | None = None
         self.after: SpanLog | None = None
         self._recordings: Counter[int] = Counter()
@@ -128,7 +129,7 @@ class StepFolders:
 
     def write(self, folder: Path, manifest: Manifest) -> None:
         """Write a manifest; :meth:`add_metrics` and :meth:`end_step` may add to it later."""
-        manifest = msgspec.structs.replace(manifest, process=ProcessId.current())
+        manifest = msgspec.structs.replace(manifest, process=self._process)
         write_json_atomically(folder / MANIFEST_NAME, manifest)
         self._last = (folder, manifest)
         if manifest.state == "written":
@@ -142,12 +143,14 @@ class StepFolders:
             manifest: The final manifest; paths of files on disks of other hosts are added.
             outside: The log of the pauses around the step.
         """
-        leaving, notes = self._leaving(folder)
+        notes = [*manifest.notes]
+        keep_last = self._config.limits.keep_last
+        leaving = [] if keep_last is None else self._leaving(folder, keep_last, notes)
         with outside.during("write"):
             if self.run.url is None:
-                manifest = _located(folder, manifest)
-            manifest = msgspec.structs.replace(manifest, notes=[*manifest.notes, *notes])
-            self.write(folder, msgspec.structs.replace(manifest, outside=outside.so_far()))
+                manifest = _located(folder, manifest, notes)
+            manifest = msgspec.structs.replace(manifest, notes=notes, outside=outside.so_far())
+            self.write(folder, manifest)
         for older in leaving:
             self._remove(older)
 
@@ -194,13 +197,9 @@ class StepFolders:
             if folder.is_dir():
                 self.write(*self._last)
 
-    def _leaving(self, folder: Path) -> tuple[list[Path], list[str]]:
-        """Add a step folder to the stored ones; return older folders to remove, and notes on them."""
-        keep_last = self._config.limits.keep_last
+    def _leaving(self, folder: Path, keep_last: int, notes: list[str]) -> list[Path]:
+        """Add a step folder to the stored ones; return older folders to remove, and note them."""
         leaving: list[Path] = []
-        notes: list[str] = []
-        if keep_last is None:
-            return leaving, notes
         self._stored.append(folder)
         for older in self._stored[:-keep_last]:
             if is_pending(older):  # a worker still writes into it
@@ -213,7 +212,7 @@ class StepFolders:
                 note = f"{older.name} was removed: limits.keep_last={keep_last}"
             logger.info("%s", note)
             notes.append(note)
-        return leaving, notes
+        return leaving
 
     def _remove(self, folder: Path) -> None:
         """Remove a step folder: rename it at once, delete its content in the background."""
@@ -227,8 +226,8 @@ class StepFolders:
         self._removal.submit(_delete, hidden)
 
 
-def _located(folder: Path, manifest: Manifest) -> Manifest:
-    """Return a manifest with ``where`` set for artifacts that are on the disk of another host."""
+def _located(folder: Path, manifest: Manifest, notes: list[str]) -> Manifest:
+    """Return a manifest with ``where`` set for artifacts that are on the disk of another host; note them."""
     seen = {*os.listdir(folder)}  # noqa: PTH208 (the loop waits for it)
     hosts: dict[str, None] = {}
     workers = []
@@ -243,9 +242,9 @@ def _located(folder: Path, manifest: Manifest) -> Manifest:
                 artifact = msgspec.structs.replace(artifact, where=where)
             artifacts.append(artifact)
         workers.append(msgspec.structs.replace(worker, artifacts=artifacts))
-    said = f"files of {', '.join(hosts)} are not seen from here: copy them into this folder"
-    notes = [*manifest.notes, *([said] if hosts else [])]
-    return msgspec.structs.replace(manifest, workers=workers, notes=notes)
+    if hosts:
+        notes.append(f"files of {', '.join(hosts)} are not seen from here: copy them into this folder")
+    return msgspec.structs.replace(manifest, workers=workers)
 
 
 def is_pending(folder: Path, upload: Upload | None = None) -> bool:
@@ -273,15 +272,11 @@ def _strangers(folder: Path, run_id: str) -> str:
         return "its manifest"
     if manifest.run_id != run_id:
         return "its manifest"
-    own = {MANIFEST_NAME}
-    own.update(artifact.path for worker in manifest.workers for artifact in worker.artifacts)
     lanes = {worker.name for worker in manifest.workers}
     lanes.update(artifact.lane for worker in manifest.workers for artifact in worker.artifacts)
     begins = tuple(f"{name}." for name in [*lanes, "manifest"])
     found = [path.name for path in folder.iterdir()]
-    return ", ".join(
-        sorted(name for name in found if name not in own and not name.lstrip(".").startswith(begins))[:3]
-    )
+    return ", ".join(sorted(name for name in found if not name.lstrip(".").startswith(begins))[:3])
 
 
 def _delete(folder: Path) -> None:

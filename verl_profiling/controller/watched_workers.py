@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from verl_profiling import clock
 from verl_profiling.clock import Handshake, best_handshake
-from verl_profiling.controller.calls import Call, Postponed, Target, Worker
-from verl_profiling.controller.targets import Roster
+from verl_profiling.controller.targets import Call, Postponed, Roster, Target, Worker
 from verl_profiling.identity import ProcessId
 from verl_profiling.step_summary import RankUse
 from verl_profiling.watch.reading import WatchQuestion, WatchReading

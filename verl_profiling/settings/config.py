@@ -162,12 +162,9 @@ class ProfilingConfig:
         Raises:
             ConfigError: The role's settings or the selection are wrong.
         """
-        known = self._by_role.get((role, selection))
-        return (
-            known
-            if known is not None
-            else self._by_role.setdefault((role, selection), self._resolve(role, selection))
-        )
+        if (role, selection) not in self._by_role:
+            self._by_role[role, selection] = self._resolve(role, selection)
+        return self._by_role[role, selection]
 
     @cached_property
     def _by_role(self) -> dict[tuple[str, CaptureSelection | None], RoleConfig]:
@@ -193,6 +190,7 @@ class ProfilingConfig:
             role=role,
             enable=self.enable and override.enable and (select.roles is None or role in select.roles),
             tools=tools,
+            tool_names=[tool.name for tool in tools],
             mode=override.mode or self.mode,
             **choose(override, select, key),
             stages=frozenset(stages) if stages is not None else None,

@@ -91,6 +91,7 @@ class RoleConfig:
     """The configuration of one role: overrides applied, ranks parsed, tools built.
 
     Attributes:
+        tool_names: What the tools are called in manifests.
         ranks: Global ranks that take part; ``None``: all.
         replicas: Rollout replicas, likewise.
         coordinates: Coordinates by dimension; negative ones count from the end.
@@ -99,6 +100,7 @@ class RoleConfig:
     role: str
     enable: bool
     tools: tuple[Tool, ...]
+    tool_names: list[str]
     mode: Mode
     ranks: frozenset[int] | None
     replicas: frozenset[int] | None
