@@ -119,7 +119,10 @@ class Requests:
             step: The step.
             scheduled: Whether the schedule captures the step anyway; the request joins that capture.
         """
-        for new in self._take_all():
+        came = self._take_all()
+        if not (came or self._pending):
+            return None
+        for new in came:
             self._accept(new, step)
         for late in [one for one in self._pending if one.at is not None and one.at < step]:
             self._pending.remove(late)
@@ -205,7 +208,7 @@ class Requests:
         """Return the new requests, oldest first."""
         if self._folder is not None:
             self._exchange(self._folder)
-        came = [self._came.popleft() for _ in range(len(self._came))]
+        came = [self._came.popleft() for _ in range(len(self._came))] if self._came else []
         return sorted(came, key=lambda demand: demand.asked_ns)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from itertools import islice
 from operator import attrgetter
 from types import TracebackType
 from typing import Any
@@ -39,6 +40,9 @@ PAUSE_NS = 50_000_000
 """Minimum interval of memory readings after short stages; 10 times as long after another stage."""
 
 _DEVICES = ("cuda", "npu")
+_LATEST = 256
+"""Ended stages that a reply copies; all of them, if these do not cover its steps."""
+
 _LONGEST_NAME = 200
 _TOUCHING_NS = 1_000_000
 _SLACK_NS = 1_000_000_000
@@ -173,7 +177,7 @@ class StageSums:
         self._since_ns = min(self._since_ns, now_ns + ahead_ns)  # the clock may be set back
         runs: list[dict[str, list[Period]]] = [{} for _ in steps]
         memory: list[tuple[int, int]] = [(0, 0)] * len(steps)
-        for name, begin_ns, end_ns, peak, held in reversed(list(self._ended)):
+        for name, begin_ns, end_ns, peak, held in self._latest(begins[0] + ahead_ns if steps else 0):
             begin_ns, end_ns = begin_ns - ahead_ns, end_ns - ahead_ns
             if steps and end_ns < begins[0] - _SLACK_NS:
                 break
@@ -198,6 +202,13 @@ class StageSums:
             else None
             for at, of_step in enumerate(runs)
         ]
+
+    def _latest(self, since_ns: int) -> list[tuple[str, int, int, int, int]]:
+        """Return the stages that ended after ``since_ns``, and earlier ones, the latest first."""
+        latest = list(islice(reversed(self._ended), _LATEST))
+        if latest and latest[-1][2] >= since_ns - _SLACK_NS:
+            latest = list(reversed(self._ended))
+        return latest
 
     def take_dropped(self) -> int:
         """Return how many stages ended since the last call and were dropped, because the queue was full."""
