@@ -189,7 +189,7 @@ class Watch:
         if self._at_once:
             self._at_once = False
             self._take_steps()
-        self._workers.ask(self._pending, self._reads_collectives())
+        self._workers.ask(self._pending, self._ranks is None and self.recorders.due)
         waited_s = time.monotonic() - self._pending[0].since_s if self._pending else 0.0
         self._workers.wait(min(_SHORTEST_LOOK_S + waited_s / 4, _LONGEST_LOOK_S))
         if self._ranks is not None and self._ranks.leads and self._pending:
@@ -231,7 +231,7 @@ class Watch:
         """Make the summaries of steps, add their exposed times, and pass them to the listeners."""
         times = [(step.begin_ns, step.end_ns) for step in steps]
         own = self.sums.of_steps(self._who, times)
-        if self._ranks is not None and self._reads_collectives():
+        if self._ranks is not None and self._ranks.collectives:
             own = with_collectives(own, times)
         summaries = [
             StepSummary(
@@ -260,11 +260,6 @@ class Watch:
                     self._say_once(id(listener), summary.step, error)
         if self._ranks is not None and self._ranks.leads:
             self._ranks.ask_collectives(self.recorders.due)
-
-    def _reads_collectives(self) -> bool:
-        if self._ranks is not None and not self._ranks.leads:
-            return self._ranks.collectives
-        return self.recorders.due
 
     def _explained(self, summary: StepSummary) -> StepSummary:
         before = self.summaries[-1] if self.summaries else None
