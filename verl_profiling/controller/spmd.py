@@ -165,25 +165,19 @@ class Ranks:
             model: The placeholder result of a worker of this rank.
             selection: The selection of the capture; its ``ranks`` limit the list.
         """
-        return [
-            self._stand_in(model, rank)
-            for rank in self.others
-            if selection is None or selection.ranks is None or rank in selection.ranks
-        ]
-
-    def _stand_in(self, model: CaptureResult, rank: int) -> CaptureResult:
-        process = self.processes.get(rank) or ProcessId(host="unknown", clock_domain="unknown", pid=0)
-        identity = WorkerIdentity(
-            role=model.identity.role,
-            rank=rank,
-            host=process.host,
-            clock_domain=process.clock_domain,
-            pid=process.pid,
-        )
-        reason = f"rank {rank} has left no result"
-        return msgspec.structs.replace(
-            model, identity=identity, process=self.processes.get(rank), reason=reason
-        )
+        found, role = [], model.identity.role
+        chosen = None if selection is None else selection.ranks
+        for rank in self.others:
+            if chosen is not None and rank not in chosen:
+                continue
+            process = self.processes.get(rank)
+            who = process or ProcessId(host="unknown", clock_domain="unknown", pid=0)
+            identity = WorkerIdentity(
+                role=role, rank=rank, host=who.host, clock_domain=who.clock_domain, pid=who.pid
+            )
+            reason = f"rank {rank} has left no result"
+            found.append(msgspec.structs.replace(model, identity=identity, process=process, reason=reason))
+        return found
 
     def end(self) -> None:
         """Stop the background thread."""
