@@ -9,9 +9,9 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -30,7 +30,6 @@ hypothesis.settings.register_profile("same", deadline=None, derandomize=True, da
 hypothesis.settings.load_profile("same")
 ROOT = Path(__file__).resolve().parent.parent
 _VERDICT = pytest.StashKey[int]()
-P = ParamSpec("P")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -125,21 +124,6 @@ def session() -> Iterator[Session]:
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     """Types the commands of the documentation, each once, however many tests look at what they leave."""
     return Reader(tmp_path_factory.mktemp("reader"))
-
-
-def again(test: Callable[P, None]) -> Callable[P, None]:
-    """Run a test of real times up to three times: a machine that others use may stop for seconds."""
-
-    @wraps(test)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        for _ in range(2):
-            try:
-                return test(*args, **kwargs)
-            except (AssertionError, KeyError, ValueError):
-                continue
-        return test(*args, **kwargs)
-
-    return run
 
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]

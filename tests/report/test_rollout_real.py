@@ -9,12 +9,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from functools import wraps
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import again
 from step_folders import rewrite
 
 from verl_profiling import AsyncProfilingCallback, span, trajectory
@@ -106,7 +106,6 @@ def test_a_span_that_waits_for_another_thread_blocks_no_event_loop(reported: Rep
 
 
 @pytest.mark.parametrize("block", [keep_the_gil, lambda: subprocess.run(["sleep", "0.3"], check=True)])
-@again
 def test_a_tool_that_blocks_its_event_loop_is_named(reported: Reported, block: Callable[[], object]) -> None:
     """It keeps the GIL, so that a later sample counts, or waits below functions of Python's own."""
 
@@ -124,7 +123,6 @@ def test_a_tool_that_blocks_its_event_loop_is_named(reported: Reported, block: C
 
 
 @pytest.mark.parametrize("watch", [True, False])
-@again
 def test_what_began_before_the_capture_has_the_name_of_its_span(reported: Reported, watch: bool) -> None:
     """The watch knows the spans that are open; without it, all that is known is said."""
 
@@ -161,6 +159,21 @@ def test_what_began_before_the_capture_has_the_name_of_its_span(reported: Report
     else:
         assert shares[unknown] > 0.7
         assert seconds["tool:search"] > 0.25
+
+
+def again(test: Callable[[Reported], None]) -> Callable[[Reported], None]:
+    """Run a test of real times up to three times: a machine that others use may stop for seconds."""
+
+    @wraps(test)
+    def run(reported: Reported) -> None:
+        for _ in range(2):
+            try:
+                return test(reported)
+            except (AssertionError, KeyError, ValueError):
+                continue
+        return test(reported)
+
+    return run
 
 
 @again

@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from conftest import again
 
 from verl_profiling import span, trajectory
 from verl_profiling.trajectories.log import OpenLog
@@ -60,7 +59,6 @@ def seconds(block: Block) -> float:
     return (block.end_ns - block.begin_ns) / 1e9
 
 
-@again
 def test_a_block_names_the_span_and_the_function(run: Callable[[Body], TrajectoryLog]) -> None:
     """The task that blocks is told apart from those that wait."""
     blocked: list[tuple[int, int]] = []
@@ -90,7 +88,6 @@ def test_a_block_names_the_span_and_the_function(run: Callable[[Body], Trajector
     assert max(lag.late_ns for lag in log.lags) > 0.15e9
 
 
-@again
 def test_a_short_block_at_a_span_is_exact(run: Callable[[Body], TrajectoryLog]) -> None:
     """60 ms inside a span that begins and ends in one go."""
     rounds: list[tuple[int, int]] = []
@@ -112,7 +109,6 @@ def test_a_short_block_at_a_span_is_exact(run: Callable[[Body], TrajectoryLog]) 
         assert begin_ns <= block.begin_ns < block.end_ns <= end_ns
 
 
-@again
 def test_tasks_that_block_one_after_another_share_the_time(run: Callable[[Body], TrajectoryLog]) -> None:
     """A loop that does not come to itself for long because several tasks block it in a row."""
 
@@ -152,7 +148,6 @@ def test_a_loop_that_waits_is_not_blocked(run: Callable[[Body], TrajectoryLog]) 
     assert any(blocks == [] for blocks in tries), "a machine that is busy may stop the loop now and then"
 
 
-@again
 def test_a_loop_that_nobody_runs_is_not_blocked() -> None:
     """A loop that is run piece by piece, as synchronous workers do."""
     log = OpenLog(100)
