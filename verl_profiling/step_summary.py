@@ -34,7 +34,7 @@ class StageUse(msgspec.Struct, frozen=True, gc=False, array_like=True):
         begin_ns: When its first run began, on the clock of the loop's process.
         periods: Begin and end of its runs where there were several, in order. Runs that touch are one; the
             last period has all that did not get one of their own. Empty: not known.
-        late_ns: The most by which the process was the last to enter a collective in it; 0 if unknown.
+        late_ns: The most by which the process was the last to enter a collective in it; ``None`` if unknown.
     """
 
     name: str
@@ -42,7 +42,7 @@ class StageUse(msgspec.Struct, frozen=True, gc=False, array_like=True):
     runs: int = 1
     begin_ns: Ns = 0
     periods: tuple[Period, ...] = ()
-    late_ns: int = 0
+    late_ns: int | None = None
 
 
 class SpanTotal(msgspec.Struct, frozen=True, array_like=True):

@@ -11,9 +11,12 @@ from collections import deque
 from collections.abc import Iterable
 
 import msgspec
+from msgspec.structs import replace
 
+from verl_profiling import clock
 from verl_profiling.controller.spmd import PROBLEMS, Ranks, in_a_line
 from verl_profiling.step_summary import RankUse, StepSummary
+from verl_profiling.watch.collectives import with_lateness
 
 logger = logging.getLogger(__name__)
 
@@ -103,13 +106,19 @@ class RankSummaries:
 
     def joined(self, summary: StepSummary) -> StepSummary:
         """Return rank 0's summary of a step with the processes of the other ranks added."""
-        sent = [steps.pop(summary.step) for steps in self._steps.values() if summary.step in steps]
-        loop, workers = list(summary.loop), list(summary.workers)
-        for one in sent:
-            later_ns = summary.begin_ns - one.begin_ns
-            loop += _later(one.loop, later_ns)
-            workers += _later(one.workers, later_ns)
-        return msgspec.structs.replace(summary, loop=loop, workers=workers)
+        parts = [(summary, 0)]
+        for rank, steps in self._steps.items():
+            if (one := steps.pop(summary.step, None)) is not None:
+                process = self._ranks.processes.get(rank)
+                if process is None or process.clock_domain != clock.domain():
+                    one = replace(one, loop=[replace(use, collectives={}) for use in one.loop])
+                parts.append((one, summary.begin_ns - one.begin_ns))
+        loop = [use for one, _ in parts for use in one.loop]
+        workers = [use for one, _ in parts for use in one.workers]
+        # All ranks leave a collective at one time, so these are compared by the clock, before the shift.
+        known = with_lateness(replace(summary, loop=loop, workers=workers))
+        later = {use.lane: later_ns for one, later_ns in parts for use in (*one.loop, *one.workers)}
+        return replace(known, loop=_later(known.loop, later), workers=_later(known.workers, later))
 
     def counts_anew(self) -> None:
         """Record that the loop restarted with an earlier step number."""
@@ -140,24 +149,21 @@ class RankSummaries:
             self._ended.add(rank)
 
 
-def _later(uses: list[RankUse], by_ns: int) -> list[RankUse]:
-    """Return copies of the processes' records with all stage times shifted by ``by_ns``."""
-    replace = msgspec.structs.replace
+def _later(uses: list[RankUse], by_ns: dict[str, int]) -> list[RankUse]:
+    """Return copies of the processes' records with all stage times shifted by a time per lane."""
     return [
         replace(
             use,
             stages=[
                 replace(
                     stage,
-                    begin_ns=stage.begin_ns + by_ns,
-                    periods=tuple((begin + by_ns, end + by_ns) for begin, end in stage.periods),
+                    begin_ns=stage.begin_ns + by_ns[use.lane],
+                    periods=tuple(
+                        (begin + by_ns[use.lane], end + by_ns[use.lane]) for begin, end in stage.periods
+                    ),
                 )
                 for stage in use.stages
             ],
-            collectives={
-                group: {number: time_ns + by_ns for number, time_ns in entered.items()}
-                for group, entered in use.collectives.items()
-            },
         )
         for use in uses
     ]

@@ -265,10 +265,10 @@ class Watch:
         before = self.summaries[-1] if self.summaries else None
         try:
             known = with_lateness(summary)
-            rows = exposed(known, before, self._workers.has_any)
+            known = msgspec.structs.replace(known, exposed=exposed(known, before, self._workers.has_any))
             if self._has_trigger:
-                self.recorders.follow(summary, rows)
-            return msgspec.structs.replace(known, exposed=rows)
+                self.recorders.follow(known)
+            return known
         except Exception as error:
             self._say_once(id(exposed), summary.step, error)
             return summary

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.step_summary import Collectives, ExposedStage, Period, RankUse, StepSummary
+from verl_profiling.step_summary import Collectives, Period, RankUse, StepSummary
 
 ASKED_STEPS, MOST_STEPS = 4, 40
 """Steps in which the records of all processes are read: one more than the sign ``leader`` needs; and steps in
@@ -90,6 +90,7 @@ def with_lateness(summary: StepSummary) -> StepSummary:
         return summary
     late: dict[str, Counter[str]] = {}
     for uses in _read_roles(summary):
+        late |= {use.lane: Counter() for use in uses}
         for group in {group for use in uses for group in use.collectives}:
             _add_group(late, [use for use in uses if group in use.collectives], group)
     return msgspec.structs.replace(
@@ -127,14 +128,14 @@ def _add_group(late: dict[str, Counter[str]], members: list[RankUse], group: str
             ]
             at = bisect_right(periods, (time_ns, sys.maxsize)) - 1
             if at >= 0 and time_ns <= periods[at][1]:
-                of_lane = late.setdefault(use.lane, Counter())
+                of_lane = late[use.lane]
                 of_lane[stage.name] = max(of_lane[stage.name], min(late_ns, time_ns - periods[at][0]))
 
 
 def _late(use: RankUse, late: dict[str, Counter[str]]) -> RankUse:
     of_lane = late.get(use.lane)
     stages = use.stages
-    if of_lane:
+    if of_lane is not None:
         stages = [msgspec.structs.replace(stage, late_ns=of_lane[stage.name]) for stage in stages]
     return msgspec.structs.replace(use, stages=stages, collectives={})
 
@@ -156,15 +157,11 @@ class RecorderReading:
         """Read the recorders in the next steps: a stage became slow, and no process stands out in it."""
         self.due, self._left, self._most = True, ASKED_STEPS, MOST_STEPS
 
-    def follow(self, summary: StepSummary, rows: list[ExposedStage]) -> None:
-        """Follow a step.
-
-        Args:
-            summary: The step, with the collectives that were read.
-            rows: Its exposed times.
-        """
+    def follow(self, summary: StepSummary) -> None:
+        """Follow a step with its exposed times."""
         if self.due:
-            complete = bool(_read_roles(summary))
+            processes = (*summary.loop, *summary.workers)
+            complete = any(stage.late_ns is not None for use in processes for stage in use.stages)
             self.exist |= complete
             self._left -= complete
             self._most -= 1
@@ -176,7 +173,7 @@ class RecorderReading:
         many = Counter(use.role for use in (*summary.loop, *summary.workers))
         unled_ns = sum(
             row.exposed_ns
-            for row in rows
+            for row in summary.exposed
             if row.name and not row.leader and row.role != ROLLOUT_ROLE and many[row.role] > 1
         )
         if not self._pause and unled_ns >= MATTERS * summary.duration_ns > 0:

@@ -82,7 +82,7 @@ def runs_of(
     begin = np.array([one.begin_ns for one in flat], dtype=np.int64) - origin_ns
     length = np.maximum(np.array([one.duration_ns for one in flat], dtype=np.float64), 0.0)
     end = begin + length
-    late = np.array([one.late_ns for one in flat], dtype=np.float64)
+    late = np.array([one.late_ns or 0 for one in flat], dtype=np.float64)
     if periods := [(at, *period) for at, one in enumerate(flat) for period in one.periods]:
         at, begins, ends = np.array(periods, dtype=np.int64).T
         took = np.maximum(ends - begins, 0)
