@@ -42,7 +42,7 @@ def test_a_slow_replica_is_noticed_in_its_second_step() -> None:
     detector = Detector(Anomaly())
     step = quiet(detector)
     found = slow_twice(detector, step, slow={"rollout2_rank0": 2.5})
-    assert (found.sign, found.stage, found.step) == ("slow_stage", "rollout", step + 1)
+    assert (found.sign, found.stage, found.noticed) == ("slow_stage", "rollout", step + 1)
     assert found.suspects == ["rollout2_rank0"]
     assert found.peers == ["rollout1_rank0"]
     assert found.value == pytest.approx(1.2535)
@@ -103,7 +103,7 @@ def test_a_fault_on_all_ranks_is_noticed_after_a_slow_warm_up() -> None:
     for step in range(1, 40):
         slow = 3.0 if step <= 3 else 1.6 if step >= 30 else 1.0
         times = {name: usual * slow * noise.lognormvariate(0, 0.03) for name, usual in USUAL.items()}
-        found += [at.step for at in [detector.observe(summary(step, times))] if at is not None]
+        found += [at.noticed for at in [detector.observe(summary(step, times))] if at is not None]
     assert 30 < found[0] < 38
 
 
@@ -250,7 +250,7 @@ def test_memory_that_grows_in_every_step_is_noticed() -> None:
         held["actor_rank2"] += (step % 19) * 900_000
         found.append(detector.observe(summary(step, held=held)))
     [first] = [each for each in found if each is not None]
-    assert (first.sign, first.suspects, first.step) == ("memory", ["actor_rank1"], 21)
+    assert (first.sign, first.suspects, first.noticed) == ("memory", ["actor_rank1"], 21)
     assert first.peers == ["actor_rank0"]
     assert first.reason == (
         "step 21: actor_rank1 has 14.2 MB, 39% more than after step 1, and more each of the 20 times that it "
@@ -274,7 +274,7 @@ def test_memory_that_grows_in_all_processes_of_a_role_is_noticed_once() -> None:
         held = {f"actor_rank{rank}": 10_000_000 + step * (200_000 + rank) for rank in range(RANKS)}
         found.append(detector.observe(summary(step, held=held)))
     [first] = [each for each in found if each is not None]
-    assert (first.sign, first.suspects, first.step) == ("memory", ["actor_rank3"], 21)
+    assert (first.sign, first.suspects, first.noticed) == ("memory", ["actor_rank3"], 21)
     assert first.reason.endswith("; so it is with 3 more of its role")
 
 

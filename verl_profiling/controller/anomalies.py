@@ -79,7 +79,8 @@ class Anomalies:
             return None
         if not scheduled and (why := self._refusal(step)):
             if not self._waits:
-                logger.warning("watch: no capture yet for what was noticed in step %d: %s", noticed.step, why)
+                at = noticed.noticed
+                logger.warning("watch: no capture yet for what was noticed in step %s: %s", at, why)
             self._waits = True
             return None
         self._noticed, self._waits = None, False

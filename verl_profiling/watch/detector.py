@@ -171,10 +171,17 @@ class Detector:
             return None
         found = self._slow(summary, before)
         self._follow_spans(summary)
-        if found is not None:
-            self._know_leads(found, summary)
-            return found
-        return self._leading(summary, before) or self._growth.observe(summary)
+        leads = {
+            (row.name, row.leader): min(row.lead_ns, row.exposed_ns) / max(summary.duration_ns, 1)
+            for row in summary.exposed
+            if row.name and row.leader and row.lead_ns
+        }
+        if found is None:
+            return self._leading(leads, summary, before) or self._growth.observe(summary)
+        for who in leads.keys() & {(found.stage, lane) for lane in found.suspects}:  # detected with the stage
+            lead = self._leads.setdefault(who, _Lead(self._options.window))
+            lead.noticed_share = max(lead.noticed_share, leads[who])
+        return found
 
     def _slow(self, summary: StepSummary, before: StepSummary | None) -> Suspicion | None:
         """Return a suspicion if the step, or one of its stages, has become slow."""
@@ -235,7 +242,7 @@ class Detector:
         usual = series.usual
         times = f"{series.value / usual:.1f} times the median" if usual > 0 else "and the median was 0"
         found = Suspicion(
-            step=summary.step,
+            noticed=summary.step,
             sign=sign,
             stage=stage,
             value=series.value,
@@ -245,36 +252,25 @@ class Detector:
         ).with_suspects(series.seen)
         return self._explained(found, *series.seen[-1])
 
-    def _know_leads(self, found: Suspicion, summary: StepSummary) -> None:
-        """Mark the leads of a slow stage's suspects as detected, so that they raise no second suspicion."""
-        for row in summary.exposed:
-            if row.name == found.stage and row.leader in found.suspects:
-                lead = self._leads.setdefault((row.name, row.leader), _Lead(self._options.window))
-                share = min(row.lead_ns, row.exposed_ns) / max(summary.duration_ns, 1)
-                lead.noticed_share = max(lead.noticed_share, share)
-
-    def _leading(self, summary: StepSummary, before: StepSummary | None) -> Suspicion | None:
+    def _leading(
+        self, leads: dict[tuple[str, str], float], summary: StepSummary, before: StepSummary | None
+    ) -> Suspicion | None:
         """Return a suspicion if a process leads in a stage for long enough, or by more than before."""
         least = self._options.leader
         if least is None:
             return None
-        leads = {
-            (row.name, row.leader): min(row.lead_ns, row.exposed_ns)
-            for row in summary.exposed
-            if row.name and row.leader and row.lead_ns
-        }
         found = None
         for who in {*self._leads, *leads}:
             lead = self._leads.setdefault(who, _Lead(self._options.window))
-            share = leads.get(who, 0) / max(summary.duration_ns, 1)
+            share = leads.get(who, 0.0)
             lead.shares.append(share)
             if not any(lead.shares):
                 del self._leads[who]
             elif found is None and lead.is_news(share, least):
                 stage, lane = who
-                longer = duration(leads[who] / 1e9)
+                longer = duration(share * summary.duration_ns / 1e9)
                 found = Suspicion(
-                    step=summary.step,
+                    noticed=summary.step,
                     sign="leader",
                     stage=stage,
                     value=share,
@@ -374,25 +370,20 @@ class _Growth:
         """Return a suspicion if memory grew at every reading of the window and does not level off."""
         self._at += 1
         uses = {use.lane: use for use in (*summary.loop, *summary.workers)}
-        for lane in [lane for lane in self._held if lane not in uses]:
-            del self._held[lane]
+        self._held = {lane: self._held.get(lane, deque()) for lane in uses}
         grown: list[tuple[float, RankUse]] = []
-        for lane, use in uses.items():
-            held = self._held.setdefault(lane, deque())
-            if not use.held_bytes:
+        for lane, held in self._held.items():
+            if self._share is None or not (size := uses[lane].held_bytes):
                 continue
-            if held and use.held_bytes <= held[-1].size:
+            if held and size <= held[-1].size:
                 held.clear()
-            held.append(_Held(self._at, summary.step, use.held_bytes))
+            held.append(_Held(self._at, summary.step, size))
             while len(held) > self._enough + 1 and held[1].at <= self._at - self._window:
                 held.popleft()
-            share = held[-1].size / held[0].size - 1
             is_long = len(held) > self._enough and self._at - held[0].at >= self._window
-            if self._share is None or not is_long or share < self._share:
-                continue
-            half = held[len(held) // 2].size
-            if held[-1].size - half >= _STEADY * (half - held[0].size):
-                grown.append((share, use))
+            share, half = size / held[0].size - 1, held[len(held) // 2].size
+            if is_long and share >= self._share and size - half >= _STEADY * (half - held[0].size):
+                grown.append((share, uses[lane]))
         if not grown:
             return None
         share, most = max(grown, key=lambda each: each[0])
@@ -412,7 +403,7 @@ class _Growth:
             self._held[lane].clear()
         others = f"; so it is with {alike} more of its role" if alike else ""
         return Suspicion(
-            step=summary.step,
+            noticed=summary.step,
             sign="memory",
             suspects=[use.lane],
             peers=healthiest(growth, [use.lane]),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from verl_profiling.capture_request import Sign, Trigger
+from verl_profiling.capture_request import Trigger, TriggerKind
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.watch.exposed import standings
 from verl_profiling.watch.frontier import TIED, Standing
@@ -15,49 +15,21 @@ MOST_SUSPECTS = 4
 _BESIDE_THE_LEADER = 0.5
 
 
-class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
+class Suspicion(Trigger, frozen=True, kw_only=True):
     """An anomaly that the watch detected in a step, and the processes that may be its cause.
 
     Attributes:
-        step: The step.
-        sign: Kind of the anomaly.
-        reason: The anomaly, as a sentence.
-        stage: The stage of the anomaly; empty if there is none, or for time in no stage.
-        suspects: Lanes that may be the cause, the likeliest first; empty if none stands out.
-        peers: Lanes to compare the suspects with: one healthy process of each of their roles.
         everyone: Lanes of all processes that worked in the stage, if none of them stands out.
         ran: Names of the stages that these processes ran inside the loop's stage.
-        value: Value in the step: seconds, a share of the step, or bytes.
-        median: Median of the steps before, in the same unit.
-        history: The values of the steps before and of the step, in order.
     """
 
-    step: int
-    sign: Sign
-    reason: str
-    stage: str = ""
-    suspects: list[str] = []
-    peers: list[str] = []
+    kind: TriggerKind = "anomaly"
     everyone: list[str] = []
     ran: list[str] = []
-    value: float = 0.0
-    median: float = 0.0
-    history: list[float] = []
 
     def trigger(self) -> Trigger:
         """Return the trigger of a capture that this suspicion requests, for its manifest."""
-        return Trigger(
-            kind="anomaly",
-            reason=self.reason,
-            sign=self.sign,
-            noticed=self.step,
-            stage=self.stage,
-            suspects=self.suspects,
-            peers=self.peers,
-            value=self.value,
-            median=self.median,
-            history=self.history,
-        )
+        return Trigger(**{field: getattr(self, field) for field in Trigger.__struct_fields__})
 
     def with_suspects(self, steps: Iterable[tuple[StepSummary, StepSummary | None]]) -> Suspicion:
         """Return the suspicion with the processes that stood out in its stage in all of the given steps.
