@@ -100,17 +100,12 @@ def result_of(
         request: The capture.
         role: The worker's settings.
         identity: The worker.
-        **fields: Further fields of the result; they override those from the request and the settings.
+        **fields: Further fields of the result, e.g. roles and tools where they are others than these.
     """
-    named: dict[str, Any] = {
-        "identity": identity,
-        "roles": [identity.role],
-        "capture_id": request.capture_id,
-        "step": request.step,
-        "mode": role.mode,
-        "tools": role.tool_names,
-    }
-    return CaptureResult(**{**named, **fields})
+    fields = {"roles": [identity.role], "tools": role.tool_names, **fields}
+    return CaptureResult(
+        identity=identity, capture_id=request.capture_id, step=request.step, mode=role.mode, **fields
+    )
 
 
 def skipped(identity: WorkerIdentity, reason: str, capture_id: str | None = None) -> CaptureResult:

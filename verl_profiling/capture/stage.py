@@ -41,17 +41,15 @@ class StageSink(Protocol):
         """End the innermost open stage of this name."""
 
 
+@dataclass(eq=False, slots=True)
 class Both:
     """Passes stages on to the log of a capture and to the watch.
 
     The watch's stage does not contain the time that a tool takes to start or stop.
     """
 
-    __slots__ = ("_log", "_sums")
-
-    def __init__(self, log: StageSink, sums: StageSink) -> None:
-        self._log = log
-        self._sums = sums
+    _log: StageSink
+    _sums: StageSink
 
     def begin(self, name: str) -> None:
         """Begin a stage on this thread or task."""

@@ -23,6 +23,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.finishing import BackgroundWork
+from verl_profiling.controller.targets import settle
 from verl_profiling.identity import ProcessId, safe_name
 from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, RunInfo
 from verl_profiling.remote import LocalFolder, RemoteFolder, copy_line
@@ -180,17 +181,11 @@ def claim_run(config: ProfilingConfig) -> Run:
 def _claim_remote(config: ProfilingConfig, info: RunInfo) -> tuple[str, bool]:
     """Claim a folder behind a URL; without an answer in time, use a random folder name below it."""
     answer: Future[tuple[str, bool]] = Future()
-
-    def claim() -> None:
-        try:
-            answer.set_result(_claim(RemoteFolder(config.save_path), info))
-        except Exception as error:  # each file system raises errors of its own
-            answer.set_exception(error)
-
+    claim = partial(settle, answer, lambda: _claim(RemoteFolder(config.save_path), info))
     threading.Thread(target=claim, name="remote-claim", daemon=True).start()
     try:
         return answer.result(config.timeouts.start_s)
-    except Exception as error:
+    except Exception as error:  # each file system raises errors of its own
         url = f"{config.save_path.rstrip('/')}/run_{uuid.uuid4().hex[:8]}"
         why = f"{type(error).__name__}: {error}"
         logger.warning("%s cannot be claimed now (%s); this run goes to %s", config.save_path, why, url)
