@@ -24,7 +24,7 @@ _ALIKE = 1.3
 _MOST_ALIKE = 2.5
 _OF_THE_SPREAD, _FULL = 1.3, 6.0
 _SOON, _CHANCE = 8, 1.0
-_BELOW, _FULL_SHIFT, _MOST_SHIFT = 0.15, 0.6, 1.5
+_BELOW, _FULL_SHIFT, _MOST_SHIFT = 0.15, 0.6, 1.2
 
 
 def shift(value: float, usual: float) -> float:

@@ -107,6 +107,15 @@ def test_a_fault_on_all_ranks_is_noticed_after_a_slow_warm_up() -> None:
     assert 30 < found[0] < 38
 
 
+@pytest.mark.parametrize("window", [3, 4, 20])
+def test_a_first_step_that_warms_up_hides_no_fault(window: int) -> None:
+    """It is ten times as long; half a window later a stage is three times as long."""
+    detector = Detector(Anomaly(window=window))
+    assert detector.observe(summary(1, {stage: usual * 10 for stage, usual in USUAL.items()})) is None
+    step = quiet(detector, max(3, window // 2), first=2)
+    assert slow_twice(detector, step, times=longer("update_actor", 3)) is not None
+
+
 def test_who_leads_in_a_slow_stage_is_noticed_with_it() -> None:
     """One fault, one capture; a process that leads in another stage is another fault."""
     detector = Detector(Anomaly())

@@ -126,7 +126,8 @@ class _Series:
                 self._shifts += [before for _, before in self._waiting]
             self._waiting.clear()
         self.value = value
-        shifted = shift(value, self.usual) if self._past else 0.0
+        is_settled = len(self._past) > 2  # after the first steps, which may be a warm-up
+        shifted = shift(value, self.usual) if is_settled else 0.0
         self._waiting.append((value, shifted))
         if ratio is None or len(self._past) < self._enough or self.excess < matters:
             return -1.0
