@@ -26,6 +26,7 @@ from test_callback import configured, following, local_worker, manifest, run, se
 from verl_profiling import ProfilingConfig, ProfilingError
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
+from verl_profiling.controller.open_capture import OpenCapture
 from verl_profiling.report.check import check
 
 FLAWED = "tools.test_third_party"
@@ -86,6 +87,29 @@ def test_a_step_that_begins_while_another_is_open_closes_it(tmp_path: Path, sess
     assert (manifest(config, 1).complete, manifest(config, 2).complete) == (False, True)
     assert [span.name for span in manifest(config, 1).workers[0].stages] == ["first"]
     assert [span.name for span in manifest(config, 2).workers[0].stages] == ["second"]
+
+
+@pytest.mark.parametrize("failing", ["start", "manifest"])
+def test_a_bug_in_a_hook_leaves_no_worker_recording(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """The hook closes the capture, the loop goes on, and the next capture is whole."""
+    config = configured(tmp_path, schedule={"steps": [1, 2]})
+    callback = following(config)
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("a bug of ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OpenCapture, failing, fail)
+        callback.on_step_begin(1)
+        callback.on_step_end()
+        assert session.sink is None
+    callback.on_step_begin(2)
+    assert session.sink is not None
+    callback.on_step_end()
+    assert manifest(config, 2).workers[0].status == "ok"
+    callback.on_train_end()
 
 
 def test_a_dead_actor_is_a_failed_entry(tmp_path: Path, pool: Pool, mortal: Any) -> None:
