@@ -222,17 +222,17 @@ class LoopOrder:
 
     def step_begins(self, step: int, captured: bool) -> None:
         """Record that a step begins; warn if the last one has not ended, or the number does not rise."""
-        if self.in_step:
+        if self.in_step and "not ended" not in self._said:
             self._say(
-                "step %d begins and step %d has not ended: call on_step_end() last in every step, or "
-                "on_exception(error) where it raised",
-                *(step, self._last),
+                f"step {step} begins and step {self._last} has not ended: call on_step_end() last in every "
+                "step, or on_exception(error) where it raised",
+                "not ended",
             )
-        if self._newest is not None and step <= self._newest:
+        if self._newest is not None and step <= self._newest and "again" not in self._said:
             self._say(
-                "step %d begins after step %d: pass on_step_begin(step) a number that rises over the whole "
-                "training, not over an epoch; the schedule chooses steps by it",
-                *(step, self._newest),
+                f"step {step} begins after step {self._newest}: pass on_step_begin(step) a number that rises "
+                "over the whole training, not over an epoch; the schedule chooses steps by it",
+                "again",
             )
         self.in_step = True
         self._last = self._newest = step
@@ -281,11 +281,10 @@ class LoopOrder:
             self._say(f"schedule: no step was captured; {ran}, and {schedule.in_words()}")
         return never
 
-    def _say(self, text: str, *values: int | None) -> None:
-        """Log a warning, once per text, whatever the values in it."""
-        if text not in self._said:
-            self._said.add(text)
-            logger.warning(text, *values)
+    def _say(self, text: str, mistake: str = "") -> None:
+        if (mistake or text) not in self._said:
+            self._said.add(mistake or text)
+            logger.warning("%s", text)
 
 
 def _refer_to_rank_0() -> None:
