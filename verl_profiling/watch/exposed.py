@@ -183,6 +183,8 @@ class _Workers:
             one._replace(leader="", lead_ns=0, clear=False) if one.role in self._unclear else one
             for one in found
         )
+        if first.role == ROLLOUT_ROLE and first.leader:
+            return [first, *others]
         return [first, *slow, *(one for one in others if not slow or one.role != ROLLOUT_ROLE)]
 
     def _is_slow(self, standing: Standing, room_ns: float) -> bool:
