@@ -54,7 +54,7 @@ def figures(report: Report) -> Iterator[Figure]:
         rules = [OTHER_RANKS if finding.rule == "straggler" else finding.rule for finding in report.findings]
         cause = next((rule for rule in rules if causes.get(rule)), max(causes, key=lambda name: causes[name]))
         line = f"{causes[cause] / lost:.0%} of it {cause_name(cause)}"
-        line += "" if report.findings else ", no more than in a healthy step"
+        line += "" if report.findings else ", none of it unusual"
         yield Figure("Lost", report.lane_seconds(lost), line, f"k-{cause}")
 
 
