@@ -87,10 +87,10 @@ class Controller:
         if self.watch is not None:
             self.watch.step_ends()
         action = self._scheduled(step)
-        records, decision = action is Action.RECORD, None
+        records, decision = False, None
         if self._watching or action is not Action.OFF:
             decision = self._decide(step)
-            records |= decision is not None and decision.step_range.action is Action.RECORD
+            records = Action.RECORD in (action, decision and decision.step_range.action)
         self._order.step_begins(step, records)
         if self.watch is not None:
             self.watch.step_begins(step, whole_version(policy_version)[0])
