@@ -96,6 +96,7 @@ def slow_to_rate(module: Any) -> None:
     module.NaiveRewardManager.run_single = rated
 
 
-register_post_import_hook(asking_in_validation, "verl.trainer.ppo.v1.trainer_base")
-register_post_import_hook(asking_in_checkpoints, "verl.workers.engine_workers")
-register_post_import_hook(slow_to_rate, "verl.experimental.reward_loop.reward_manager.naive")
+if {REQUESTS, SLOW, SLOW_ROLLOUT} & os.environ.keys():  # a run, not the tests that start it
+    register_post_import_hook(asking_in_validation, "verl.trainer.ppo.v1.trainer_base")
+    register_post_import_hook(asking_in_checkpoints, "verl.workers.engine_workers")
+    register_post_import_hook(slow_to_rate, "verl.experimental.reward_loop.reward_manager.naive")
