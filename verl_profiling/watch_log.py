@@ -144,7 +144,7 @@ class WatchLogReader:
     def __init__(self, run: Path) -> None:
         self.skipped = 0
         self._run = run
-        self._read_to = ((0, 0), 0)  # identity of the last part, and the end of its last whole line
+        self._read_to = ((0, 0, b""), 0)  # identity of the last part, and the end of its last whole line
         self._decoder = msgspec.json.Decoder(LoggedStep)
 
     def read(self) -> Iterator[LoggedStep]:
@@ -165,7 +165,7 @@ class WatchLogReader:
         except OSError as error:
             raise TraceFormatError(self._run / WATCH_LOG, f"cannot be read ({error.strerror})") from error
 
-    def _steps(self, identity: tuple[int, int], part: BinaryIO) -> Iterator[LoggedStep]:
+    def _steps(self, identity: tuple[int, int, bytes], part: BinaryIO) -> Iterator[LoggedStep]:
         """Yield the steps of one part behind what was read of it."""
         last, position = self._read_to
         if identity == last and position <= os.fstat(part.fileno()).st_size:
@@ -197,6 +197,7 @@ def _opened(run: Path, name: str, opened: ExitStack) -> BinaryIO | None:
     return part
 
 
-def _identity(part: BinaryIO) -> tuple[int, int]:
-    found = os.fstat(part.fileno())
-    return found.st_dev, found.st_ino
+def _identity(part: BinaryIO) -> tuple[int, int, bytes]:
+    found, first = os.fstat(part.fileno()), part.readline(MAX_LINE)
+    part.seek(0)
+    return found.st_dev, found.st_ino, first

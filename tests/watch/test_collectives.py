@@ -22,14 +22,14 @@ def test_a_reply_has_the_collectives_of_its_steps_if_they_are_requested(tmp_path
         dist.all_reduce(torch.ones(1))
         dist.all_reduce(torch.ones(1))
         steps = [(begin_ns - 1, begin_ns), (begin_ns, clock.now_ns())]
+        offsets_ns = {identity.clock_domain: 0}
+        for requested in (True, False):
+            question = WatchQuestion(steps=steps, offsets_ns=offsets_ns, collectives=requested)
+            uses = read_sums(sums, identity, question).uses(2)
+            entered = [use.collectives if use is not None else {} for use in uses]
+            assert entered[0] == {}
+            times = [time_ns for group in entered[1].values() for time_ns in group.values()]
+            assert len(times) == (2 if requested else 0)
+            assert all(begin_ns <= time_ns <= steps[1][1] for time_ns in times)
     finally:
         dist.destroy_process_group()
-    offsets_ns = {identity.clock_domain: 0}
-    for requested in (True, False):
-        question = WatchQuestion(steps=steps, offsets_ns=offsets_ns, collectives=requested)
-        uses = read_sums(sums, identity, question).uses(2)
-        entered = [use.collectives if use is not None else {} for use in uses]
-        assert entered[0] == {}
-        times = [time_ns for group in entered[1].values() for time_ns in group.values()]
-        assert len(times) == (2 if requested else 0)
-        assert all(begin_ns <= time_ns <= steps[1][1] for time_ns in times)

@@ -94,10 +94,6 @@ class Capture:
         self._cost = CostMeter()
         self._spans = SpanLog()
         self._spans.long_stage_ended = self._stage_ended
-        self.sink: StageSink = self._spans if self.whole else self
-        for tool in self.role.tools:
-            if not tool.any_thread:
-                self.sink = self
         self._stages: list[StageSpan] = []
         self._anchors = [clock.read_anchor()]
         self._unrecorded = trajectories.unrecorded
@@ -112,6 +108,10 @@ class Capture:
             Path(self.request.folder).mkdir(parents=True, exist_ok=True)
         if self.whole:
             self._start_tools(self.request.stage, self.request.occurrence)
+        self.sink: StageSink = self._spans if self.whole else self
+        for tool in self.role.tools:
+            if not tool.any_thread:
+                self.sink = self
         return list(self._artifacts.values())
 
     def close(self) -> CaptureResult:

@@ -15,7 +15,7 @@ from verl_profiling.manifest import Manifest
 from verl_profiling.settings.schedule import StepRange
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_summary import RankUse, StepSummary
-from verl_profiling.watch.collectives import RecorderReading
+from verl_profiling.watch.collectives import ASKED_STEPS, RecorderReading
 from verl_profiling.watch.detector import Detector
 from verl_profiling.watch.suspicion import Suspicion
 
@@ -57,7 +57,8 @@ class Anomalies:
         if found.stage and not found.suspects:
             self._recorders.begin()
         noticed = self._noticed
-        if noticed is not None and found.stage == noticed.stage and found.suspects and not noticed.suspects:
+        names = bool(found.stage and found.suspects)
+        if noticed is not None and names and found.stage == noticed.stage and not noticed.suspects:
             found = noticed.named_by(found)
         elif noticed is not None and not self._waits:
             return  # summaries arrive in batches; the anomaly detected first is captured first
@@ -97,8 +98,9 @@ class Anomalies:
 
     def _is_read_further(self, noticed: Suspicion) -> bool:
         """Return whether torch's flight recorders may still tell who was late in the stage."""
+        soon = self._begun - (noticed.noticed or 0) <= 2 * ASKED_STEPS
         reads = self._recorders.due and self._recorders.exist
-        return reads and bool(noticed.stage) and not noticed.suspects
+        return soon and reads and bool(noticed.stage) and not noticed.suspects
 
     def _refusal(self, step: int) -> str:
         """Return why the watch may not request a capture of this step; empty if it may."""

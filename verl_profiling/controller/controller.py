@@ -390,7 +390,7 @@ class Controller:
             others: list[CaptureResult] = []
             if live.ranks is not None:
                 stages, results = live.ranks.joined(stages, results, [*self.roster.notes, *live.notes], why)
-                others = live.others(live.ranks)
+                others = live.others(live.ranks) if live.leads else []
             folder, upload = live.folder, live.request.upload
             if live.leads:
                 manifest = msgspec.structs.replace(

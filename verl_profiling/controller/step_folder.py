@@ -55,12 +55,12 @@ class StepFolders:
 
     def __init__(self, config: ProfilingConfig) -> None:
         self._config = config
-        self._process = ProcessId.current()
         self.claimed: Run | None = None
         self.after: SpanLog | None = None
         self._recordings: Counter[int] = Counter()
         self._last: tuple[Path, Manifest] | None = None
         self._no_room = ""
+        ProcessId.current()  # cached, so that no step reads /proc
         self._stored: list[Path] = []
         self._removal: ThreadPoolExecutor | None = None
         self._not_captured: dict[int, str] = {}
@@ -129,7 +129,7 @@ class StepFolders:
 
     def write(self, folder: Path, manifest: Manifest) -> None:
         """Write a manifest; :meth:`add_metrics` and :meth:`end_step` may add to it later."""
-        manifest = msgspec.structs.replace(manifest, process=self._process)
+        manifest = msgspec.structs.replace(manifest, process=ProcessId.current())
         write_json_atomically(folder / MANIFEST_NAME, manifest)
         self._last = (folder, manifest)
         if manifest.state == "written":
@@ -275,6 +275,7 @@ def _strangers(folder: Path, run_id: str) -> str:
     lanes = {worker.name for worker in manifest.workers}
     lanes.update(artifact.lane for worker in manifest.workers for artifact in worker.artifacts)
     begins = tuple(f"{name}." for name in [*lanes, "manifest"])
+    begins += tuple(artifact.path for worker in manifest.workers for artifact in worker.artifacts)
     found = [path.name for path in folder.iterdir()]
     return ", ".join(sorted(name for name in found if not name.lstrip(".").startswith(begins))[:3])
 

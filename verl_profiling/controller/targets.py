@@ -97,10 +97,10 @@ class Call:
 
     def reply(self) -> Any:
         """Return the worker's reply, or ``None`` without one."""
-        try:
-            return self.future.result(0) if self.future.done() else None
-        except (Exception, asyncio.CancelledError):
+        future = self.future
+        if not future.done() or future.cancelled() or future.exception() is not None:
             return None
+        return future.result()
 
     def problem(self) -> str:
         """Return in one line why there is no valid reply."""
@@ -509,7 +509,8 @@ class Roster:
                 arguments = (msgspec.structs.replace(request, roles=list(target.roles)),)
             calls += target.call(method, *arguments)
         for call in calls:
-            earlier, call.worker.last_call = call.worker.last_call, call.future
-            is_busy = earlier is not None and not earlier.done()
+            earlier = call.worker.last_call
+            if not (is_busy := earlier is not None and not earlier.done()):
+                call.worker.last_call = call.future
             call.timeout_s = 0.0 if is_busy else min(timeout_s, self.most_s)
         return calls

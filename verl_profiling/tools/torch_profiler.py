@@ -95,11 +95,14 @@ class TorchTool(Tool):
     conflicts: ClassVar[frozenset[str]] = frozenset({"npu"})
     options: TorchOptions
 
+    @property
+    def any_thread(self) -> bool:  # type: ignore[override]
+        return not self.options.memory and "profile_all_threads" in _experimental_options()
+
     def prepare(self) -> None:
         """Do the imports of a profiler's first start in advance; they take seconds."""
         for module in ("torch.profiler", "torch._inductor.config"):
             imported(module, self.name)
-        self.any_thread = not self.options.memory and "profile_all_threads" in _experimental_options()
         self._activities()
 
     def start(self, destination: Destination) -> Recording:

@@ -9,6 +9,7 @@ Only gloo is read: with NCCL, the host enqueues and goes on, so its times do not
 
 from __future__ import annotations
 
+import os
 import sys
 from bisect import bisect_right
 from collections import Counter
@@ -29,7 +30,10 @@ MATTERS = 0.05
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 20, 320
 _RECORDER = "torch._C._distributed_c10d"
-_BACKEND = "gloo:"
+_GROUPS = "torch.distributed.distributed_c10d"
+_BACKEND = "gloo"
+_MOST_ENTRIES = 5_000
+"""Reading 2,000 records holds the GIL for some 40 ms, 20,000 for half a second."""
 
 
 class _Entry(msgspec.Struct):
@@ -38,6 +42,7 @@ class _Entry(msgspec.Struct):
     collective_seq_id: int
     time_created_ns: int
     is_p2p: bool
+    size: int = 0
 
 
 class _Records(msgspec.Struct):
@@ -64,11 +69,21 @@ def with_collectives(
 def _entered() -> list[_Entry]:
     """Return the collectives that torch's recorder has kept; empty if it is off or of another version."""
     dump = getattr(sys.modules.get(_RECORDER), "_dump_fr_trace_json", None)
+    if dump is None:
+        return []
     try:
-        found = msgspec.json.decode(dump(True, False), type=_Records).entries if dump is not None else []
+        world = sys.modules[_GROUPS]._world
+        dear = int(os.environ.get("TORCH_FR_BUFFER_SIZE") or 0) > _MOST_ENTRIES
+        if dear or not any(_BACKEND in backend for backend, _ in world.pg_map.values()):
+            return []
+        sizes = {name: len(world.pg_group_ranks[group]) for group, name in world.pg_names.items()}
+        found = msgspec.json.decode(dump(True, False), type=_Records).entries
     except Exception:  # private to torch: it changes between versions
         return []
-    return [one for one in found if one.profiling_name.startswith(_BACKEND) and not one.is_p2p]
+    mine = [one for one in found if one.profiling_name.startswith(f"{_BACKEND}:") and not one.is_p2p]
+    for one in mine:
+        one.size = sizes.get(one.process_group[0], 0)
+    return mine
 
 
 def _between(entered: Sequence[_Entry], period: Period, ahead_ns: int) -> Collectives:
@@ -76,15 +91,15 @@ def _between(entered: Sequence[_Entry], period: Period, ahead_ns: int) -> Collec
     for one in entered:
         time_ns = one.time_created_ns - ahead_ns
         if period[0] <= time_ns <= period[1]:
-            found.setdefault(one.process_group[0], {})[one.collective_seq_id] = time_ns
+            found.setdefault(f"{one.process_group[0]} {one.size}", {})[one.collective_seq_id] = time_ns
     return found
 
 
 def with_lateness(summary: StepSummary) -> StepSummary:
     """Return the summary with collectives replaced by how late each process was to one, by stage.
 
-    A process is late by its entry minus the median of the others' entries, in the stage in which it entered
-    last. Nobody is late in a role with a process whose collectives are unknown, as it may have been later.
+    The last process to enter is late by its entry minus the entry before it, in the stage in which it
+    entered. Only groups of all processes of a role count: another process may have been later.
     """
     if not any(use.collectives for use in (*summary.loop, *summary.workers)):
         return summary
@@ -92,7 +107,9 @@ def with_lateness(summary: StepSummary) -> StepSummary:
     for uses in _read_roles(summary):
         late |= {use.lane: Counter() for use in uses}
         for group in {group for use in uses for group in use.collectives}:
-            _add_group(late, [use for use in uses if group in use.collectives], group)
+            size = int(group.rpartition(" ")[2])
+            if size == len(uses) == sum(group in use.collectives for use in uses):
+                _add_group(late, uses, group)
     return msgspec.structs.replace(
         summary,
         loop=[_late(use, late) for use in summary.loop],
@@ -115,11 +132,11 @@ def _read_roles(summary: StepSummary) -> list[list[RankUse]]:
 def _add_group(late: dict[str, Counter[str]], members: list[RankUse], group: str) -> None:
     """Add how late the members of a process group were to its collectives that all of them entered."""
     numbers = set.intersection(*({*use.collectives[group]} for use in members))
-    if len(members) < 2 or not numbers:
+    if not numbers:
         return
     times = np.array([[use.collectives[group][number] for number in numbers] for use in members])
     ordered = np.sort(times, axis=0)
-    by_ns = (ordered[-1] - ordered[(len(members) - 1) // 2]).tolist()
+    by_ns = (ordered[-1] - ordered[-2]).tolist()
     for who, time_ns, late_ns in zip(times.argmax(axis=0).tolist(), ordered[-1].tolist(), by_ns, strict=True):
         use = members[who]
         for stage in use.stages:

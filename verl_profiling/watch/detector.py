@@ -209,7 +209,7 @@ class Detector:
         }
         enough = _BESIDE_THE_WORST * max(slow.values(), default=0.0)
         roles = {row.role for row in summary.exposed if slow.get(row.name, -1.0) >= enough}
-        at_most = _MOST_OF_A_STEP / max(1, len(roles))
+        at_most = _MOST_OF_A_STEP / min(max(1, len(roles)), 3)
         step.judge(min(amount, at_most), of)
         for stage, series in every.items():
             series.judge(min(amounts[stage], at_most), of)

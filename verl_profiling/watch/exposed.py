@@ -179,8 +179,11 @@ class _Workers:
         works = self._works(inside.own_time(), loop.length.sum())
         found = _by_weight(name, loop, works) if works else [own]
         slow = [work.standing for work in works if self._is_slow(work.standing, loop.length.sum())]
+        by_request = bool(self._request_ns)  # then an engine stands out beside others by its requests only
         first, *others = (
-            one._replace(leader="", lead_ns=0, clear=False) if one.role in self._unclear else one
+            one._replace(leader="", lead_ns=0, clear=False)
+            if one.role in self._unclear or (by_request and one.role == ROLLOUT_ROLE and one is not found[0])
+            else one
             for one in found
         )
         if first.role == ROLLOUT_ROLE and first.leader:

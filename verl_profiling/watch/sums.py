@@ -204,11 +204,12 @@ class StageSums:
         ]
 
     def _latest(self, since_ns: int) -> list[tuple[str, int, int, int, int]]:
-        """Return the stages that ended after ``since_ns``, and earlier ones, the latest first."""
-        latest = list(islice(reversed(self._ended), _LATEST))
-        if latest and latest[-1][2] >= since_ns - _SLACK_NS:
-            latest = list(reversed(self._ended))
-        return latest
+        """Return the stages that ended after ``since_ns``, and some earlier ones, the latest first."""
+        try:
+            latest = list(islice(reversed(self._ended), _LATEST))
+        except RuntimeError:  # a stage ended meanwhile, on another thread
+            return list(self._ended)[::-1]
+        return list(self._ended)[::-1] if latest and latest[-1][2] >= since_ns - _SLACK_NS else latest
 
     def take_dropped(self) -> int:
         """Return how many stages ended since the last call and were dropped, because the queue was full."""
