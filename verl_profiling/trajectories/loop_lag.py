@@ -4,9 +4,9 @@ A callback is scheduled when a span begins or ends, and when the sampling thread
 delay of the callback is the lag. While a callback is late, the thread samples the running task. So an idle
 loop costs only the samples, and any type of event loop works.
 
-A block is charged to the task in the samples, never to the span that scheduled the callback. A late sample
-shows that the process stood still, or that another thread held the GIL; it counts if the loop's thread used
-the CPU meanwhile. A task is charged if the samples that count cover at least half of its time.
+A block is charged to the task in the samples, never to the span that scheduled the callback. The time before
+a late sample counts for the task if the loop's thread used the CPU. It counts against the task if other
+threads did, as they held the GIL. Else the process stood still, and the time does not count.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ _OWN = (sysconfig.get_path("stdlib"), __file__.rpartition("/")[0])
 class _Sample(NamedTuple):
     """One sample of a loop's thread: the running task, its span and function; empty if unknown.
 
-    ``covers_ns`` is the time since the sample before if this one counts, else 0.
+    Of the time since the sample before, ``known_ns`` counts for the task and ``held_ns`` against it.
     """
 
     at_ns: int
     task: Any = None
     span: int = NO_SPAN
     function: str = ""
-    covers_ns: int = 0
+    known_ns: int = 0
+    held_ns: int = 0
 
 
 class LoopLag:
@@ -131,6 +132,7 @@ class LoopState:
         self._ident = threading.get_ident()
         self._cpu = time.pthread_getcpuclockid(self._ident)
         self._looked_ns, self._cpu_ns = clock.now_ns(), time.thread_time_ns()
+        self._process_ns = time.process_time_ns()
         self._due_ns = 0
         self._samples: list[_Sample] = []
         self._was_late = False
@@ -145,19 +147,27 @@ class LoopState:
         """Sample the loop's thread if the callback is due; else schedule the callback if a task runs."""
         if not self.loop.is_running():
             return
-        now_ns, cpu_ns = clock.now_ns(), time.clock_gettime_ns(self._cpu)
-        since_ns, ran_ns = now_ns - self._looked_ns, cpu_ns - self._cpu_ns
-        self._looked_ns, self._cpu_ns = now_ns, cpu_ns
+        now_ns = clock.now_ns()
+        passed = self._passed(now_ns)
         task = asyncio.current_task(self.loop)
         if self.next_ns == _NEVER:
             span = NO_SPAN if task is None else span_of(task)
             function = _function(sys._current_frames().get(self._ident))
-            counts = since_ns < LATE_NS or ran_ns > LATE_NS
-            self._samples.append(_Sample(now_ns, task, span, function, since_ns if counts else 0))
+            self._samples.append(_Sample(now_ns, task, span, function, *passed))
         elif task is not None:
             self.next_ns = _NEVER
             self._due_ns, self._samples = now_ns, []
             self.loop.call_soon_threadsafe(self._answer)
+
+    def _passed(self, now_ns: int) -> tuple[int, int]:
+        """Return which time since the last call counts for the running task, and which against it (ns)."""
+        cpu_ns, process_ns = time.clock_gettime_ns(self._cpu), time.process_time_ns()
+        since_ns, ran_ns = now_ns - self._looked_ns, cpu_ns - self._cpu_ns
+        others_ns = process_ns - self._process_ns - ran_ns
+        self._looked_ns, self._cpu_ns, self._process_ns = now_ns, cpu_ns, process_ns
+        if since_ns < LATE_NS or ran_ns > LATE_NS:
+            return since_ns, 0
+        return 0, since_ns if others_ns > LATE_NS else 0
 
     def end(self) -> None:
         """Stop measuring; record a block that still lasts."""
@@ -181,17 +191,23 @@ class LoopState:
             lag.lags.append(Lag(self.number, now_ns, late_ns))
         self._was_late = late
         if late_ns >= BLOCKED_NS and len(lag.blocks) < MOST_RECORDS:
-            lag.blocks += _blocks(self.number, self._due_ns, now_ns, samples)
+            _, held_ns = self._passed(now_ns)
+            lag.blocks += _blocks(self.number, self._due_ns, now_ns, samples, held_ns)
 
 
-def _blocks(loop: int, due_ns: int, end_ns: int, samples: list[_Sample]) -> Iterator[Block]:
-    """Yield the blocks between two times: one per series of samples with the same task and span."""
+def _blocks(loop: int, due_ns: int, end_ns: int, samples: list[_Sample], held_ns: int) -> Iterator[Block]:
+    """Yield the blocks between two times: one per series of samples with the same task and span.
+
+    ``held_ns`` is the time after the last sample in which other threads held the GIL.
+    """
     alike = groupby(samples or [_Sample(due_ns)], lambda one: (id(one.task), one.span, bool(one.function)))
     runs = [list(run) for _, run in alike]
     borders = [due_ns, *(run[0].at_ns for run in runs[1:]), end_ns]
-    for run, begin_ns, until_ns in zip(runs, borders, borders[1:], strict=False):
-        covered_ns = sum(one.covers_ns for one in run)
-        who = run[-1] if 2 * covered_ns >= until_ns - begin_ns else _Sample(begin_ns)
+    held = [*(run[0].held_ns for run in runs[1:]), held_ns]
+    for at, (run, begin_ns, until_ns) in enumerate(zip(runs, borders, borders[1:], strict=False)):
+        against_ns = held[at] + sum(one.held_ns for one in (run[1:] if at else run))
+        known_ns = sum(one.known_ns for one in run)
+        who = run[-1] if known_ns > against_ns else _Sample(begin_ns)
         task = "" if who.task is None else str(who.task.get_name())[:200]
         yield Block(loop, begin_ns, until_ns, who.span, task, who.function)
 
