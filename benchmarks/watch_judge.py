@@ -33,6 +33,7 @@ RANKS = 2
 MATTERS = 0.1
 """A process counts as named in a step if it is said to be longer than its peers by this share of it."""
 LIMIT_S = 300
+LONGEST = re.compile(r"watch: step (\d+) .*longest there: (\w+)")
 TOOL = re.compile(r"\btool:\w+")
 
 
@@ -85,7 +86,7 @@ FAULTS = (
     Fault(
         "the loop's own code five times as long, in no stage",
         {"what": "own code", "by": 5.0},
-        dict.fromkeys(LOOPS, "controller"),
+        {"user": "controller", "pipeline": "controller"},  # all ranks of a loop run it
     ),
     Fault(
         "rank 1 four times as slow in every third step", {"what": "compute 1", "by": 4.0, "every": 3}, RANK_1
@@ -132,6 +133,8 @@ def verdict(fault: Fault, loop: str, plan: Plan, folder: Path) -> dict[str, Any]
     steps = list(steps_of(folder))
     judged = [step for step in steps[: plan.steps] if not plan.what or plan.may_be_it(step["step"])]
     led = Counter(name for step in judged if (name := leader(step)))
+    said = LONGEST.findall((folder / LOG).read_text())
+    longest = [lane for step, lane in said if not captured and plan.may_be_it(int(step))]
     return {
         "fault": fault.name,
         "loop": loop,
@@ -140,7 +143,7 @@ def verdict(fault: Fault, loop: str, plan: Plan, folder: Path) -> dict[str, Any]
         "meanwhile": bool(plan.hang_s)
         and any(said_in(step, folder) for step in steps if step["step"] == begin),
         "captured": captured is not None,
-        "named": [*trigger.get("suspects", [])[:1], *TOOL.findall(trigger.get("reason", ""))[:1]],
+        "named": [*(trigger.get("suspects") or longest)[:1], *TOOL.findall(trigger.get("reason", ""))[:1]],
         "led": dict(led.most_common()),
         "finding": first_finding(captured) if captured else "",
         "alarms": sum(step < begin for step in plan.noticed()),

@@ -41,7 +41,8 @@ class Loop:
     def __init__(self, options: Anomaly | None = None, allowed: bool = True) -> None:
         self.allowed = allowed
         self.step = 0
-        self.anomalies = Anomalies(options or Anomaly(), self.check, RecorderReading())
+        self.recorders = RecorderReading()
+        self.anomalies = Anomalies(options or Anomaly(), self.check, self.recorders)
 
     def check(self, selection: CaptureSelection) -> None:
         """Refuse it, if told to."""
@@ -97,6 +98,23 @@ def test_the_next_step_is_captured_of_the_suspect_and_its_peer() -> None:
     assert (decision.trigger.kind, decision.trigger.noticed) == ("anomaly", step + 1)
     assert decision.trigger.suspects == ["rollout2_rank0"]
     assert loop.goes(summary(step + 2)) is None
+
+
+def test_the_capture_waits_until_the_flight_recorder_names_the_last_rank(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """All ranks leave the slow stage together; a step later, the recorders tell who came last to it."""
+    loop = Loop()
+    step = loop.quiet()
+    loop.recorders.exist = True
+    assert loop.is_slow(step, times=longer("update_actor", 2.0)) is None
+    assert loop.goes(summary(step + 2, longer("update_actor", 2.0))) is None
+    decision = loop.goes(summary(step + 3, slow={"actor_rank1": 2.0}))
+    assert decision is not None
+    assert decision.trigger.suspects == ["actor_rank1"]
+    assert decision.selection is not None
+    assert decision.selection.ranks == (1, 2)
+    assert f"longest there in step {step + 3}: actor_rank1" in caplog.text
 
 
 def test_an_engine_is_recorded_in_its_window_whatever_its_own_stage_is_called() -> None:

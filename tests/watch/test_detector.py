@@ -85,17 +85,6 @@ def test_a_fault_soon_after_a_short_one_is_noticed() -> None:
     assert [at for at, each in enumerate(lasting) if each is not None] == [2]
 
 
-def test_time_that_lies_in_no_stage_is_noticed() -> None:
-    """The loop itself was slow: there is nobody to capture."""
-    detector = Detector(Anomaly())
-    step = quiet(detector)
-    late = [
-        msgspec.structs.replace(one, end_ns=one.end_ns + 900 * MS) for one in map(summary, (step, step + 1))
-    ]
-    found = twice(detector, *(msgspec.structs.replace(one, exposed=exposed(one)) for one in late))
-    assert (found.sign, found.stage, found.suspects) == ("slow_stage", "", [])
-
-
 def test_a_fault_on_all_ranks_is_noticed_after_a_slow_warm_up() -> None:
     """The first three steps are three times as long, and still in the past that is compared with."""
     noise, found = random.Random(7), []
@@ -404,3 +393,39 @@ def test_noise_alone_is_quiet(steps: int, spread: float, read: bool) -> None:
     for step in range(1, steps + 1):
         times = {stage: usual * noise.lognormvariate(0, spread) for stage, usual in USUAL.items()}
         assert detector.observe(summary(step, times, noise=noise, read=read)) is None
+
+
+def test_one_step_that_hangs_is_logged_and_is_over() -> None:
+    """With the process that the others waited for; it comes again within a window, and is no news."""
+    detector = Detector(Anomaly())
+    step = quiet(detector)
+    found = detector.observe(summary(step, slow={"rollout2_rank0": 121.0}))
+    assert found is not None
+    assert (found.sign, found.stage, found.is_over) == ("slow_step", "rollout", True)
+    assert found.suspects == ["rollout2_rank0"]
+    assert found.reason.startswith("step 31 took 61.1 s, by 60.1 s in stage rollout: 63.7 times")
+    step = quiet(detector, 9, step + 1)
+    assert detector.observe(summary(step, slow={"rollout2_rank0": 121.0})) is None
+    quiet(detector, 9, step + 1)
+
+
+def test_time_in_no_stage_is_the_loop_s_own_unless_a_worker_is_in_a_stage() -> None:
+    """A worker may run what the loop has marked as no stage."""
+
+    def step(number: int, own_ms: float, of_worker: bool) -> StepSummary:
+        found = summary(number)
+        end_ns = found.end_ns + int(own_ms * MS)
+        if of_worker:
+            stage = StageUse("save", int(own_ms * MS), 1, found.end_ns)
+            found.workers[-1].stages.append(stage)
+        later = msgspec.structs.replace(found, end_ns=end_ns)
+        return msgspec.structs.replace(later, exposed=exposed(later))
+
+    for of_worker, suspects in ((False, ["controller"]), (True, [])):
+        detector = Detector(Anomaly())
+        for number in range(1, 31):
+            assert detector.observe(step(number, 50, of_worker)) is None
+        assert detector.observe(step(31, 500, of_worker)) is None
+        found = detector.observe(step(32, 500, of_worker))
+        assert found is not None
+        assert (found.sign, found.stage, found.suspects) == ("slow_stage", "", suspects)

@@ -15,7 +15,7 @@ from verl_profiling.manifest import Manifest
 from verl_profiling.settings.schedule import StepRange
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_summary import RankUse, StepSummary
-from verl_profiling.watch.collectives import ASKED_STEPS, RecorderReading
+from verl_profiling.watch.collectives import RecorderReading
 from verl_profiling.watch.detector import Detector
 from verl_profiling.watch.suspicion import Suspicion
 
@@ -40,6 +40,7 @@ class Anomalies:
         self._check = check
         self._recorders = recorders
         self._detector = Detector(options)
+        self._before: StepSummary | None = None
         self._noticed: Suspicion | None = None
         self._waits = False
         self._made = 0
@@ -50,20 +51,24 @@ class Anomalies:
 
     def listen(self, summary: StepSummary) -> None:
         """Search a step summary for an anomaly; runs on the watch's thread."""
+        before, self._before = self._before, summary
+        noticed = self._noticed
+        if noticed is not None and noticed.stage and not (noticed.suspects or summary.captured):
+            self._noticed = noticed.named_in(summary, before)
+            if self._noticed is not noticed:
+                logger.warning("watch: %s", self._noticed.reason)
+                self._uses = {use.lane: use for use in (*summary.loop, *summary.workers)}
         found = self._detector.observe(summary)
         if found is None:
             return
         logger.warning("watch: %s", found.reason)
+        if found.is_over:
+            return
         if found.stage and not found.suspects:
             self._recorders.begin()
-        noticed = self._noticed
-        names = bool(found.stage and found.suspects)
-        if noticed is not None and names and found.stage == noticed.stage and not noticed.suspects:
-            found = noticed.named_by(found)
-        elif noticed is not None and not self._waits:
-            return  # summaries arrive in batches; the anomaly detected first is captured first
-        self._noticed, self._waits = found, False
-        self._uses = {use.lane: use for use in (*summary.loop, *summary.workers)}
+        if noticed is None or self._waits:  # summaries arrive in batches; the first anomaly is captured first
+            self._noticed, self._waits = found, False
+            self._uses = {use.lane: use for use in (*summary.loop, *summary.workers)}
 
     def step_begins(self, step: int) -> None:
         """Record that a step begins; called for every step, also inside a capture of several steps."""
@@ -98,9 +103,8 @@ class Anomalies:
 
     def _is_read_further(self, noticed: Suspicion) -> bool:
         """Return whether torch's flight recorders may still tell who was late in the stage."""
-        soon = self._begun - (noticed.noticed or 0) <= 2 * ASKED_STEPS
         reads = self._recorders.due and self._recorders.exist
-        return soon and reads and bool(noticed.stage) and not noticed.suspects
+        return reads and bool(noticed.stage) and not noticed.suspects
 
     def _refusal(self, step: int) -> str:
         """Return why the watch may not request a capture of this step; empty if it may."""

@@ -7,6 +7,7 @@ are slow from the first step. And a trend: memory that grows step by step.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping
 from statistics import median
 from typing import NamedTuple
 
@@ -19,11 +20,14 @@ from verl_profiling.shifts import LEAST_S, LONG_PAST, evidence, shift, spread_of
 from verl_profiling.step_summary import RankUse, SpanTotal, StepSummary
 from verl_profiling.trajectories.spans import TRAJECTORY
 from verl_profiling.units import byte_size, duration
-from verl_profiling.watch.exposed import standings
+from verl_profiling.watch.exposed import alone_ns, standings
 from verl_profiling.watch.suspicion import Suspicion, healthiest
 
 MATTERS = 0.05
 """A slow stage exceeds its median by at least this share of the median step."""
+
+LONG_S, LONG = 30.0, 3.0
+"""A single step is logged if it exceeds the median by these seconds, and by this multiple of the median."""
 
 NEWS = 1.25
 """A lead is detected again if it exceeds the lead at its last detection by this ratio."""
@@ -141,6 +145,7 @@ class _Series:
             self.before = max(self.excess, self.before)
         elif not self.evidence.waits:
             self.before = 0.0
+            self.seen.clear()
 
 
 class Detector:
@@ -164,6 +169,7 @@ class Detector:
         self._spans: dict[tuple[str, str], deque[SpanTotal]] = {}
         self._growth = _Growth(options)
         self._before: StepSummary | None = None
+        self._since_long = options.window
 
     def observe(self, summary: StepSummary) -> Suspicion | None:
         """Return the suspicion that a step raises, if any; the cost is proportional to the window."""
@@ -214,8 +220,9 @@ class Detector:
         for stage, series in every.items():
             series.judge(min(amounts[stage], at_most), of)
         news = {stage: series.excess for stage, series in every.items() if series.is_news}
+        usual_stages = {stage: one for stage, one in every.items() if stage not in seldom}
         if not news and not step.is_news:
-            return None
+            return self._long_step(usual_stages, summary)
         known = [series.excess for series in every.values() if series.evidence.is_noticed]
         for series in (step, *every.values()):  # a slowdown of several series is detected once
             series.evidence.notice()
@@ -228,7 +235,21 @@ class Detector:
             return self._suspicion(summary, "slow_stage", worst, series, took_what, before_it)
         if worst is None and max(known, default=0.0) >= step.excess / 2:
             return None
-        grown = {stage: one.excess for stage, one in every.items() if stage not in seldom and one.excess > 0}
+        return self._slow_step(usual_stages, summary)
+
+    def _long_step(self, stages: Mapping[str, _Series], summary: StepSummary) -> Suspicion | None:
+        """Return a suspicion if the step took by far longer than all in a window before it."""
+        step = self._step
+        is_long = step.evidence.waits and step.excess >= max(LONG_S, LONG * step.usual)
+        is_news, self._since_long = is_long and self._since_long >= self._options.window, self._since_long + 1
+        if is_long:
+            self._since_long = 0
+        found = self._slow_step(stages, summary) if is_news else None
+        return found and msgspec.structs.replace(found, is_over=True)
+
+    def _slow_step(self, stages: Mapping[str, _Series], summary: StepSummary) -> Suspicion:
+        """Return the suspicion of a slow step; it is in the stage that grew most."""
+        step, grown = self._step, {stage: one.excess for stage, one in stages.items() if one.excess > 0}
         most = max(grown, key=grown.__getitem__, default=None)
         where = ""
         if most is not None:
@@ -318,6 +339,10 @@ class Detector:
                 grown.append((name == TRAJECTORY, -more_ns, sentence))
         inside = [one for one in sorted(grown) if not one[0]] or grown
         named = [sentence for _, _, sentence in inside[:_MOST_SPANS_NAMED]]
+        own = self._stages.get("")
+        if own and not (found.stage or named) and 2e-9 * alone_ns(summary) >= own.value + own.usual:
+            named = ["meanwhile no process was in a stage: it is the loop's own code"]
+            found = msgspec.structs.replace(found, suspects=[one.lane for one in summary.loop][:1])
         return msgspec.structs.replace(found, reason="; ".join([found.reason, *named]))
 
 

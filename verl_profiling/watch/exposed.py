@@ -70,6 +70,14 @@ def standings(summary: StepSummary, before: StepSummary | None = None) -> dict[s
     return {name: found for name, (_, found) in _stages(summary, before, True).items()}
 
 
+def alone_ns(summary: StepSummary) -> float:
+    """Return the time of a step in which no process was in a stage (ns); 0 for a loop of several ranks."""
+    processes = [*summary.loop, *summary.workers]
+    runs = runs_of(processes, summary.begin_ns, dict.fromkeys((use.lane for use in processes), 0), {})
+    busy_ns = float(runs.within(0, summary.duration_ns).own_time().length.sum())
+    return summary.duration_ns - busy_ns if len(summary.loop) == 1 else 0.0
+
+
 def _stages(
     summary: StepSummary, before: StepSummary | None, has_workers: bool
 ) -> dict[str, tuple[float, list[Standing]]]:

@@ -21,11 +21,13 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
     Attributes:
         everyone: Lanes of all processes that worked in the stage, if none of them stands out.
         ran: Names of the stages that these processes ran inside the loop's stage.
+        is_over: Whether it was one step, which is not worth a capture of the next one.
     """
 
     kind: TriggerKind = "anomaly"
     everyone: list[str] = []
     ran: list[str] = []
+    is_over: bool = False
 
     def trigger(self) -> Trigger:
         """Return the trigger of a capture that this suspicion requests, for its manifest."""
@@ -58,12 +60,14 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
             self, suspects=suspects, peers=peers, everyone=everyone, ran=list(ran), reason=reason
         )
 
-    def named_by(self, later: Suspicion) -> Suspicion:
-        """Return the suspicion with the processes that a later one in the same stage has found."""
-        reason = f"{self.reason}; {later.reason}"
-        return msgspec.structs.replace(
-            self, suspects=later.suspects, peers=later.peers, everyone=[], ran=later.ran, reason=reason
-        )
+    def named_in(self, summary: StepSummary, before: StepSummary | None) -> Suspicion:
+        """Return the suspicion with suspects, if a later step has some that explain half of the excess."""
+        first = next(iter(standings(summary, before).get(self.stage, [])), None)
+        if first is None or first.lead_ns < (self.value - self.median) * 1e9 / 2:
+            return self
+        later = self.with_suspects([(summary, before)])
+        who = f"longest there in step {summary.step}: {', '.join(later.suspects)}"
+        return msgspec.structs.replace(later, reason=f"{self.reason}; {who}") if later.suspects else self
 
 
 def stand_out(standing: Standing) -> list[str]:
