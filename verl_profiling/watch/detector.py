@@ -244,8 +244,11 @@ class Detector:
         is_news, self._since_long = is_long and self._since_long >= self._options.window, self._since_long + 1
         if is_long:
             self._since_long = 0
-        found = self._slow_step(stages, summary) if is_news else None
-        return found and msgspec.structs.replace(found, is_over=True)
+        if not is_news:
+            return None
+        while len(step.seen) > 1:  # its suspects need not be those of a slow step before
+            step.seen.popleft()
+        return msgspec.structs.replace(self._slow_step(stages, summary), is_over=True)
 
     def _slow_step(self, stages: Mapping[str, _Series], summary: StepSummary) -> Suspicion:
         """Return the suspicion of a slow step; it is in the stage that grew most."""

@@ -61,9 +61,12 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
         )
 
     def named_in(self, summary: StepSummary, before: StepSummary | None) -> Suspicion:
-        """Return the suspicion with suspects, if a later step has some that explain half of the excess."""
+        """Return the suspicion with suspects, if a later step, as slow, has some that explain half of it."""
+        rows = [row.exposed_ns for row in summary.exposed if row.name == self.stage]
+        took_ns = sum(rows) if self.sign == "slow_stage" else summary.duration_ns
         first = next(iter(standings(summary, before).get(self.stage, [])), None)
-        if first is None or first.lead_ns < (self.value - self.median) * 1e9 / 2:
+        is_slow = 2 * took_ns >= (self.value + self.median) * 1e9
+        if first is None or not is_slow or 2 * first.lead_ns < (self.value - self.median) * 1e9:
             return self
         later = self.with_suspects([(summary, before)])
         who = f"longest there in step {summary.step}: {', '.join(later.suspects)}"
