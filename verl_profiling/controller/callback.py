@@ -194,9 +194,12 @@ class _Callback:
         self._entered = True
 
     def _abandoned(self, hook: str, error: Exception) -> Waits[None]:
-        """Stop the workers after a hook failed while they record."""
+        """Close the open capture after a hook failed."""
         if self._controller is not None:
-            yield from self._controller.abandon(f"{hook}: {in_a_line(error)}")
+            try:
+                yield from self._controller.close(f"{hook}: {in_a_line(error)}")
+            except Exception as second:
+                logger.error("%s: the capture could not be closed: %s", hook, in_a_line(second))
 
     def _begin(self, controller: Controller) -> None:
         try:

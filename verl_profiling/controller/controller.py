@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Mapping
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,6 @@ class Controller:
         self.decisions = Decisions(config, self.roster, self.watch)
         self._outlet = WatchOutlet(config, self.roster, self._folders, self.watch)
         self._identity = WorkerIdentity(role="controller")
-        self._warm_ups = count(1)
         self._order = LoopOrder()
         self._exit_of = 0
         self.sink: StageSink | None = self._receiver(None)
@@ -133,7 +131,7 @@ class Controller:
         if self.live is None:
             return None
         logger.warning("closing the capture after %s: %s", type(error).__name__, error)
-        return self.close(complete=False, why=in_a_line(error))
+        return self.close(in_a_line(error))
 
     def generation(self, runs: bool) -> None:
         """Begin or end the stage ``rollout`` of generation that overlaps the steps."""
@@ -189,7 +187,7 @@ class Controller:
             return
         if live is not None:
             logger.warning("step %d begins while step %d is being captured; closing it", step, live.step.step)
-            yield from self.close(complete=False, why=f"step {step} began before this one had ended")
+            yield from self.close(f"step {step} began before this one had ended")
             self._end_after()
         if decision is None:
             return
@@ -221,14 +219,13 @@ class Controller:
         live.keep(metrics)
         live.end_step()
         if live.step.step >= live.decision.step_range.last:
-            yield from self.close(complete=True)
+            yield from self.close()
 
-    def close(self, complete: bool, why: str = "") -> Waits[None]:
+    def close(self, why: str = "") -> Waits[None]:
         """Stop all workers and write the step folder.
 
         Args:
-            complete: Whether the step has ended.
-            why: Why it has not ended; else empty.
+            why: Why the step has not ended; empty if it has.
 
         Raises:
             ProfilingError: Something failed, and the settings are strict.
@@ -240,7 +237,7 @@ class Controller:
         live.notes += [f"{CUT_SHORT}: {why}"] if why else []
         end_ns = live.step.end_ns or clock.now_ns()
         with live.outside.during(CAPTURE_STOP):
-            results = yield from self._conclude(live, end_ns, complete, why)
+            results = yield from self._conclude(live, end_ns, why)
         if live.request.keep:
             self._folders.after, self.sink = live.outside, self._receiver(live.outside)
         if self.config.strict and live.decision.trigger.kind == "schedule":
@@ -249,20 +246,6 @@ class Controller:
                     raise ProfilingError(
                         f"step {live.request.step}: {worker.name} {worker.status}: {worker.reason}"
                     )
-
-    def abandon(self, why: str) -> Waits[None]:
-        """Close the capture after a hook failed; if that fails too, still stop every worker."""
-        try:
-            yield from self.close(complete=False, why=why)
-        except Exception as error:
-            live = self.live
-            if live is None:
-                return
-            logger.error("%s; closing the capture failed, too: %s: %s", why, type(error).__name__, error)
-            self._set_live(None)
-            for request in (live.request, live.rollout_request):
-                if request is not None:
-                    self.roster.call(self.roster.targets, "stop_capture", request.capture_id)
 
     def end_train(self, why: str = "training ended inside it") -> Waits[None]:
         """Close the open capture; wait for overdue stops, then for artifacts that are being compressed.
@@ -321,7 +304,7 @@ class Controller:
         for target in self.roster.driven(selection):
             workers += len(target.workers)
         request = CaptureRequest(
-            capture_id=f"{run.place.token}-{folder.name if keep else f'warm-up-{next(self._warm_ups)}'}",
+            capture_id=f"{run.place.token}-{folder.name}{'' if keep else '-warm-up'}",
             run_id=run.place.run_id,
             step=step,
             folder=str(folder),
@@ -377,9 +360,7 @@ class Controller:
         """Return the receiver of the loop's stages: the given log, the watch, both, or ``None``."""
         return log if self.watch is None else self.watch.receiver(log)
 
-    def _conclude(
-        self, live: OpenCapture, end_ns: int, complete: bool, why: str
-    ) -> Waits[list[CaptureResult]]:
+    def _conclude(self, live: OpenCapture, end_ns: int, why: str) -> Waits[list[CaptureResult]]:
         """Stop all workers and write the manifest; return the workers' results."""
         stages = live.spans.close()
         results: list[CaptureResult] = []
@@ -394,7 +375,7 @@ class Controller:
             folder, upload = live.folder, live.request.upload
             if live.leads:
                 manifest = msgspec.structs.replace(
-                    manifest, complete=complete, stages=stages, workers=[*results, *others]
+                    manifest, complete=not why, stages=stages, workers=[*results, *others]
                 )
                 self._folders.conclude(folder, manifest, live.outside)
                 steps = ", ".join(map(str, manifest.steps))
@@ -420,7 +401,7 @@ class Controller:
 
     def _end_capture(self, why: str) -> Waits[None]:
         try:
-            yield from self.close(complete=False, why=why)
+            yield from self.close(why)
             self._end_after()
         finally:
             self.decisions.end()

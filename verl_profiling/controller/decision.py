@@ -14,6 +14,7 @@ import math
 import time
 from collections import deque
 from functools import partial
+from itertools import pairwise
 
 import msgspec
 
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _LEAST_STEPS = 2
 _LEAD_S = 2.5
-_STEP_TIMES = 8
+_STEPS = 9
 
 
 class Decisions:
@@ -63,8 +64,7 @@ class Decisions:
         self._agreed: dict[int, Decision] = {}
         self._step: int | None = None
         self._decided = 0
-        self._begun_s = 0.0
-        self._step_times: deque[float] = deque(maxlen=_STEP_TIMES)
+        self._begun_s: deque[float] = deque(maxlen=_STEPS)
 
     def begin(self, folders: StepFolders) -> None:
         """Start to accept capture requests; in a loop with several ranks, only rank 0 does."""
@@ -178,14 +178,12 @@ class Decisions:
 
     def _look_ahead(self, ranks: Ranks, step: int) -> None:
         """Decide on later steps; every rank has time to receive the announcement before they begin."""
-        now_s = time.monotonic()
-        if self._begun_s:
-            self._step_times.append(now_s - self._begun_s)
-        self._begun_s = now_s
+        self._begun_s.append(time.monotonic())
         if self._step is None or step < self._step:  # the loop restarted its step numbers
             self._decided = step
         self._step = step
-        shortest_s = max(min(self._step_times, default=_LEAD_S), 0.001)
+        times_s = [end_s - begin_s for begin_s, end_s in pairwise(self._begun_s)]
+        shortest_s = max(min(times_s, default=_LEAD_S), 0.001)
         last = step + _LEAST_STEPS + math.ceil(_LEAD_S / shortest_s)
         for first in range(max(step + _LEAST_STEPS, self._decided + 1), last + 1):
             if first > self._decided and first not in self._agreed and (decision := self._asked(first)):

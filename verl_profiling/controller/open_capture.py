@@ -38,14 +38,12 @@ class _Answer:
     Attributes:
         worker: The worker.
         started: Its reply to the last start, or ``None``.
-        is_open: Whether it was started and has not been stopped.
         result: Its last result.
         failure: A placeholder result with the reason of its first failure.
     """
 
     worker: Worker
     started: StartReply | None = None
-    is_open: bool = False
     result: CaptureResult | None = None
     failure: CaptureResult | None = None
 
@@ -67,9 +65,7 @@ class OpenCapture:
         run_notes: Notes on the run for the user, in the manifest.
         notes: Notes on this capture.
         spans: The controller's stages.
-        metrics: Numbers of the loop.
         rpcs: All calls made.
-        rollout_request: The request that started the engines in discrete mode, until they are stopped.
         rollout_span: The open stage ``rollout``, or ``None``.
     """
 
@@ -85,16 +81,12 @@ class OpenCapture:
     run_notes: list[str]
     notes: list[str]
     spans: SpanLog = field(default_factory=SpanLog)
-    metrics: dict[str, float] = field(default_factory=dict)
     rpcs: list[Rpc] = field(default_factory=list)
-    rollout_request: CaptureRequest | None = None
     rollout_span: OpenSpan | None = None
     _windows: int = 0
-    _started: dict[str, list[Target]] = field(default_factory=dict)
+    _open: list[tuple[CaptureRequest, list[Target]]] = field(default_factory=list)
     _answers: dict[Worker, _Answer] = field(default_factory=dict)
-    _hosts: dict[str, str] = field(default_factory=dict)
-    _opening: dict[str, list[Handshake]] = field(default_factory=dict)
-    _closing: dict[str, list[Handshake]] = field(default_factory=dict)
+    _handshakes: dict[str, tuple[str, list[Handshake], list[Handshake]]] = field(default_factory=dict)
 
     @property
     def step(self) -> StepSpan:
@@ -143,7 +135,6 @@ class OpenCapture:
         """
         numbers, notes = finite_numbers(metrics)
         (step or self.step).metrics.update(numbers)
-        self.metrics.update(numbers)
         self.notes += notes
 
     def manifest(self, end_ns: int) -> Manifest:
@@ -167,7 +158,7 @@ class OpenCapture:
             outside=self.outside.so_far(),
             rpcs=list(self.rpcs),
             clocks=self._clocks(),
-            metrics=dict(self.metrics),
+            metrics={name: value for step in self.steps for name, value in step.metrics.items()},
             trigger=self.decision.trigger,
             notes=[*self.run_notes, *self.roster.notes, *self.notes, *self.spans.notes()],
         )
@@ -177,11 +168,10 @@ class OpenCapture:
     def start(self, request: CaptureRequest) -> Waits[None]:
         """Start the workers of a request: for a rollout, the engines in discrete mode; else all others."""
         targets = self.roster.driven(request.selection, windowed=request.stage is not None)
-        self._started[request.capture_id] = targets
+        self._open.append((request, targets))  # to be stopped even if the start fails
         for target in targets:
             for worker in target.workers:
-                answer = self._answers.setdefault(worker, _Answer(worker))
-                answer.started, answer.is_open = None, True  # to be stopped even if the start fails
+                self._answers.setdefault(worker, _Answer(worker)).started = None
         start_s = self.roster.config.timeouts.start_s
         calls = self.roster.call(targets, "start_capture", request, timeout_s=start_s)
         yield partial(wait_for, calls)
@@ -198,37 +188,36 @@ class OpenCapture:
         selection = self.request.selection
         if self.roster.driven(selection, windowed=True):
             self._windows += 1
-            self.rollout_request = msgspec.structs.replace(
+            window = msgspec.structs.replace(
                 self.request,
                 capture_id=f"{self.request.capture_id}/{self._windows}",
                 stage=ROLLOUT,
                 occurrence=self._windows,
                 step=self.step.step,
             )
-            yield from self.start(self.rollout_request)
+            yield from self.start(window)
 
     def end_rollout(self) -> Waits[None]:
         """Stop the engines that :meth:`begin_rollout` started, and end the stage ``rollout``."""
         self.end_rollout_stage()
-        if self.rollout_request is not None:
-            yield from self.stop(self.rollout_request)
+        yield from self.stop(ROLLOUT)
 
-    def stop(self, *requests: CaptureRequest | None) -> Waits[None]:
-        """Stop the workers of these requests at the same time; by default all started workers."""
-        opened = [*filter(None, requests or (self.rollout_request, self.request))]
-        self.rollout_request = None
+    def stop(self, stage: str | None = None) -> Waits[None]:
+        """Stop all started workers at the same time; with a stage, only those that record it alone."""
+        stopping = [one for one in self._open if stage in (None, one[0].stage)]
+        if not stopping:
+            return
         stop_s = self.roster.config.timeouts.stop_s
         calls: dict[Call, CaptureRequest] = {}
-        targets: list[Target] = []
-        for request in opened:
-            started = self._started.get(request.capture_id, [])
-            stops = self.roster.call(started, "stop_capture", request.capture_id, timeout_s=stop_s)
+        for request, targets in stopping:
+            stops = self.roster.call(targets, "stop_capture", request.capture_id, timeout_s=stop_s)
             calls |= dict.fromkeys(stops, request)
-            targets += started
         yield partial(wait_for, calls)
+        self._open = [one for one in self._open if one not in stopping]
         for call, request in calls.items():
             self._take_stop(call, request)
-        yield from self._shake_hands("stop_capture", opened[-1].capture_id, targets)
+        asked = [call.target for call in calls]
+        yield from self._shake_hands("stop_capture", stopping[0][0].capture_id, asked)
 
     def _shake_hands(self, method: str, argument: object, targets: Iterable[Target]) -> Waits[None]:
         """Repeat a call, which has no effect the second time, to measure the clock offsets of other hosts.
@@ -271,9 +260,6 @@ class OpenCapture:
     def _take_stop(self, call: Call, request: CaptureRequest) -> None:
         """Take the reply to ``stop_capture``; a worker that replies too late still writes its result file."""
         answer = self._answers[call.worker]
-        if not answer.is_open:
-            return
-        answer.is_open = False
         reply, started = self._take(call), answer.started
         if not isinstance(reply, StopReply):
             self.roster.owing.add(call.target)
@@ -308,13 +294,10 @@ class OpenCapture:
             self.rpcs.append(Rpc(name, call.method, call.sent_ns, end_ns, answered))
         if not answered:
             return None
-        if isinstance(reply, StartReply):
-            identity, seen = reply.identity, self._opening
-        else:
-            identity, seen = reply.result.identity, self._closing
+        identity = reply.identity if isinstance(reply, StartReply) else reply.result.identity
+        _, opening, closing = self._handshakes.setdefault(identity.clock_domain, (identity.host, [], []))
         handshake = Handshake(call.sent_ns, reply.received_ns, reply.replied_ns, call.returned_ns)
-        seen.setdefault(identity.clock_domain, []).append(handshake)
-        self._hosts[identity.clock_domain] = identity.host
+        (opening if isinstance(reply, StartReply) else closing).append(handshake)
         return reply
 
     def _fail(self, answer: _Answer, request: CaptureRequest, reason: str, stopped: bool = True) -> None:
@@ -414,12 +397,11 @@ class OpenCapture:
     def _clocks(self) -> list[HostClock]:
         """Return the measured offset of each clock domain that has replied."""
         clocks = []
-        for domain, opening in self._opening.items():
-            closing = self._closing.get(domain, [])
+        for domain, (host, opening, closing) in self._handshakes.items():
             if domain == clock.domain():
-                clocks.append(HostClock(host=self._hosts[domain], clock_domain=domain))
-            else:
-                clocks.append(measured_clock(self._hosts[domain], domain, opening, closing))
+                clocks.append(HostClock(host=host, clock_domain=domain))
+            elif opening:
+                clocks.append(measured_clock(host, domain, opening, closing))
         return clocks
 
 

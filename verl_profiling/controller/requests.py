@@ -28,7 +28,7 @@ from verl_profiling.capture_request import (
 )
 from verl_profiling.errors import ConfigError
 from verl_profiling.remote import LocalFolder, RemoteFolder, is_url
-from verl_profiling.settings.schedule import Action, Schedule, StepRange
+from verl_profiling.settings.schedule import Schedule, StepRange
 from verl_profiling.visible import visible
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,6 @@ SIGNAL = "SIGUSR2"
 LIST_S = 10.0
 """How often a folder behind a URL is listed."""
 _LAST_S = 5.0
-_FAR = 1000
 
 
 @dataclass(frozen=True)
@@ -186,11 +185,7 @@ class Requests:
         """
         if demand.at is not None:
             return demand.at == step
-        return (
-            not scheduled
-            or demand.selection == CaptureSelection()
-            or all(self._schedule.action(one) is Action.RECORD for one in range(step, step + _FAR))
-        )
+        return not scheduled or demand.selection == CaptureSelection() or self._schedule.records_every_step
 
     def _refuse(self, demand: Demand, why: str) -> None:
         """Log why a request is refused, and write the reason into a file for the requester."""

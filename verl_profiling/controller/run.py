@@ -75,12 +75,13 @@ class Run:
         url: Where files are uploaded to; ``None`` for a local run.
         resumes: Whether an earlier run has the same name.
         info: Content of ``run.json``; ``None`` except in the process that claimed the folder.
+        background: Uploads files, and removes folders.
     """
 
     def __init__(self, place: RunPlace, *, resumes: bool = False, info: RunInfo | None = None) -> None:
         self.place, self.path, self.url = place, Path(place.path), place.url
         self.resumes, self.info = resumes, info
-        self._background = BackgroundWork("upload")
+        self.background = BackgroundWork("folders")
         self._sent: dict[Path, int] = {}
         self._queued: set[Path] = set()
 
@@ -104,7 +105,7 @@ class Run:
         for path in wanted:
             if path.exists() and path not in self._queued:
                 self._queued.add(path)
-                self._background.submit(partial(self._put, path, self.url))
+                self.background.submit(partial(self._put, path, self.url))
 
     def _put(self, path: Path, url: str) -> None:
         self._queued.discard(path)
@@ -119,9 +120,10 @@ class Run:
             )
 
     def drain(self, timeout_s: float) -> None:
-        """Wait for the uploads."""
-        if not self._background.drain(timeout_s):
-            logger.error("uploads to %s were not done after %g s", self.url, timeout_s)
+        """Wait for uploads and removals."""
+        if not self.background.drain(timeout_s):
+            where = self.url or self.path
+            logger.error("%s: uploads or removals were not done after %g s", where, timeout_s)
 
     def leave(self) -> None:
         """Delete the local copies of uploaded files; log how to upload the remaining ones."""

@@ -11,7 +11,6 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,6 @@ class StepFolders:
         self._no_room = ""
         ProcessId.current()  # cached, so that no step reads /proc
         self._stored: list[Path] = []
-        self._removal: ThreadPoolExecutor | None = None
         self._not_captured: dict[int, str] = {}
 
     @property
@@ -186,9 +184,6 @@ class StepFolders:
         """Wait for running uploads and removals."""
         if self.claimed is not None:
             self.claimed.drain(timeout_s)
-        if self._removal is not None:
-            self._removal.shutdown()
-            self._removal = None
 
     def _amend(self, **fields: Any) -> None:
         if self._last is not None:
@@ -222,8 +217,7 @@ class StepFolders:
         except OSError as error:
             logger.warning("%s cannot be removed, and stays: %s", folder, error)
             return
-        self._removal = self._removal or ThreadPoolExecutor(1, "verl-profiling-removal")
-        self._removal.submit(_delete, hidden)
+        self.run.background.submit(partial(_delete, hidden))
 
 
 def _located(folder: Path, manifest: Manifest, notes: list[str]) -> Manifest:

@@ -12,8 +12,7 @@ import inspect
 import logging
 import sys
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Generator, Hashable, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from math import inf
@@ -32,6 +31,8 @@ from verl_profiling.tools import TOOLS
 T = TypeVar("T")
 Waits = Generator[Callable[[], object], None, T]
 """The work of a hook: a generator of blocking functions; the asynchronous callback runs them on a thread."""
+
+Send = Callable[..., list[Future[Any]]]
 
 logger = logging.getLogger(__name__)
 
@@ -121,24 +122,22 @@ class Call:
 
 
 class Postponed(Future[Any]):
-    """The future of a coroutine that starts inside :func:`wait_for`, on the waiting thread.
+    """The future of a coroutine function that is called inside :func:`wait_for`, on the waiting thread.
 
     Args:
-        coroutine: The coroutine.
+        function: The coroutine function.
         loop: The event loop that it needs; ``None`` for a new one.
     """
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop | None) -> None:
+    def __init__(self, function: Callable[[], Any], loop: asyncio.AbstractEventLoop | None) -> None:
         super().__init__()
         self.loop = loop
-        self._coroutine = coroutine
-        self._has_begun = False
+        self._function = function
 
     async def run(self) -> None:
-        """Run the coroutine on this event loop, and set the outcome."""
-        self._has_begun = True
+        """Call the function on this event loop, and set the outcome."""
         try:
-            answer = await self._coroutine
+            answer = await self._function()
         except (Exception, asyncio.CancelledError) as error:
             self.fail(error)
         else:
@@ -146,9 +145,7 @@ class Postponed(Future[Any]):
                 self.set_result(answer)
 
     def fail(self, error: BaseException) -> None:
-        """Set an error as the outcome, unless one is set; close the coroutine if it has not begun."""
-        if not self._has_begun:
-            self._coroutine.close()
+        """Set an error as the outcome, unless one is set."""
         if not self.done():
             self.set_exception(error)
 
@@ -185,37 +182,40 @@ async def _run(together: list[tuple[Postponed, bool]], deadline_s: float, late: 
         future.fail(TimeoutError(late))
 
 
-class Target(ABC):
+class Target:
     """One worker, or a group that can only be called as a whole.
+
+    Args:
+        role: Its first role.
+        first: Index of its first worker in the role.
+        size: The number of its workers.
+        key: Equal for two targets with the same workers.
+        send: Starts a call of a method, and returns one future per worker.
+        is_local: Whether the worker is an object of this process.
 
     Attributes:
         roles: The roles under which it was added; several for a process with several roles.
         workers: The workers that a call reaches, in the order of its futures.
-        key: Equal for two targets with the same workers.
-        is_local: Whether the worker is an object of this process.
     """
 
-    is_local = False
-
-    def __init__(self, role: str, first: int, size: int, key: Hashable) -> None:
+    def __init__(
+        self, role: str, first: int, size: int, key: Hashable, send: Send, is_local: bool = False
+    ) -> None:
         self.roles = [role]
         self.workers = [Worker(self, first + index) for index in range(size)]
-        self.key = key
+        self.key, self.is_local = key, is_local
+        self._send = send
 
     @property
     def is_rollout(self) -> bool:
         """Whether the workers are replicas of a rollout engine."""
         return self.roles[0] == ROLLOUT_ROLE
 
-    @abstractmethod
-    def start(self, method: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
-        """Start a call and return one future per worker."""
-
     def call(self, method: str, *arguments: Any) -> list[Call]:
         """Call a method of every worker of this target, without waiting."""
         sent_ns = clock.now_ns()
         try:
-            futures = self.start(method, arguments)
+            futures = self._send(method, *arguments)
         except Exception as error:
             futures = [Future() for _ in self.workers]
             for future in futures:
@@ -235,68 +235,45 @@ def settle(future: Future[Any], function: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-class _RayActor(Target):
-    def __init__(self, role: str, first: int, handle: Any) -> None:
-        super().__init__(role, first, 1, _identity_of(handle))
-        self._handle = handle
-
-    def start(self, method: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
-        _check_in_cluster()
-        return [getattr(self._handle, method).remote(*arguments).future()]
+def _to_actor(handle: Any, method: str, *arguments: Any) -> list[Future[Any]]:
+    _check_in_cluster()
+    return [getattr(handle, method).remote(*arguments).future()]
 
 
-class _WorkerGroup(Target):
-    """A group with verl's convention: ``execute_all_async(method, *args)`` returns a reference per worker.
+def _to_group(group: Any, has_actors: bool, method: str, *arguments: Any) -> list[Future[Any]]:
+    """Call a group by verl's ``execute_all_async(method, *args)``, which returns a reference per worker.
 
     If the group itself has the method, it is called directly: its colocated workers use another name for it.
     """
-
-    def __init__(self, role: str, group: Any) -> None:
-        workers = list(getattr(group, "workers", None) or [group])
-        size = getattr(group, "world_size", None)
-        key = frozenset(_identity_of(worker) for worker in workers)
-        super().__init__(role, 0, size if isinstance(size, int) else len(workers), key)
-        self._group, self._has_actors = group, _is_actor(workers[0])
-
-    def start(self, method: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
-        if self._has_actors:
-            _check_in_cluster()
-        bound = getattr(self._group, method, None)
-        answers = bound(*arguments) if bound else self._group.execute_all_async(method, *arguments)
-        return [_future_of(answer) for answer in answers]
+    if has_actors:
+        _check_in_cluster()
+    bound = getattr(group, method, None)
+    answers = bound(*arguments) if bound else group.execute_all_async(method, *arguments)
+    return [_future_of(answer) for answer in answers]
 
 
-class _Local(Target):
-    """A worker object of this process. Coroutines of several worker objects run concurrently.
+def _to_object(
+    worker: Any, own: asyncio.AbstractEventLoop | None, on_threads: bool, method: str, *arguments: Any
+) -> list[Future[Any]]:
+    """Call an object of this process. Coroutines of several objects run concurrently.
 
     Plain methods run on the calling thread, one object after another.
 
     Args:
-        role: Its role.
-        first: Its index in the role.
         worker: The object.
-        loop: Event loop of its coroutines; by default the caller's, or a new one.
+        own: Event loop of its coroutines; by default the caller's, or a new one.
         on_threads: Whether plain methods run on threads. So many objects of a role (over
             ``MANY_IN_TURN``) are proxies of other processes, which can answer concurrently.
+        method: The method.
+        *arguments: Its arguments.
     """
-
-    is_local = True
-
-    def __init__(
-        self, role: str, first: int, worker: Any, loop: asyncio.AbstractEventLoop | None, on_threads: bool
-    ) -> None:
-        super().__init__(role, first, 1, id(worker))
-        self._worker, self._loop, self._on_threads = worker, loop, on_threads
-
-    def start(self, method: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
-        function = getattr(self._worker, method)
-        if inspect.iscoroutinefunction(function):
-            loop = self._loop or asyncio._get_running_loop()
-            if loop is not None and loop.is_running():
-                return [asyncio.run_coroutine_threadsafe(function(*arguments), loop)]
-            return [Postponed(function(*arguments), loop)]
-        call = partial(function, *arguments)
-        return [_on_thread(call) if self._on_threads else settle(Future(), call)]
+    call = partial(getattr(worker, method), *arguments)
+    if inspect.iscoroutinefunction(call.func):
+        loop = own or asyncio._get_running_loop()
+        if loop is not None and loop.is_running():
+            return [asyncio.run_coroutine_threadsafe(call(), loop)]
+        return [Postponed(call, loop)]
+    return [_on_thread(call) if on_threads else settle(Future(), call)]
 
 
 def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None = None) -> list[Target]:
@@ -311,7 +288,17 @@ def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None
         ConfigError: There are no workers, or one has no capture methods.
     """
     if callable(getattr(workers, "execute_all_async", None)):
-        return [_WorkerGroup(role, workers)]
+        members = list(getattr(workers, "workers", None) or [workers])
+        size = getattr(workers, "world_size", None)
+        return [
+            Target(
+                role,
+                0,
+                size if isinstance(size, int) else len(members),
+                frozenset(_identity_of(member) for member in members),
+                partial(_to_group, workers, _is_actor(members[0])),
+            )
+        ]
     if _is_actor(workers) or hasattr(workers, "start_capture") or not isinstance(workers, Iterable):
         workers = [workers]
     targets: list[Target] = []
@@ -323,10 +310,10 @@ def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None
                 f"worker {index} of role {role!r} ({type(worker).__name__}) has no start_capture; "
                 "let its class inherit a mixin of verl_profiling.workers",
             )
-        if _is_actor(worker):
-            targets.append(_RayActor(role, index, worker))
-        else:
-            targets.append(_Local(role, index, worker, loop, on_threads=len(workers) > MANY_IN_TURN))
+        is_local, send = not _is_actor(worker), partial(_to_actor, worker)
+        if is_local:
+            send = partial(_to_object, worker, loop, len(workers) > MANY_IN_TURN)
+        targets.append(Target(role, index, 1, _identity_of(worker), send, is_local))
     if not targets:
         raise ConfigError("", f"role {role!r} has no workers")
     return targets

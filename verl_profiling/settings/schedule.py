@@ -125,23 +125,9 @@ class Schedule:
         action = self.action(step)
         if action is Action.OFF:
             return None
-        first, last = self._run(step, action) if self.continuous else (step, step)
+        first = last = step
+        while self.continuous and self.action(first - 1) is action:
+            first -= 1
+        while self.continuous and self.action(last + 1) is action:
+            last += 1
         return StepRange(first, last, action)
-
-    def _run(self, step: int, action: Action) -> tuple[int, int]:
-        """Return the first and the last of the consecutive steps with the action of ``step``."""
-        if self.steps is not None or self.every is not None:
-            first = last = step
-            while self.action(first - 1) is action:
-                first -= 1
-            while self.action(last + 1) is action:
-                last += 1
-            return first, last
-        origin = 1 + self.skip_first
-        quiet = self.wait + self.warmup
-        if not quiet:
-            return origin, origin + self.active * self.repeat - 1
-        cycle_begin = step - (step - origin) % (quiet + self.active)
-        if action is Action.WARMUP:
-            return cycle_begin + self.wait, cycle_begin + quiet - 1
-        return cycle_begin + quiet, cycle_begin + quiet + self.active - 1
