@@ -150,7 +150,6 @@ class TestOnlySGLang:
         ("changes", "key"),
         [
             ({"tools": {"torch": {"memory": True}}}, "tools.torch.memory"),
-            ({"tools": {"torch": {"flops": True}}}, "tools.torch.flops"),
             ({"tools": {"torch": {"activities": ["cuda"]}}}, "tools.torch.activities"),
             ({"tools": {"torch": {"mini_batches": {"active": 1}}}}, "tools.torch.mini_batches"),
             ({"rollout": {"start": 3}}, "rollout.start"),

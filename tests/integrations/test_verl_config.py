@@ -294,7 +294,6 @@ def test_an_option_that_the_engine_on_an_npu_has_not_is_refused() -> None:
             {"tools": {"torch": {"memory": True}}},
             "tools.torch.memory: SGLang does not record memory",
         ),
-        ("sglang", {"tools": {"torch": {"flops": True}}}, "tools.torch.flops"),
         ("vllm", {"rollout": {"by_stage": True, "count": 4}}, "rollout.by_stage: vLLM cannot"),
         ("vllm", {"tools": {"torch": {"mini_batches": {"active": 1}}}}, "mini_batches"),
     ],

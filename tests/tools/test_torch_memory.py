@@ -37,7 +37,6 @@ def test_it_records_beside_others(others: list[str]) -> None:
     [
         ({"max_entries": 0}, "must be at least 1"),
         ({"steps": 0}, "steps: must be at least 1, is 0"),
-        ({"oom_folder": "here", "on_oom": False}, "set on_oom=true"),
     ],
 )
 def test_a_wrong_option_is_named(options: dict[str, Any], problem: str) -> None:

@@ -205,9 +205,8 @@ def check_sglang(
     """
     if isinstance(tool, NpuTool):
         _check_npu_window(window, role, dp_ranks)
-    for name in ("memory", "flops"):
-        if getattr(tool.options, name, False):
-            refuse_option(role, name, "false", f"SGLang does not record {name}")
+    if tool.options.memory:
+        refuse_option(role, "memory", "false", "SGLang does not record memory")
     if window.start:
         raise ConfigError(
             "rollout.start",

@@ -52,7 +52,6 @@ _VARIABLES = {
     "torch_profiler_with_stack": "VLLM_TORCH_PROFILER_WITH_STACK",
     "torch_profiler_record_shapes": "VLLM_TORCH_PROFILER_RECORD_SHAPES",
     "torch_profiler_with_memory": "VLLM_TORCH_PROFILER_WITH_PROFILE_MEMORY",
-    "torch_profiler_with_flops": "VLLM_TORCH_PROFILER_WITH_FLOPS",
     "torch_profiler_use_gzip": "VLLM_TORCH_PROFILER_USE_GZIP",
     "torch_profiler_dump_cuda_time_total": "VLLM_TORCH_PROFILER_DUMP_CUDA_TIME_TOTAL",
     "ignore_frontend": "VLLM_TORCH_PROFILER_DISABLE_ASYNC_LLM",
@@ -132,7 +131,6 @@ def profiler_settings(tool: EngineTool, window: RolloutOptions, spool: Path) -> 
         "torch_profiler_with_stack": options.stack,
         "torch_profiler_record_shapes": options.shapes,
         "torch_profiler_with_memory": options.memory,
-        "torch_profiler_with_flops": options.flops,
         # Compressing now, while the engine waits, takes far longer than compressing afterwards.
         "torch_profiler_use_gzip": False,
         "torch_profiler_dump_cuda_time_total": False,

@@ -35,7 +35,6 @@ class TorchMemoryOptions:
             kilobytes.
         steps: Number of captured steps in one history, with the steps between them. Each captured step
             has a snapshot of the history so far. In discrete mode every stage has its own history.
-        on_oom: Write a snapshot when an allocation fails while recording.
         oom_folder: Folder for a snapshot of the first allocation that fails while nothing is captured. If
             set, the history is recorded in every step, captured or not.
         peaks: Record the peaks of allocated and reserved bytes of each stage. This resets torch's
@@ -44,7 +43,6 @@ class TorchMemoryOptions:
 
     max_entries: int = 100_000
     steps: int = 1
-    on_oom: bool = True
     oom_folder: str | None = None
     peaks: bool = True
 
@@ -53,10 +51,6 @@ class TorchMemoryOptions:
             raise ConfigError("max_entries", f"must be at least 1, is {self.max_entries}")
         if self.steps < 1:
             raise ConfigError("steps", f"must be at least 1, is {self.steps}")
-        if self.oom_folder and not self.on_oom:
-            raise ConfigError(
-                "oom_folder", "is for snapshots that on_oom=false switches off; set on_oom=true"
-            )
 
 
 @dataclass(frozen=True)
@@ -107,8 +101,7 @@ class _MemoryRecording(Recording):
         self._oom: Artifact | None = None
         self._metrics: dict[str, float] = {}
         _history.begin(accelerator, options, covers_step=destination.stage is None)
-        if options.on_oom:
-            _history.recording = self
+        _history.recording = self
 
     @property
     def marks(self) -> Marks | None:
@@ -200,7 +193,7 @@ class _History:
             )
             self._ours, self._covered = True, 0
         self._covered += covers_step
-        if options.on_oom and self._observed is None:  # torch cannot remove an observer
+        if self._observed is None:  # torch cannot remove an observer
             accelerator.observe_oom(self._notice)
             self._observed = accelerator
 

@@ -53,7 +53,6 @@ class TorchOptions:
         memory: Record allocations. torch then records only the thread that starts the capture, which
             must therefore be the one that trains: a Ray actor without concurrency has one thread,
             but ``AsyncProfilingCallback`` calls a local object on other threads.
-        flops: Record estimated floating-point operations of matrix products and convolutions.
         mini_batches: Keep only a window of mini-batches; ``None`` for everything.
     """
 
@@ -61,7 +60,6 @@ class TorchOptions:
     stack: bool = False
     shapes: bool = False
     memory: bool = False
-    flops: bool = False
     mini_batches: MiniBatchWindow | None = None
 
     def __post_init__(self) -> None:
@@ -74,10 +72,9 @@ def _event_bytes(options: TorchOptions) -> tuple[int, int]:
 
     Measured with torch 2.13 on a CPU (docs/performance.md). Devices' events are not measured.
     """
-    shapes = options.shapes or options.flops
     if options.stack or options.memory:
-        return (160, 2360) if shapes else (93, 1630)
-    return (407, 2950) if shapes else (205, 1400)
+        return (160, 2360) if options.shapes else (93, 1630)
+    return (407, 2950) if options.shapes else (205, 1400)
 
 
 class TorchTool(Tool):
@@ -126,7 +123,6 @@ class TorchTool(Tool):
             record_shapes=self.options.shapes,
             profile_memory=self.options.memory,
             with_stack=self.options.stack,
-            with_flops=self.options.flops,
             experimental_config=self._experimental_config(),
         )
         profiler.preset_metadata_json("verl_profiling", msgspec.json.encode(destination.metadata).decode())

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -79,21 +79,17 @@ class AsyncTrainerProfiler(Profiler):
         if error is None:
             await asyncio.to_thread(self.log_rest)
 
-    @contextmanager
-    def timed(self, name: str, timer: AbstractContextManager[None]) -> Iterator[None]:
-        """Run one of verl's timers; the timer of background generation is recorded by another hook."""
+    def begins(self, name: str) -> AbstractContextManager[None]:
+        """Return the stage of a timer; generation in the background is recorded by another hook."""
+        return nullcontext() if name in (_STEP, _GENERATION) else super().begins(name)
+
+    def ends(self, name: str) -> None:
+        """Record that the step is over when its timer has ended."""
+        super().ends(name)
         if name == _STEP:
-            with timer:
-                yield
             self._is_over = self._version() == self._step if self._by_version else True
             if self._is_over:
                 self._callback.on_step_over()
-        elif name == _GENERATION:
-            with timer:
-                yield
-        else:
-            with super().timed(name, timer):
-                yield
 
     async def step_begins(self) -> bool:
         """Begin a step; return ``False`` if the next batch has the current parameter version."""

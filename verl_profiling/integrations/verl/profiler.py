@@ -73,13 +73,18 @@ class Profiler:
 
     @contextmanager
     def timed(self, name: str, timer: AbstractContextManager[None]) -> Iterator[None]:
-        """Run one of verl's timers, as a stage of the controller unless it times verl's own profiler."""
-        if name in _OWN_PROFILER:
-            with timer:
-                yield
-            return
-        with timer, self.stage(self.stages.get(name, name)):
+        """Run one of verl's timers, with the callback's hooks around it."""
+        stage = self.begins(name)
+        with timer, stage:
             yield
+        self.ends(name)
+
+    def begins(self, name: str) -> AbstractContextManager[None]:
+        """Return the stage of a timer that begins; nothing is recorded of verl's own profiler."""
+        return nullcontext() if name in _OWN_PROFILER else self.stage(self.stages.get(name, name))
+
+    def ends(self, name: str) -> None:
+        """Follow the policy version when a timer has ended."""
         if name == _WEIGHT_UPDATE:
             self._policy_version = getattr(self.trainer, "global_steps", self._policy_version)
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -93,28 +93,25 @@ class TrainerProfiler(Profiler):
         if error is None:
             self.log_rest()
 
-    @contextmanager
-    def timed(self, name: str, timer: AbstractContextManager[None]) -> Iterator[None]:
-        """Run one of verl's timers, and call the callback's hooks around it."""
-        if name == _STEP and not hasattr(self.trainer, "global_steps"):
-            self._give_up(f"{type(self.trainer).__name__} has no global_steps, so its steps have no numbers")
-            with timer:
-                yield
-        elif name == _STEP:
+    def begins(self, name: str) -> AbstractContextManager[None]:
+        """Begin the step or the rollout; return the stage of any other timer."""
+        if name == _STEP:
             self._step_begin()
-            with timer:
-                yield
+        elif name == _ROLLOUT:
+            self.rollout_begin()
+        else:
+            return super().begins(name)
+        return nullcontext()
+
+    def ends(self, name: str) -> None:
+        """End the step or the rollout."""
+        super().ends(name)
+        if name == _STEP and self is active_profiler():
             self._callback.on_step_end({"policy_version/end": self._policy_version})
             self._note_folder(self.trainer.global_steps)
         elif name == _ROLLOUT:
-            self.rollout_begin()
-            with timer:
-                yield
             self._generating = False
             self._callback.on_rollout_end()
-        else:
-            with super().timed(name, timer):
-                yield
 
     def rollout_begin(self) -> None:
         """Begin generation, unless it has begun already."""
@@ -123,8 +120,11 @@ class TrainerProfiler(Profiler):
             self._callback.on_rollout_begin()
 
     def _step_begin(self) -> None:
+        step = getattr(self.trainer, "global_steps", None)
+        if step is None:
+            self._give_up(f"{type(self.trainer).__name__} has no global_steps, so its steps have no numbers")
+            return
         # In verl 0.9, synchronous trainers send a step's weights to the engines at the end of the step.
-        step = self.trainer.global_steps
         self._policy_version = step - 1
         self._generating = False
         self._callback.on_step_begin(step, self._policy_version)
