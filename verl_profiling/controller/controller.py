@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from verl_profiling import clock, termination
 from verl_profiling.capture.finishing import AfterHooks
 from verl_profiling.capture.messages import CaptureRequest
@@ -39,6 +37,8 @@ from verl_profiling.settings.schedule import Action
 LAST_READ_S = 5.0  # training may have ended because a worker hangs
 EXIT_S = 20.0
 """Upper limit of each wait for workers when the process exits: supervisors kill it after 30 s."""
+
+_PAUSES = (CAPTURE_START, CAPTURE_STOP, "write")
 
 logger = logging.getLogger(__name__)
 
@@ -73,13 +73,15 @@ class Controller:
         self._identity = WorkerIdentity(role="controller")
         self._order = LoopOrder()
         self._exit_of = 0
+        self._written: OpenCapture | None = None
+        self._after: OpenCapture | None = None
         self.sink: StageSink | None = self._receiver(None)
 
     # Each hook records something in every step, and returns the work for the open capture, or None.
 
     def step_begins(self, step: int, policy_version: int | None) -> Waits[None] | None:
         """Begin a step, and open a capture or continue one that covers several steps."""
-        if self._folders.after is not None:
+        if self._after is not None:
             self._end_after()
             clock.follow()
         if self.watch is not None:
@@ -161,12 +163,11 @@ class Controller:
         Raises:
             OSError: The step folder cannot be written.
         """
-        live = self.live
-        steps = live.steps if live is not None else ()
-        if live is not None and (owner := next((one for one in steps if one.step == step), None)):
-            live.keep(metrics, owner)
-        else:
-            self._folders.add_metrics(step, metrics)
+        for capture in filter(None, (self.live, self._written)):
+            if owner := next((one for one in capture.steps if one.step == step), None):
+                capture.keep(metrics, owner)
+                self._write_again(capture)
+                return
 
     # The work of the hooks.
 
@@ -239,7 +240,7 @@ class Controller:
         with live.outside.during(CAPTURE_STOP):
             results = yield from self._conclude(live, end_ns, why)
         if live.request.keep:
-            self._folders.after, self.sink = live.outside, self._receiver(live.outside)
+            self._after, self.sink = live, self._receiver(live.outside)
         if self.config.strict and live.decision.trigger.kind == "schedule":
             for worker in results:
                 if worker.status not in ("ok", "skipped"):
@@ -338,10 +339,8 @@ class Controller:
         """Write the manifest with expected results; begin the step after that, so that it has no writing."""
         live.begin_step()
         if live.leads:
-            manifest = live.manifest(live.steps[0].begin_ns)
-            self._folders.write(
-                live.folder, msgspec.structs.replace(manifest, state="begun", workers=live.expected())
-            )
+            live.workers = live.expected()
+            self._folders.write(live)
         live.begin_step()
         if self.watch is not None:
             self.watch.capture_begins(live.folder.name if live.request.keep else "")
@@ -362,22 +361,20 @@ class Controller:
 
     def _conclude(self, live: OpenCapture, end_ns: int, why: str) -> Waits[list[CaptureResult]]:
         """Stop all workers and write the manifest; return the workers' results."""
-        stages = live.spans.close()
+        live.stages = live.spans.close()
         results: list[CaptureResult] = []
         try:
             yield from live.stop()
             results = live.results()
-            manifest = live.manifest(end_ns)
-            others: list[CaptureResult] = []
             if live.ranks is not None:
-                stages, results = live.ranks.joined(stages, results, [*self.roster.notes, *live.notes], why)
-                others = live.others(live.ranks) if live.leads else []
+                notes = [*self.roster.notes, *live.notes]
+                live.stages, results = live.ranks.joined(live.stages, results, notes, why)
             folder, upload = live.folder, live.request.upload
             if live.leads:
-                manifest = msgspec.structs.replace(
-                    manifest, complete=not why, stages=stages, workers=[*results, *others]
-                )
-                self._folders.conclude(folder, manifest, live.outside)
+                live.end_ns, live.complete = end_ns, not why
+                live.workers = [*results, *(live.others(live.ranks) if live.ranks is not None else ())]
+                manifest = self._folders.conclude(live)
+                self._written = live
                 steps = ", ".join(map(str, manifest.steps))
                 logger.info("profiling: step %s captured in %s", steps, upload.url if upload else folder)
                 self.decisions.concluded(manifest)
@@ -394,8 +391,21 @@ class Controller:
         return results
 
     def _end_after(self) -> None:
-        self._folders.end_step()
+        """End the log of the loop's stages after a captured step, and add them to its manifest."""
+        capture, self._after = self._after, None
         self.sink = self._receiver(None)
+        if capture is None:
+            return
+        capture.around = capture.outside.close()
+        try:
+            if any(span.name not in _PAUSES for span in capture.around):
+                self._write_again(capture)
+        except OSError as error:
+            logger.warning("the last step folder does not say what followed the step: %s", error)
+
+    def _write_again(self, capture: OpenCapture) -> None:
+        if capture is self._written and capture.folder.is_dir():
+            self._folders.write(capture)
 
     # The end of training, or of the process.
 

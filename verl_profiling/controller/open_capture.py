@@ -21,8 +21,16 @@ from verl_profiling.clock import Handshake
 from verl_profiling.controller.requests import Decision
 from verl_profiling.controller.spmd import HANDSHAKES, Ranks, measured_clock
 from verl_profiling.controller.targets import Call, Roster, Target, Waits, Worker, wait_for
-from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import CaptureResult, HostClock, Manifest, Rpc, StepSpan, finite_numbers
+from verl_profiling.identity import ProcessId, WorkerIdentity
+from verl_profiling.manifest import (
+    CaptureResult,
+    HostClock,
+    Manifest,
+    Rpc,
+    StageSpan,
+    StepSpan,
+    finite_numbers,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +72,12 @@ class OpenCapture:
         loop: The process that runs the loop.
         run_notes: Notes on the run for the user, in the manifest.
         notes: Notes on this capture.
-        spans: The controller's stages.
+        end_ns: When it ended; 0 until then.
+        complete: Whether its last step ended.
+        workers: What is expected of the workers, and in the end their results.
+        spans: The controller's open stages.
+        stages: These stages, once the capture has ended.
+        around: The spans of ``outside``, once the next step begins.
         rpcs: All calls made.
         rollout_span: The open stage ``rollout``, or ``None``.
     """
@@ -80,7 +93,12 @@ class OpenCapture:
     loop: WorkerIdentity
     run_notes: list[str]
     notes: list[str]
+    end_ns: int = 0
+    complete: bool = False
+    workers: list[CaptureResult] = field(default_factory=list)
     spans: SpanLog = field(default_factory=SpanLog)
+    stages: list[StageSpan] = field(default_factory=list)
+    around: list[StageSpan] = field(default_factory=list)
     rpcs: list[Rpc] = field(default_factory=list)
     rollout_span: OpenSpan | None = None
     _windows: int = 0
@@ -137,30 +155,32 @@ class OpenCapture:
         (step or self.step).metrics.update(numbers)
         self.notes += notes
 
-    def manifest(self, end_ns: int) -> Manifest:
-        """Return the manifest of a capture that ends at ``end_ns``, without results, and as incomplete."""
-        last = msgspec.structs.replace(
-            self.step,
-            end_ns=self.step.end_ns or max(end_ns, self.step.begin_ns),
-            metrics={**self.step.metrics},
-        )
+    def manifest(self) -> Manifest:
+        """Return the manifest, as far as the capture is known."""
+        end_ns = self.end_ns or self.steps[0].begin_ns
+        last_ns = self.step.end_ns or max(end_ns, self.step.begin_ns)
+        notes = [*self.run_notes, *self.roster.notes, *self.notes, *self.spans.notes(), *self.outside.notes()]
         return Manifest(
             run_id=self.request.run_id,
             capture_id=self.request.capture_id,
+            state="written" if self.end_ns else "begun",
             step=self.request.step,
             steps=[step.step for step in self.steps],
-            step_spans=[*self.steps[:-1], last],
+            step_spans=[*self.steps[:-1], msgspec.structs.replace(self.step, end_ns=last_ns)],
             policy_version=self.request.policy_version,
             begin_ns=self.steps[0].begin_ns,
             end_ns=end_ns,
-            complete=False,
+            complete=self.complete,
             controller=self.loop,
-            outside=self.outside.so_far(),
+            process=ProcessId.current(),
+            stages=self.stages,
+            outside=self.around or self.outside.so_far(),
             rpcs=list(self.rpcs),
+            workers=self.workers,
             clocks=self._clocks(),
             metrics={name: value for step in self.steps for name, value in step.metrics.items()},
             trigger=self.decision.trigger,
-            notes=[*self.run_notes, *self.roster.notes, *self.notes, *self.spans.notes()],
+            notes=notes,
         )
 
     # The calls.

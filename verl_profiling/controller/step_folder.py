@@ -10,33 +10,23 @@ import logging
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from verl_profiling.capture.stage import SpanLog
+from verl_profiling.controller.open_capture import OpenCapture
 from verl_profiling.controller.run import Run, claim_run
 from verl_profiling.controller.spmd import Ranks
 from verl_profiling.controller.targets import Waits
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId, step_folder_name
-from verl_profiling.manifest import (
-    CAPTURE_START,
-    CAPTURE_STOP,
-    MANIFEST_NAME,
-    Manifest,
-    finite_numbers,
-)
+from verl_profiling.manifest import MANIFEST_NAME, CaptureResult, Manifest
 from verl_profiling.remote import RemoteFolder, Upload
 from verl_profiling.run_files import RESULT_SUFFIX, read_manifest, write_json_atomically
 from verl_profiling.settings.config import ProfilingConfig
 
 logger = logging.getLogger(__name__)
-
-_PAUSES = (CAPTURE_START, CAPTURE_STOP, "write")
 
 
 class StepFolders:
@@ -49,15 +39,12 @@ class StepFolders:
 
     Attributes:
         claimed: The run, once this process has claimed its folder or received it from rank 0.
-        after: The log of the loop's stages after a captured step, until :meth:`end_step`.
     """
 
     def __init__(self, config: ProfilingConfig) -> None:
         self._config = config
         self.claimed: Run | None = None
-        self.after: SpanLog | None = None
         self._recordings: Counter[int] = Counter()
-        self._last: tuple[Path, Manifest] | None = None
         self._no_room = ""
         ProcessId.current()  # cached, so that no step reads /proc
         self._stored: list[Path] = []
@@ -125,72 +112,33 @@ class StepFolders:
             folder.mkdir(parents=True, exist_ok=shared)
         return folder
 
-    def write(self, folder: Path, manifest: Manifest) -> None:
-        """Write a manifest; :meth:`add_metrics` and :meth:`end_step` may add to it later."""
-        manifest = msgspec.structs.replace(manifest, process=ProcessId.current())
-        write_json_atomically(folder / MANIFEST_NAME, manifest)
-        self._last = (folder, manifest)
-        if manifest.state == "written":
-            self.run.publish(folder)
+    def write(self, live: OpenCapture) -> Manifest:
+        """Write the manifest of a capture as far as it is known, and return it."""
+        manifest = live.manifest()
+        write_json_atomically(live.folder / MANIFEST_NAME, manifest)
+        if live.end_ns:
+            self.run.publish(live.folder)
+        return manifest
 
-    def conclude(self, folder: Path, manifest: Manifest, outside: SpanLog) -> None:
+    def conclude(self, live: OpenCapture) -> Manifest:
         """Write the final manifest of a capture, and remove step folders beyond ``limits.keep_last``.
 
-        Args:
-            folder: The step folder.
-            manifest: The final manifest; paths of files on disks of other hosts are added.
-            outside: The log of the pauses around the step.
+        Paths of files on disks of other hosts are added.
         """
-        notes = [*manifest.notes]
         keep_last = self._config.limits.keep_last
-        leaving = [] if keep_last is None else self._leaving(folder, keep_last, notes)
-        with outside.during("write"):
+        leaving = [] if keep_last is None else self._leaving(live.folder, keep_last, live.notes)
+        with live.outside.during("write"):
             if self.run.url is None:
-                manifest = _located(folder, manifest, notes)
-            manifest = msgspec.structs.replace(manifest, notes=notes, outside=outside.so_far())
-            self.write(folder, manifest)
+                live.workers = _located(live.folder, live.workers, live.notes)
+            manifest = self.write(live)
         for older in leaving:
             self._remove(older)
-
-    def end_step(self) -> None:
-        """Close the log of the loop's stages after a captured step, and add them to its manifest."""
-        after, self.after = self.after, None
-        spans = after.close() if after is not None else []
-        followed = False
-        for span in spans:
-            followed |= span.name not in _PAUSES
-        if after is None or self._last is None or not followed:
-            return
-        try:
-            self._amend(outside=spans, notes=[*self._last[1].notes, *after.notes()])
-        except OSError as error:
-            logger.warning("the last step folder does not say what followed the step: %s", error)
-
-    def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add numbers of a step to the last written manifest, if that covers the step."""
-        if self._last is None or step not in self._last[1].steps:
-            return
-        numbers, notes = finite_numbers(metrics)
-        manifest = self._last[1]
-        spans = [
-            msgspec.structs.replace(span, metrics={**span.metrics, **numbers}) if span.step == step else span
-            for span in manifest.step_spans
-        ]
-        self._amend(
-            step_spans=spans, metrics={**manifest.metrics, **numbers}, notes=[*manifest.notes, *notes]
-        )
+        return manifest
 
     def drain(self, timeout_s: float) -> None:
         """Wait for running uploads and removals."""
         if self.claimed is not None:
             self.claimed.drain(timeout_s)
-
-    def _amend(self, **fields: Any) -> None:
-        if self._last is not None:
-            folder, manifest = self._last
-            self._last = folder, msgspec.structs.replace(manifest, **fields)
-            if folder.is_dir():
-                self.write(*self._last)
 
     def _leaving(self, folder: Path, keep_last: int, notes: list[str]) -> list[Path]:
         """Add a step folder to the stored ones; return older folders to remove, and note them."""
@@ -220,12 +168,12 @@ class StepFolders:
         self.run.background.submit(partial(_delete, hidden))
 
 
-def _located(folder: Path, manifest: Manifest, notes: list[str]) -> Manifest:
-    """Return a manifest with ``where`` set for artifacts that are on the disk of another host; note them."""
+def _located(folder: Path, results: list[CaptureResult], notes: list[str]) -> list[CaptureResult]:
+    """Return results with ``where`` set for artifacts that are on the disk of another host; note them."""
     seen = {*os.listdir(folder)}  # noqa: PTH208 (the loop waits for it)
     hosts: dict[str, None] = {}
     workers = []
-    for worker in manifest.workers:
+    for worker in results:
         artifacts = []
         for artifact in worker.artifacts:
             is_here = artifact.path in seen or artifact.path.removesuffix(".gz") in seen
@@ -238,7 +186,7 @@ def _located(folder: Path, manifest: Manifest, notes: list[str]) -> Manifest:
         workers.append(msgspec.structs.replace(worker, artifacts=artifacts))
     if hosts:
         notes.append(f"files of {', '.join(hosts)} are not seen from here: copy them into this folder")
-    return msgspec.structs.replace(manifest, workers=workers)
+    return workers
 
 
 def is_pending(folder: Path, upload: Upload | None = None) -> bool:
