@@ -250,15 +250,17 @@ class OpenCapture:
             domain, target = worker.identity.clock_domain, worker.target
             if answer.started is not None and domain != here and target in asked:
                 reached[domain, target] += 1
-        times: Counter[Target] = Counter()
-        for domain, target in dict(reached.keys()).items():
-            times[target] = max(times[target], -(-HANDSHAKES // reached[domain, target]))
-        while times:
-            calls = self.roster.call(times, method, argument, timeout_s=self.roster.config.timeouts.start_s)
+        chosen = dict(reached.keys())
+        for turn in range(HANDSHAKES):
+            again = {
+                target for domain, target in chosen.items() if turn * reached[domain, target] < HANDSHAKES
+            }
+            if not again:
+                return
+            calls = self.roster.call(again, method, argument, timeout_s=self.roster.config.timeouts.start_s)
             yield partial(wait_for, calls)
             for call in calls:
                 self._take(call, noted=False)
-            times -= Counter(dict.fromkeys(times, 1))
 
     # The answers.
 
