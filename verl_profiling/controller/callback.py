@@ -109,11 +109,7 @@ class _Callback:
             step: Number of the step.
             metrics: The numbers, as for :meth:`ProfilingCallback.on_step_end`.
         """
-        if self._controller is not None:
-            try:
-                self._controller.add_metrics(step, metrics)
-            except Exception as error:
-                self._failed("add_metrics", error)
+        self._guarded(Controller.add_metrics, step, metrics)
 
     def add_note(self, text: str) -> None:
         """Add a sentence on this run, for its users, to the notes of every later manifest."""
@@ -201,11 +197,13 @@ class _Callback:
             except Exception as second:
                 logger.error("%s: the capture could not be closed: %s", hook, in_a_line(second))
 
-    def _begin(self, controller: Controller) -> None:
-        try:
-            controller.begin_train()
-        except Exception as error:
-            self._failed("on_train_begin", error)
+    def _guarded(self, hook: Callable[..., object], *arguments: Any) -> None:
+        """Call a hook of the controller that has no work for an open capture."""
+        if self._controller is not None:
+            try:
+                hook(self._controller, *arguments)
+            except Exception as error:
+                self._failed(hook.__name__, error)
 
     def _failed(self, hook: str, error: Exception, loop_raised: bool = False) -> None:
         """The one failure boundary of the hooks: training goes on unless the settings are strict.
@@ -270,7 +268,7 @@ class ProfilingCallback(_Callback):
         """
         if self._controller is not None:
             self._refuse_event_loop()
-            self._begin(self._controller)
+            self._guarded(Controller.begin_train)
 
     def on_step_begin(self, step: int, policy_version: int | None = None) -> None:
         """Begin a step; a profiled one starts or arms every worker at once.
@@ -376,8 +374,7 @@ class AsyncProfilingCallback(_Callback):
 
     async def on_train_begin(self) -> None:
         """Check the settings against the workers that were added."""
-        if self._controller is not None:
-            self._begin(self._controller)
+        self._guarded(Controller.begin_train)
 
     async def on_step_begin(self, step: int, policy_version: int | None = None) -> None:
         """See :meth:`ProfilingCallback.on_step_begin`."""
@@ -407,19 +404,14 @@ class AsyncProfilingCallback(_Callback):
         Args:
             runs: Whether a batch is being generated from now on.
         """
-        if self._controller is not None:
-            self._controller.generation(runs)
+        self._guarded(Controller.generation, runs)
 
     def on_step_over(self) -> None:
         """Record that the step ends here, if the loop can await :meth:`on_step_end` only later.
 
         The time until :meth:`on_step_end` is not part of the step.
         """
-        if self._controller is not None:
-            try:
-                self._controller.step_over()
-            except Exception as error:
-                self._failed("on_step_over", error)
+        self._guarded(Controller.step_over)
 
     async def on_step_end(self, metrics: Mapping[str, Any] | None = None) -> None:
         """See :meth:`ProfilingCallback.on_step_end`."""

@@ -110,10 +110,14 @@ class Decisions:
         own = WorkerIdentity(role=role, rank=(process_rank() or (0, 1))[0])
         return process_session().identity or own
 
-    def end(self) -> None:
-        """Refuse pending capture requests, and accept no new ones until training begins again."""
+    def end(self, ran: tuple[int, int] | None) -> None:
+        """Refuse pending capture requests, and accept no new ones until training begins again.
+
+        Args:
+            ran: The first and the last step that the loop began.
+        """
         if self._requests is not None:
-            self._requests.end()
+            self._requests.end(f"training ended after step {ran[1]}" if ran else "training ended")
         if self._watch is not None and self._anomalies is not None:
             self._watch.listeners.remove(self._anomalies.listen)
         self._requests = self._anomalies = None
@@ -126,8 +130,6 @@ class Decisions:
             step: The step.
             goes_on: Whether an open capture also covers this step, so that no other begins.
         """
-        if self._requests is not None:
-            self._requests.step = step
         if self._anomalies is not None:
             self._anomalies.step_begins(step)
         if self.ranks is not None:

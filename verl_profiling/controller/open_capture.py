@@ -159,6 +159,9 @@ class OpenCapture:
         """Return the manifest, as far as the capture is known."""
         end_ns = self.end_ns or self.steps[0].begin_ns
         last_ns = self.step.end_ns or max(end_ns, self.step.begin_ns)
+        metrics: dict[str, float] = {}
+        for step in self.steps:
+            metrics |= step.metrics
         notes = [*self.run_notes, *self.roster.notes, *self.notes, *self.spans.notes(), *self.outside.notes()]
         return Manifest(
             run_id=self.request.run_id,
@@ -178,7 +181,7 @@ class OpenCapture:
             rpcs=list(self.rpcs),
             workers=self.workers,
             clocks=self._clocks(),
-            metrics={name: value for step in self.steps for name, value in step.metrics.items()},
+            metrics=metrics,
             trigger=self.decision.trigger,
             notes=notes,
         )
@@ -251,7 +254,7 @@ class OpenCapture:
             if answer.started is not None and domain != here and target in asked:
                 reached[domain, target] += 1
         chosen = dict(reached.keys())
-        for turn in range(HANDSHAKES):
+        for turn in range(HANDSHAKES if chosen else 0):
             again = {
                 target for domain, target in chosen.items() if turn * reached[domain, target] < HANDSHAKES
             }

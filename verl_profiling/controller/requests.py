@@ -61,9 +61,6 @@ class Requests:
         schedule: The settings' schedule.
         check: Raises ``ConfigError`` for a selection that this job cannot capture.
         on_signal: Called on SIGUSR2; by default, the signal requests a capture of the next step.
-
-    Attributes:
-        step: The step that began last.
     """
 
     def __init__(
@@ -72,7 +69,6 @@ class Requests:
         check: Callable[[CaptureSelection], None],
         on_signal: Callable[[], object] | None = None,
     ) -> None:
-        self.step: int | None = None
         self._schedule, self._check = schedule, check
         self._on_signal = on_signal or self._ask_for_next_step
         self._came: deque[Demand] = deque()
@@ -83,7 +79,6 @@ class Requests:
         self._folder: LocalFolder | None = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self._handles_signal = False
 
     def open(self, run: str) -> None:
         """Start to read the request files of a run.
@@ -106,10 +101,7 @@ class Requests:
 
     def handle_signal(self) -> None:
         """Install the handler of SIGUSR2, on the main thread and if there is no other handler."""
-        on_main_thread = threading.current_thread() is threading.main_thread()
-        if on_main_thread and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
-            signal.signal(signal.SIGUSR2, self._handle)
-            self._handles_signal = True
+        _replace_handler(signal.SIG_DFL, self._handle)
 
     def asks(self, step: int, scheduled: bool) -> Decision | None:
         """Return the capture of the first request that is due in a step, or ``None``.
@@ -153,17 +145,14 @@ class Requests:
             self._pending = [one for one in self._pending if one.id != demand.id]
             self._refuse(demand, why)
 
-    def end(self) -> None:
+    def end(self, why: str) -> None:
         """Refuse pending requests, and restore the default action of SIGUSR2, which ends the process."""
-        last = f" after step {self.step}" if self.step is not None else ""
         for demand in [*self._pending, *self._take_all()]:
-            self._refuse(demand, f"training ended{last}")
+            self._refuse(demand, why)
         self._ended.set()
         if self._thread is not None:
             self._thread.join(_LAST_S)
-        on_main_thread = threading.current_thread() is threading.main_thread()
-        if self._handles_signal and on_main_thread and signal.getsignal(signal.SIGUSR2) == self._handle:
-            signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        _replace_handler(self._handle, signal.SIG_DFL)
 
     def _accept(self, demand: Demand, step: int) -> None:
         try:
@@ -261,3 +250,12 @@ class Requests:
         if (once or text) not in self._said:
             self._said.add(once or text)
             logger.warning("%s", visible(text))
+
+
+def _replace_handler(
+    expected: object, handler: Callable[[int, FrameType | None], None] | signal.Handlers
+) -> None:
+    """Set the handler of SIGUSR2, on the main thread and if it is the expected one."""
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    if on_main_thread and signal.getsignal(signal.SIGUSR2) == expected:
+        signal.signal(signal.SIGUSR2, handler)
