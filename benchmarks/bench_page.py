@@ -25,8 +25,7 @@ from verl_profiling.report.html import render_html
 RANKS = (8, 64, 240)
 CODE = (
     "verl_profiling/report/html.py",
-    "verl_profiling/report/page/document.py",
-    "verl_profiling/report/page/picture.py",
+    "verl_profiling/report/picture.py",
 )
 
 

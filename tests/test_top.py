@@ -28,8 +28,8 @@ from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
-from verl_profiling.report.history import WatchHistory, captures_so_far, sparkline
-from verl_profiling.report.watch_frame import Pulse, watch_frame
+from verl_profiling.report.sentences import sparkline
+from verl_profiling.report.watch_frame import Pulse, WatchHistory, captures_so_far, watch_frame
 from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.step_summary import SpanTotal
 from verl_profiling.watch.log import WatchLog
@@ -358,9 +358,9 @@ class TestCaptures:
         folder = build_step(tmp_path, step=3)
         whole = read_manifest(folder)
         write_json_atomically(folder / "manifest.json", msgspec.structs.replace(whole, state="begun"))
-        assert [capture.goes_on for capture in captures_so_far(tmp_path, 5)[1]] == [True]
+        assert captures_so_far(tmp_path, 5) == (1, {folder.name: "schedule (goes on)"})
         write_json_atomically(folder / "manifest.json", whole)
-        assert [capture.goes_on for capture in captures_so_far(tmp_path, 5)[1]] == [False]
+        assert captures_so_far(tmp_path, 5) == (1, {folder.name: "schedule"})
 
     def test_manifests_that_cannot_be_read_are_no_matter(self, tmp_path: Path) -> None:
         """A link that leads out, a pipe, nonsense, none at all, a run that vanished."""
@@ -371,10 +371,8 @@ class TestCaptures:
         (tmp_path / "step_000002" / "manifest.json").write_text('{"trigger": 3}')
         count, found = captures_so_far(tmp_path, 3)
         assert count == 4
-        assert [(capture.folder, capture.trigger) for capture in found] == [
-            (f"step_{number:06d}", None) for number in (1, 2, 3)
-        ]
-        assert captures_so_far(tmp_path / "gone", 3) == (0, [])
+        assert found == {f"step_{number:06d}": "no manifest yet" for number in (1, 2, 3)}
+        assert captures_so_far(tmp_path / "gone", 3) == (0, {})
 
 
 def test_a_sparkline_is_as_high_as_its_numbers() -> None:

@@ -1,4 +1,4 @@
-// Opens the report of a step with many lanes, unfolds and filters, and prints what is seen as JSON.
+// Opens the report of a step with many lanes, unfolds, and prints what is seen as JSON.
 // usage: node large.js CHROMIUM FILE
 const { main, open, settled, violations } = require("./page.js");
 
@@ -47,12 +47,6 @@ main(async ([executablePath, address]) => {
 
   const metrics = "#reported-by-the-loop";
   seen.groups = await page.$$eval(`${metrics} > details`, (all) => all.map((each) => [each.querySelector("summary").textContent, each.open]));
-  await page.fill("#filter", "CLIP");
-  seen.filtered = await page.$$eval(`${metrics} tbody tr`, (all) => all.filter((row) => row.checkVisibility()).map((row) => row.cells[0].textContent));
-  await page.fill("#filter", "");
-  seen.unfiltered = await visible(`${metrics} > details`);
-  await page.fill("#filter", "timing");
-  seen.manyFiltered = await visible(`${metrics} tbody tr`);
 
   await page.setViewportSize({ width: 390, height: 844 });
   await settled(page);

@@ -46,7 +46,7 @@ main(async ([executablePath, address, folder]) => {
   seen.paper.push(await paper());
   seen.axe.push(...(await violations(page)));
   await shot("report-dark.png");
-  await page.keyboard.press("t");
+  await page.click("#theme");
   seen.theme.push(await theme());
 
   const busy = page.locator("#workers th:nth-child(4) button");
@@ -111,11 +111,11 @@ main(async ([executablePath, address, folder]) => {
     await page.evaluate((name) => dispatchEvent(new Event(name)), event);
     seen.printed.push(await drawn());
   }
-  await page.keyboard.press("t");
+  await page.click("#theme");
   await page.emulateMedia({ media: "print" });
   seen.printedPaper = [await theme(), await paper()];
   await page.emulateMedia({ media: "screen" });
-  await page.keyboard.press("t");
+  await page.click("#theme");
 
   await page.setViewportSize({ width: 390, height: 844 });
   await settled(page);

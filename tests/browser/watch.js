@@ -4,24 +4,21 @@ const { main, open, settled, violations } = require("./page.js");
 
 main(async ([executablePath, address, picture]) => {
   const { browser, page, seen } = await open(executablePath, address);
-  const bars = page.locator("#watch svg .step");
+  const bars = page.locator("#every-step .step");
   if (picture) await page.locator("#every-step").screenshot({ path: picture });
   seen.axe = await violations(page);
   await page.click("#theme");
   seen.axe.push(...(await violations(page)));
   seen.bars = await bars.count();
-  seen.marks = await page.locator("#watch svg path.mark").count();
-  seen.beyond = await page.locator("#watch svg path.beyond").count();
-  seen.links = await page.locator("#watch svg a").evaluateAll((all) => all.map((each) => each.getAttribute("aria-label")));
-  seen.heights = await bars.evaluateAll((all) => all.map((each) => each.querySelector(".outline").getBBox().height));
-  await bars.nth(Math.min(3, seen.bars - 1)).hover();
-  seen.hovered = await page.$eval("#watch .tip", (each) => [...each.children].map((line) => line.textContent));
-  await page.mouse.move(2, 2);
+  seen.marks = await page.locator("#every-step u", { hasText: "▼" }).count();
+  seen.beyond = await page.locator("#every-step u", { hasText: "▲" }).count();
+  seen.links = await page.locator("#every-step a.step").evaluateAll((all) => all.map((each) => each.title));
+  seen.heights = await bars.evaluateAll((all) => all.map((each) => each.getBoundingClientRect().height));
   await page.setViewportSize({ width: 390, height: 844 });
   await settled(page);
   seen.overflow = await page.evaluate(() => document.documentElement.scrollWidth - window.innerWidth);
   if (seen.links.length) {
-    await page.locator("#watch svg a").first().focus();
+    await page.locator("#every-step a.step").first().focus();
     await page.keyboard.press("Enter");
     await page.waitForURL(/report/);
     seen.entered = await page.title();

@@ -11,7 +11,7 @@ import pytest
 
 from integrations.counted_tools import FILE
 from integrations.verl_runs import PLUGINS, ROOT, Run, run_verl
-from verl_profiling.report.history import WatchHistory
+from verl_profiling.report.watch_frame import WatchHistory
 from verl_profiling.trajectory_log import SpanRecord, TrajectoryLog, TrajectoryRecord
 from verl_profiling.watch_log import WatchLogReader
 

@@ -7,9 +7,9 @@ from importlib import resources
 
 from verl_profiling.report.lost import CAUSES
 from verl_profiling.report.model import OTHER_RANKS
-from verl_profiling.report.page.colours import stage_colour
+from verl_profiling.report.tables import stage_class
 
-STYLE = resources.files("verl_profiling.report.page").joinpath("page.css").read_text(encoding="utf-8")
+STYLE = (resources.files("verl_profiling.report") / "page" / "page.css").read_text(encoding="utf-8")
 LIGHT, DARK = (dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in STYLE.split("}", 2)[:2])
 LIGHT |= dict(re.findall(r"\.(s\d+|k-\w+) \{ --key: (#\w{6})", STYLE))
 STAGES = [name for name in LIGHT if re.fullmatch(r"s\d+", name)]
@@ -51,7 +51,7 @@ def test_no_colour_means_two_things() -> None:
 
 def test_the_colour_of_a_stage_depends_on_its_name_alone() -> None:
     """Known stages have colours of their own; any other name has one of those left."""
-    known = [stage_colour(name) for name in ("rollout", "reward", "update_actor", "validate")]
-    assert known == [0, 1, 7, 9]
-    assert {stage_colour(f"mine {i}") for i in range(100)} == set(range(10, 16))
-    assert stage_colour("mine 1") == stage_colour("mine 1")
+    known = [stage_class(name) for name in ("rollout", "reward", "update_actor", "validate")]
+    assert known == ["s0", "s1", "s7", "s9"]
+    assert {stage_class(f"mine {i}") for i in range(100)} == {f"s{i}" for i in range(10, 16)}
+    assert stage_class("mine 1") == stage_class("mine 1")

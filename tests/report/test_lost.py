@@ -17,7 +17,7 @@ from verl_profiling.manifest import (
 from verl_profiling.report.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report.lost import CAUSES
 from verl_profiling.report.model import OTHER_RANKS, Report
-from verl_profiling.report.page.picture import picture
+from verl_profiling.report.picture import picture
 
 
 def seconds(report: Report, lane: str) -> dict[str, float]:

@@ -9,7 +9,7 @@ import pytest
 from drawn_steps import STAGES, Worker, report_of, whole_step
 
 from verl_profiling.report.model import GanttSpan, Report
-from verl_profiling.report.page.picture import picture
+from verl_profiling.report.picture import picture
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +54,6 @@ def test_a_role_shows_from_when_to_when_all_lanes_were_in_a_stage(tmp_path: Path
     edges = [envelope[key] / 1e6 for key in ("begin", "all_in", "first_out", "end")]
     assert edges == pytest.approx([5, 5.1, 7, 8])
     assert envelope["lanes"] == 2
-
-
-def test_the_curve_of_many_requests_is_thinned(report: Report) -> None:
-    """A hundred thousand requests do not make a page of megabytes; the first and the last stay."""
-    assert report.tail is not None
-    tail = msgspec.structs.replace(report.tail, finishes_us=[float(i) for i in range(100_000)])
-    finishes = picture(msgspec.structs.replace(report, tail=tail))["finishes_us"]
-    assert len(finishes) == 400
-    assert (finishes[0], finishes[-1]) == (0.0, 99_999.0)
 
 
 def span(name: str, begin: float, end: float, depth: int = 0, lane: str = "controller") -> GanttSpan:

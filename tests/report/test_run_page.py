@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -119,7 +118,7 @@ def test_every_step_has_a_row_with_a_link_to_its_page(steps: list[Report], tmp_p
     assert elements.open == []
     links = [f"step_{r.step:06d}/report.html" for r in steps]
     assert set(elements.outside) == set(links)
-    assert [elements.outside.count(link) for link in links] == [3, 3, 3, 6, 3, 4]
+    assert [elements.outside.count(link) for link in links] == [5, 5, 5, 8, 5, 6]
 
 
 def test_hostile_names_stay_text(steps: list[Report], tmp_path: Path) -> None:
@@ -167,7 +166,7 @@ def test_each_run_has_a_page_of_its_own(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def seen(steps: list[Report], tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Hover, focus and follow the bars of the steps."""
+    """Focus and follow the bars of the steps."""
     run = tmp_path_factory.mktemp("pages")
     for report in steps:
         folder = run / f"step_{report.step:06d}"
@@ -194,11 +193,6 @@ class TestInABrowser:
         assert seen["bars"][3].startswith("step 13: 13.9 s, rollout 9.20 s, update_actor 3.00 s")
         ratio = seen["heights"][3] / seen["heights"][0]
         assert ratio == pytest.approx(steps[3].span_us / steps[0].span_us, rel=0.02)
-
-    def test_pointer_and_focus_say_what_a_bar_is(self, seen: dict) -> None:
-        """The step and its stages."""
-        assert seen["hovered"][0].startswith("step 13: 13.9 s")
-        assert seen["focused"][0].startswith("step 10: ")
 
     def test_a_bar_leads_to_the_page_of_its_step(self, seen: dict) -> None:
         """By click and by Enter."""
@@ -233,7 +227,7 @@ class TestEveryStep:
         text = text_of(page, "exposed-time-by-step")
         assert "all 20" in text
         assert "1212.5 s9.00 s3.00 s500 msanomaly: rollout took 9.00 s" in text
-        assert 'id="watch"' in page
+        assert 'id="every-step"' in page
         elements = Elements()
         elements.feed(page)
         assert elements.open == []
@@ -267,8 +261,7 @@ class TestEveryStep:
             log(summary(number, {"rollout": ms, "update_actor": 3000.0}))
         assert main(["report", str(tmp_path), "--save"]) == 0
         page = (tmp_path / "index.html").read_text()
-        data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
-        assert data["axis"]["watch"] == pytest.approx(12.5)
+        assert '<div class="trend"><span>12.5 s</span>' in page
         said = "SlowestStep 1212.5 s, +4.00 s over the median; the first took 60.0 s"
         assert said in text_of(page, "figures")
         build_step(tmp_path, step=12)
@@ -283,8 +276,7 @@ class TestEveryStep:
         history[7777] = logged(summary(7777, {"rollout": 99_000}))
         history[12] = logged(summary(12, captured="step_000012"))
         page = render_run(run, [], [], history)
-        data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
-        steps = [int(bar["name"]) for bar in data["watch"]]
+        steps = [int(number) for number in re.findall(r'title="step (\d+): ', page)]
         assert len(steps) <= 602
         assert {12, 7777} <= set(steps)
         assert steps == sorted(steps)
@@ -309,7 +301,7 @@ class TestEveryStep:
         (run / "watch.jsonl").mkdir()
         assert main(["report", str(run), "--save"]) == 0
         assert "watch.jsonl: is not a file" in capsys.readouterr().err
-        assert 'id="watch"' not in (run / "index.html").read_text()
+        assert 'id="every-step"' not in (run / "index.html").read_text()
 
     @pytest.mark.skipif(any(mark.args[0] for mark in needs_browser), reason="needs a browser")
     def test_the_picture_in_a_browser(self, run: Path) -> None:
@@ -324,7 +316,6 @@ class TestEveryStep:
             "step 12: 12.5 s, captured: anomaly: rollout took 9.00 s, rollout 9.00 s, update_actor 3.00 s, "
             "(in no stage) 500 ms"
         ]
-        assert seen["hovered"][0] == "step 3: 8.50 s"
         assert seen["heights"][12] / seen["heights"][0] == pytest.approx(12.5 / 8.5, rel=0.1)
         assert seen["entered"].startswith("Step 12")
 
@@ -338,14 +329,3 @@ class TestEveryStep:
         assert (seen["bars"], seen["beyond"]) == (21, 1)
         assert seen["heights"][12] / seen["heights"][0] == pytest.approx(12.5 / 8.5, rel=0.1)
         assert seen["heights"][12] <= seen["heights"][20] < 1.5 * seen["heights"][12]
-
-    @pytest.mark.skipif(any(mark.args[0] for mark in needs_browser), reason="needs a browser")
-    def test_a_stage_may_have_any_name_in_a_browser(self, run: Path) -> None:
-        """Also one that all objects of JavaScript have something of."""
-        for number, name in enumerate(("toString", "__proto__", "constructor"), start=20):
-            WatchLog(run)(summary(number, {name: 8000.0}))
-        assert main(["report", str(run), "--save"]) == 0
-        seen = run_script("watch.js", str(run / "index.html"))
-        assert seen["problems"] == []
-        assert seen["bars"] == 23
-        assert seen["heights"][20:] == pytest.approx([seen["heights"][0]] * 3, rel=0.02)

@@ -16,12 +16,11 @@ from verl_profiling.commands.arguments import add_communication, add_limits, add
 from verl_profiling.commands.common import StepByStep, progress, warn
 from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.report.files import write_csv, write_tensorboard
-from verl_profiling.report.history import WatchHistory, watch_sentence
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.run_page import RUN_PAGE, render_run, runs_of
 from verl_profiling.report.terminal import fitting_console, print_report
-from verl_profiling.report.watch_frame import Pulse, watch_frame
+from verl_profiling.report.watch_frame import Pulse, WatchHistory, watch_frame, watch_sentence
 from verl_profiling.run_files import naming, whole_file
 from verl_profiling.timeline.inputs import how_to_capture, is_uncaptured, the_run
 from verl_profiling.visible import visible

@@ -21,9 +21,8 @@ from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.commands.arguments import at_least_0, local_path
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import RUN_NAME, RunInfo
-from verl_profiling.report.history import WatchHistory, captures_so_far
 from verl_profiling.report.terminal import fitting_console
-from verl_profiling.report.watch_frame import Pulse, watch_frame
+from verl_profiling.report.watch_frame import Pulse, WatchHistory, captures_so_far, watch_frame
 from verl_profiling.run_files import read_run
 from verl_profiling.timeline.inputs import described, runs_at
 from verl_profiling.units import duration

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import compress, count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,68 +65,25 @@ _MOST_SHARE, _MOST_NS = 0.001, 1000  # tolerance between our figures and msprof'
 _ON_DEVICE, _ON_HOST = (COMPUTE, COMMUNICATION, MEMORY, UNKNOWN), (HOST, HOST_COMMUNICATION)
 
 
-class LaneRead(NamedTuple):
-    """The result of reading one lane.
-
-    Attributes:
-        lanes: One lane per device, or one for the host if there is no device.
-        traces: Number of traces that could be read.
-        events: Number of events read.
-        problems: Sentences on unreadable parts.
-        notes: Sentences on limits of the figures.
-    """
-
-    lanes: list[Lane]
-    traces: int
-    events: int
-    problems: list[str]
-    notes: list[str]
-
-
 class NoOperatorsError(TraceFormatError):
     """The traces of a lane are complete, but no operator ran during the recording."""
 
 
-def read_lane(
-    sources: Sequence[Source],
-    marks: Collection[str] = (),
-    windows: Sequence[Window] = (),
-    limits: Limits | None = None,
-    patterns: tuple[str, ...] = (),
-    between: tuple[int, int] | None = None,
-    unrecorded: str = "",
-) -> LaneRead:
-    """Read the traces of one lane.
+class LaneReader:
+    """Reads the traces of one lane, and collects their rows.
 
     Args:
-        sources: The traces.
+        source: The first trace.
         marks: Names of the worker's stages, which torch_npu records as operators.
-        windows: The stages by which ``ops`` is divided.
-        limits: Limits on reading each trace.
         patterns: Regular expressions of further communication kernels.
         between: Begin and end (unix ns, controller's clock) of the events to read; ``None`` for all.
-        unrecorded: Kind of the lane's device, if its artifacts show that the device was not recorded.
 
-    Raises:
-        NoOperatorsError: The traces are complete, and hold no operator.
-        TraceFormatError: No trace can be read, or no event is known to be work.
-        ConfigError: A pattern is no regular expression.
+    Attributes:
+        paths: The traces that could be read.
+        events: Number of events read.
+        problems: Sentences on unreadable parts.
+        notes: Sentences on limits of the figures.
     """
-    lane = _Reading(sources[0], marks, patterns, between)
-    failure: TraceFormatError | None = None
-    for source in sources:
-        try:
-            lane.read(source, limits or Limits())
-        except TraceFormatError as error:
-            failure = error
-            lane.problems.append(str(error))
-    if failure and not lane.paths:
-        raise failure
-    return LaneRead(lane.lanes(windows, unrecorded), len(lane.paths), lane.events, lane.problems, lane.notes)
-
-
-class _Reading:
-    """Reads the traces of one lane and collects the rows."""
 
     def __init__(
         self,
@@ -162,7 +119,31 @@ class _Reading:
         self._groups: set[Group | None] = set()
         self._cut_off: list[str] = []
 
-    def read(self, source: Source, limits: Limits) -> None:
+    def lanes(
+        self, sources: Sequence[Source], limits: Limits, windows: Sequence[Window], unrecorded: str
+    ) -> list[Lane]:
+        """Read the traces; return one lane per device, or the host's lane if there is no device.
+
+        Args:
+            sources: The traces.
+            limits: Limits on reading each trace.
+            windows: The stages by which ``ops`` is divided.
+            unrecorded: Kind of the lane's device, if its artifacts show that the device was not recorded.
+
+        Raises:
+            NoOperatorsError: The traces are complete, and hold no operator.
+            TraceFormatError: No trace can be read, or no event is known to be work.
+        """
+        for source in sources:
+            try:
+                self._read(source, limits)
+            except TraceFormatError as error:
+                self.problems.append(str(error))
+                if source is sources[-1] and not self.paths:
+                    raise
+        return self._reduced(windows, unrecorded)
+
+    def _read(self, source: Source, limits: Limits) -> None:
         """Read one trace."""
         path = source.path
         trace = Trace(path, limits)
@@ -308,13 +289,8 @@ class _Reading:
         self._blocked.append(union(spans[waits]))
         self._rows.append(rows.of(kinds <= UNKNOWN if self._has_device else kinds < ITERATION))
 
-    def lanes(self, windows: Sequence[Window], unrecorded: str) -> list[Lane]:
-        """Return one lane per device, or the host's lane if there is no device.
-
-        Raises:
-            NoOperatorsError: The traces are complete, and hold no operator.
-            TraceFormatError: No event is known to be work.
-        """
+    def _reduced(self, windows: Sequence[Window], unrecorded: str) -> list[Lane]:
+        """Return the lanes of what was read."""
         rows = joined(self._rows)
         self._rows.clear()
         kinds = self._kinds_of(rows.keys)

@@ -13,12 +13,12 @@ import numpy as np
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, Manifest
 from verl_profiling.report import anatomy, capture_rows, collectives, lost, numbers
-from verl_profiling.report.activity import NoOperatorsError, read_lane
+from verl_profiling.report.activity import LaneReader, NoOperatorsError
 from verl_profiling.report.findings import find
 from verl_profiling.report.intervals import EMPTY, intersection, length
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.model import Coverage, Report
-from verl_profiling.report.rollout.section import few_causes, rollout_of
+from verl_profiling.report.rollout_section import few_causes, rollout_of
 from verl_profiling.report.suspects import asked_of
 from verl_profiling.timeline.merge import zero_ns
 from verl_profiling.timeline.step import Source, StepInputs
@@ -60,10 +60,9 @@ def read_step(
         marks = {span.name for worker in workers for span in worker.stages}
         windows = stages.windows_of(sources[0])
         unrecorded = _unrecorded_device(stages, sources[0])
+        reader = LaneReader(sources[0], marks, inputs.communication, between)
         try:
-            found = read_lane(
-                sources, marks, windows, inputs.limits, inputs.communication, between, unrecorded
-            )
+            lanes = reader.lanes(sources, inputs.limits, windows, unrecorded)
         except NoOperatorsError as error:
             (coverage.missing if manifest is None else notes).append(
                 f"{sources[0].path.name}: {error.problem}"
@@ -73,13 +72,13 @@ def read_step(
             coverage.missing.append(str(error))
             coverage.lanes.append(name)
         else:
-            coverage.unrecorded += [name] if unrecorded and found.lanes[0].is_unknown else []
-            coverage.lanes += [name] if found.problems else []
-            coverage.missing += found.problems
-            coverage.read += found.traces
-            coverage.events += found.events
-            notes += found.notes
-            read += found.lanes
+            coverage.unrecorded += [name] if unrecorded and lanes[0].is_unknown else []
+            coverage.lanes += [name] if reader.problems else []
+            coverage.missing += reader.problems
+            coverage.read += len(reader.paths)
+            coverage.events += reader.events
+            notes += reader.notes
+            read += lanes
         for source in sources:
             if on_progress:
                 on_progress(source)

@@ -15,7 +15,6 @@ import numpy as np
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import Artifact, CaptureResult, Manifest, Request
-from verl_profiling.report.collectives import Outlier
 from verl_profiling.report.intervals import holding, percentiles, time_of
 from verl_profiling.report.lanes import VALIDATE
 from verl_profiling.report.model import Clock
@@ -29,6 +28,8 @@ _OF_A_REQUEST = (
     *("policy_version", "failed"),
 )
 _TIMES_OF_A_REQUEST = ("arrival", "scheduled", "first_token", "last_token")  # 0 if unknown
+SLOWER = 1.2
+"""Times its peers' median that a lane or replica takes to stand out."""
 _SET_CLOCK_US = 1_000
 _SET_CLOCK_SHARE = 0.001  # twice the rate at which NTP slews a clock (500 ppm)
 
@@ -205,7 +206,7 @@ def slow_replica(rows: Iterable[ReplicaRow]) -> str:
         return ""
     *others, (slowest_us, worker) = known
     usual_us = median(us for us, _ in others)
-    if slowest_us <= Outlier.SLOWER * usual_us:
+    if slowest_us <= SLOWER * usual_us:
         return ""
     return (
         f"compare the host and the device of {worker} with those of the others: it takes "

@@ -19,7 +19,7 @@ from verl_profiling.report.anatomy import CAPTURE_CALLS
 from verl_profiling.report.capture_rows import slow_replica
 from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import Finding, Report
-from verl_profiling.report.rollout.findings import (
+from verl_profiling.report.rollout_findings import (
     MARK_MORE,
     POLLS,
     RULES,

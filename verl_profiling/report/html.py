@@ -1,29 +1,161 @@
-"""Renders the report of a step as one self-contained HTML page."""
+"""Renders the report of a step as one self-contained HTML page; the page of a run has the same parts."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from html import escape
+from importlib import resources
+from typing import Any
+
+import msgspec
 
 from verl_profiling.report.model import Finding, Report
-from verl_profiling.report.page.colours import cause_key
-from verl_profiling.report.page.document import document, figures_section, section, stacked, table
-from verl_profiling.report.page.picture import picture
-from verl_profiling.report.sentences import asked_sentences, figures, rollout_sentences, sentences
-from verl_profiling.report.tables import TABLES, Cell
+from verl_profiling.report.picture import picture
+from verl_profiling.report.sentences import Figure, asked_sentences, figures, rollout_sentences, sentences
+from verl_profiling.report.tables import TABLES, Cell, cause_key, without_middle
 from verl_profiling.units import duration
 
-_SCRIPTS = ("picture.js",)
+_PICTURE = ("d3.min.js", "picture.js")
+_TOP = 10
+_LONGEST_NAME = 64
+_INDENT = "\N{NO-BREAK SPACE}"
 _WHERE = 3
+_FINISHES = 400  # points of the curve of what is done
+
+
+def document(title: str, subtitle: str, sections: str, data: dict[str, Any] | None = None) -> str:
+    """Return a page, which loads nothing; it is readable and printable as it is.
+
+    Args:
+        title: Heading of the page, as plain text.
+        subtitle: The line beside the heading, as plain text.
+        sections: Its content, as HTML.
+        data: What the script of the picture draws; ``None`` for a page without one.
+    """
+    drawn = ""
+    if data is not None:  # no name in it can end the element
+        text = msgspec.json.encode(data).decode()
+        text = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+        library, program = map(_file, _PICTURE)
+        drawn = f'<script type="application/json" id="data">{text}</script><script>{library}</script>'
+        drawn += f'<script>"use strict";\n(() => {{\n{program}\n}})();</script>'
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<title>{escape(title)} · verl-profiling</title><link rel="icon" href="data:,">'
+        f"<style>{_file('page.css')}</style></head><body>"
+        f"<header><h1><bdi>{escape(title)}</bdi></h1><p>{escape(subtitle)}</p>"
+        '<button id="theme" type="button" title="switch theme">light / dark</button></header>'
+        f'<main>{sections}</main><script>"use strict";\n(() => {{\n{_file("page.js")}\n}})();</script>{drawn}'
+        "</body></html>\n"
+    )
+
+
+def figures_section(items: Iterable[Figure]) -> str:
+    """Return the row of main figures."""
+    shown = ""
+    for title, value, line, key in items:
+        number, _, unit = value.partition(" ") if value.endswith("-seconds") else (value, "", "")
+        small = f" <small>{escape(unit)}</small>" if unit else ""
+        mark = f'<i class="{escape(key)}"></i>' if key else ""
+        shown += (
+            f"<div><dt>{escape(title)}</dt><dd><strong>{escape(number)}{small}</strong>"
+            f"<span>{mark}<bdi>{escape(line)}</bdi></span></dd></div>"
+        )
+    return f'<section id="figures" aria-label="Main figures"><dl>{shown}</dl></section>'
+
+
+def section(title: str, content: str, note: str = "") -> str:
+    """Return a section of the page, or nothing if it has no content."""
+    if not content:
+        return ""
+    slug = title.lower().replace(" ", "-")
+    remark = f'<p class="note">{escape(note)}</p>' if note else ""
+    return f'<section id="{slug}"><h2>{escape(title)}</h2>{remark}{content}</section>'
+
+
+def table(
+    title: str, headings: Sequence[str], rows: Sequence[Sequence[Cell]], keys: Sequence[str] = ()
+) -> str:
+    """Return a table; without rows, nothing.
+
+    Args:
+        title: What a screen reader calls it.
+        headings: Headings of the columns.
+        rows: A cell for each column.
+        keys: Classes of the colour key before each row's first cell.
+    """
+    if not rows:
+        return ""
+    head = "".join(f'<th scope="col"><button type="button">{escape(h)}</button></th>' for h in headings)
+    body = "".join(
+        f"<tr>{''.join(_cells(row, keys[index] if keys else ''))}</tr>" for index, row in enumerate(rows)
+    )
+    top = button = ""
+    if len(rows) > _TOP:
+        top = f' data-top="{_TOP}"'
+        button = f'<button class="fold" type="button" aria-expanded="false" hidden>all {len(rows)}</button>'
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title)}">'
+        f"<table{top}><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div>{button}"
+    )
+
+
+def stacked(parts: Iterable[tuple[str, float, str]]) -> str:
+    """Return a bar of parts side by side: the colour key, share and name of each."""
+    bar = "".join(
+        f'<i class="{escape(key)}" style="flex-grow: {100 * share:.3f}" '
+        f'title="{escape(f"{name}: {share:.1%}")}"></i>'
+        for key, share, name in parts
+        if share >= 0.001
+    )
+    return f'<div class="stacked" aria-hidden="true">{bar}</div>' if bar else ""
+
+
+def _cells(row: Sequence[Cell], key: str) -> Iterable[str]:
+    for column, (value, text, link) in enumerate(row):
+        mark = f'<i class="{escape(key)}"></i>' if key and not column else ""
+        if value is None:
+            yield '<td class="n" data-v="-1">&ndash;</td>'
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f'<td class="n" data-v="{value:g}">{mark}{_anchor(escape(text), link)}</td>'
+        else:
+            yield f"<td>{mark}{_anchor(_name(text), link)}</td>"
+
+
+def linked(cell: Cell) -> str:
+    """Return a name, as a link where it leads somewhere."""
+    return _anchor(_name(cell.text), cell.link)
+
+
+def _anchor(shown: str, address: str) -> str:
+    return f'<a href="{escape(address)}">{shown}</a>' if address else shown
+
+
+def _name(name: str) -> str:
+    """Return a name; a long one is without its middle, and opens: kernels differ at their ends, too."""
+    indent = _INDENT * (len(name) - len(name.lstrip(" ")))
+    name = name.lstrip(" ")
+    if len(name) <= _LONGEST_NAME:
+        return f"<bdi>{indent}{escape(name)}</bdi>"
+    short = escape(without_middle(name, _LONGEST_NAME))
+    return f"<details><summary><bdi>{short}</bdi></summary><bdi>{escape(name)}</bdi></details>"
+
+
+@cache
+def _file(name: str) -> str:
+    return (resources.files("verl_profiling.report") / "page" / name).read_text(encoding="utf-8")
 
 
 def render_html(report: Report) -> str:
     """Return the HTML page of a report."""
     parts = [f"policy version {report.policy_version}"] if report.policy_version is not None else []
     parts.append(f"{report.coverage.events:,} events{report.of_capture}")
-    content = "".join(_sections(report))
-    return document(page_title(report), " · ".join(parts), content, picture(report), _SCRIPTS)
+    drawn = picture(report) if report.gantt or report.workers else None
+    return document(page_title(report), " · ".join(parts), "".join(_sections(report)), drawn)
 
 
 def page_title(report: Report) -> str:
@@ -125,11 +257,24 @@ def _rollout(report: Report) -> str:
 
 
 def _tail(report: Report) -> str:
-    if report.tail is None:
+    """Return the share of requests (or replicas) that are done, over time, as a curve."""
+    if report.tail is None or not report.tail.finishes_us:
         return ""
-    return section(
-        "Rollout tail", '<div id="tail" class="chart"></div>', "What is done over time (dashed: the median)."
+    finishes_us, half_us = report.tail.finishes_us, report.tail.median_finish_us
+    count, last_us = len(finishes_us), finishes_us[-1] or 1.0
+    every = -(-count // _FINISHES)
+    curve = "".join(
+        f"H{100 * max(us, 0) / last_us:.2f}V{100 - 100 * number / count:.2f}"
+        for number, us in enumerate(finishes_us, 1)
+        if number % every == 0 or number == count
     )
+    said = f"half are after {duration(half_us / 1e6)} (dashed), all after {duration(last_us / 1e6)}"
+    drawn = (
+        f'<svg class="curve" viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{said}">'
+        f'<path class="half" d="M{100 * half_us / last_us:.2f},0V100"/><path class="done" d="M0,100{curve}"/>'
+        "</svg>"
+    )
+    return section("Rollout tail", drawn, f"What is done over time: {said}.")
 
 
 def _reported(report: Report) -> str:
@@ -143,6 +288,4 @@ def _reported(report: Report) -> str:
         f"{table(prefix, ('metric', 'value'), rows)}</details>"
         for prefix, rows in groups.items()
     )
-    field = '<input id="filter" type="search" placeholder="filter" aria-label="filter metrics" hidden>'
-    note = "What the training loop logged for the step."
-    return section("Reported by the loop", content and field + content, note)
+    return section("Reported by the loop", content, "What the training loop logged for the step.")

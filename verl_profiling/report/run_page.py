@@ -3,42 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
-from verl_profiling.report.history import (
-    IN_NO_STAGE,
-    axis_top,
-    captures_so_far,
-    excess,
-    first_change,
-    slowest,
-    stage_seconds,
-    unaimed,
-)
-from verl_profiling.report.html import page_title
+from verl_profiling.report.html import document, figures_section, linked, page_title, section, table
 from verl_profiling.report.lost import cause_name
 from verl_profiling.report.model import Report
-from verl_profiling.report.page.colours import stage_class
-from verl_profiling.report.page.document import document, figures_section, linked, section, table
-from verl_profiling.report.sentences import Figure
-from verl_profiling.report.tables import Cell, named, timed
+from verl_profiling.report.sentences import Figure, axis_top
+from verl_profiling.report.tables import Cell, named, stage_class, timed
+from verl_profiling.report.watch_frame import IN_NO_STAGE, captures_so_far, excess, slowest
 from verl_profiling.timeline.inputs import how_to_capture
 from verl_profiling.units import duration
 from verl_profiling.visible import visible
 from verl_profiling.watch_log import LoggedSpans, LoggedStep
 
 RUN_PAGE = "index.html"
-_SCRIPTS = ("trend.js",)
 _MOST_BARS = 600
+_MOST_LABELS = 12
+_MOST_LINES = 3  # times in the title of a bar; a table has all
+_THINNEST = 0.01  # part of a bar, as a share of the axis: two pixels
 _MOST_STAGES = 15
 _MOST_CAPTURES = 1000
 _MOST_SPANS = 10
 _OTHERS = "(other stages)"
+_FEWEST_BEFORE = 2  # steps, of which a range is known
+_OF_ITSELF = 0.1  # share of its median before by which a stage or a cause has to change
+_OF_THE_STEP = 0.02  # the same, as a share of the step; for a cause, of all devices' time
 
 
 class _Step(NamedTuple):
@@ -78,59 +72,32 @@ def render_run(
     """
     links = [quote(page.relative_to(directory).as_posix()) for page in pages]
     steps = [
-        _Step(page_title(report), link, report.span_us / 1e6, stage_seconds(report))
+        _Step(page_title(report), link, report.span_us / 1e6, _stage_seconds(report))
         for report, link in zip(reports, links, strict=True)
     ]
     by_step = {report.step: link for report, link in zip(reports, links, strict=True)}
     ran = [
         _Step(f"Step {one.step}", by_step.get(one.step, ""), one.seconds, one.exposed_s) for one in watched
     ] or steps
-    history = _bars(directory, watched, by_step)
-    exposed = list(dict.fromkeys(name for bar in history for name in bar.stages))
     content = figures_section(_figures(reports, ran)) if ran else ""
     if steps:
         content += f'<section id="findings" aria-label="What changed">{_story(steps, reports, ran)}</section>'
     else:
         note = escape(visible(how_to_capture(directory)))
         content += f'<section id="findings" aria-label="Captures"><p>{note}</p></section>'
+    history = _history(directory, watched, by_step)
     content += _every_step(history, len(watched)) if history else ""
     content += "".join(_tables(steps, reports)) if steps else ""
-    content += _watch_tables(history, exposed)
-    bars = [
-        {
-            "name": step.title if report.step is None else str(report.step),
-            "link": step.link,
-            "stages": step.stages,
-            "lost": report.lost_s,
-        }
-        for step, report in zip(steps, reports, strict=True)
-    ]
-    data: dict[str, Any] = {
-        "steps": bars,
-        "stages": {name: stage_class(name) for step in steps for name in step.stages},
-        "lost": {name: f"k-{name}" for report in reports for name in report.lost_s},
-        "exposed": {name: stage_class(name) for name in exposed},
-        "watch": [
-            {
-                "name": bar.title,
-                "link": bar.link,
-                "captured": bar.captured,
-                "watch": {name: round(seconds, 6) for name, seconds in bar.stages.items()},
-            }
-            for bar in history
-        ],
-    }
-    drawn = {"watch": data["watch"], "stages": data["steps"], "lost": data["steps"]}
-    data["axis"] = {kind: axis_top([sum(bar[kind].values()) for bar in bars]) for kind, bars in drawn.items()}
+    content += _watch_tables(history)
     count = f"{len(reports) or 'no'} captured step{'s' if len(reports) > 1 else ''}"
-    return document(visible(directory.resolve().name), count, content, data, _SCRIPTS)
+    return document(visible(directory.resolve().name), count, content)
 
 
 def _figures(reports: Sequence[Report], ran: Sequence[_Step]) -> Iterator[Figure]:
     took = [step.seconds for step in ran]
     spread = f"of {len(took):,} steps, from {duration(min(took))} to {duration(max(took))}"
     yield Figure("Step, median", duration(median(took)), spread)
-    alike = [reports[index] for index in unaimed(reports)]
+    alike = [reports[index] for index in _scheduled(reports)]
     busy = [share for report in alike if (share := report.working_share) is not None]
     if busy:
         spread = f"from {min(busy):.0%} to {max(busy):.0%}"
@@ -154,18 +121,16 @@ def _figures(reports: Sequence[Report], ran: Sequence[_Step]) -> Iterator[Figure
 
 def _story(steps: Sequence[_Step], reports: Sequence[Report], ran: Sequence[_Step]) -> str:
     """Return what changed first, and what the slowest step has over the median."""
-    alike = unaimed(reports)
+    alike = _scheduled(reports)
     said = "No stage and no cause of lost time left its range."
-    if len(alike) < 3:
+    if len(alike) <= _FEWEST_BEFORE:
         said = "What changed is said of three captured steps or more."
-    if change := first_change([reports[at] for at in alike]):
-        at, of_cause = alike[change.index], change.kind == "cause"
-        unit = reports[at].lane_seconds if of_cause else duration
-        what = f"lost time, {cause_name(change.name)}" if of_cause else change.name
-        said = (
-            f"Changed first: <bdi>{escape(what)}</bdi> in {linked(steps[at].cell)}, {unit(change.seconds)} "
-            f"(median of {change.steps_before} before: {unit(change.before)})."
-        )
+    for index in range(_FEWEST_BEFORE, len(alike)):
+        if change := _changed([reports[at] for at in alike[: index + 1]]):
+            what, took, before = change
+            step = linked(steps[alike[index]].cell)
+            said = f"Changed first: {what} in {step}, {took} (median of {index} before: {before})."
+            break
     if apart := len(steps) - len(alike):
         captures = f"{apart} captures that were" if apart > 1 else "one capture that was"
         said += f" Left out, because what was recorded may differ: {captures} asked for."
@@ -181,12 +146,60 @@ def _story(steps: Sequence[_Step], reports: Sequence[Report], ran: Sequence[_Ste
     return f"<p>{said}</p>"
 
 
+def _scheduled(reports: Sequence[Report]) -> list[int]:
+    """Return the indices of steps captured by the schedule; requested captures may record other things."""
+    return [
+        at for at, report in enumerate(reports) if report.asked is None or report.asked.kind == "schedule"
+    ]
+
+
+def _stage_seconds(report: Report) -> dict[str, float]:
+    """Return the time of each outermost stage of the controller, and of the rest of the step."""
+    return {row.name: row.duration_us / 1e6 for row in report.stages if row.depth == 0}
+
+
+def _changed(reports: Sequence[Report]) -> tuple[str, str, str] | None:
+    """Return what left its range in the last step, as HTML, its time there, and the median before.
+
+    Stages count before causes: lost time is what follows from them. Of several, it is the largest change.
+    """
+    last = reports[-1]
+    lanes_s = sum(row.span_us for row in last.devices) / 1e6
+    if of_stages := _left_its_range([_stage_seconds(report) for report in reports], last.span_us / 1e6):
+        name, seconds, before = of_stages
+        return f"<bdi>{escape(name)}</bdi>", duration(seconds), duration(before)
+    if of_causes := _left_its_range([report.lost_s for report in reports], lanes_s):
+        name, seconds, before = of_causes
+        shown = f"<bdi>{escape(f'lost time, {cause_name(name)}')}</bdi>"
+        return shown, last.lane_seconds(seconds), last.lane_seconds(before)
+    return None
+
+
+def _left_its_range(rows: list[dict[str, float]], whole_s: float) -> tuple[str, float, float] | None:
+    """Return name, time and median before of the largest change of the last row.
+
+    The range is that of the rows before, and half as much on either side. A change is larger than a tenth of
+    the median before, and than 2 % of the whole.
+    """
+    *before, last = rows
+    found = []
+    for name in dict.fromkeys(name for row in rows for name in row):
+        took, past = last.get(name, 0.0), [row.get(name, 0.0) for row in before]
+        usual = median(past)
+        margin = (max(past) - min(past)) / 2
+        outside = not min(past) - margin <= took <= max(past) + margin
+        if outside and abs(took - usual) > max(_OF_ITSELF * usual, _OF_THE_STEP * whole_s):
+            found.append((name, took, usual))
+    return max(found, key=lambda row: abs(row[1] - row[2]), default=None)
+
+
 def _tables(steps: Sequence[_Step], reports: Sequence[Report]) -> Iterator[str]:
     whose = reports[0].whose
     note = f"{whose.title()}-seconds that are idle or wait for other ranks, by cause."
-    yield section("Stages of each step", '<div id="stages" class="trend"></div>')
+    yield section("Stages of each step", _trend(steps))
     if any(report.lost for report in reports):
-        yield section("Lost time of each step", '<div id="lost" class="trend"></div>', note)
+        lost = [step._replace(stages=one.lost_s) for step, one in zip(steps, reports, strict=True)]
+        yield section("Lost time of each step", _trend(lost, lambda name: f"k-{name}", cause_name), note)
     headings = (
         "step",
         "took",
@@ -198,11 +211,11 @@ def _tables(steps: Sequence[_Step], reports: Sequence[Report]) -> Iterator[str]:
     )
     rows = []
     for step, report in zip(steps, reports, strict=True):
-        lost, stages = report.lost_s, step.stages
+        lost_s, stages = report.lost_s, step.stages
         busy = report.working_share
         row = [step.cell, timed(step.seconds), Cell(busy, "" if busy is None else f"{busy:.1%}")]
-        row.append(timed(sum(lost.values())))
-        row.append(named(cause_name(max(lost, key=lambda name: lost[name], default=""))))
+        row.append(timed(sum(lost_s.values())))
+        row.append(named(cause_name(max(lost_s, key=lambda name: lost_s[name], default=""))))
         row.append(named(max(stages, key=lambda name: stages[name], default="")))
         row.append(named(report.findings[0].text, step.link) if report.findings else named(""))
         rows.append(row)
@@ -210,6 +223,49 @@ def _tables(steps: Sequence[_Step], reports: Sequence[Report]) -> Iterator[str]:
     cells = [step.cell for step in steps]
     yield _by_step("Stages by step", cells, [_times(step.stages) for step in steps])
     yield _by_step("Lost time by step", cells, [_times(report.lost_s) for report in reports], note=note)
+
+
+def _trend(
+    steps: Sequence[_Step],
+    key: Callable[[str], str] = stage_class,
+    shown: Callable[[str], str] = str,
+) -> str:
+    """Return a bar for each step, of its stages; its title has the longest, and captured steps are links.
+
+    Args:
+        steps: The steps.
+        key: Returns the class that colours a stage.
+        shown: Returns the name of a stage as it is shown.
+    """
+    names = list(dict.fromkeys(name for step in steps for name in step.stages))
+    totals = [sum(step.stages.values()) for step in steps]
+    top = axis_top(totals) or 1.0
+    every = -(-len(steps) // _MOST_LABELS)
+    bars, marks = "", dict[str, str]()
+    for index, (step, total) in enumerate(zip(steps, totals, strict=True)):
+        parts = sorted(step.stages.items(), key=lambda part: -part[1])
+        lines = [f"{shown(name)} {duration(took)}" for name, took in parts[:_MOST_LINES] if took > 0]
+        captured = [f"captured: {step.captured}"] if step.captured else []
+        title = ", ".join([f"{step.title[:1].lower()}{step.title[1:]}: {duration(total)}", *captured, *lines])
+        mark = (
+            "▼" if step.captured else "▲" if total > 1.001 * top else ""
+        )  # sums differ in their last digits
+        marks |= {"▼": "captured"} if mark == "▼" else {"▲": "beyond the axis"} if mark else {}
+        label = f"<b>{escape(step.title.removeprefix('Step '))}</b>" * (index % every == 0)
+        stacked = "".join(
+            f'<i class="{escape(key(name))}" style="flex:{step.stages[name]:.3g}"></i>'
+            for name in names
+            if step.stages.get(name, 0.0) > _THINNEST * top
+        )
+        tag, link = ("a", f' href="{escape(step.link)}"') if step.link else ("div", "")
+        bars += (
+            f'<{tag} class="step"{link} title="{escape(title)}" style="height:{min(total / top, 1):.2%}">'
+            f"{f'<u>{mark}</u>' * bool(mark)}{stacked}{label}</{tag}>"
+        )
+    legend = "".join(f'<li><i class="{escape(key(n))}"></i><bdi>{escape(shown(n))}</bdi></li>' for n in names)
+    legend += "".join(f"<li>{mark} {meaning}</li>" for mark, meaning in marks.items())
+    axis = f'<span>{duration(top)}</span><span style="bottom:50%">{duration(top / 2)}</span>'
+    return f'<ul class="legend">{legend}</ul><div class="trend">{axis}{bars}</div>'
 
 
 def _times(seconds: Mapping[str, float]) -> dict[str, Cell]:
@@ -233,7 +289,7 @@ def _by_step(
     return section(title, table(title, ("step", *map(visible, names)), cells if names else []), note)
 
 
-def _bars(run: Path, steps: Sequence[LoggedStep], links: Mapping[int | None, str]) -> list[_Step]:
+def _history(run: Path, steps: Sequence[LoggedStep], links: Mapping[int | None, str]) -> list[_Step]:
     """Return the logged steps that are shown.
 
     Args:
@@ -241,7 +297,7 @@ def _bars(run: Path, steps: Sequence[LoggedStep], links: Mapping[int | None, str
         steps: What was logged, in order of the steps.
         links: Address of the page of each captured step that has one.
     """
-    asked = {capture.folder: capture.asked for capture in captures_so_far(run, _MOST_CAPTURES)[1]}
+    _, asked = captures_so_far(run, _MOST_CAPTURES)
     totals = Counter[str]()
     for step in steps:
         totals.update(step.exposed_s)
@@ -252,28 +308,29 @@ def _bars(run: Path, steps: Sequence[LoggedStep], links: Mapping[int | None, str
         for name, exposed_s in step.exposed_s.items():
             times[(visible(name) or IN_NO_STAGE) if name in kept else _OTHERS] += exposed_s
         captured = asked.get(step.captured, "yes" if step.step in links else "")
-        shown = (str(step.step), links.get(step.step, ""), step.seconds, times)
+        shown = (f"Step {step.step}", links.get(step.step, ""), step.seconds, times)
         bars.append(_Step(*shown, visible(captured), step.spans))
     return bars
 
 
 def _every_step(bars: Sequence[_Step], total: int) -> str:
-    """Return the section in which a script draws the steps that the watch has logged."""
+    """Return the section with a bar for each step that the watch has logged."""
     note = "Exposed time: by how much each stage moved the end of its step."
     if total > len(bars):
         note += (
             f" {len(bars):,} of {total:,} steps are shown: those that were captured, and the "
             "longest of every few in a row."
         )
-    return section("Every step", '<div id="watch" class="trend"></div>', note)
+    return section("Every step", _trend(bars), note)
 
 
-def _watch_tables(bars: Sequence[_Step], stages: Sequence[str]) -> str:
+def _watch_tables(bars: Sequence[_Step]) -> str:
     """Return the same in numbers, and what trajectories spent."""
-    steps = [bar.cell for bar in bars]
+    steps = [named(bar.title.removeprefix("Step "), bar.link) for bar in bars]
     rows = [
         {"took": timed(bar.seconds), **_times(bar.stages), "captured": named(bar.captured)} for bar in bars
     ]
+    stages = dict.fromkeys(name for bar in bars for name in bar.stages)
     sums = Counter[str]()
     for bar in bars:
         sums.update({spans.name: spans.seconds for spans in bar.spans})

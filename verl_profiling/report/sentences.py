@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from verl_profiling.report.history import sparkline
 from verl_profiling.report.lost import cause_name
 from verl_profiling.report.model import OTHER_RANKS, Asked, Report
 from verl_profiling.report.rows import Rollout
 from verl_profiling.units import byte_size, duration
 
 _MOST_BARS = 60
+_BARS = "▁▂▃▄▅▆▇█"
+_BEYOND = "▲"
+_FAR = 3.0  # times the 90th percentile from which on a value lies beyond the axis
 
 
 class Figure(NamedTuple):
@@ -161,3 +163,24 @@ def counted(count: int, what: str) -> str:
 
 def _trajectories(count: int) -> str:
     return f"{count:,} trajector{'y' if count == 1 else 'ies'}"
+
+
+def axis_top(values: Sequence[float]) -> float:
+    """Return the largest value that is no outlier, such as a first step that warms up."""
+    usual = sorted(values)[int(0.9 * (len(values) - 1))] if len(values) > 2 else 0.0
+    return max((value for value in values if value <= _FAR * usual or usual <= 0), default=0.0)
+
+
+def sparkline(values: Sequence[float], most: int) -> str:
+    """Return one character for each of the last values, as high as the value on the axis; a sign beyond it.
+
+    Args:
+        values: Numbers of at least 0.
+        most: How many are shown.
+    """
+    shown = values[-most:]
+    top = axis_top(shown)
+    return "".join(
+        _BEYOND if value > top else _BARS[round(max(value, 0.0) / (top or 1.0) * (len(_BARS) - 1))]
+        for value in shown
+    )

@@ -10,14 +10,55 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, get_args, get_type_hints
+from zlib import crc32
 
 import msgspec
 
 from verl_profiling.report.lost import CAUSES, cause_name
 from verl_profiling.report.model import OTHER_RANKS, Report
-from verl_profiling.report.page.colours import cause_key, stage_class
 from verl_profiling.report.rows import Rollout
 from verl_profiling.units import byte_size, duration
+
+_STAGES = (
+    *("rollout", "reward", "old_log_prob", "ref_log_prob", "values", "advantage"),
+    *("update_critic", "update_actor", "update_weights", "validate"),
+)
+_OTHERS = 6  # colours of other names
+_CAUSE_KEYS = {
+    "decode": "s0",
+    "generate": "s0",
+    "prefill": "s3",
+    "first token": "s3",
+    "queued": "s4",
+    "to the engine": "s2",
+    "from the engine": "s2",
+    "reward": "s1",
+    "environment": "s8",
+    "wait": "s5",
+    "controller": "s6",
+    "own code": "s9",
+    "loop lag": "k-host_blocked",
+    "requests of no trajectory": "s3",
+    "no trajectory": "rest",
+    "began before the capture": "k-unexplained",
+    "unexplained": "k-unexplained",
+}
+
+
+def stage_class(name: str) -> str:
+    """Return the class of ``page.css`` that colours a stage: only its name decides, on every page."""
+    if name.startswith("("):  # no stage: ``(in no stage)``
+        return "rest"
+    return f"s{_STAGES.index(name)}" if name in _STAGES else _other(name)
+
+
+def cause_key(cause: str) -> str:
+    """Return the class of ``page.css`` that colours a cause: its own, its family's, or one of its name."""
+    return _CAUSE_KEYS.get(cause) or _CAUSE_KEYS.get(cause.partition(":")[0]) or _other(cause)
+
+
+def _other(name: str) -> str:
+    return f"s{len(_STAGES) + crc32(name.encode()) % _OTHERS}"
 
 
 class Cell(NamedTuple):

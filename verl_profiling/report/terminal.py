@@ -6,47 +6,19 @@ asked for.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.containers import Lines
 from rich.markup import escape
 from rich.table import Table
 from rich.table import Table as Drawn
-from rich.text import Text
 
 from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import asked_sentences, figures, rollout_sentences, sentences
 from verl_profiling.report.tables import TABLES, Cell, without_middle
 
 _WIDTH = 100
-
-
-_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:s|ms|us|ns|min|h|d|kB|MB|GB|TB)\b)")
-_KEPT = "\ue000"  # private-use character, at which rich does not wrap
-
-
-class Sentence(Text):
-    """A text that keeps a number and its unit on one line."""
-
-    @classmethod
-    def of(cls, markup: str) -> Sentence:
-        """Return the sentence of some rich markup."""
-        sentence = cls()
-        sentence.append_text(Text.from_markup(markup))
-        return sentence
-
-    def wrap(self, console: Console, width: int, **options: Any) -> Lines:
-        """Return the lines of the text, each at most ``width`` columns."""
-        kept = self.copy()
-        kept.plain = _BEFORE_UNIT.sub(_KEPT, self.plain)
-        lines = Text.wrap(kept, console, width, **options)
-        for line in lines:
-            line.plain = line.plain.replace(_KEPT, " ")
-        return lines
 
 
 def fitting_console(console: Console) -> Console:
@@ -98,17 +70,17 @@ def print_report(report: Report, console: Console, *, everything: bool = False) 
     policy = f", policy version {report.policy_version}" if report.policy_version is not None else ""
     console.print(f"[bold]{escape(report.title)}[/bold]{policy}")
     for line in asked_sentences(report.asked):
-        console.print(Sentence.of(f"[dim]{escape(line)}[/dim]"))
+        console.print(f"[dim]{escape(line)}[/dim]")
     if not report.complete:
         console.print("[yellow]The step ended early; this is what was recorded until then.[/yellow]")
     for figure in figures(report):
-        console.print(Sentence.of(f"{figure.title}: [bold]{figure.value}[/bold], {escape(figure.line)}"))
+        console.print(f"{figure.title}: [bold]{figure.value}[/bold], {escape(figure.line)}")
     _print_findings(report, console, None if everything else _FINDINGS)
     for name in TABLES if everything else _first(report):
         _print_table(report, name, console, everything=everything)
     console.print()
     for line in _all_lines(report) if everything else _problems(report):
-        console.print(Sentence.of(line))
+        console.print(line)
     if not everything:
         console.print(
             "[dim]a lane is a process with its device; all tables: --all, --save, --csv, --json[/dim]"
@@ -145,7 +117,7 @@ def print_table(
     console.print()
     console.print(table)
     if note:
-        console.print(Sentence.of(f"[dim]{escape(note)}[/dim]"))
+        console.print(f"[dim]{escape(note)}[/dim]")
 
 
 def _first(report: Report) -> list[str]:
@@ -174,7 +146,7 @@ def _print_findings(report: Report, console: Console, most: int | None) -> None:
     grid = Drawn.grid(padding=(0, 1))
     for finding in report.findings[:most]:
         text = f"{escape(finding.text)} [dim]Try: {escape(finding.advice)}.[/dim]"
-        grid.add_row("[bold yellow]•[/bold yellow]", Sentence.of(text))
+        grid.add_row("[bold yellow]•[/bold yellow]", text)
     if most is not None and len(report.findings) > most:
         grid.add_row("", f"[dim]{len(report.findings) - most} more: --all[/dim]")
     if not report.findings:

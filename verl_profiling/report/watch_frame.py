@@ -1,11 +1,14 @@
-"""A frame of ``top``: the watch's latest steps of a running job."""
+"""The log of a run's watch as a reader sees it: its steps, its captures so far, a frame of ``top``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from heapq import nlargest
 from itertools import islice
+from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 
 import msgspec
 from rich.console import Group
@@ -13,11 +16,15 @@ from rich.constrain import Constrain
 from rich.table import Table
 from rich.text import Text
 
-from verl_profiling.report.history import IN_NO_STAGE, CaptureSoFar, main_rows, sparkline
-from verl_profiling.report.sentences import counted
+from verl_profiling.capture_request import Trigger
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.manifest import MANIFEST_NAME, ManifestState
+from verl_profiling.report.sentences import axis_top, counted, sparkline
 from verl_profiling.report.terminal import table_of
+from verl_profiling.run_files import named_file
 from verl_profiling.shifts import noticed_from, spread_so_far
 from verl_profiling.step_summary import ExposedStage
+from verl_profiling.timeline.inputs import step_folders
 from verl_profiling.units import byte_size, duration
 from verl_profiling.visible import visible
 from verl_profiling.watch_log import LoggedStep, RoleMemory
@@ -29,6 +36,115 @@ _MANY_ROLES = 16
 _MANY_SPANS = 8
 _MANY_UNSTEADY = 3
 _RATIO, _WINDOW, _MATTERS = 1.3, 20, 0.05  # defaults of watch.trigger
+_MOST_BYTES = 64 << 20
+
+IN_NO_STAGE = "(in no stage)"
+"""Name of the time of a step outside all stages."""
+
+
+class WatchHistory:
+    """The summaries of a run, in order of its steps.
+
+    Of a step that was logged again, the last line counts. Where a run was resumed from an earlier step, the
+    steps that it runs again replace those that its start before had run.
+
+    Args:
+        most: Number of steps to keep; ``None`` for all.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
+        self._steps: dict[int, LoggedStep] = {}
+
+    def add(self, lines: Iterable[LoggedStep]) -> None:
+        """Add lines of the log, in the order in which they were logged."""
+        for line in lines:
+            while self._steps and self._is_of_a_start_before(line):
+                self._steps.popitem()
+            if line.step in self._steps or not self._steps or line.step > next(reversed(self._steps)):
+                self._steps[line.step] = line
+            if self._most is not None and len(self._steps) > self._most:
+                del self._steps[next(iter(self._steps))]
+
+    @property
+    def steps(self) -> list[LoggedStep]:
+        """The kept steps."""
+        return list(self._steps.values())
+
+    def _is_of_a_start_before(self, line: LoggedStep) -> bool:
+        """Return whether the last step is one that the run comes to again."""
+        last, kept = next(reversed(self._steps.items()))
+        return last > line.step and kept.begin_ns < line.begin_ns
+
+
+def main_rows(step: LoggedStep) -> dict[str, ExposedStage]:
+    """Return, by name of the stage, the row of a step that is exposed longest."""
+    rows: dict[str, ExposedStage] = {}
+    for row in step.exposed:
+        if row.name not in rows or row.exposed_ns > rows[row.name].exposed_ns:
+            rows[row.name] = row
+    return rows
+
+
+def watch_sentence(steps: Sequence[LoggedStep]) -> str:
+    """Return a sentence on the steps of a run, of which there is at least one."""
+    took = [step.seconds for step in steps]
+    index = slowest(took)
+    first = f"step {steps[0].step} with {duration(took[0])}, then " if took[0] > took[index] else ""
+    which = (
+        f"{len(steps):,} steps logged, {steps[0].step} to {steps[-1].step}" if steps[1:] else "1 step logged"
+    )
+    longest = f"longest {first}step {steps[index].step} with {duration(took[index])}"
+    found = excess([step.exposed_s for step in steps], index)
+    why = f" ({found[0] or IN_NO_STAGE} {duration(found[1], signed=True)})" if found else ""
+    return f"{which}; median {duration(median(took))}, {longest}{why}"
+
+
+class _Head(msgspec.Struct, frozen=True):
+    state: ManifestState = "written"
+    trigger: Trigger = Trigger()
+
+
+def captures_so_far(run: Path, most: int) -> tuple[int, dict[str, str]]:
+    """Return how many step folders a run has, and who asked for the latest of them, and why, in order.
+
+    Args:
+        run: The run's folder.
+        most: How many of the latest are looked into.
+    """
+    try:
+        folders = step_folders(run)
+    except OSError:
+        return 0, {}
+    return len(folders), {folder.name: _asked(folder) for folder in folders[-most:]}
+
+
+def _asked(folder: Path) -> str:
+    head = None
+    with suppress(OSError, TraceFormatError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        path = named_file(folder, MANIFEST_NAME)
+        if path.is_file() and path.stat().st_size <= _MOST_BYTES:
+            head = msgspec.json.decode(path.read_bytes(), type=_Head)
+    if head is None:
+        return "no manifest yet"
+    trigger = head.trigger
+    by = f" by {trigger.by}" if trigger.by and trigger.by not in trigger.reason else ""
+    reason = f": {trigger.reason}" if trigger.reason else ""
+    return f"{trigger.kind}{by}{reason}{' (goes on)' if head.state == 'begun' else ''}"
+
+
+def slowest(seconds: Sequence[float]) -> int:
+    """Return the index of the longest step; the first step is ignored if it is an outlier (warm-up)."""
+    warms_up = seconds[0] > axis_top(seconds)
+    return max(range(warms_up, len(seconds)), key=lambda index: seconds[index])
+
+
+def excess(stages: Sequence[Mapping[str, float]], index: int) -> tuple[str, float] | None:
+    """Return the stage of a step that took longest over its median in all steps, and how much longer (s)."""
+    usual = {name: median(row.get(name, 0.0) for row in stages) for name in stages[index]}
+    over = {name: took - usual[name] for name, took in stages[index].items()}
+    name = max(over, key=lambda name: over[name], default=None)
+    return None if name is None or over[name] <= 0 else (name, over[name])
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +166,7 @@ def watch_frame(
     pulse: Pulse,
     steps: Sequence[LoggedStep] = (),
     captures: int = 0,
-    latest: Sequence[CaptureSoFar] = (),
+    latest: Mapping[str, str] = MappingProxyType({}),
     footer: str = "",
 ) -> Constrain:
     """Return a frame of at most 100 columns; rich draws it without colours where there are none.
@@ -60,7 +176,7 @@ def watch_frame(
         pulse: State of the run.
         steps: The latest steps, in order.
         captures: Number of step folders.
-        latest: The latest captures.
+        latest: The latest captures: who asked for each, by its folder.
         footer: Last line, e.g. ``q quits``.
     """
     newest = f", the latest {len(latest)}:" if captures > len(latest) else ":"
@@ -69,7 +185,7 @@ def watch_frame(
         *(_drawn(steps) if steps else [_line("No step has ended yet.")]),
         Text(),
         _line((f"{counted(captures, 'capture')}{newest}" if captures else "no capture so far", "bold")),
-        *(_line(f"  {capture.folder}: {capture.asked}") for capture in latest),
+        *(_line(f"  {folder}: {asked}") for folder, asked in latest.items()),
         *([_line((footer, "dim"))] if footer else ()),
     ]
     return Constrain(Group(*lines), _WIDTH)

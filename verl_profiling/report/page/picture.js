@@ -1,4 +1,7 @@
 // The picture of the step: lanes below each other on one time axis, stages above their load.
+const data = JSON.parse(document.getElementById("data").textContent);
+const UNITS = [["s", 1], ["ms", 1e-3], ["us", 1e-6], ["ns", 1e-9]]; // as verl_profiling/units.py writes times
+const PAPER = 680; // fits A4 and Letter, upright
 const FOLDED_FROM = 9; // lanes of a role
 const SHOWN_OUTLIERS = 5;
 const [BAR, STRIP, LOAD, CURVE] = [20, 4, 18, 34]; // heights: a stage, a nested one, load, requests
@@ -6,6 +9,49 @@ const TALL_LOAD = 40; // where there are few lanes
 const FEW_LANES = 6;
 const SHORTEST_US = 10; // what fills the picture at the closest zoom
 const spans = data.groups.flatMap((group) => group.lanes.flatMap((lane) => lane.spans));
+
+function timeUnit(seconds) {
+  return UNITS.find(([, scale]) => Math.abs(seconds) >= 0.9995 * scale) ?? (seconds ? UNITS.at(-1) : UNITS[0]);
+}
+
+function duration(seconds) {
+  if (!seconds) return "0 s";
+  const [unit, scale] = timeUnit(seconds);
+  const value = seconds / scale;
+  const digits = Math.abs(value) < 9.995 ? 2 : Math.abs(value) < 99.95 ? 1 : 0;
+  const rounded = Number(value.toFixed(digits)); // as Python rounds, which toLocaleString alone does not
+  return `${rounded.toLocaleString("en-US", { minimumFractionDigits: digits })} ${unit}`;
+}
+
+function element(tag, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+}
+
+function onWidth(container, draw) {
+  const wide = (width) => { container.style.width = width; draw(); };
+  new ResizeObserver(draw).observe(container);
+  addEventListener("beforeprint", () => wide(`${PAPER}px`));
+  addEventListener("afterprint", () => wide(""));
+}
+
+function makeTip(container) {
+  const tip = element("div", { className: "tip", hidden: true });
+  tip.setAttribute("role", "status");
+  container.append(tip);
+  return {
+    hide() { tip.hidden = true; },
+    show([title, ...rest], left, top) {
+      const name = element("strong", {}, element("bdi", { textContent: title }));
+      tip.replaceChildren(name, ...rest.map((line) => element("span", { textContent: line })));
+      tip.hidden = false;
+      const room = container.clientWidth - tip.offsetWidth - 4;
+      tip.style.left = `${Math.max(4, Math.min(left + 14, room))}px`;
+      tip.style.top = `${top + 18}px`;
+    },
+  };
+}
 
 function rowsOf(group, unfolded) {
   const large = group.lanes.length >= FOLDED_FROM;
@@ -268,26 +314,4 @@ function makePicture(container, tools) {
   onWidth(container, layout);
 }
 
-// The share of requests (or replicas) that are done, over time.
-function drawTail(container) {
-  const [width, height] = [Math.min(container.clientWidth, 600), 200];
-  const margin = { left: 48, right: 16, top: 10, bottom: 24 };
-  const last = data.finishes_us.at(-1) / 1e6;
-  const [unit, scale] = timeUnit(last);
-  const x = d3.scaleLinear([0, last / scale], [margin.left, width - margin.right]);
-  const y = d3.scaleLinear([0, 1], [height - margin.bottom, margin.top]);
-  const points = [[0, 0], ...data.finishes_us.map((us, index) => [us / 1e6 / scale, (index + 1) / data.finishes_us.length])];
-  const drawing = d3.select(container).selectAll("svg").data([null]).join("svg").attr("width", width).attr("height", height)
-    .attr("role", "img").attr("aria-label", `Share of requests done over time: half after ${duration(data.half_us / 1e6)}, all after ${duration(last)}`);
-  drawing.selectAll("*").remove();
-  const axis = d3.axisBottom(x).ticks(Math.max(2, width / 110)).tickFormat((value) => `${value} ${unit}`);
-  drawing.append("g").attr("transform", `translate(0,${height - margin.bottom})`).call(axis);
-  drawing.append("g").attr("transform", `translate(${margin.left},0)`).call(d3.axisLeft(y).ticks(4, "%").tickSizeInner(-(width - margin.left - margin.right)));
-  const half = x(data.half_us / 1e6 / scale);
-  drawing.append("line").attr("class", "half").attr("x1", half).attr("x2", half).attr("y1", margin.top).attr("y2", height - margin.bottom);
-  drawing.append("path").attr("class", "done").attr("d", d3.line().curve(d3.curveStepAfter).x(([when]) => x(Math.max(when, 0))).y(([, share]) => y(share))(points));
-}
-
-const [place, tail] = ["picture", "tail"].map((id) => document.getElementById(id));
-if (place) makePicture(place, document.getElementById("tools"));
-if (tail && data.finishes_us.length) onWidth(tail, () => drawTail(tail));
+makePicture(document.getElementById("picture"), document.getElementById("tools"));

@@ -5,22 +5,30 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
+from statistics import median
 from typing import Any
 
-from verl_profiling.report.collectives import outliers
+from verl_profiling.report.capture_rows import SLOWER
+from verl_profiling.report.collectives import LATE_SHARE
+from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import GanttSpan, Report
-from verl_profiling.report.page.colours import stage_class
 from verl_profiling.report.rows import WorkerRow
+from verl_profiling.report.tables import stage_class
+from verl_profiling.units import duration
 
 CONTROLLER = "controller"
 _ROLE = re.compile(r"(.*?)(?:_rank)?\d*")
-_FINISHES = 400
 _MOST_DEVICES = 8  # whose lanes are drawn together; of more, roles are, so that they can be folded
+_OF_THE_STEP = 0.03  # that a slow stage, or waiting for a lane, has to be
+_LATE_CALLS = 5  # of a collective, which say enough
+_SPREADS = 3.0  # robust standard deviations between a lane's busy share and the median of its role
+_NORMAL = 1.4826  # median absolute deviation of a normal distribution, in standard deviations
+_POINTS = 0.05  # the same, in busy share, at the least
 _CURVES = ("load", "communication", "waiting")  # one without anything in it is empty
 
 
 def picture(report: Report) -> dict[str, Any]:
-    """Return lanes by role with their stages and their load over time, and the curves of the rollout."""
+    """Return lanes by role with their stages and their load over time, and the running requests."""
     stages = {_shown(span): span for span in report.gantt}
     reasons = outliers(report)
     lanes = [_lane(owner, row, spans, list(stages), reasons) for owner, row, spans in _rows(report)]
@@ -42,8 +50,6 @@ def picture(report: Report) -> dict[str, Any]:
         "groups": [_group(role, members) for role, members in groups.items()],
         "running": {row.worker: row.requests for row in report.running},
         "queued": {row.worker: row.queued for row in report.running},
-        "finishes_us": _thinned(report.tail.finishes_us) if report.tail else [],
-        "half_us": report.tail.median_finish_us if report.tail else 0.0,
         "device": any(row.device for row in report.workers),
         "timeline_begin_ns": report.timeline_begin_ns,
     }
@@ -140,9 +146,41 @@ def _mean(loads: Sequence[Sequence[int]]) -> list[float]:
     return [round(sum(part) / len(loads), 1) for part in zip_longest(*loads, fillvalue=0)]
 
 
-def _thinned(instants: Sequence[float]) -> list[float]:
-    """Return instants of which at most a few hundred are left, the first and the last among them."""
-    if len(instants) <= _FINISHES:
-        return list(instants)
-    last = len(instants) - 1
-    return [instants[round(index * last / (_FINISHES - 1))] for index in range(_FINISHES)]
+def outliers(report: Report) -> dict[str, str]:
+    """Return what stands out about a worker or lane, by its name; the most telling ones first."""
+    found: dict[str, str] = {}
+    late = next((finding for finding in report.findings if finding.rule == "long_tail"), None)
+    if late is not None and report.tail is not None:
+        done, usual = duration(report.tail.last_finish_us / 1e6), duration(report.tail.median_finish_us / 1e6)
+        found |= dict.fromkeys(late.lanes, f"last in the rollout: {done}, median {usual}")
+    for row in report.stragglers:
+        if row.stage == ROLLOUT and report.tail is not None:  # the tail says who was late there
+            continue
+        long = row.slowest_us - row.median_us > _OF_THE_STEP * report.span_us
+        if long and row.slowest_us > SLOWER * row.median_us:
+            others_us = 2 * row.median_us - row.slowest_us if row.workers == 2 else row.median_us
+            took, usual = duration(row.slowest_us / 1e6), duration(others_us / 1e6)
+            other = "the other one" if row.workers == 2 else "median"
+            found.setdefault(row.slowest, f"slowest in {row.stage}: {took}, {other} {usual}")
+    for call in report.collectives:
+        lanes = sum(row.role == call.role for row in report.workers)
+        cost = call.wait_us > _OF_THE_STEP * report.span_us * lanes
+        if cost and call.late_share >= LATE_SHARE and call.calls >= _LATE_CALLS:
+            found.setdefault(call.late, f"last at {call.late_share:.0%} of {call.calls} {call.name[:40]}")
+    for role in dict.fromkeys(row.role for row in report.workers):
+        for lane, reason in _unlike([row for row in report.workers if row.role == role]):
+            found.setdefault(lane, reason)
+    return found
+
+
+def _unlike(lanes: list[WorkerRow]) -> list[tuple[str, str]]:
+    """Return the lanes whose busy share is far from that of their peers, the farthest first."""
+    shares = {row.name: row.busy_us / row.span_us for row in lanes if row.span_us}
+    if len(shares) < 3:
+        return []
+    usual = median(shares.values())
+    spread = _NORMAL * median(abs(share - usual) for share in shares.values())
+    limit = max(_SPREADS * spread, _POINTS)
+    far = [name for name, share in shares.items() if abs(share - usual) > limit]
+    far.sort(key=lambda name: -abs(shares[name] - usual))
+    return [(name, f"busy {shares[name]:.0%}, median {usual:.0%}") for name in far]

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from verl_profiling.report.capture_rows import slow_replica
 from verl_profiling.report.model import Report
-from verl_profiling.report.rollout.outcomes import KEPT
-from verl_profiling.report.rollout.records import BEFORE, LOOP_LAG, OWN_CODE, UNEXPLAINED, UNKNOWN
+from verl_profiling.report.outcomes import KEPT
+from verl_profiling.report.records import BEFORE, LOOP_LAG, OWN_CODE, UNEXPLAINED, UNKNOWN
 from verl_profiling.report.rows import BlockRow, Rollout
 from verl_profiling.units import duration
 

@@ -23,7 +23,7 @@ from verl_profiling.report.intervals import (
 )
 from verl_profiling.report.lanes import Step
 from verl_profiling.report.lost import ROLLOUT
-from verl_profiling.report.rollout.outcomes import (
+from verl_profiling.report.outcomes import (
     block_rows,
     call_rows,
     failure_rows,
@@ -32,7 +32,7 @@ from verl_profiling.report.rollout.outcomes import (
     status_rows,
     version_rows,
 )
-from verl_profiling.report.rollout.records import (
+from verl_profiling.report.records import (
     BEFORE,
     GENERATE,
     LOOP_LAG,

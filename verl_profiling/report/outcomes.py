@@ -11,7 +11,7 @@ import numpy as np
 
 from verl_profiling.manifest import Request
 from verl_profiling.report.intervals import Axes, Ints, Sharing, length, overlaps, percentiles, union
-from verl_profiling.report.rollout.records import OTHERS, Blocks, Pieces, Records, Trajectory
+from verl_profiling.report.records import OTHERS, Blocks, Pieces, Records, Trajectory
 from verl_profiling.report.rows import (
     BlockRow,
     CallRow,

@@ -1,1 +1,0 @@
-"""The parts of the HTML pages: shell, tables, charts, style and script."""

@@ -1,0 +1,34 @@
+// What every page has: a theme, and tables that are sorted by a click on a heading; long ones are folded.
+const root = document.documentElement.dataset;
+root.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+document.getElementById("theme").addEventListener("click", () => { root.theme = root.theme === "dark" ? "light" : "dark"; });
+
+function sortBy(heading) {
+  const body = heading.closest("table").tBodies[0];
+  const cell = (row) => row.cells[heading.cellIndex];
+  const numeric = [...body.rows].some((row) => cell(row).classList.contains("n"));
+  const before = heading.getAttribute("aria-sort") ?? (numeric ? "ascending" : "descending");
+  const sign = before === "ascending" ? -1 : 1;
+  for (const each of heading.parentNode.children) each.removeAttribute("aria-sort");
+  heading.setAttribute("aria-sort", sign < 0 ? "descending" : "ascending");
+  const compare = (a, b) => (numeric ? a.dataset.v - b.dataset.v : a.textContent.localeCompare(b.textContent, undefined, { numeric: true }));
+  body.append(...[...body.rows].sort((a, b) => sign * compare(cell(a), cell(b))));
+}
+
+function makeFoldable(button) {
+  const table = button.previousElementSibling.querySelector("table");
+  const all = button.textContent;
+  const fold = (folded) => {
+    table.classList.toggle("folded", folded);
+    button.setAttribute("aria-expanded", String(!folded));
+    button.textContent = folded ? all : `top ${table.dataset.top}`;
+  };
+  button.hidden = false;
+  fold(true);
+  button.addEventListener("click", () => fold(!table.classList.contains("folded")));
+}
+
+for (const heading of document.querySelectorAll("th")) {
+  heading.querySelector("button").addEventListener("click", () => sortBy(heading));
+}
+document.querySelectorAll("button.fold").forEach(makeFoldable);

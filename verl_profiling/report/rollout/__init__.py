@@ -1,1 +1,0 @@
-"""The section "Rollout" of the report: where the time of trajectories went."""
