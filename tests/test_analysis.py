@@ -208,7 +208,7 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own(tmp_path: Path) -> None
     page = attributes["srcdoc"] or ""
     inside = _Outline(page).tags
     scripts = [found.get("type") for name, found in inside if name == "script"]
-    assert scripts == ["application/json", None, None]
+    assert scripts == [None, "application/json", None, None]
     assert not [value for _, found in inside for key, value in found.items() if key in ("src", "srcdoc")]
     namespaces_and_links = r"http://www.w3.org/\S+|https://ui.perfetto.dev/#!"
     assert not re.search(r"(https?:)?//\w", re.sub(namespaces_and_links, "", page))
