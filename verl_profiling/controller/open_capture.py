@@ -40,23 +40,6 @@ NOT_WRITTEN = "the capture has begun, and nothing was written since"
 
 
 @dataclass
-class _Answer:
-    """The replies of one worker.
-
-    Attributes:
-        worker: The worker.
-        started: Its reply to the last start, or ``None``.
-        result: Its last result.
-        failure: A placeholder result with the reason of its first failure.
-    """
-
-    worker: Worker
-    started: StartReply | None = None
-    result: CaptureResult | None = None
-    failure: CaptureResult | None = None
-
-
-@dataclass
 class OpenCapture:
     """The capture that is open.
 
@@ -103,7 +86,9 @@ class OpenCapture:
     rollout_span: OpenSpan | None = None
     _windows: int = 0
     _open: list[tuple[CaptureRequest, list[Target]]] = field(default_factory=list)
-    _answers: dict[Worker, _Answer] = field(default_factory=dict)
+    _started: dict[Worker, StartReply | None] = field(default_factory=dict)
+    _results: dict[Worker, CaptureResult] = field(default_factory=dict)
+    _failures: dict[Worker, CaptureResult] = field(default_factory=dict)
     _handshakes: dict[str, tuple[str, list[Handshake], list[Handshake]]] = field(default_factory=dict)
 
     @property
@@ -194,7 +179,7 @@ class OpenCapture:
         self._open.append((request, targets))  # to be stopped even if the start fails
         for target in targets:
             for worker in target.workers:
-                self._answers.setdefault(worker, _Answer(worker)).started = None
+                self._started[worker] = None
         start_s = self.roster.config.timeouts.start_s
         calls = self.roster.call(targets, "start_capture", request, timeout_s=start_s)
         yield partial(wait_for, calls)
@@ -249,9 +234,9 @@ class OpenCapture:
         """
         asked, here = set(targets), clock.domain()
         reached: Counter[tuple[str, Target]] = Counter()
-        for worker, answer in self._answers.items():
+        for worker, started in self._started.items():
             domain, target = worker.identity.clock_domain, worker.target
-            if answer.started is not None and domain != here and target in asked:
+            if started is not None and domain != here and target in asked:
                 reached[domain, target] += 1
         chosen = dict(reached.keys())
         for turn in range(HANDSHAKES if chosen else 0):
@@ -268,27 +253,25 @@ class OpenCapture:
     # The answers.
 
     def _take_start(self, call: Call, request: CaptureRequest) -> None:
-        answer = self._answers[call.worker]
         reply = self._take(call)
         if not isinstance(reply, StartReply):
-            self._fail(answer, request, call.problem(), stopped=False)
+            self._fail(call.worker, request, call.problem(), stopped=False)
             return
-        answer.started = reply
+        self._started[call.worker] = reply
         call.worker.identity = reply.identity
         if reply.status == "refused":
             logger.warning(
                 "step %d: %s is not captured: %s", request.step, call.worker.identity, reply.reason
             )
-            lost = self._lost(answer, request, reply.reason)
-            answer.failure = msgspec.structs.replace(lost, status="skipped")
+            lost = self._lost(call.worker, request, reply.reason)
+            self._failures[call.worker] = msgspec.structs.replace(lost, status="skipped")
 
     def _take_stop(self, call: Call, request: CaptureRequest) -> None:
         """Take the reply to ``stop_capture``; a worker that replies too late still writes its result file."""
-        answer = self._answers[call.worker]
-        reply, started = self._take(call), answer.started
+        reply, started = self._take(call), self._started[call.worker]
         if not isinstance(reply, StopReply):
             self.roster.owing.add(call.target)
-            self._fail(answer, request, call.problem())
+            self._fail(call.worker, request, call.problem())
             return
         result = reply.result
         if started is not None and started.status in ("skipped", "refused"):
@@ -300,12 +283,12 @@ class OpenCapture:
                 f"{started.process} recorded, but {reply.process} answered the stop: the "
                 "worker was restarted, and what it had recorded is lost"
             )
-            self._fail(answer, request, reason)
+            self._fail(call.worker, request, reason)
         elif result.status == "skipped" and not result.revision:
-            self._fail(answer, request, result.reason)  # another capture closed it
+            self._fail(call.worker, request, result.reason)  # another capture closed it
         else:
             call.worker.identity = result.identity
-            answer.result = result
+            self._results[call.worker] = result
             for artifact in result.artifacts:
                 if artifact.status == "pending":
                     self.roster.owing.add(call.target)
@@ -325,15 +308,15 @@ class OpenCapture:
         (opening if isinstance(reply, StartReply) else closing).append(handshake)
         return reply
 
-    def _fail(self, answer: _Answer, request: CaptureRequest, reason: str, stopped: bool = True) -> None:
+    def _fail(self, worker: Worker, request: CaptureRequest, reason: str, stopped: bool = True) -> None:
         """Record that a worker failed; without ``stopped``, a delayed request may still start it."""
-        logger.error("step %d: %s was not captured: %s", request.step, answer.worker.identity, reason)
-        lost = msgspec.structs.replace(self._lost(answer, request, reason), stopped=stopped)
-        answer.failure = answer.failure or lost
+        logger.error("step %d: %s was not captured: %s", request.step, worker.identity, reason)
+        lost = msgspec.structs.replace(self._lost(worker, request, reason), stopped=stopped)
+        self._failures.setdefault(worker, lost)  # the first holds
 
     def _note_twins(self) -> None:
         seen: dict[str, WorkerIdentity] = {}
-        for worker in self._answers:
+        for worker in self._started:
             own = worker.identity
             twin = seen.setdefault(own.name, own)
             if (twin.host, twin.pid) != (own.host, own.pid):
@@ -345,7 +328,7 @@ class OpenCapture:
         """Note each role whose workers were all called to start, but none of which records."""
         reasons: dict[str, list[str]] = {}
         for call in calls:
-            started = self._answers[call.worker].started
+            started = self._started[call.worker]
             skipped = started is not None and started.status == "skipped"
             reasons.setdefault(call.target.roles[0], []).append(started.reason if started and skipped else "")
         for role, found in reasons.items():
@@ -371,17 +354,18 @@ class OpenCapture:
         found: dict[str, CaptureResult] = {}
         for target in self.roster.driven(self.request.selection):
             for worker in target.workers:
-                answer = self._answers.get(worker) or _Answer(worker)
-                if answer.started is None or answer.started.status in ("recording", "armed"):
-                    result = answer.failure or self._lost(answer, self.request, NOT_WRITTEN)
+                started = self._started.get(worker)
+                if started is None or started.status in ("recording", "armed"):
+                    result = self._failures.get(worker) or self._lost(worker, self.request, NOT_WRITTEN)
                     found.setdefault(result.identity.name, result)
         return [*found.values(), *(self.others(self.ranks) if self.ranks is not None else ())]
 
     def results(self) -> list[CaptureResult]:
         """Return one result for each process: its latest, or a failed one with the reason."""
         found: dict[str, CaptureResult] = {}
-        for answer in self._answers.values():
-            result, failure = answer.result or answer.failure, answer.failure
+        for worker in self._started:
+            failure = self._failures.get(worker)
+            result = self._results.get(worker, failure)
             if result is None:
                 continue
             if failure is not None and result is not failure:  # one of its windows failed
@@ -397,22 +381,22 @@ class OpenCapture:
     def others(self, ranks: Ranks) -> list[CaptureResult]:
         """Return placeholder results for the workers of other ranks."""
         [target, *_] = self.roster.driven(self.request.selection) or self.roster.targets
-        model = self._lost(_Answer(target.workers[0]), self.request, NOT_WRITTEN)
-        return ranks.expected(model, self.request.selection)
+        model = self._lost(target.workers[0], self.request, NOT_WRITTEN)
+        return ranks.expected(msgspec.structs.replace(model, artifacts=[]), self.request.selection)
 
-    def _lost(self, answer: _Answer, request: CaptureRequest, reason: str) -> CaptureResult:
-        role = self.roster.config.for_role(answer.worker.target.roles[0], self.request.selection)
+    def _lost(self, worker: Worker, request: CaptureRequest, reason: str) -> CaptureResult:
+        role = self.roster.config.for_role(worker.target.roles[0], self.request.selection)
         process, artifacts = None, []
-        if answer.started is not None:
-            process = answer.started.process
-            for one in answer.started.expected:
+        if (started := self._started.get(worker)) is not None:
+            process = started.process
+            for one in started.expected:
                 one = msgspec.structs.replace(one, status="missing", step=request.step, reason=reason)
                 artifacts.append(one)
         return result_of(
             request,
             role,
-            answer.worker.identity,
-            roles=list(answer.worker.target.roles),
+            worker.identity,
+            roles=list(worker.target.roles),
             status="failed",
             reason=reason,
             process=process,
