@@ -119,15 +119,6 @@ class TestOnlySGLang:
         assert artifacts[path].status == "ok"
         assert 3 <= server.iterations(Path(order.folder) / path) <= 5
 
-    async def test_one_stage_alone(self, server: Server, tmp_path: Path) -> None:
-        """`rollout.sglang.stages` leaves the other out, on versions that record both as well."""
-        server.reconfigure(rollout={"by_stage": True, "count": 2, "sglang": {"stages": ["decode"]}})
-        order = request(tmp_path)
-        artifacts = await self.capture(server, order)
-        assert list(artifacts) == ["rollout0_rank0.decode.torch.json.gz"]
-        left = sorted(path.name for path in Path(order.folder).iterdir())
-        assert left == ["rollout0.result.json", *artifacts]
-
     async def test_stages_that_never_ran_are_empty_and_do_not_fire_later(
         self, server: Server, tmp_path: Path
     ) -> None:

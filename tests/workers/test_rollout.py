@@ -78,8 +78,6 @@ def test_an_engine_that_is_too_old_is_refused() -> None:
         ({"stop_s": -1}, "rollout.stop_s"),
         ({"by_stage": True}, "rollout.by_stage"),
         ({"by_stage": True, "count": 1, "start": 1}, "rollout.by_stage"),
-        ({"sglang": {"stages": ["decode"]}}, "rollout.sglang.stages"),
-        ({"sglang": {"stages": ["verify"]}}, "rollout.sglang.stages"),
         ({"tokens": 3}, "rollout.tokens"),
     ],
 )

@@ -79,7 +79,7 @@ class SGLangAdapter(EngineAdapter):
         self._calls = HTTPCalls(engine) if manager is None else ManagerCalls(manager)
         self.spool = new_spool(config.local_folder)
         if self.window.by_stage:
-            self.stages = self.window.sglang.stages or ("prefill", "decode")
+            self.stages = ("prefill", "decode")
         server = self._calls.server_args
         self.device = str(server.get("device") or "cuda")
         self._tp, self._pp = int(server.get("tp_size") or 1), int(server.get("pp_size") or 1)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
-
-import msgspec
+from typing import Literal
 
 from verl_profiling.errors import ConfigError
 from verl_profiling.settings.typed_values import NotNegative, Positive, Seconds
@@ -23,11 +21,9 @@ class SGLangOptions:
     Attributes:
         start_step: Number of the first forward pass that is recorded, counted from the engine's start;
             a number that has passed means the next one. SGLang does not publish the current number.
-        stages: The stages to record with ``rollout.by_stage``; ``None`` for both.
     """
 
     start_step: Positive | None = None
-    stages: Annotated[tuple[EngineStage, ...], msgspec.Meta(min_length=1)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +62,6 @@ class RolloutOptions:
             raise ConfigError(
                 "by_stage", f"excludes {other}; recording begins with the first iteration of each stage"
             )
-        if self.sglang.stages is not None and not self.by_stage:
-            raise ConfigError("sglang.stages", "needs rollout.by_stage=true")
 
     def with_stacks(self) -> RolloutOptions:
         """Return these options with a limit on iterations, as a recording with stacks needs it.
