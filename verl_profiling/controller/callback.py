@@ -86,8 +86,7 @@ class _Callback:
         Raises:
             ConfigError: There are no workers, or one has no capture methods.
         """
-        if self._controller is not None:
-            self._controller.roster.add(ROLLOUT_ROLE, replicas, loop)
+        self.add_workers(ROLLOUT_ROLE, replicas, loop=loop)
 
     def stage(self, name: str) -> Stage:
         """Return a stage of the controller, as context manager or decorator.

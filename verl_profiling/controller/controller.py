@@ -429,7 +429,8 @@ class Controller:
             never_came = self._order.train_ends(self.config.schedule, run is not None and run.resumes)
             if run is not None and (ran := self._order.steps) is not None:
                 run.amend(first_step=ran[0], last_step=ran[1], end_ns=clock.now_ns(), never_came=never_came)
-        yield partial(self._folders.drain, min(self.config.timeouts.finish_s, most_s))
+        if run is not None:
+            yield partial(run.drain, min(self.config.timeouts.finish_s, most_s))
         self._hooks.train_ends()
         yield partial(self._hooks.background.drain, min(self._hooks.longest_s, most_s))
         if run is not None:

@@ -135,11 +135,6 @@ class StepFolders:
             self._remove(older)
         return manifest
 
-    def drain(self, timeout_s: float) -> None:
-        """Wait for running uploads and removals."""
-        if self.claimed is not None:
-            self.claimed.drain(timeout_s)
-
     def _leaving(self, folder: Path, keep_last: int, notes: list[str]) -> list[Path]:
         """Add a step folder to the stored ones; return older folders to remove, and note them."""
         leaving: list[Path] = []
