@@ -24,9 +24,7 @@ from verl_profiling.capture.stage import Stage
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.trajectories.spans import keep_trajectories, total_spans
-from verl_profiling.watch.reading import WatchQuestion, WatchReading, read_sums
-from verl_profiling.watch.span_sums import SpanSums
-from verl_profiling.watch.sums import StageSums
+from verl_profiling.watch.sums import SpanSums, StageSums, WatchQuestion, WatchReading
 
 WORKERS, STEPS, ROUNDS = 1_024, 20, 5
 STAGES = ("old_log_prob", "ref_log_prob", "values", "update_critic", "update_actor")
@@ -45,7 +43,6 @@ COUNTED = {
 
 CODE = (
     "verl_profiling/watch/sums.py",
-    "verl_profiling/watch/span_sums.py",
     "verl_profiling/trajectories/spans.py",
     "verl_profiling/controller/watch.py",
     "verl_profiling/controller/callback.py",
@@ -131,7 +128,7 @@ class Fake:
     def read_watch(self, question: WatchQuestion) -> WatchReading:
         """Answer, as through a transport."""
         begin = time.thread_time_ns()
-        found = read_sums(self._sums, self._identity, question)
+        found = self._sums.read(self._identity, question)
         fields = {name: getattr(found, name) for name in found.__struct_fields__}
         carried = pickle.dumps(WatchReading(**{**fields, "process": self._process}))
         made = time.thread_time_ns()

@@ -32,7 +32,7 @@ def summary(
     """
     times = {**(STAGES if exposed_ms is None else exposed_ms), "": 500}
     begin_ns = BEGIN_NS + step * 60_000 * MS
-    return StepSummary(
+    made = StepSummary(
         step=step,
         begin_ns=begin_ns,
         end_ns=begin_ns + round(sum(times.values()) * MS),
@@ -62,3 +62,5 @@ def summary(
         ],
         captured=captured,
     )
+    made.add_up()
+    return made

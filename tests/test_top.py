@@ -31,9 +31,9 @@ from verl_profiling.manifest import RunInfo
 from verl_profiling.report.sentences import sparkline
 from verl_profiling.report.watch_frame import Pulse, WatchHistory, captures_so_far, watch_frame
 from verl_profiling.run_files import read_manifest, write_json_atomically
-from verl_profiling.step_summary import SpanTotal
+from verl_profiling.step_summary import SpanTotal, StepSummary
 from verl_profiling.watch.log import WatchLog
-from verl_profiling.watch_log import WATCH_LOG, logged
+from verl_profiling.watch_log import WATCH_LOG
 
 ENTERS, LEAVES = b"\x1b[?1049h", b"\x1b[?1049l"
 
@@ -85,10 +85,9 @@ def drawn(frame: RenderableType, width: int = 100, encoding: str = "utf-8") -> l
     return stream.read().splitlines()
 
 
-def frame_of(*steps: object) -> RenderableType:
+def frame_of(*steps: StepSummary) -> RenderableType:
     """Return a frame of some summaries."""
-    logs = [logged(step) for step in steps]  # type: ignore[arg-type]
-    return watch_frame("r", Pulse(says="lives"), logs)
+    return watch_frame("r", Pulse(says="lives"), steps)
 
 
 class TestOneFrame:
@@ -326,27 +325,27 @@ class TestHistory:
     def test_a_resumed_run_replaces_what_it_runs_again(self) -> None:
         """Steps that the start before had come to are not its future."""
         history = WatchHistory()
-        history.add(logged(summary(number)) for number in range(10))
+        history.add(summary(number) for number in range(10))
         later = 10**12
         again = [summary(number) for number in (5, 6)]
         again = [
             msgspec.structs.replace(step, begin_ns=step.begin_ns + later, end_ns=step.end_ns + later)
             for step in again
         ]
-        history.add(map(logged, again))
+        history.add(again)
         assert [step.step for step in history.steps] == [0, 1, 2, 3, 4, 5, 6]
 
     def test_only_the_latest_are_kept(self) -> None:
         """Of a long run, and a late line of a step that is no longer kept changes nothing."""
         history = WatchHistory(3)
-        history.add(logged(summary(number)) for number in range(10))
-        history.add([logged(summary(2))])
+        history.add(summary(number) for number in range(10))
+        history.add([summary(2)])
         assert [step.step for step in history.steps] == [7, 8, 9]
 
     def test_the_last_line_of_a_step_counts(self) -> None:
         """A start that goes on may run a step again."""
         history = WatchHistory()
-        history.add([logged(summary(1, leader="")), logged(summary(1))])
+        history.add([summary(1, leader=""), summary(1)])
         assert [step.exposed[0].leader for step in history.steps] == ["actor_rank2"]
 
 

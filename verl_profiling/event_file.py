@@ -37,7 +37,7 @@ class EventFile:
         logdir.mkdir(parents=True, exist_ok=True)
         source = f"{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
         path = logdir / f"events.out.tfevents.{int(time.time()):010d}.{source}"
-        self._writer = RecordWriter(path.open("xb"))
+        self._path, self._writer = path, RecordWriter
         self._write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -53,10 +53,6 @@ class EventFile:
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._write(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
-    def close(self) -> None:
-        """Close the file."""
-        self._writer.close()
-
     def _write(self, event: Any) -> None:
-        self._writer.write(event.SerializeToString())
-        self._writer.flush()
+        with self._path.open("ab") as file:
+            self._writer(file).write(event.SerializeToString())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Annotated
 
 import msgspec
 
-from verl_profiling.manifest import MAX_NS, Ns
+from verl_profiling.manifest import MAX_NS, Count, Ns
 
 Period = tuple[Ns, Ns]
 """Begin and end."""
@@ -45,7 +47,7 @@ class StageUse(msgspec.Struct, frozen=True, gc=False, array_like=True):
     late_ns: int | None = None
 
 
-class SpanTotal(msgspec.Struct, frozen=True, array_like=True):
+class SpanTotal(msgspec.Struct, frozen=True, omit_defaults=True):
     """All spans of one name that ended in one step.
 
     Attributes:
@@ -57,9 +59,14 @@ class SpanTotal(msgspec.Struct, frozen=True, array_like=True):
     """
 
     name: str
-    runs: int
-    duration_ns: int
-    failed: int = 0
+    runs: Count
+    duration_ns: Duration
+    failed: Count = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long they took, added up (s)."""
+        return self.duration_ns / 1e9
 
     def __add__(self, other: SpanTotal) -> SpanTotal:
         """Return the sum of both, under the name of this one."""
@@ -68,15 +75,6 @@ class SpanTotal(msgspec.Struct, frozen=True, array_like=True):
             self.runs + other.runs,
             self.duration_ns + other.duration_ns,
             self.failed + other.failed,
-        )
-
-    def __sub__(self, other: SpanTotal) -> SpanTotal:
-        """Return the difference, this one minus the other."""
-        return SpanTotal(
-            self.name,
-            self.runs - other.runs,
-            self.duration_ns - other.duration_ns,
-            self.failed - other.failed,
         )
 
 
@@ -128,28 +126,50 @@ class ExposedStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     imbalance: float = 1.0
 
 
-class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A step and where its time went.
+class RoleMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Memory of the processes of a role.
+
+    Attributes:
+        role: The role.
+        processes: How many of them were read.
+        lane: The process whose peak was highest.
+        peak_bytes: That peak.
+        held_bytes: The most that any of them held at the end of the step.
+    """
+
+    role: str
+    processes: Count = 1
+    lane: str = ""
+    peak_bytes: Count | None = None
+    held_bytes: Count | None = None
+
+
+class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A step and where its time went; in the watch's log without the processes.
 
     Attributes:
         step: Number of the step.
         begin_ns: When it began, on the clock of the loop's process.
-        end_ns: When it ended.
+        end_ns: When it ended; 0 until then.
         policy_version: Version of the weights, if the loop reports one.
         loop: The processes that run the loop: the controller, or every rank of an SPMD loop.
         workers: The processes that were called from it, as far as they were read.
         exposed: Where the step's time went, in order of the stages.
+        memory: Memory by role.
+        spans: What the trajectories and their spans add up to, the longest first.
         beside: Names of stages of the loop that run beside its steps, as generation in an asynchronous loop.
         captured: Name of its step folder, if it was captured.
     """
 
-    step: int
+    step: Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
     begin_ns: Ns
-    end_ns: Ns
+    end_ns: Ns = 0
     policy_version: int | None = None
     loop: list[RankUse] = []
     workers: list[RankUse] = []
     exposed: list[ExposedStage] = []
+    memory: list[RoleMemory] = []
+    spans: list[SpanTotal] = []
     beside: tuple[str, ...] = ()
     captured: str = ""
 
@@ -159,26 +179,57 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
         return max(0, self.end_ns - self.begin_ns)
 
     @property
-    def spans(self) -> list[SpanTotal]:
-        """The spans of the trajectories of all processes, the longest first; at most :data:`MOST_SPANS`.
+    def seconds(self) -> float:
+        """How long the step took (s)."""
+        return self.duration_ns / 1e9
 
-        Where two roles have spans of one name, those of the second are named after it, too: an agent loop's
-        ``reward`` is the wait for the ``reward (reward)`` of the process that scores.
-        """
-        found: dict[str, SpanTotal] = {}
-        role_of: dict[str, str] = {}
+    @property
+    def exposed_s(self) -> dict[str, float]:
+        """Exposed time by stage (s); the time in no stage has an empty name."""
+        found: dict[str, float] = {}
+        for stage in self.exposed:
+            found[stage.name] = found.get(stage.name, 0.0) + stage.exposed_ns / 1e9
+        return found
+
+    def add_up(self) -> None:
+        """Set ``memory`` and ``spans`` to the sums over the processes."""
+        roles: dict[str, list[RankUse]] = {}
         for process in (*self.loop, *self.workers):
-            for total in process.spans:
-                name = total.name
-                if name != OTHERS and role_of.setdefault(name, process.role) != process.role:
-                    name = f"{name} ({process.role})"
-                    total = msgspec.structs.replace(total, name=name)
-                found[name] = found[name] + total if name in found else total
-        if len(found) > MOST_SPANS:
-            longest = sorted(found.values(), key=lambda total: -total.duration_ns)
-            rest = SpanTotal(OTHERS, 0, 0)
-            for total in longest[MOST_SPANS - 1 :]:
-                rest += total
-            found = {total.name: total for total in longest[: MOST_SPANS - 1]}
-            found[OTHERS] = rest + found[OTHERS] if OTHERS in found else rest
-        return sorted(found.values(), key=lambda total: -total.duration_ns)
+            roles.setdefault(process.role, []).append(process)
+        self.memory = [_memory(role, processes) for role, processes in roles.items()]
+        self.spans = _spans([*self.loop, *self.workers])
+
+
+def _memory(role: str, processes: Sequence[RankUse]) -> RoleMemory:
+    most = max(processes, key=lambda process: process.peak_bytes or 0)
+    held = [process.held_bytes for process in processes if process.held_bytes is not None]
+    return RoleMemory(
+        role=role,
+        processes=len(processes),
+        lane=most.lane if most.peak_bytes is not None else "",
+        peak_bytes=most.peak_bytes,
+        held_bytes=max(held, default=None),
+    )
+
+
+def _spans(processes: Sequence[RankUse]) -> list[SpanTotal]:
+    """Return the spans of all processes, the longest first; at most :data:`MOST_SPANS`.
+
+    Where two roles have spans of one name, those of the second are named after it, too: an agent loop's
+    ``reward`` is the wait for the ``reward (reward)`` of the process that scores.
+    """
+    found: dict[str, SpanTotal] = {}
+    role_of: dict[str, str] = {}
+    for process in processes:
+        for total in process.spans:
+            name = total.name
+            if name != OTHERS and role_of.setdefault(name, process.role) != process.role:
+                name = f"{name} ({process.role})"
+                total = msgspec.structs.replace(total, name=name)
+            found[name] = found[name] + total if name in found else total
+    longest = sorted(found.values(), key=attrgetter("duration_ns"), reverse=True)
+    if len(longest) <= MOST_SPANS:
+        return longest
+    kept = [total for total in longest[: MOST_SPANS - 1] if total.name != OTHERS]
+    rest = sum((total for total in longest if total not in kept), SpanTotal(OTHERS, 0, 0))
+    return sorted([*kept, rest], key=attrgetter("duration_ns"), reverse=True)

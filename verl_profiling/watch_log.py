@@ -1,5 +1,6 @@
-"""The file that a run writes of its watch: one JSON object a line, of which there is an older part, too.
+"""The file that a run writes of its watch: one step summary a line, of which there is an older part, too.
 
+Of a step that has several lines, the last one counts.
 Both parts are bounded, so a long run keeps its latest steps. What writes them is
 :mod:`verl_profiling.watch.log`; ``top`` and the report read them with :class:`WatchLogReader`, while they
 grow and are rotated.
@@ -11,119 +12,18 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import Count, Ns
 from verl_profiling.run_files import named_file
-from verl_profiling.step_summary import Duration, ExposedStage, StepSummary
+from verl_profiling.step_summary import StepSummary
 
 WATCH_LOG = "watch.jsonl"
 OLDER_WATCH_LOG = "watch.1.jsonl"
 MAX_LINE = 1 << 20
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-
-
-class LoggedSpans(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All spans of one name: as :class:`~verl_profiling.step_summary.SpanTotal`, and bounded."""
-
-    name: str
-    runs: Count
-    duration_ns: Duration
-    failed: Count = 0
-
-    @property
-    def seconds(self) -> float:
-        """How long they took, added up (s)."""
-        return self.duration_ns / 1e9
-
-
-class RoleMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Memory of the processes of a role.
-
-    Attributes:
-        role: The role.
-        processes: How many of them were read.
-        lane: The process whose peak was highest.
-        peak_bytes: That peak.
-        held_bytes: The most that any of them held at the end of the step.
-    """
-
-    role: str
-    processes: Count = 1
-    lane: str = ""
-    peak_bytes: Count | None = None
-    held_bytes: Count | None = None
-
-
-class LoggedStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line: the summary of a step, without the stages of every process.
-
-    Of a step that has several, the last line counts: it is the most complete.
-
-    Attributes:
-        step: Number of the step.
-        begin_ns: When it began, on the clock of the loop's process.
-        end_ns: When it ended.
-        policy_version: Version of the weights, if the loop reports one.
-        exposed: Where its time went, in order of the stages.
-        memory: Memory by role.
-        spans: What the trajectories and their spans add up to, the longest first.
-        captured: Name of its step folder, if it was captured.
-    """
-
-    step: Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
-    begin_ns: Ns
-    end_ns: Ns
-    policy_version: int | None = None
-    exposed: list[ExposedStage] = []
-    memory: list[RoleMemory] = []
-    spans: list[LoggedSpans] = []
-    captured: str = ""
-
-    @property
-    def seconds(self) -> float:
-        """How long the step took (s)."""
-        return max(self.end_ns - self.begin_ns, 0) / 1e9
-
-    @property
-    def exposed_s(self) -> dict[str, float]:
-        """Exposed time by stage (s); the time in no stage has an empty name."""
-        found: dict[str, float] = {}
-        for stage in self.exposed:
-            found[stage.name] = found.get(stage.name, 0.0) + stage.exposed_ns / 1e9
-        return found
-
-
-def logged(summary: StepSummary) -> LoggedStep:
-    """Return what is logged of a summary."""
-    processes = [*summary.loop, *summary.workers]
-    memory = []
-    for role in dict.fromkeys(process.role for process in processes):
-        of_role = [process for process in processes if process.role == role]
-        most = max(of_role, key=lambda process: process.peak_bytes or 0)
-        held = [process.held_bytes for process in of_role if process.held_bytes is not None]
-        memory.append(
-            RoleMemory(
-                role=role,
-                processes=len(of_role),
-                lane=most.lane if most.peak_bytes is not None else "",
-                peak_bytes=most.peak_bytes,
-                held_bytes=max(held, default=None),
-            )
-        )
-    return LoggedStep(
-        step=summary.step,
-        begin_ns=summary.begin_ns,
-        end_ns=summary.end_ns,
-        policy_version=summary.policy_version,
-        exposed=summary.exposed,
-        memory=memory,
-        spans=[LoggedSpans(**msgspec.structs.asdict(total)) for total in summary.spans],
-        captured=summary.captured,
-    )
 
 
 def has_watch_log(run: Path) -> bool:
@@ -145,9 +45,9 @@ class WatchLogReader:
         self.skipped = 0
         self._run = run
         self._read_to = ((0, 0, b""), 0)  # identity of the last part, and the end of its last whole line
-        self._decoder = msgspec.json.Decoder(LoggedStep)
+        self._decoder = msgspec.json.Decoder(StepSummary)
 
-    def read(self) -> Iterator[LoggedStep]:
+    def read(self) -> Iterator[StepSummary]:
         """Yield the steps logged since the last call; the first call yields all steps in the log.
 
         Raises:
@@ -165,7 +65,7 @@ class WatchLogReader:
         except OSError as error:
             raise TraceFormatError(self._run / WATCH_LOG, f"cannot be read ({error.strerror})") from error
 
-    def _steps(self, identity: tuple[int, int, bytes], part: BinaryIO) -> Iterator[LoggedStep]:
+    def _steps(self, identity: tuple[int, int, bytes], part: BinaryIO) -> Iterator[StepSummary]:
         """Yield the steps of one part behind what was read of it."""
         last, position = self._read_to
         if identity == last and position <= os.fstat(part.fileno()).st_size:

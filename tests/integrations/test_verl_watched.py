@@ -19,8 +19,9 @@ from verl_profiling.cli import main
 from verl_profiling.commands.trigger import Answer, Job
 from verl_profiling.remote import LocalFolder
 from verl_profiling.run_files import read_run
+from verl_profiling.step_summary import StepSummary
 from verl_profiling.watch.values import PREFIX
-from verl_profiling.watch_log import LoggedStep, WatchLogReader
+from verl_profiling.watch_log import WatchLogReader
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(1200)]
 
@@ -50,7 +51,7 @@ class Watched:
     """
 
     run: Run
-    steps: Mapping[int, LoggedStep]
+    steps: Mapping[int, StepSummary]
     asked: list[dict[str, Any]]
     logged: list[tuple[int, dict[str, float]]]
 
@@ -91,14 +92,14 @@ def watched(folder: Path, requests: dict[str, Any], *overrides: str, **given: An
     )
 
 
-def assert_adds_up(steps: Mapping[int, LoggedStep]) -> None:
+def assert_adds_up(steps: Mapping[int, StepSummary]) -> None:
     """The rows of each step are the step, to the nanosecond, and every worker was read."""
     for step in steps.values():
         assert sum(row.exposed_ns for row in step.exposed) == step.end_ns - step.begin_ns
         assert len({row.name for row in step.exposed}) == len(step.exposed)
 
 
-def rows_of(step: LoggedStep) -> dict[str, Any]:
+def rows_of(step: StepSummary) -> dict[str, Any]:
     """Return the rows of a step by stage."""
     return {row.name: row for row in step.exposed}
 

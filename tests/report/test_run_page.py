@@ -21,7 +21,6 @@ from verl_profiling.report.model import Asked, Report
 from verl_profiling.report.run_page import render_run, runs_of
 from verl_profiling.step_summary import SpanTotal
 from verl_profiling.watch.log import WatchLog
-from verl_profiling.watch_log import logged
 
 
 @pytest.fixture(scope="module")
@@ -272,9 +271,9 @@ class TestEveryStep:
 
     def test_a_long_run_has_a_bounded_page(self, run: Path) -> None:
         """All captured steps are on it, and the longest of the others, with and without them beside it."""
-        history = [logged(summary(number)) for number in range(20_000)]
-        history[7777] = logged(summary(7777, {"rollout": 99_000}))
-        history[12] = logged(summary(12, captured="step_000012"))
+        history = [summary(number) for number in range(20_000)]
+        history[7777] = summary(7777, {"rollout": 99_000})
+        history[12] = summary(12, captured="step_000012")
         page = render_run(run, [], [], history)
         steps = [int(number) for number in re.findall(r'title="step (\d+): ', page)]
         assert len(steps) <= 602
@@ -286,7 +285,7 @@ class TestEveryStep:
         """A column for each of the ten names with the longest sums; without any, there is none."""
         spans = [SpanTotal("tool:search", 240, 12_300_000_000, 3), SpanTotal("trajectory", 1, 1_000)]
         spans += [SpanTotal(f"tool:{number}", 1, number) for number in range(20)]
-        history = [logged(summary(1)), logged(summary(2, spans=spans))]
+        history = [summary(1), summary(2, spans=spans)]
         text = text_of(render_run(run, [], [], history), "time-of-trajectories-by-step")
         assert "steptool:searchtrajectorytool:19tool:18" in text
         assert "212.3 s in 240 calls, 3 failed1.00 us in 1 call" in text

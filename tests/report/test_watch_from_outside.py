@@ -15,9 +15,9 @@ from html_elements import Elements
 
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_OK
-from verl_profiling.step_summary import RankUse, SpanTotal
+from verl_profiling.step_summary import RankUse, SpanTotal, StepSummary
 from verl_profiling.watch.log import WatchLog
-from verl_profiling.watch_log import WATCH_LOG, LoggedStep, logged
+from verl_profiling.watch_log import WATCH_LOG
 
 SECONDS, PAGE = 30, 1_500_000
 """More than ten times what the readers were seen to take, and the most that a page may be."""
@@ -38,7 +38,7 @@ STRANGE: list[dict[str, Any]] = [
 ]
 
 
-def found_in(run: Path, capsys: pytest.CaptureFixture[str]) -> list[LoggedStep]:
+def found_in(run: Path, capsys: pytest.CaptureFixture[str]) -> list[StepSummary]:
     """Let all readers look at a run, within bounds; return the steps that it has for them."""
     begin_s = time.thread_time()
     for command in (["top", "--once"], ["report", "--save"]):
@@ -55,7 +55,7 @@ def found_in(run: Path, capsys: pytest.CaptureFixture[str]) -> list[LoggedStep]:
     assert elements.outside == []
     assert main(["report", "--json", str(run)]) == EXIT_OK
     steps = json.loads(capsys.readouterr().out)["watch"]
-    return [msgspec.convert(step, LoggedStep) for step in steps]
+    return [msgspec.convert(step, StepSummary) for step in steps]
 
 
 def write_lines(run: Path, *lines: str | bytes) -> None:
@@ -67,7 +67,7 @@ def write_lines(run: Path, *lines: str | bytes) -> None:
 
 def line(step: int, **fields: Any) -> str:
     """Return a line of a step, with some fields as they should not be."""
-    made = json.loads(msgspec.json.encode(logged(summary(step))))
+    made = json.loads(msgspec.json.encode(msgspec.structs.replace(summary(step), loop=[], workers=[])))
     return json.dumps({**made, **fields})
 
 
@@ -121,7 +121,9 @@ def test_a_thousand_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     ]
     log = WatchLog(tmp_path)
     for number in range(5):
-        log(msgspec.structs.replace(summary(number), workers=ranks))
+        step = msgspec.structs.replace(summary(number), workers=ranks)
+        step.add_up()
+        log(step)
     assert (tmp_path / WATCH_LOG).stat().st_size < 5 * 10_000
     steps = found_in(tmp_path, capsys)
     assert sum(spans.runs for spans in steps[-1].spans) == 1_024 * 20 * 10

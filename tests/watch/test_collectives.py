@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from verl_profiling import clock
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.watch.reading import WatchQuestion, read_sums
-from verl_profiling.watch.sums import StageSums
+from verl_profiling.watch.sums import StageSums, WatchQuestion
 
 
 def test_a_reply_has_the_collectives_of_its_steps_if_they_are_requested(tmp_path: Path) -> None:
@@ -25,7 +24,7 @@ def test_a_reply_has_the_collectives_of_its_steps_if_they_are_requested(tmp_path
         offsets_ns = {identity.clock_domain: 0}
         for requested in (True, False):
             question = WatchQuestion(steps=steps, offsets_ns=offsets_ns, collectives=requested)
-            uses = read_sums(sums, identity, question).uses(2)
+            uses = sums.read(identity, question).uses()
             entered = [use.collectives if use is not None else {} for use in uses]
             assert entered[0] == {}
             times = [time_ns for group in entered[1].values() for time_ns in group.values()]

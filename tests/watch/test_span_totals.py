@@ -22,8 +22,7 @@ from verl_profiling.step_summary import OTHERS, RankUse, SpanTotal, StepSummary
 from verl_profiling.trajectories import spans as recorder
 from verl_profiling.trajectories.log import OpenLog
 from verl_profiling.trajectories.spans import start_log, stop_log, total_spans
-from verl_profiling.watch.reading import WatchQuestion
-from verl_profiling.watch.span_sums import MOST_NAMES, SpanSums
+from verl_profiling.watch.sums import MOST_NAMES, SpanSums, WatchQuestion
 from verl_profiling.watch_log import WatchLogReader
 from verl_profiling.workers import AgentLoopCaptureMixin
 
@@ -165,7 +164,7 @@ def test_a_reading_carries_them_and_a_fork_forgets_them(session: Session) -> Non
         os._exit(0 if recorder._make_span is None else 1)
     assert os.waitpid(child, 0)[1] == 0
     reading = worker.read_watch(WatchQuestion(steps=[(0, 1 << 62)], offsets_ns={clock.domain(): 0}))
-    [use] = reading.uses(1)
+    [use] = reading.uses()
     assert [(found.name, found.runs) for found in use.spans] == [("generate", 1)]
     session.reset()
     assert recorder._make_span is None
@@ -178,8 +177,9 @@ def test_spans_of_one_name_in_two_roles_are_not_counted_twice() -> None:
         for role, seconds in (("agent_loop", 9), ("reward", 4))
         for rank in range(2)
     ]
-    found = StepSummary(step=1, begin_ns=0, end_ns=1, workers=uses).spans
-    assert [(total.name, total.duration_ns, total.runs) for total in found] == [
+    step = StepSummary(step=1, begin_ns=0, end_ns=1, workers=uses)
+    step.add_up()
+    assert [(total.name, total.duration_ns, total.runs) for total in step.spans] == [
         ("reward", 18, 32),
         ("reward (reward)", 8, 32),
     ]

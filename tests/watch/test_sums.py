@@ -15,8 +15,7 @@ from verl_profiling.capture.session import Session
 from verl_profiling.capture.stage import Stage
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.step_summary import RankUse, StageUse
-from verl_profiling.watch.reading import WatchQuestion, WatchReading
-from verl_profiling.watch.sums import StageSums
+from verl_profiling.watch.sums import StageSums, WatchQuestion, WatchReading
 from verl_profiling.workers import RequestLog, RolloutCaptureMixin
 
 QUESTION = WatchQuestion(steps=[(0, 1 << 62)], offsets_ns={clock.domain(): 0})
@@ -57,7 +56,7 @@ def marked() -> Marked:
 
 def names(reading: WatchReading) -> list[str]:
     """Return the names of the stages that a process answers with, each as often as it ran."""
-    [use] = reading.uses(1)
+    [use] = reading.uses()
     return [stage.name for stage in use.stages for _ in range(stage.runs)]
 
 
@@ -172,7 +171,7 @@ def test_a_server_with_an_engine_of_its_own_tells_when_it_had_requests(session: 
     reading = asyncio.run(serve(WATCHED))
     assert reading.identity.lane() == "rollout1_rank0"
     assert names(reading) == ["generate", "generate"]
-    [[requests]] = [use.spans for use in reading.uses(1)]
+    [[requests]] = [use.spans for use in reading.uses()]
     assert (requests.name, requests.runs) == ("generate", 4)
     assert 4 * 2_000_000 <= requests.duration_ns < 4 * 10**9
 

@@ -36,7 +36,9 @@ class TestValues:
         spans = [SpanTotal("tool:search", 240, 12_300 * MS, 3)]
         one, *others = summary(7).workers
         workers = [msgspec.structs.replace(one, spans=spans), msgspec.structs.replace(others[0], spans=spans)]
-        values = values_of(msgspec.structs.replace(summary(7), workers=workers))
+        step = msgspec.structs.replace(summary(7), workers=workers)
+        step.add_up()
+        values = values_of(step)
         found = {name: value for name, value in values.items() if "/spans/" in name}
         assert found == {
             "profiling/watch/spans/tool:search/total_s": 24.6,

@@ -39,9 +39,7 @@ from verl_profiling.settings.role import TRAJECTORIES
 from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.tools import Tool
 from verl_profiling.trajectories.spans import total_spans
-from verl_profiling.watch.reading import WatchQuestion, WatchReading, read_sums
-from verl_profiling.watch.span_sums import SpanSums
-from verl_profiling.watch.sums import STAGES_OF_A_STEP, Busy, StageSums, forget_process_sums, process_sums
+from verl_profiling.watch.sums import STAGES_OF_A_STEP, Busy, SpanSums, StageSums, WatchQuestion, WatchReading
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +61,6 @@ class Session:
         self.sink: StageSink | None = None
         self.sums: StageSums | None = None
         self.identity: WorkerIdentity | None = None
-        forget_process_sums()
         total_spans(None)
         self._busy: dict[str, Busy] = {}
         self._capture: Capture | None = None
@@ -113,12 +110,12 @@ class Session:
         """Keep the stages of this process from now on, if the watch is switched on."""
         with self._lock:
             if options.enable and self.sums is None:
-                self.sums = process_sums(options.steps * STAGES_OF_A_STEP)
+                self.sums = StageSums(options.steps * STAGES_OF_A_STEP)
                 self._pass_stages_to(self._capture)
 
     def read_watch(self, identity: WorkerIdentity, question: WatchQuestion) -> WatchReading | None:
         """Return the stages of this process in some steps, or ``None`` if the watch is off."""
-        return None if self.sums is None else read_sums(self.sums, identity, question)
+        return None if self.sums is None else self.sums.read(identity, question)
 
     def busy(self, name: str, sums_requests: bool = False) -> Busy | None:
         """Return the recorder of times in which any task is in ``name``; ``None`` if the watch is off."""

@@ -22,9 +22,10 @@ from verl_profiling.report.run_page import RUN_PAGE, render_run, runs_of
 from verl_profiling.report.terminal import fitting_console, print_report
 from verl_profiling.report.watch_frame import Pulse, WatchHistory, watch_frame, watch_sentence
 from verl_profiling.run_files import naming, whole_file
+from verl_profiling.step_summary import StepSummary
 from verl_profiling.timeline.inputs import how_to_capture, is_uncaptured, the_run
 from verl_profiling.visible import visible
-from verl_profiling.watch_log import LoggedStep, WatchLogReader
+from verl_profiling.watch_log import WatchLogReader
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -135,7 +136,7 @@ def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: lis
     return work.exit_code
 
 
-def _watched(run: Path) -> list[LoggedStep]:
+def _watched(run: Path) -> list[StepSummary]:
     """Return the steps in the watch log of a run; warn if the log cannot be read."""
     history = WatchHistory()
     try:

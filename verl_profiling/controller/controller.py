@@ -26,7 +26,6 @@ from verl_profiling.controller.spmd import in_a_line, knows_place, place_of
 from verl_profiling.controller.step_folder import StepFolders, is_pending
 from verl_profiling.controller.targets import Roster, Waits
 from verl_profiling.controller.watch import Watch
-from verl_profiling.controller.watch_outlet import WatchOutlet
 from verl_profiling.errors import ProfilingError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CUT_SHORT, CaptureResult, StepSpan
@@ -69,7 +68,6 @@ class Controller:
         self._last_step = None if self._watching else config.schedule.last_step()
         self.watch = Watch(config.watch, self.roster, config.timeouts.start_s) if self._watching else None
         self.decisions = Decisions(config, self.roster, self.watch)
-        self._outlet = WatchOutlet(config, self.roster, self._folders, self.watch)
         self._identity = WorkerIdentity(role="controller")
         self._order = LoopOrder()
         self._exit_of = 0
@@ -178,7 +176,6 @@ class Controller:
             self._folders.claimed.amend(end_ns=None)  # the callback is entered again
         if knows_place(self.config, self.roster.targets):  # else the first step does it
             self.decisions.begin(self._folders)
-            self._outlet.begin()
 
     def _begin_step(self, step: int, policy_version: int | None, decision: Decision | None) -> Waits[None]:
         live = self.live
@@ -283,7 +280,6 @@ class Controller:
         if not self.decisions.complete:
             self.decisions.begin(self._folders)
             self.decisions.find_ranks()
-            self._outlet.begin()
             self.sink = self._receiver(None)
         return self.decisions.at(step, self.live is not None and self.live.goes_on(step))
 
@@ -387,7 +383,7 @@ class Controller:
         finally:  # until here, SIGTERM unwinds the process
             self._set_live(None)
             if self.watch is not None:
-                self.watch.capture_ended()
+                self.watch.read()
         return results
 
     def _end_after(self) -> None:
@@ -421,7 +417,6 @@ class Controller:
         if self.watch is not None:
             wait_s = min(LAST_READ_S, self.config.timeouts.start_s)
             yield partial(self.watch.train_ends, wait_s)
-            self._outlet.end()
 
     def _end_run(self) -> Waits[None]:
         run, most_s = self._folders.claimed, self.roster.most_s

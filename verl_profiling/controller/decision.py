@@ -82,9 +82,10 @@ class Decisions:
         try:
             run = folders.run
             place = run.url or run.place.path
+            self._watch.log_into(run.path)
             self._requests.open(place)
         except OSError as error:
-            logger.warning("captures cannot be asked for in the run's folder: %s", error)
+            logger.warning("steps are not logged, nor captures asked for, in the run's folder: %s", error)
         else:
             logger.info("captures are asked for with verl-profiling trigger %s or SIGUSR2", place)
 

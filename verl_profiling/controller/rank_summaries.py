@@ -7,8 +7,9 @@ Only the watch's threads read and write the store; no loop waits.
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Iterable
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -20,13 +21,17 @@ from verl_profiling.watch.collectives import with_lateness
 
 logger = logging.getLogger(__name__)
 
-_MOST_BYTES = 7 << 20
-"""Largest message, in bytes: torch's TCPStore closes the connection at 8 MiB."""
+MOST_UNREAD = 64
+"""Messages of a rank that rank 0 has not read; further ones are dropped."""
+
 _COLLECTIVES = "watch/collectives"
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 
 
 class RankSummaries:
     """Exchanges step summaries between the ranks of a loop: rank 0 receives, the others send.
+
+    A rank's messages are numbered. The last one, when its training ends, has no summaries.
 
     Args:
         ranks: The ranks.
@@ -39,9 +44,8 @@ class RankSummaries:
     def __init__(self, ranks: Ranks, most: int) -> None:
         self._ranks = ranks
         self._most = most
-        self._unsent: deque[StepSummary] = deque(maxlen=most)
         self._steps: dict[int, dict[int, StepSummary]] = {rank: {} for rank in ranks.others}
-        self._until: dict[int, int] = {}
+        self._messages: Counter[int] = Counter()
         self._late: set[int] = set()
         self._ended: set[int] = set()
         self._failed = False
@@ -52,19 +56,16 @@ class RankSummaries:
         """Whether this is rank 0, which joins the summaries of all ranks."""
         return self._ranks.leads
 
-    def send(self, summaries: Iterable[StepSummary], last: bool = False) -> None:
-        """Queue summaries, and send the queue to rank 0 if it has read the previous ones."""
-        self._unsent += summaries
+    def send(self, summaries: Sequence[StepSummary]) -> None:
+        """Send summaries to rank 0; none, when training ends."""
+        rank, number = self._ranks.rank, self._messages[self._ranks.rank]
         try:
-            sent = msgspec.msgpack.encode(list(self._unsent))
-            while len(sent) > _MOST_BYTES:  # the older half is dropped
-                self._unsent = deque(list(self._unsent)[len(self._unsent) // 2 + 1 :], self._most)
-                sent = msgspec.msgpack.encode(list(self._unsent))
-            if (self._unsent or last) and self._ranks.tell(sent, last):
-                self._unsent.clear()
+            if number < MOST_UNREAD or self._ranks.get(_key(rank, number - MOST_UNREAD)) is None:
+                self._ranks.set(_key(rank, number), msgspec.msgpack.encode(summaries))
+                self._messages[rank] += 1
             self.collectives = self._ranks.get(_COLLECTIVES) == b"1"
         except PROBLEMS as error:
-            if not self._failed and not last:
+            if not self._failed and summaries:
                 logger.warning("watch: rank 0 is not sent the steps here: %s", in_a_line(error))
             self._failed = True
 
@@ -77,31 +78,28 @@ class RankSummaries:
             except PROBLEMS as error:
                 logger.debug("watch: the collectives of the ranks are not requested: %s", in_a_line(error))
 
-    def look(self, steps: Iterable[int], last: bool = False) -> None:
-        """Receive the summaries of these steps that other ranks have sent."""
-        newest = max(steps, default=0)
-        for rank in self._ranks.others:
-            if not self._has_sent(rank, newest) or rank in self._late:
-                if last:
-                    self._take(rank, last)
+    def receive(self, steps: Sequence[StepSummary], left_s: Callable[[], float]) -> None:
+        """Wait until all ranks have sent these steps; each that has not is logged once until it sends.
+
+        Args:
+            steps: The steps.
+            left_s: Returns how long to wait.
+        """
+        begun_s, pause_s = time.monotonic(), _SHORTEST_PAUSE_S
+        while True:
+            for rank in self._lacking(steps):
                 self._take(rank)
-
-    def lacking(self, step: int) -> list[int]:
-        """Return the ranks whose summary of a step is missing, without late and ended ranks."""
-        return [
-            rank
-            for rank in self._ranks.others
-            if rank not in self._late | self._ended and not self._has_sent(rank, step)
-        ]
-
-    def give_up(self, step: int, waited_s: float) -> None:
-        """Stop waiting for the ranks that have not sent a step; each is logged once until it sends."""
-        for rank in self.lacking(step):
+            lacking = [rank for rank in self._lacking(steps) if rank not in self._late]
+            if not lacking or left_s() <= 0:
+                break
+            time.sleep(pause_s)
+            pause_s = min(1.25 * pause_s, _LONGEST_PAUSE_S)
+        for rank in lacking:
             self._late.add(rank)
             logger.warning(
                 "watch: rank %d has sent nothing of its steps for %.1f s; until it does, the summaries are "
                 "without it. Are the settings of watch the same there?",
-                *(rank, waited_s),
+                *(rank, time.monotonic() - begun_s),
             )
 
     def joined(self, summary: StepSummary) -> StepSummary:
@@ -120,33 +118,34 @@ class RankSummaries:
         later = {use.lane: later_ns for one, later_ns in parts for use in (*one.loop, *one.workers)}
         return replace(known, loop=_later(known.loop, later), workers=_later(known.workers, later))
 
-    def counts_anew(self) -> None:
-        """Record that the loop restarted with an earlier step number."""
-        self._until.clear()
+    def _lacking(self, steps: Sequence[StepSummary]) -> list[int]:
+        """Return the ranks that have not ended, and have not sent all of these steps."""
+        return [
+            rank
+            for rank, sent in self._steps.items()
+            if rank not in self._ended and any(step.step not in sent for step in steps)
+        ]
 
-    def _has_sent(self, rank: int, step: int) -> bool:
-        return step in self._steps[rank] or self._until.get(rank, step - 1) >= step
-
-    def _take(self, rank: int, last: bool = False) -> None:
+    def _take(self, rank: int) -> None:
+        """Receive what a rank has sent."""
         try:
-            data = self._ranks.told(rank, last)
-            sent = [] if data is None else msgspec.msgpack.decode(data, type=list[StepSummary])
+            while (data := self._ranks.take(_key(rank, self._messages[rank]))) is not None:
+                self._messages[rank] += 1
+                sent = msgspec.msgpack.decode(data, type=list[StepSummary])
+                self._late.discard(rank)
+                self._steps[rank] |= {summary.step: summary for summary in sent}
+                if not sent:
+                    self._ended.add(rank)
         except PROBLEMS as error:
             if rank not in self._late:
                 logger.warning("watch: what rank %d sends cannot be read: %s", rank, in_a_line(error))
             self._late.add(rank)
-            return
-        if data is not None:
-            self._late.discard(rank)
-        steps = self._steps[rank]
-        for summary in sent[-self._most :]:
-            steps[summary.step] = summary
-            self._until[rank] = summary.step
-        while len(steps) > self._most:  # steps with other numbers than rank 0's are never popped
-            del steps[next(iter(steps))]
-        process = self._ranks.processes.get(rank)
-        if last and (data is not None or (process is not None and process.alive() is False)):
-            self._ended.add(rank)
+        while len(self._steps[rank]) > self._most:  # steps with other numbers than rank 0's are never popped
+            del self._steps[rank][next(iter(self._steps[rank]))]
+
+
+def _key(rank: int, number: int) -> str:
+    return f"watch/{rank}/{number}"
 
 
 def _later(uses: list[RankUse], by_ns: dict[str, int]) -> list[RankUse]:

@@ -105,26 +105,6 @@ class Ranks:
         found, self._requests = self._requests, []
         return found
 
-    def tell(self, steps: bytes, last: bool = False) -> bool:
-        """Store step summaries for rank 0; return ``False`` if it has not read the previous ones.
-
-        Args:
-            steps: The encoded summaries.
-            last: Whether training ends; these have a key of their own, and are always stored.
-        """
-        key = _watch_key(self.rank, last)
-        if not last and self._store.check([key]):
-            return False
-        self._store.set(key, steps)
-        return True
-
-    def told(self, rank: int, last: bool = False) -> bytes | None:
-        """Return and delete the step summaries that a rank has stored; ``None`` if there are none."""
-        steps = self.get(key := _watch_key(rank, last))
-        if steps is not None:
-            self._store.delete_key(key)
-        return steps
-
     def joined(
         self, stages: list[StageSpan], results: list[CaptureResult], notes: list[str], why: str
     ) -> tuple[list[StageSpan], list[CaptureResult]]:
@@ -189,6 +169,13 @@ class Ranks:
         if not self._store.check([key]):
             return None
         value: bytes = self._store.get(key)
+        return value
+
+    def take(self, key: str) -> bytes | None:
+        """Return and delete the value of a key; ``None`` if there is none."""
+        value = self.get(key)
+        if value is not None:
+            self._store.delete_key(key)
         return value
 
     def set(self, key: str, value: bytes) -> None:
@@ -335,7 +322,3 @@ def _nested(own: list[StageSpan], others: list[StageSpan]) -> list[StageSpan]:
         spans.append(msgspec.structs.replace(span, depth=len(ends)))
         ends.append(span.end_ns)
     return spans
-
-
-def _watch_key(rank: int, last: bool) -> str:
-    return f"watch/{rank}" + ("/last" if last else "")

@@ -11,38 +11,37 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from contextvars import copy_context
 from math import inf
-
-import msgspec
+from pathlib import Path
 
 from verl_profiling import clock
+from verl_profiling.capture.session import process_session
 from verl_profiling.capture.stage import Both, StageSink
+from verl_profiling.clock import Handshake, best_handshake
 from verl_profiling.controller.open_capture import ROLLOUT
 from verl_profiling.controller.rank_summaries import RankSummaries
 from verl_profiling.controller.spmd import Ranks
-from verl_profiling.controller.targets import Roster
-from verl_profiling.controller.watched_workers import PendingStep, WatchedWorkers
-from verl_profiling.identity import WorkerIdentity
+from verl_profiling.controller.targets import Call, Postponed, Roster, Target, Worker
+from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.step_summary import RankUse, StepSummary
 from verl_profiling.watch.collectives import RecorderReading, with_collectives, with_lateness
 from verl_profiling.watch.exposed import exposed
-from verl_profiling.watch.sums import STAGES_OF_A_STEP, OpenStage, StageSums, process_sums
+from verl_profiling.watch.log import Listener, log_listeners
+from verl_profiling.watch.sums import STAGES_OF_A_STEP, OpenStage, StageSums, WatchQuestion, WatchReading
 
 logger = logging.getLogger(__name__)
-
-Listener = Callable[[StepSummary], object]
 
 LOOP = RankUse(lane="controller", role="controller")
 """The process that runs the loop."""
 
 LEAST_PAUSE_S = 1.0
-PAUSE = 1000
-"""Pause between two reads of the workers, as a multiple of a read's CPU time, e.g. 2 s after 2 ms. After it,
-the workers are read even if fewer steps than ``watch.every`` have ended."""
+"""After it, the workers are read even if fewer steps than ``watch.every`` have ended."""
 
-_SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0
+_HANDSHAKES = 32
+_LONGEST_WAIT_S = 1.0
 
 
 class Watch:
@@ -62,22 +61,20 @@ class Watch:
     """
 
     def __init__(self, options: WatchOptions, roster: Roster, timeout_s: float) -> None:
-        most = options.steps * STAGES_OF_A_STEP
-        self.sums = StageSums(most)
+        self.sums = StageSums(options.steps * STAGES_OF_A_STEP)
         self.summaries: deque[StepSummary] = deque(maxlen=options.steps)
         self.listeners: list[Listener] = []
-        self._every, self._steps, self._most = options.every, options.steps, most
+        self.recorders = RecorderReading()
+        self._options = options
         self._timeout_s, self._until_s = timeout_s, inf
         self._workers = WatchedWorkers(roster)
         self._ranks: RankSummaries | None = None
-        self.recorders = RecorderReading()
-        self._has_trigger = options.trigger is not None
         self._who = LOOP
-        self._step: PendingStep | None = None
-        self._ended: deque[PendingStep] = deque()
-        self._pending: deque[PendingStep] = deque()
+        self._log: list[Listener] = []
+        self._step: StepSummary | None = None
+        self._ended: deque[StepSummary] = deque()
+        self._is_due = False
         self._next_s = time.monotonic() + LEAST_PAUSE_S
-        self._at_once = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._rollout: OpenStage | None = None
@@ -91,19 +88,23 @@ class Watch:
             ranks: The ranks.
             own: This rank's identity in manifests.
         """
-        self._ranks = RankSummaries(ranks, self._steps) if self._every else None
-        self.sums = process_sums(self._most)
+        self._ranks = RankSummaries(ranks, self._options.steps) if self._options.every else None
+        process_session().keep_every_step(self._options)
+        self.sums = process_session().sums or self.sums
         self._who = RankUse(lane=own.lane(), role=own.role, rank=own.rank)
         self._workers.alone = False
+
+    def log_into(self, run: Path) -> None:
+        """Write the summaries into the run's folder until training ends."""
+        self._log = self._log or log_listeners(run, self._options.sinks or ())
 
     def receiver(self, log: StageSink | None) -> StageSink:
         """Return the receiver of this process's stages: the watch, together with a capture's log if given."""
         return self.sums if log is None else Both(log, self.sums)
 
     def step_begins(self, step: int, policy_version: int | None = None) -> None:
-        """Record that a step begins; ends the previous step if the loop did not."""
-        self.step_ends()
-        self._step = PendingStep(step, clock.now_ns(), policy_version=policy_version)
+        """Record that a step begins; the previous one has ended."""
+        self._step = StepSummary(step=step, begin_ns=clock.now_ns(), policy_version=policy_version)
 
     def no_step(self) -> None:
         """Discard the step that began last: the loop had no batch left for it."""
@@ -122,13 +123,11 @@ class Watch:
             return
         if not self._beside:  # a rollout that the loop has not ended ends with the step
             self.rollout_ends()
-        step.end_ns = clock.now_ns()
+        step.end_ns, step.beside = clock.now_ns(), self._beside
         self._ended.append(step)
-        if not step.captured and (
-            len(self._ended) >= (min(self._every, self._steps) or self._steps)
-            or time.monotonic() >= self._next_s
-        ):
-            self._read()
+        most = min(self._options.every or inf, self._options.steps)
+        if not step.captured and (len(self._ended) >= most or time.monotonic() >= self._next_s):
+            self.read()
 
     def rollout_begins(self) -> None:
         """Begin the stage ``rollout``."""
@@ -148,132 +147,188 @@ class Watch:
         if stage is not None:
             self.sums.end_stage(stage)
 
-    def capture_ended(self) -> None:
-        """Read the workers in the background after a capture."""
-        self._read()
-
     def train_ends(self, timeout_s: float) -> None:
         """Read the workers for the last time, and wait until all summaries are made."""
         self.step_ends()
         self._until_s = time.monotonic() + timeout_s
-        self._read()
+        self.read()
         if (thread := self._thread) is not None:
-            thread.join(timeout_s + LEAST_PAUSE_S)
+            thread.join(timeout_s + 2 * LEAST_PAUSE_S)
         if self._ranks is not None and not self._ranks.leads:
-            self._ranks.send([], last=True)
-        self._ranks, self._until_s = None, inf
+            self._ranks.send([])
+        self._ranks, self._until_s, self._log = None, inf, []
 
-    def _read(self) -> None:
-        """Start a read on the background thread; it ends when all ended steps have summaries."""
+    def read(self) -> None:
+        """Read the workers, and summarize the ended steps, on the background thread."""
         with self._lock:
-            self._at_once = True
-            if self._thread is None or not self._thread.is_alive():
+            self._is_due = True
+            if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="verl-profiling-watch", daemon=True)
                 self._thread.start()
 
     def _run(self) -> None:
         while True:
             with self._lock:
-                if not (self._at_once or self._pending):
+                if not self._is_due:
                     self._thread = None
                     return
+                self._is_due = False
+            steps = [self._ended.popleft() for _ in range(len(self._ended))]
             try:
-                self._look()
+                self._summarize(steps)
             except Exception as error:
-                self._say_once(id(Watch), self._pending[0].step if self._pending else 0, error)
-                self._pending.clear()
+                self._say_once(id(Watch), steps[0].step if steps else 0, error)
+            self._next_s = time.monotonic() + LEAST_PAUSE_S
 
-    def _look(self) -> None:
-        """Call the workers for newly ended steps, and publish the steps with all replies."""
-        begin_s = time.thread_time()
-        if self._at_once:
-            self._at_once = False
-            self._take_steps()
-        self._workers.ask(self._pending, self._ranks is None and self.recorders.due)
-        waited_s = time.monotonic() - self._pending[0].since_s if self._pending else 0.0
-        self._workers.wait(min(_SHORTEST_LOOK_S + waited_s / 4, _LONGEST_LOOK_S))
-        if self._ranks is not None and self._ranks.leads and self._pending:
-            self._ranks.look([step.step for step in self._pending], self._until_s < inf)
-        whole = []
-        while self._pending and self._is_whole(self._pending[0]):
-            whole.append(self._pending.popleft())
-        if whole:
-            self._publish(whole)
-        elif self._pending and not self._workers.are_asked:
-            time.sleep(_SHORTEST_LOOK_S)
-        self._next_s = time.monotonic() + max(LEAST_PAUSE_S, PAUSE * (time.thread_time() - begin_s))
+    def _summarize(self, steps: list[StepSummary]) -> None:
+        """Read the processes' stages in these steps, and pass the summaries to the listeners."""
+        since_s, ranks = time.monotonic(), self._ranks
 
-    def _take_steps(self) -> None:
-        expected = self._workers.expected()
-        last = self._pending[-1].step if self._pending else None
-        while self._ended:
-            step = self._ended.popleft()
-            if self._ranks is not None and last is not None and step.step < last:
-                self._ranks.counts_anew()
-            last = step.step
-            step.since_s = time.monotonic()
-            step.lacks = set(expected) if self._every or step.captured else set()
-            self._pending.append(step)
+        def left_s() -> float:
+            soon_s = max(self._until_s, since_s + LEAST_PAUSE_S)
+            return min(since_s + self._timeout_s, soon_s) - time.monotonic()
 
-    def _is_whole(self, step: PendingStep) -> bool:
-        ranks = self._ranks if self._ranks is not None and self._ranks.leads else None
-        if not step.lacks and not (ranks is not None and ranks.lacking(step.step)):
-            return True
-        now_s = time.monotonic()
-        if now_s < min(step.since_s + self._timeout_s, self._until_s):
-            return False
-        self._workers.give_up([step])
-        if ranks is not None:
-            ranks.give_up(step.step, now_s - step.since_s)
-        return True
-
-    def _publish(self, steps: Sequence[PendingStep]) -> None:
-        """Make the summaries of steps, add their exposed times, and pass them to the listeners."""
+        if asked := [step for step in steps if self._options.every or step.captured]:
+            self._workers.read(asked, ranks is None and self.recorders.due, left_s)
         times = [(step.begin_ns, step.end_ns) for step in steps]
         own = self.sums.of_steps(self._who, times)
-        if self._ranks is not None and self._ranks.collectives:
+        if ranks is not None and ranks.collectives:
             own = with_collectives(own, times)
-        summaries = [
-            StepSummary(
-                step=step.step,
-                begin_ns=step.begin_ns,
-                end_ns=step.end_ns,
-                policy_version=step.policy_version,
-                loop=[use] if use is not None else [],
-                workers=sorted(step.workers.values(), key=lambda use: (use.role, use.rank, use.lane)),
-                beside=self._beside,
-                captured=step.captured,
-            )
-            for step, use in zip(steps, own, strict=True)
-        ]
-        if self._ranks is not None and not self._ranks.leads:
-            self._ranks.send(summaries)
-        for summary in summaries:
-            if self._ranks is not None and self._ranks.leads:
-                summary = self._ranks.joined(summary)
-            summary = self._explained(summary)
+        for step, use in zip(steps, own, strict=True):
+            step.loop = [use] if use is not None else []
+        if ranks is not None and ranks.leads:
+            ranks.receive(steps, left_s)
+            steps = [ranks.joined(step) for step in steps]
+        elif ranks is not None:
+            ranks.send(steps)
+        for step in steps:
+            summary = self._explained(step)
             self.summaries.append(summary)
-            for listener in list(self.listeners):
+            for listener in [*self._log, *self.listeners]:
                 try:
                     listener(summary)
                 except Exception as error:  # an error of a listener does not stop the watch
                     self._say_once(id(listener), summary.step, error)
-        if self._ranks is not None and self._ranks.leads:
-            self._ranks.ask_collectives(self.recorders.due)
+        if ranks is not None and ranks.leads:
+            ranks.ask_collectives(self.recorders.due)
 
     def _explained(self, summary: StepSummary) -> StepSummary:
+        """Return the summary with exposed times, memory by role and sums of spans."""
         before = self.summaries[-1] if self.summaries else None
+        summary.add_up()
         try:
-            known = with_lateness(summary)
-            known = msgspec.structs.replace(known, exposed=exposed(known, before, self._workers.has_any))
-            if self._has_trigger:
-                self.recorders.follow(known)
-            return known
+            summary = with_lateness(summary)
+            summary.exposed = exposed(summary, before, self._workers.has_any)
+            if self._options.trigger is not None:
+                self.recorders.follow(summary)
         except Exception as error:
             self._say_once(id(exposed), summary.step, error)
-            return summary
+        return summary
 
     def _say_once(self, what: int, step: int, error: Exception) -> None:
         if what not in self._failed:
             self._failed.add(what)
             logger.error("watch: step %d: %s: %s", step, type(error).__name__, error, exc_info=error)
+
+
+class WatchedWorkers:
+    """The workers of a watched loop. A worker with an unanswered call is not called again.
+
+    Args:
+        roster: The workers.
+
+    Attributes:
+        alone: Whether this process runs the loop alone; one of several ranks ignores its own reply.
+    """
+
+    def __init__(self, roster: Roster) -> None:
+        self.alone = True
+        self._roster = roster
+        self._late: list[Call] = []
+        self._without: set[Target] = set()
+        self._said: set[Worker] = set()
+        self._handshakes: dict[str, deque[Handshake]] = {}
+
+    @property
+    def has_any(self) -> bool:
+        """Whether the loop has workers."""
+        return bool(self._roster.targets)
+
+    def read(self, steps: Sequence[StepSummary], collectives: bool, left_s: Callable[[], float]) -> None:
+        """Call all workers, and set the workers of the steps; late ones are logged once and left out.
+
+        Args:
+            steps: The steps.
+            collectives: Whether the collectives that they entered are requested, too.
+            left_s: Returns how long to wait for replies.
+        """
+        times = [(step.begin_ns, step.end_ns) for step in steps]
+        uses: dict[ProcessId, list[RankUse | None]] = {}
+        self._late = [call for call in self._late if not call.future.done()]
+        to_call = {*self._roster.driven(None)} - self._without
+        while (to_call := to_call - {call.target for call in self._late}) and left_s() > 0:
+            offsets_ns = {clock.domain(): 0}
+            for domain, known in self._handshakes.items():
+                offsets_ns[domain] = best_handshake(known).offset_ns
+            question = WatchQuestion(steps=times, offsets_ns=offsets_ns, collectives=collectives)
+            calls = [call for target in to_call for call in target.call("read_watch", question)]
+            self._wait(calls, left_s)
+            answered = [call for call in calls if call.future.done()]
+            to_call = {call.target for call in answered if not self._take(call, times, uses)}
+        for at, step in enumerate(steps):
+            found = [use for of_steps in uses.values() if (use := of_steps[at]) is not None]
+            step.workers = sorted(found, key=lambda use: (use.role, use.rank, use.lane))
+
+    def _wait(self, calls: Sequence[Call], left_s: Callable[[], float]) -> None:
+        for call in calls:
+            if isinstance(call.future, Postponed):
+                call.future.fail(RuntimeError("it is a coroutine, and no event loop runs"))
+        futures = [call.future for call in calls]
+        while wait(futures, max(0.0, min(left_s(), _LONGEST_WAIT_S))).not_done and left_s() > 0:
+            pass
+        late = [call for call in calls if not call.future.done()]
+        for call in late:
+            waited_s = (clock.now_ns() - call.sent_ns) / 1e9
+            self._say(call, f"has not answered read_watch for {waited_s:.1f} s; it is asked when it has")
+        self._late += late
+
+    def _take(self, call: Call, times: Sequence[object], uses: dict[ProcessId, list[RankUse | None]]) -> bool:
+        """Add a reply; return ``False`` if the worker did not know its clock offset, which is known now."""
+        reading = call.reply()
+        if type(call.error) is AttributeError:  # it has no such method
+            self._without.add(call.target)
+        if not isinstance(reading, WatchReading):
+            if reading is not None or call.error is not None:
+                self._say(call, f"is not read: {call.problem()}")
+            return True
+        try:
+            self._measure(call, reading)
+            if reading.steps is None:
+                return False
+            if not call.worker.identity.pid:
+                call.worker.identity = reading.identity
+            found = reading.uses()
+            if len(found) != len(times):
+                raise ValueError(f"it has {len(found)} steps instead of {len(times)}")
+            if self.alone or reading.process != ProcessId.current():
+                uses.setdefault(reading.process, found)
+            if reading.dropped:
+                self._say(call, f"ended {reading.dropped} stages more than are kept; is one in a hot loop?")
+            else:
+                self._said.discard(call.worker)
+        except Exception as error:
+            self._say(call, f"cannot be read: {type(error).__name__}: {error}")
+        return True
+
+    def _measure(self, call: Call, reading: WatchReading) -> None:
+        domain = reading.identity.clock_domain
+        if domain != clock.domain():
+            handshake = Handshake(call.sent_ns, reading.received_ns, reading.replied_ns, call.returned_ns)
+            self._handshakes.setdefault(domain, deque(maxlen=_HANDSHAKES)).append(handshake)
+
+    def _say(self, call: Call, what: str) -> None:
+        """Log a problem of a worker, once until it answers."""
+        if call.worker in self._said:
+            return
+        self._said.add(call.worker)
+        logger.warning("watch: %s %s", call.worker.identity, what)

@@ -99,7 +99,6 @@ def write_tensorboard(reports: Sequence[Report], logdir: Path) -> None:
     file = EventFile(logdir, "--tensorboard")
     for report in reports:
         file.add(report.step or 0, {f"profiling/{name}": value for name, value in scalars(report)})
-    file.close()
 
 
 def scalars(report: Report) -> Iterator[tuple[str, float]]:

@@ -16,10 +16,10 @@ from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import Figure, axis_top
 from verl_profiling.report.tables import Cell, named, stage_class, timed
 from verl_profiling.report.watch_frame import IN_NO_STAGE, captures_so_far, excess, slowest
+from verl_profiling.step_summary import SpanTotal, StepSummary
 from verl_profiling.timeline.inputs import how_to_capture
 from verl_profiling.units import duration
 from verl_profiling.visible import visible
-from verl_profiling.watch_log import LoggedSpans, LoggedStep
 
 RUN_PAGE = "index.html"
 _MOST_BARS = 600
@@ -43,7 +43,7 @@ class _Step(NamedTuple):
     seconds: float
     stages: Mapping[str, float]
     captured: str = ""
-    spans: Sequence[LoggedSpans] = ()
+    spans: Sequence[SpanTotal] = ()
 
     @property
     def cell(self) -> Cell:
@@ -60,7 +60,7 @@ def runs_of(path: Path, folders: Iterable[Path]) -> dict[Path, list[int]]:
 
 
 def render_run(
-    directory: Path, pages: Sequence[Path], reports: Sequence[Report], watched: Sequence[LoggedStep] = ()
+    directory: Path, pages: Sequence[Path], reports: Sequence[Report], watched: Sequence[StepSummary] = ()
 ) -> str:
     """Return the page of a run.
 
@@ -289,7 +289,7 @@ def _by_step(
     return section(title, table(title, ("step", *map(visible, names)), cells if names else []), note)
 
 
-def _history(run: Path, steps: Sequence[LoggedStep], links: Mapping[int | None, str]) -> list[_Step]:
+def _history(run: Path, steps: Sequence[StepSummary], links: Mapping[int | None, str]) -> list[_Step]:
     """Return the logged steps that are shown.
 
     Args:
@@ -341,13 +341,13 @@ def _watch_tables(bars: Sequence[_Step]) -> str:
     return exposed + _by_step("Time of trajectories by step", steps, spent, names, note)
 
 
-def _spent(spans: LoggedSpans) -> Cell:
+def _spent(spans: SpanTotal) -> Cell:
     failed = f", {spans.failed:,} failed" if spans.failed else ""
     calls = "call" if spans.runs == 1 else "calls"
     return Cell(spans.seconds, f"{duration(spans.seconds)} in {spans.runs:,} {calls}{failed}")
 
 
-def _shown(steps: Sequence[LoggedStep], captured: set[int]) -> list[LoggedStep]:
+def _shown(steps: Sequence[StepSummary], captured: set[int]) -> list[StepSummary]:
     """Return the captured steps, and of each group of the others in a row the longest."""
     if len(steps) <= _MOST_BARS:
         return list(steps)

@@ -23,11 +23,10 @@ from verl_profiling.report.sentences import axis_top, counted, sparkline
 from verl_profiling.report.terminal import table_of
 from verl_profiling.run_files import named_file
 from verl_profiling.shifts import noticed_from, spread_so_far
-from verl_profiling.step_summary import ExposedStage
+from verl_profiling.step_summary import ExposedStage, RoleMemory, StepSummary
 from verl_profiling.timeline.inputs import step_folders
 from verl_profiling.units import byte_size, duration
 from verl_profiling.visible import visible
-from verl_profiling.watch_log import LoggedStep, RoleMemory
 
 _WIDTH = 100
 _TREND = 20
@@ -54,9 +53,9 @@ class WatchHistory:
 
     def __init__(self, most: int | None = None) -> None:
         self._most = most
-        self._steps: dict[int, LoggedStep] = {}
+        self._steps: dict[int, StepSummary] = {}
 
-    def add(self, lines: Iterable[LoggedStep]) -> None:
+    def add(self, lines: Iterable[StepSummary]) -> None:
         """Add lines of the log, in the order in which they were logged."""
         for line in lines:
             while self._steps and self._is_of_a_start_before(line):
@@ -67,17 +66,17 @@ class WatchHistory:
                 del self._steps[next(iter(self._steps))]
 
     @property
-    def steps(self) -> list[LoggedStep]:
+    def steps(self) -> list[StepSummary]:
         """The kept steps."""
         return list(self._steps.values())
 
-    def _is_of_a_start_before(self, line: LoggedStep) -> bool:
+    def _is_of_a_start_before(self, line: StepSummary) -> bool:
         """Return whether the last step is one that the run comes to again."""
         last, kept = next(reversed(self._steps.items()))
         return last > line.step and kept.begin_ns < line.begin_ns
 
 
-def main_rows(step: LoggedStep) -> dict[str, ExposedStage]:
+def main_rows(step: StepSummary) -> dict[str, ExposedStage]:
     """Return, by name of the stage, the row of a step that is exposed longest."""
     rows: dict[str, ExposedStage] = {}
     for row in step.exposed:
@@ -86,7 +85,7 @@ def main_rows(step: LoggedStep) -> dict[str, ExposedStage]:
     return rows
 
 
-def watch_sentence(steps: Sequence[LoggedStep]) -> str:
+def watch_sentence(steps: Sequence[StepSummary]) -> str:
     """Return a sentence on the steps of a run, of which there is at least one."""
     took = [step.seconds for step in steps]
     index = slowest(took)
@@ -164,7 +163,7 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
 def watch_frame(
     run: str,
     pulse: Pulse,
-    steps: Sequence[LoggedStep] = (),
+    steps: Sequence[StepSummary] = (),
     captures: int = 0,
     latest: Mapping[str, str] = MappingProxyType({}),
     footer: str = "",
@@ -191,7 +190,7 @@ def watch_frame(
     return Constrain(Group(*lines), _WIDTH)
 
 
-def _drawn(steps: Sequence[LoggedStep]) -> Iterator[Text | Table]:
+def _drawn(steps: Sequence[StepSummary]) -> Iterator[Text | Table]:
     latest = steps[-1]
     took = [step.seconds for step in steps]
     policy = "" if latest.policy_version is None else f", policy version {latest.policy_version}"
@@ -216,7 +215,7 @@ def _drawn(steps: Sequence[LoggedStep]) -> Iterator[Text | Table]:
         yield _memory(known.values())
 
 
-def _stages(steps: Sequence[LoggedStep]) -> Table:
+def _stages(steps: Sequence[StepSummary]) -> Table:
     latest = steps[-1]
     table = table_of("", ("stage", "exposed", "share", "median", "trend", "leads"), texts=(5,))
     by_stage = [step.exposed_s for step in steps]
@@ -233,7 +232,7 @@ def _stages(steps: Sequence[LoggedStep]) -> Table:
     return table
 
 
-def _spans(steps: Sequence[LoggedStep], latest: LoggedStep) -> Table:
+def _spans(steps: Sequence[StepSummary], latest: StepSummary) -> Table:
     spent = steps[-1]
     which = "" if spent is latest else f" (step {spent.step})"
     headings = (f"in trajectories{which}", "total", "calls", "mean", "failed", "median", "trend")
@@ -270,7 +269,7 @@ def _leads(row: ExposedStage | None) -> str:
     return f"{row.leader} {duration(row.lead_ns / 1e9, signed=True)}"
 
 
-def _led(step: LoggedStep) -> str:
+def _led(step: StepSummary) -> str:
     """Return how much of a step the others wait for one process."""
     led_ns = sum(min(row.lead_ns, row.exposed_ns) for row in step.exposed)
     if not led_ns or not step.seconds:
@@ -278,7 +277,7 @@ def _led(step: LoggedStep) -> str:
     return f"one process alone is late for {led_ns / 1e9 / step.seconds:.1%} of step {step.step}"
 
 
-def _unsteady(steps: Sequence[LoggedStep]) -> str:
+def _unsteady(steps: Sequence[StepSummary]) -> str:
     """Return the ratios from which the watch notices stages whose spread hides its default ratio."""
     by_stage = [step.exposed_s for step in steps]
     took = median(step.seconds for step in steps) if steps else 0.0

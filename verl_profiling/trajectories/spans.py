@@ -289,7 +289,7 @@ def total_spans(totals: Any) -> None:
     """Pass all ended spans and trajectories of this process to totals; ``None`` stops that.
 
     Args:
-        totals: A :class:`~verl_profiling.watch.span_sums.SpanSums`.
+        totals: A :class:`~verl_profiling.watch.sums.SpanSums`.
     """
     global _totals
     if totals is not None:

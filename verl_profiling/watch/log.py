@@ -1,10 +1,14 @@
-"""Writes the log of the watch into the run's folder: one line per step, in two bounded parts."""
+"""Writes the step summaries of the watch into the run's folder, on the watch's thread.
+
+The log has one line per step, in two bounded parts. TensorBoard gets the numbers of each step, if set.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
@@ -12,10 +16,15 @@ from pathlib import Path
 
 import msgspec
 
+from verl_profiling.errors import ToolUnavailableError
+from verl_profiling.event_file import EventFile
 from verl_profiling.step_summary import StepSummary
-from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG, logged
+from verl_profiling.watch.values import values_of
+from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG
 
 logger = logging.getLogger(__name__)
+
+Listener = Callable[[StepSummary], object]
 
 MAX_PART_BYTES = 8 << 20
 """Bytes of each of the two parts."""
@@ -39,8 +48,9 @@ class WatchLog(RotatingFileHandler):
         self._torn, self._complained = True, False
 
     def __call__(self, summary: StepSummary) -> None:
-        """Log a step."""
-        line = msgspec.json.encode(logged(summary)).decode()
+        """Log a step, without its processes."""
+        without = msgspec.structs.replace(summary, loop=[], workers=[], beside=())
+        line = msgspec.json.encode(without).decode()
         with suppress(FileNotFoundError):
             if self._torn and Path(self.baseFilename).stat().st_size:
                 line = f"\n{line}"  # an earlier write may have left half a line
@@ -60,3 +70,16 @@ class WatchLog(RotatingFileHandler):
     def _open(self) -> TextIOWrapper:
         """Open the file; with ``O_NONBLOCK``, a pipe in its place does not block."""
         return TextIOWrapper(os.fdopen(os.open(self.baseFilename, _FLAGS, 0o644), "ab"), encoding="utf-8")
+
+
+def log_listeners(run: Path, sinks: Sequence[str]) -> list[Listener]:
+    """Return what writes each step summary into a run's folder: the log, and ``watch.sinks``."""
+    found: list[Listener] = [WatchLog(run)]
+    if "tensorboard" in sinks:
+        try:
+            curves = EventFile(run / "tensorboard", "watch.sinks: tensorboard")
+        except (ToolUnavailableError, OSError) as error:
+            logger.warning("watch.sinks: tensorboard gets nothing: %s", error)
+        else:
+            found.append(lambda summary: curves.add(summary.step, values_of(summary)))
+    return found

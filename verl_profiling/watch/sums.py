@@ -1,6 +1,6 @@
-"""The stages that a process records for the watch, ended and open, and its memory after them.
+"""What a process records for the watch, and its replies: stages, memory after them, and sums of its spans.
 
-Written for speed: every stage begins and ends here.
+Written for speed: every stage and every span of a step, captured or not, ends here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from itertools import islice
 from operator import attrgetter
 from types import TracebackType
 from typing import Any
@@ -20,9 +19,10 @@ from typing import Any
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.step_summary import OTHERS, Period, RankUse, StageUse
+from verl_profiling.identity import ProcessId, WorkerIdentity
+from verl_profiling.step_summary import OTHERS, Period, RankUse, SpanTotal, StageUse
 from verl_profiling.tools.process_memory import own_bytes, process_peak_bytes
-from verl_profiling.watch.span_sums import SpanSums
+from verl_profiling.watch.collectives import with_collectives
 
 STAGES_OF_A_STEP = 16
 """Ended outermost stages that a process keeps, per step that the watch keeps."""
@@ -31,7 +31,10 @@ MOST_PERIODS = 16
 """Maximum number of periods of a stage in a step; further runs extend the last period."""
 
 MOST_NAMES = 256
-"""Maximum number of stage names in a step; stages with further names are summed as ``OTHERS``."""
+"""Maximum number of names, of stages in a step and of spans; further names are summed as ``OTHERS``."""
+
+MOST_SLICES = 512
+"""Maximum number of time slices of span sums; at this number, neighbours are merged until half are left."""
 
 LONG_NS = 20_000_000
 """After a stage of this length or longer, memory is always read."""
@@ -40,15 +43,52 @@ PAUSE_NS = 50_000_000
 """Minimum interval of memory readings after short stages; 10 times as long after another stage."""
 
 _DEVICES = ("cuda", "npu")
-_LATEST = 256
-"""Ended stages that a reply copies; all of them, if these do not cover its steps."""
-
 _LONGEST_NAME = 200
+_SHORTEST_SLICE_NS = 20_000_000
 _TOUCHING_NS = 1_000_000
 _SLACK_NS = 1_000_000_000
 _SMALL_PART = 100
 """An ended stage counts in a step that contains 1/100 of the stage, or that the stage fills.
 An open stage counts if it takes 1/100 of the step."""
+
+
+class WatchQuestion(msgspec.Struct, frozen=True, kw_only=True):
+    """The watch's request for the stages of a process in some steps.
+
+    Attributes:
+        steps: Begin and end of each step, on the clock of the loop's process.
+        offsets_ns: Measured clock offsets by clock domain: its clock minus the loop's.
+        collectives: Whether the collectives that it entered are requested, too.
+    """
+
+    steps: list[Period] = []
+    offsets_ns: dict[str, int] = {}
+    collectives: bool = False
+
+
+class WatchReading(msgspec.Struct, frozen=True, kw_only=True):
+    """The reply: the stages of a process in the requested steps.
+
+    Attributes:
+        identity: The worker.
+        process: The process; it changes if the worker is restarted.
+        steps: A ``RankUse`` or ``null`` for each step, as msgpack; ``None`` until its clock offset is
+            measured.
+        dropped: Number of ended stages that were dropped before this request, because the queue was full.
+        received_ns: When the call arrived, on the clock of the process.
+        replied_ns: When the reply was sent, on the same clock.
+    """
+
+    identity: WorkerIdentity
+    process: ProcessId
+    steps: bytes | None = None
+    dropped: int = 0
+    received_ns: int
+    replied_ns: int
+
+    def uses(self) -> list[RankUse | None]:
+        """Decode ``steps``."""
+        return msgspec.msgpack.decode(self.steps or b"", type=list[RankUse | None])
 
 
 class OpenStage(msgspec.Struct, eq=False, gc=False):
@@ -177,7 +217,7 @@ class StageSums:
         self._since_ns = min(self._since_ns, now_ns + ahead_ns)  # the clock may be set back
         runs: list[dict[str, list[Period]]] = [{} for _ in steps]
         memory: list[tuple[int, int]] = [(0, 0)] * len(steps)
-        for name, begin_ns, end_ns, peak, held in self._latest(begins[0] + ahead_ns if steps else 0):
+        for name, begin_ns, end_ns, peak, held in reversed(list(self._ended)):
             begin_ns, end_ns = begin_ns - ahead_ns, end_ns - ahead_ns
             if steps and end_ns < begins[0] - _SLACK_NS:
                 break
@@ -188,11 +228,8 @@ class StageSums:
             _divide(runs, stage.name, stage.begin_ns - ahead_ns, now_ns, steps, begins, is_open=True)
         totals = self.spans.of_steps(steps, ahead_ns) if self.spans is not None else [[] for _ in steps]
         return [
-            RankUse(
-                lane=who.lane,
-                role=who.role,
-                rank=who.rank,
-                replica=who.replica,
+            msgspec.structs.replace(
+                who,
                 stages=sorted((_use(*of_stage) for of_stage in of_step.items()), key=_begin_ns),
                 peak_bytes=memory[at][0] or None,
                 held_bytes=memory[at][1] or None,
@@ -203,18 +240,29 @@ class StageSums:
             for at, of_step in enumerate(runs)
         ]
 
-    def _latest(self, since_ns: int) -> list[tuple[str, int, int, int, int]]:
-        """Return the stages that ended after ``since_ns``, and some earlier ones, the latest first."""
-        try:
-            latest = list(islice(reversed(self._ended), _LATEST))
-        except RuntimeError:  # a stage ended meanwhile, on another thread
-            return list(self._ended)[::-1]
-        return list(self._ended)[::-1] if latest and latest[-1][2] >= since_ns - _SLACK_NS else latest
-
-    def take_dropped(self) -> int:
-        """Return how many stages ended since the last call and were dropped, because the queue was full."""
-        new, self._reported = self._count - self._reported, self._count
-        return max(0, new - (self._ended.maxlen or 0))
+    def read(self, identity: WorkerIdentity, question: WatchQuestion) -> WatchReading:
+        """Return the reply of a worker of this process to a request of the watch."""
+        clock.follow()
+        received_ns, dropped, steps = clock.now_ns(), 0, None
+        ahead_ns = question.offsets_ns.get(identity.clock_domain)
+        if ahead_ns is not None:
+            who = RankUse(
+                lane=identity.lane(), role=identity.role, rank=identity.rank, replica=identity.replica
+            )
+            uses = self.of_steps(who, question.steps, ahead_ns)
+            if question.collectives:
+                uses = with_collectives(uses, question.steps, ahead_ns)
+            steps = msgspec.msgpack.encode(uses)
+            dropped = max(0, self._count - self._reported - (self._ended.maxlen or 0))
+            self._reported = self._count
+        return WatchReading(
+            identity=identity,
+            process=ProcessId.current(),
+            steps=steps,
+            dropped=dropped,
+            received_ns=received_ns,
+            replied_ns=clock.now_ns(),
+        )
 
     def _end(self, stage: OpenStage) -> None:
         stage.ended = True
@@ -262,6 +310,85 @@ def _use(name: str, runs: list[Period]) -> StageUse:
     return StageUse(name, duration_ns, len(runs), periods[0][0], tuple(periods))
 
 
+_Sums = dict[object, list[int]]
+"""Number, total duration (ns) and failures of the spans that ended in a time slice, by name."""
+
+
+class SpanSums:
+    """Sums spans by name and time slice, in bounded memory. Any thread and task may use it."""
+
+    def __init__(self) -> None:
+        self._slices: dict[int, _Sums] = {}
+        self._slice_ns = _SHORTEST_SLICE_NS
+        self._names: set[object] = set()
+        self._lock = threading.RLock()  # reentrant: the garbage collector may end a span under the lock
+
+    def add(self, name: str, begin_ns: int, end_ns: int, failed: bool) -> None:
+        """Add a span that has ended. Any object is accepted as its name, and nothing raises."""
+        with self._lock:
+            slice_ = self._slices.get(end_ns // self._slice_ns)
+            if slice_ is None:
+                if len(self._slices) >= MOST_SLICES:
+                    self._join()
+                slice_ = self._slices.setdefault(end_ns // self._slice_ns, {})
+            try:
+                sums = slice_[name]
+            except (KeyError, TypeError):
+                sums = slice_.setdefault(self._known(name), [0, 0, 0])
+            sums[0] += 1
+            sums[1] += max(0, end_ns - begin_ns)
+            sums[2] += failed
+
+    def of_steps(self, steps: Sequence[Period], ahead_ns: int) -> list[list[SpanTotal]]:
+        """Return the sums of the spans that ended in each step; then drop all up to the last step's end.
+
+        Args:
+            steps: Begin and end of each step, in order, on the clock of the loop's process.
+            ahead_ns: Clock offset: this process's clock minus the loop's.
+        """
+        begins = [begin_ns for begin_ns, _ in steps]
+        found: list[dict[str, SpanTotal]] = [{} for _ in steps]
+        with self._lock:
+            for number in list(self._slices):
+                middle_ns = number * self._slice_ns + self._slice_ns // 2 - ahead_ns
+                if not steps or middle_ns > steps[-1][1]:
+                    continue
+                sums, at = self._slices.pop(number), bisect_right(begins, middle_ns) - 1
+                if at >= 0 and middle_ns <= steps[at][1]:
+                    _add(found[at], sums)
+            if not self._slices:
+                self._slice_ns = _SHORTEST_SLICE_NS
+        return [list(totals.values()) for totals in found]
+
+    def _known(self, name: object) -> object:
+        if not isinstance(name, str):
+            return OTHERS
+        if name not in self._names:
+            if len(self._names) >= MOST_NAMES:
+                return OTHERS
+            self._names.add(name)
+        return name
+
+    def _join(self) -> None:
+        """Make slices twice as long, until at most half of the maximum are left."""
+        while len(self._slices) > MOST_SLICES // 2:
+            self._slice_ns *= 2
+            joined: dict[int, _Sums] = {}
+            for number, sums in list(self._slices.items()):
+                both = joined.setdefault(number // 2, {})
+                for name, more in sums.items():
+                    before = both.setdefault(name, [0, 0, 0])
+                    before[:] = [one + other for one, other in zip(before, more, strict=True)]
+            self._slices = joined
+
+
+def _add(totals: dict[str, SpanTotal], sums: _Sums) -> None:
+    for name, (runs, duration_ns, failed) in sums.items():
+        shown = str(name)[:_LONGEST_NAME].encode("utf-8", "replace").decode()
+        total = SpanTotal(shown, runs, duration_ns, failed)
+        totals[shown] = totals[shown] + total if shown in totals else total
+
+
 class Busy:
     """A stage that is open while at least one request, or one trajectory, is in progress.
 
@@ -277,13 +404,13 @@ class Busy:
         self._sums = sums
         self._name = name
         self._spans = spans
-        self._under_way = self._changed_ns = self._requests_ns = 0
+        self._begins_ns: deque[int] = deque()
         self._stage: OpenStage | None = None
         self._lock = threading.RLock()  # reentrant: garbage collection may call _end under the lock
 
     def __enter__(self) -> None:
         with self._lock:
-            self._change(1)
+            self._begins_ns.append(clock.now_ns())
             if self._stage is None:
                 self._stage = self._sums.open(self._name)
 
@@ -299,36 +426,12 @@ class Busy:
 
     def _end(self) -> None:
         with self._lock:
-            self._change(-1)
-            if not self._under_way and self._stage is not None:
+            begin_ns = self._begins_ns.popleft()  # the sum over all is right, whichever of them has ended
+            if self._spans is not None:
+                self._spans.add(self._name, begin_ns, clock.now_ns(), False)
+            if not self._begins_ns and self._stage is not None:
                 self._sums.end_stage(self._stage)
                 self._stage = None
 
-    def _change(self, by: int) -> None:
-        now_ns = clock.now_ns()
-        self._requests_ns += self._under_way * max(0, now_ns - self._changed_ns)
-        self._changed_ns = now_ns
-        self._under_way += by
-        if by < 0 and self._spans is not None:  # the sum over all is right, whichever of them has ended
-            self._spans.add(self._name, now_ns - self._requests_ns, now_ns, False)
-            self._requests_ns = 0
-
 
 _begin_ns = attrgetter("begin_ns")
-_of_process: list[StageSums] = []
-
-
-def process_sums(most: int) -> StageSums:
-    """Return this process's sums, shared by its workers and, in an SPMD loop, by the loop itself.
-
-    Args:
-        most: Number of ended stages to keep, if this call creates the sums.
-    """
-    if not _of_process:
-        _of_process.append(StageSums(most))
-    return _of_process[0]
-
-
-def forget_process_sums() -> None:
-    """Drop the sums, so that a forked child begins with new ones."""
-    _of_process.clear()

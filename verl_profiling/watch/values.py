@@ -13,9 +13,8 @@ def values_of(summary: StepSummary) -> dict[str, float]:
 
     A stage without a clear leader has no ``leader_rank``: a curve of ranks that led by chance means nothing.
     """
-    processes = [*summary.loop, *summary.workers]
-    ranks = {process.lane: process.rank for process in processes}
-    values = {f"{PREFIX}step_s": summary.duration_ns / 1e9}
+    ranks = {process.lane: process.rank for process in (*summary.loop, *summary.workers)}
+    values = {f"{PREFIX}step_s": summary.seconds}
     longest: dict[str, int] = {}
     for row in summary.exposed:
         stage = f"{PREFIX}{row.name or _IN_NO_STAGE}"
@@ -27,14 +26,13 @@ def values_of(summary: StepSummary) -> dict[str, float]:
         values.pop(f"{stage}/leader_rank", None)
         if row.leader in ranks:
             values[f"{stage}/leader_rank"] = float(ranks[row.leader])
-    for process in processes:
-        for name, size in (("peak", process.peak_bytes), ("held", process.held_bytes)):
+    for role in summary.memory:
+        for name, size in (("peak", role.peak_bytes), ("held", role.held_bytes)):
             if size is not None:
-                key = f"{PREFIX}memory/{process.role}/{name}_bytes"
-                values[key] = max(values.get(key, 0.0), float(size))
+                values[f"{PREFIX}memory/{role.role}/{name}_bytes"] = float(size)
     for total in summary.spans:
         span = f"{PREFIX}spans/{total.name}"
-        values[f"{span}/total_s"] = total.duration_ns / 1e9
+        values[f"{span}/total_s"] = total.seconds
         values[f"{span}/count"] = float(total.runs)
         values[f"{span}/failed"] = float(total.failed)
     return values

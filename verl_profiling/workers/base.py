@@ -14,7 +14,7 @@ from verl_profiling.capture.stage import Stage
 from verl_profiling.errors import CaptureStateError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity, process_rank
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.watch.reading import WatchQuestion, WatchReading
+from verl_profiling.watch.sums import WatchQuestion, WatchReading
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

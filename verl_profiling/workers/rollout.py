@@ -21,7 +21,7 @@ from verl_profiling.engines.vllm import vllm_engine_args
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.watch.reading import WatchQuestion, WatchReading
+from verl_profiling.watch.sums import WatchQuestion, WatchReading
 
 
 class RolloutCaptureMixin:
