@@ -89,8 +89,8 @@ page-library: ## Write the parts of d3 that the report's page draws with, as req
 test: .venv/.ready ## Run the default suite: real Ray, torch.profiler, FSDP; engines have suites of their own
 	.venv/bin/python -m pytest -m "not ($(APART))" $(PYTEST_ARGS)
 
-test-recipes: .venv/.ready ## Run the recipes whole, as users do, with transformers
-	.venv/bin/python -m pytest -m "recipes and not (vllm or sglang)" tests/recipes $(PYTEST_ARGS)
+test-recipes: .venv/.ready ## Run the recipes whole, and the commands of README and quickstart, with transformers
+	.venv/bin/python -m pytest -m "recipes and not (vllm or sglang)" tests/recipes tests/test_readme.py $(PYTEST_ARGS)
 
 test-vllm: .venv-vllm/.ready ## Run the tests that drive a real vLLM CPU engine
 test-sglang: .venv-sglang/.ready ## Run the tests that drive a real SGLang CPU engine

@@ -7,6 +7,8 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
@@ -15,18 +17,20 @@ ASSIGNMENT = re.compile(r"[A-Z_]+=")
 RUNNABLE = {"python": [sys.executable], "verl-profiling": [sys.executable, "-m", "verl_profiling.cli"]}
 PROFILED = ("profiling=e2e", "profiling.schedule.steps=[2,3]")
 TRAIN = ("python", "-m", "recipes.grpo_tiny.train")
-# One command of the pages for each engine: what it leaves is looked at by the tests of the recipe, too.
+BY_STAGE = ("profiling=discrete", "profiling.schedule.every=10", "steps=20", "output_dir=outputs/every_10")
+# Commands of the pages, by mode and engine: what they leave is looked at by the tests of the recipe, too.
 SHARED = {
-    "transformers": (*TRAIN, *PROFILED),
-    "vllm": (*TRAIN, "rollout.engine=vllm", "steps=10", *PROFILED, "output_dir=outputs/vllm"),
-    "sglang": (
+    ("e2e", "transformers"): (*TRAIN, *PROFILED),
+    ("discrete", "transformers"): (*TRAIN, *BY_STAGE),
+    ("e2e", "vllm"): (*TRAIN, "rollout.engine=vllm", "steps=10", *PROFILED, "output_dir=outputs/vllm"),
+    ("e2e", "sglang"): (
         f"PYTHONPATH={ROOT}:{ROOT}/recipes/sglang_cpu",
         *(*TRAIN, "rollout.engine=sglang", "steps=10", *PROFILED, "output_dir=outputs/sglang"),
     ),
 }
 
 
-def assignments(words: list[str]) -> dict[str, str]:
+def assignments(words: Sequence[str]) -> dict[str, str]:
     """Return the variables that are set in front of a command's program."""
     return dict(word.split("=", 1) for word in takewhile(ASSIGNMENT.match, words))
 
@@ -42,21 +46,31 @@ class Reader:
         self._page = folder / "page"
         self._kept = folder / "kept"
         self._done: dict[tuple[str, ...], subprocess.CompletedProcess[str]] = {}
+        self._wrote: dict[tuple[str, ...], list[Path]] = {}
         self._page.mkdir()
 
-    def type(self, words: list[str]) -> subprocess.CompletedProcess[str]:
+    def type(self, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """Return how a command ended."""
-        if tuple(words) not in self._done:
-            self._done[tuple(words)] = self._run(words)
-        return self._done[tuple(words)]
+        words = tuple(words)
+        if words not in self._done:
+            begin = time.time()
+            self._done[words] = self._run(words)
+            files = (path for path in self._page.rglob("*") if path.is_file())
+            self._wrote[words] = [path for path in files if path.stat().st_mtime >= begin - 0.1]
+        return self._done[words]
 
-    def output_of_the_run_with(self, engine: str) -> Path:
-        """Return a copy of the output folder of the recipe as the pages' command for an engine left it."""
-        done = self.type(list(SHARED[engine]))
+    def written_by(self, words: Sequence[str]) -> list[Path]:
+        """Return the files that a command wrote."""
+        done = self.type(words)
         assert done.returncode == 0, done.stdout + done.stderr
-        return self._kept / engine
+        return self._wrote[tuple(words)]
 
-    def _run(self, words: list[str]) -> subprocess.CompletedProcess[str]:
+    def output_of(self, mode: str, engine: str) -> Path:
+        """Return a copy of the output folder of the recipe as the pages' command of that kind left it."""
+        self.written_by(SHARED[mode, engine])
+        return self._kept / f"{mode}-{engine}"
+
+    def _run(self, words: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
         program, *arguments = words[len(assignments(words)) :]
         done = subprocess.run(
             [*RUNNABLE[program], *arguments],
@@ -67,8 +81,8 @@ class Reader:
             text=True,
             check=False,
         )
-        for engine, shared in SHARED.items():
-            if tuple(words) == shared and done.returncode == 0:
+        for kind, shared in SHARED.items():
+            if words == shared and done.returncode == 0:
                 output = words[-1].partition("output_dir=")[2] or "outputs/grpo_tiny"
-                shutil.copytree(self._page / output, self._kept / engine)
+                shutil.copytree(self._page / output, self._kept / "-".join(kind))
         return done

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import configparser
-import importlib.util
 import re
 import shlex
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from reader import RUNNABLE, SHARED, Reader, assignments
+from reader import RUNNABLE, SHARED, TRAIN, Reader, assignments
 
 from verl_profiling import ProfilingCallback, stage
 from verl_profiling.capture.session import Session
@@ -53,6 +52,7 @@ def engine_marks(words: list[str]) -> list[pytest.MarkDecorator]:
     ]
 
 
+@pytest.mark.recipes
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "words",
@@ -61,8 +61,6 @@ def engine_marks(words: list[str]) -> list[pytest.MarkDecorator]:
 )
 def test_command_runs(words: list[str], reader: Reader) -> None:
     """Each command exits with 0, in the order of the pages."""
-    if words[0] == "verl-profiling" and importlib.util.find_spec("ray") is None:
-        pytest.skip("the run that it reads needs Ray")
     done = reader.type(words)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -70,8 +68,8 @@ def test_command_runs(words: list[str], reader: Reader) -> None:
 def test_the_commands_that_are_shared_are_on_the_pages() -> None:
     """The tests of the recipe look at what they leave; the first one finds a folder that was empty."""
     typed = [tuple(words) for words in commands(*RUNNABLE)]
-    assert typed[0] == SHARED["transformers"]
-    assert set(SHARED.values()) <= set(typed)
+    assert typed[0] == SHARED["e2e", "transformers"]
+    assert {TRAIN, *SHARED.values()} <= set(typed)
 
 
 @pytest.mark.parametrize("words", commands("make"), ids=command_id)
@@ -143,11 +141,3 @@ def test_the_first_lines_of_the_readme_are_enough(tmp_path: Path, session: Sessi
     manifest = read_manifest(folder)
     assert (manifest.complete, manifest.metrics) == (True, {"reward": 0.5})
     assert [worker.roles for worker in manifest.workers] == [["actor", "rollout"]]
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
-    """Every relative link and picture of a page exists."""
-    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
-        if "://" not in target:
-            assert ((ROOT / page).parent / target).exists(), target

@@ -26,6 +26,8 @@ MODES = ("e2e", "discrete")
 _GRPO = "tests.recipes.test_grpo_tiny::test_every_artifact_is_there"
 _MEGATRON = "tests.workers.test_megatron::"
 _SGLANG = "tests.engines.test_sglang.TestEngine::"
+_VLLM = "tests.engines.test_vllm.TestAsyncLLM::"
+_BY_STAGE = "test_discrete_windows_are_named_by_stage_and_occurrence"
 _NPU = "tests.tools.test_npu.TestRealTorchNpu::"
 _ASCEND = "tests.engines.test_ascend.TestOwnProfilers::"
 _MSPROBE = "tests.tools.test_precision.TestRealMsprobe::"
@@ -72,14 +74,8 @@ _ROWS: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("tests.tools.test_torch::test_a_trace_holds_ops_stages_and_who_recorded",),
         (f"{_SESSION}test_discrete_mode_records_each_stage_apart",),
     ),
-    ("torch", "vLLM", REAL, (f"{_GRPO}[e2e-vllm]",), (f"{_GRPO}[discrete-vllm]",)),
-    (
-        "torch",
-        "SGLang",
-        REAL,
-        (f"{_SGLANG}test_two_captures_land_in_their_own_step_folders",),
-        (f"{_SGLANG}test_discrete_windows_are_named_by_stage_and_occurrence",),
-    ),
+    ("torch", "vLLM", REAL, (f"{_GRPO}[e2e-vllm]",), (f"{_VLLM}{_BY_STAGE}",)),
+    ("torch", "SGLang", REAL, (f"{_GRPO}[e2e-sglang]",), (f"{_SGLANG}{_BY_STAGE}",)),
     ("torch", "transformers", REAL, (f"{_GRPO}[e2e]",), (f"{_GRPO}[discrete]",)),
     (
         "torch_memory",

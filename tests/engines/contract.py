@@ -163,11 +163,10 @@ async def assert_aims_hold_for_their_steps_alone(servers: Sequence[Any], setting
     assert [answer and answer.state for answer in answers] == ["done"] * len(ASKED)
 
 
-class EngineContract:
-    """Tests that every engine passes."""
+class Captures:
+    """Captures with a number of ranks."""
 
     ranks = 1
-    streams = True
 
     async def capture(self, server: Any, order: CaptureRequest, tokens: int = 4) -> list[Path]:
         """Capture one generation; return the artifacts' paths after checking that all are ok."""
@@ -184,6 +183,12 @@ class EngineContract:
             assert artifact.bytes == (Path(order.folder) / artifact.path).stat().st_size
             assert artifact.begin_ns < artifact.end_ns
         return [Path(order.folder) / artifact.path for artifact in artifacts]
+
+
+class EngineContract(Captures):
+    """Tests that every engine passes."""
+
+    streams = True
 
     async def test_two_captures_land_in_their_own_step_folders(self, server: Any, tmp_path: Path) -> None:
         """Each of two captures in one engine life has its own folder, canonical names and events."""
@@ -457,3 +462,14 @@ class WindowContract(EngineContract):
         assert left["capture_id"] == order.capture_id
         server.reconfigure()
         await self.capture(server, request(tmp_path, 2))
+
+
+class RanksContract(Captures):
+    """Tests of an engine with several ranks: each has its trace."""
+
+    windows: tuple[dict[str, Any], ...] = ({"count": 1}, {"count": 3})
+    test_two_captures = EngineContract.test_two_captures_land_in_their_own_step_folders
+    test_windows_are_exact = WindowContract.test_window_holds_exactly_count_iterations
+    test_an_aim = WindowContract.test_an_aim_holds_for_one_capture
+    test_stop_while_generating = WindowContract.test_stop_while_generating
+    test_a_late_stop = WindowContract.test_a_stop_past_its_deadline_fails_and_delivers_later

@@ -18,6 +18,7 @@ import pytest
 import pytest_asyncio
 
 from tests.engines.contract import (
+    RanksContract,
     WindowContract,
     assert_aims_hold_for_their_steps_alone,
     assert_idling_with_stacks_is_cheap,
@@ -183,12 +184,10 @@ class TestOnlySGLang:
 # SGLang's shutdown ends every child of this process, so what has an engine of its own comes last.
 
 
-class TestTensorParallel(WindowContract):
-    """The contract, on two schedulers."""
+class TestTensorParallel(RanksContract):
+    """The contract of ranks, on two schedulers."""
 
     ranks = 2
-    windows = ({"count": 1}, {"count": 3})
-    unreached = NEVER
 
     @pytest_asyncio.fixture(scope="class", loop_scope="module")
     async def server(

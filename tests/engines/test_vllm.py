@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from tests.engines.contract import (
+    RanksContract,
     WindowContract,
     assert_aims_hold_for_their_steps_alone,
     assert_idling_with_stacks_is_cheap,
@@ -98,8 +99,8 @@ class TestAsyncLLM(WindowContract):
     """The contract, with an engine core in a separate process."""
 
 
-class TestTensorParallel(WindowContract):
-    """The contract, on two workers."""
+class TestTensorParallel(RanksContract):
+    """The contract of ranks, on two workers."""
 
     ranks = 2
 

@@ -18,14 +18,7 @@ pytestmark = [pytest.mark.recipes, pytest.mark.timeout(300)]  # the first test o
 PROMPTS, GROUP, TURNS = 4, 4, 2
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "transformers",
-        pytest.param("vllm", marks=pytest.mark.vllm),
-        pytest.param("sglang", marks=pytest.mark.sglang),
-    ],
-)
+@pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def step(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a captured step."""
     output = tmp_path_factory.mktemp("agent_tiny")

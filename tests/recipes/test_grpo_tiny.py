@@ -12,13 +12,12 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed; `make env` builds an environment")
 
-from recipe_runs import run_module
+from reader import TRAIN, Reader
 
 from recipes.grpo_tiny import task
 from verl_profiling.cli import main
 from verl_profiling.run_files import read_manifest
 
-STEPS = (2, 3)
 CONTROLLER_STAGES = {"rollout", "reward", "old_log_prob", "advantage", "update_actor", "update_weights"}
 ACTORS = ("actor_rank0", "actor_rank1")
 REPLICAS = ("rollout0_rank0", "rollout1_rank0")
@@ -34,6 +33,7 @@ class Run:
     folder: Path
     mode: str
     engine: str
+    scheduled: tuple[int, int]
 
     @property
     def profiling(self) -> Path:
@@ -41,17 +41,12 @@ class Run:
 
     @property
     def steps(self) -> list[Path]:
-        return [self.profiling / f"step_{step:06d}" for step in STEPS]
+        return [self.profiling / f"step_{step:06d}" for step in self.scheduled]
 
     @property
     def rewards(self) -> list[float]:
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line)["reward"] for line in lines]
-
-
-def train(folder: Path, *overrides: str) -> None:
-    """Run the recipe from the command line."""
-    run_module("recipes.grpo_tiny.train", f"output_dir={folder}", *overrides)
 
 
 @pytest.fixture(
@@ -60,22 +55,15 @@ def train(folder: Path, *overrides: str) -> None:
         pytest.param(("e2e", "transformers"), id="e2e"),
         pytest.param(("discrete", "transformers"), id="discrete"),
         pytest.param(("e2e", "vllm"), id="e2e-vllm", marks=pytest.mark.vllm),
-        pytest.param(("discrete", "vllm"), id="discrete-vllm", marks=pytest.mark.vllm),
         pytest.param(("e2e", "sglang"), id="e2e-sglang", marks=pytest.mark.sglang),
-        pytest.param(("discrete", "sglang"), id="discrete-sglang", marks=pytest.mark.sglang),
     ],
 )
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(request: pytest.FixtureRequest, reader: Reader) -> Run:
     """A whole run with two steps captured, and its timelines."""
     mode, engine = request.param
-    if mode == "e2e":
-        folder = request.getfixturevalue("reader").output_of_the_run_with(engine)
-    else:
-        folder = tmp_path_factory.mktemp(f"{mode}-{engine}")
-        settings = [f"profiling={mode}", "profiling.schedule.steps=[2,3]", f"rollout.engine={engine}"]
-        train(folder, *settings, "steps=4")
+    folder = reader.output_of(mode, engine)
     assert main(["merge", str(folder / "profiling")]) == 0
-    return Run(folder, mode, engine)
+    return Run(folder, mode, engine, (2, 3) if mode == "e2e" else (10, 20))
 
 
 pytestmark = [pytest.mark.recipes, pytest.mark.timeout(600)]
@@ -190,11 +178,11 @@ def test_rollout_requests_are_counted(run: Run) -> None:
         assert all(0 <= request.response_tokens <= task.RESPONSE_LENGTH for request in requests)
 
 
-def test_without_profiling_nothing_is_written(tmp_path: Path) -> None:
+def test_without_profiling_nothing_is_written(reader: Reader) -> None:
     """`profiling=off`, the default, leaves no trace of itself."""
-    train(tmp_path, "steps=1")
-    assert not (tmp_path / "profiling").exists()
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+    written = reader.written_by(TRAIN)
+    assert "metrics.jsonl" in {path.name for path in written}
+    assert [path for path in written if "profiling" in path.parts] == []
 
 
 @pytest.mark.parametrize(

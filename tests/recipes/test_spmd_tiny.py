@@ -17,7 +17,8 @@ pytest.importorskip("hydra", reason="hydra-core is not installed; `make env` bui
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("mode", ["e2e", pytest.param("discrete", marks=pytest.mark.recipes)])
+@pytest.mark.recipes
+@pytest.mark.parametrize("mode", ["e2e", "discrete"])
 def test_both_ranks_are_in_each_step(tmp_path: Path, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every artifact of both is whole when the run ends, and one timeline and one report hold them."""
     launcher = "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"

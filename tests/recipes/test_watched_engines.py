@@ -8,12 +8,14 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed; `make env` builds an environment")
 
-from test_grpo_tiny import REPLICAS, train
+from recipe_runs import run_module
+from test_grpo_tiny import REPLICAS
 
 from verl_profiling.run_files import read_manifest
 
 LATE_FROM, LAST = 10, 16
 SETTINGS = (
+    "rollout.engine=vllm",
     "profiling=e2e",
     f"profiling.schedule.steps=[{LAST}]",
     "profiling.watch.enable=true",
@@ -26,18 +28,12 @@ SETTINGS = (
     "batch.prompts=16",
 )
 
-pytestmark = [pytest.mark.recipes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.recipes, pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [pytest.param("vllm", marks=pytest.mark.vllm), pytest.param("sglang", marks=pytest.mark.sglang)],
-)
-def test_the_replica_that_is_late_is_captured_with_its_peer_and_nobody_else(
-    tmp_path: Path, engine: str
-) -> None:
+def test_the_replica_that_is_late_is_captured_with_its_peer_and_nobody_else(tmp_path: Path) -> None:
     """The stage `rollout` of both engines, and no training rank; the next capture is of all again."""
-    train(tmp_path, *SETTINGS, f"rollout.engine={engine}")
+    run_module("recipes.grpo_tiny.train", f"output_dir={tmp_path}", *SETTINGS)
     manifests = [read_manifest(folder) for folder in sorted((tmp_path / "profiling").glob("step_*"))]
     aimed = [one for one in manifests if (one.trigger.noticed or 0) >= LATE_FROM]
     assert aimed, [one.trigger for one in manifests]
