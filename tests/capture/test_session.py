@@ -92,14 +92,6 @@ def test_stopping_another_capture_leaves_the_open_one_alone(spans_only: Session,
     assert spans_only.stop("run-2").result.status == "ok"
 
 
-def test_a_colocated_role_joins(spans_only: Session, tmp_path: Path) -> None:
-    """Roles of one process share one capture, whose result names them all."""
-    spans_only.start(request(tmp_path), ACTOR)
-    joined = spans_only.start(request(tmp_path), CRITIC)
-    assert (joined.status, joined.identity) == ("joined", ACTOR)
-    assert spans_only.stop("run-1").result.roles == ["actor", "critic"]
-
-
 def test_another_capture_closes_the_open_one(spans_only: Session, tmp_path: Path) -> None:
     """Its loop has forgotten it: its result on disk is a failure, and says that nobody stopped it."""
     spans_only.start(request(tmp_path, 11), ACTOR)

@@ -418,13 +418,3 @@ def test_stages_of_a_loop_and_of_its_worker_nest_apart(tmp_path: Path) -> None:
         ("inner", 1, False),
         ("never left", 0, True),
     ]
-
-
-def test_stages_that_nobody_ends_end_with_the_one_around_them(tmp_path: Path) -> None:
-    """As failed; what follows is not inside of them."""
-    with recorded_stages(tmp_path) as found:
-        with stage("outer"):
-            stage("never left").__enter__()
-        with stage("next"):
-            pass
-    assert shape(found) == [("outer", 0, False), ("never left", 1, True), ("next", 0, False)]

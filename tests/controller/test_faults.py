@@ -74,21 +74,6 @@ def test_a_step_that_raises_keeps_what_was_recorded_and_the_next_one_works(
         assert spans(Path(config.save_path) / f"step_{written.step:06d}" / artifact.path, "aten::addmm")
 
 
-def test_a_step_that_begins_while_another_is_open_closes_it(tmp_path: Path, session: Session) -> None:
-    """A loop that skipped ``on_step_end`` loses neither step."""
-    config = configured(tmp_path, schedule={"steps": [1, 2]})
-    callback = following(config, worker := local_worker(config))
-    callback.on_step_begin(1)
-    worker.work(["first"])
-    callback.on_step_begin(2)
-    worker.work(["second"])
-    callback.on_step_end()
-    callback.on_train_end()
-    assert (manifest(config, 1).complete, manifest(config, 2).complete) == (False, True)
-    assert [span.name for span in manifest(config, 1).workers[0].stages] == ["first"]
-    assert [span.name for span in manifest(config, 2).workers[0].stages] == ["second"]
-
-
 @pytest.mark.parametrize("failing", ["start", "manifest"])
 def test_a_bug_in_a_hook_leaves_no_worker_recording(
     tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch, failing: str
@@ -292,22 +277,6 @@ def test_a_recording_that_is_stopped_after_the_last_step_is_waited_for(
     assert check(Path(config.save_path) / "step_000002").ok == answers
     (switches / "stop").unlink(missing_ok=True)
     ray.get(pool.sync[0].counts.remote())
-
-
-@pytest.mark.parametrize("where", ["FailsAtStart", "FailsAtStop"])
-def test_a_tool_that_fails_on_one_rank_costs_only_that_rank(tmp_path: Path, pool: Pool, where: str) -> None:
-    """The other ranks' artifacts are whole."""
-    config = configured(tmp_path, roles={"critic": {"tool": f"{FLAWED}:{where}"}, "actor": {"tool": "torch"}})
-    set_up(config, pool.sync[:2])
-    set_up(config, pool.sync[2:], "critic")
-    callback = following(config, pool.sync[:2])
-    callback.add_workers("critic", pool.sync[2:])
-    run(callback, lambda step: ray.get([actor.work.remote() for actor in pool.sync]))
-    actor0, actor1, critic = manifest(config).workers
-    assert [(w.status, w.artifacts[0].status) for w in (actor0, actor1)] == [("ok", "ok")] * 2
-    assert critic.status == "failed"
-    assert "OSError: " in critic.reason
-    assert ("no device" if where == "FailsAtStart" else "device lost") in critic.reason
 
 
 def test_strict_settings_raise_what_others_only_report(tmp_path: Path, session: Session) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -166,30 +165,3 @@ async def test_samples_and_the_queue_are_recorded() -> None:
     ]
     assert [c.value for c in log.counts if c.name == "message queue"] == [0, 1]
     assert made.total_generated_samples == 2
-
-
-def test_an_actors_class_finds_the_profiler_of_its_own_process() -> None:
-    """Ray pickles decorated classes by value; what is put around their methods refers to it by name."""
-    from verl_profiling.integrations.verl import async_trainer
-    from verl_profiling.integrations.verl import trainer as hooked
-
-    fit_step = actor_class("fully_async_trainer", "FullyAsyncTrainer").fit_step
-    assert async_trainer.COROUTINES["fit_step"] in around(fit_step)
-    assert hooked._timed in around(inspect.unwrap(fit_step).__globals__["marked_timer"])
-
-
-def around(function: Any) -> list[Any]:
-    """Return what the functions refer to that were put around another one."""
-    found = []
-    while hasattr(function, "__wrapped__"):
-        found += [cell.cell_contents for cell in function.__closure__ or ()]
-        function = function.__wrapped__
-    return found
-
-
-def test_rays_handles_have_the_capture_methods() -> None:
-    """They are added before ``ray.remote`` looks which methods there are."""
-    actor_class("fully_async_rollouter", "FullyAsyncRollouter")
-    module = pytest.importorskip(f"{MODULE}.fully_async_rollouter")
-    methods = module.FullyAsyncRollouter.__ray_metadata__.method_meta.methods
-    assert {"init_capture", "start_capture", "stop_capture", "rollout_processes"} <= methods.keys()

@@ -157,30 +157,6 @@ def named(log: TrajectoryLog, name: str) -> list[SpanRecord]:
     return [found for found in log.spans if found.name == name]
 
 
-def test_a_trajectory_has_what_verl_calls_it_and_what_came_out(verl: SimpleNamespace) -> None:
-    """V1's uid and session are group and sample; turns, tokens, versions and reward are facts."""
-
-    async def run() -> Any:
-        return output(
-            num_turns=6,
-            response_ids=[1] * 9,
-            extra_fields={"min_global_steps": 1, "max_global_steps": 2},
-        )
-
-    found = only(one_trajectory(verl, run))
-    assert (found.group, found.sample, found.status) == ("g7", 1, "done")
-    assert found.facts == {
-        "validate": False,
-        "step": 3,
-        "turns": 6,
-        "prompt_tokens": 2,
-        "response_tokens": 9,
-        "min_version": 1,
-        "max_version": 2,
-        "reward": 0.5,
-    }
-
-
 def test_several_outputs_of_one_trajectory_are_added(verl: SimpleNamespace) -> None:
     """A loop may return several: turns and tokens are all of theirs, versions from the first to the last."""
 

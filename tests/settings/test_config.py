@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,9 +16,8 @@ import verl_profiling
 from verl_profiling import ConfigError, ProfilingConfig
 from verl_profiling.ranks import parse_ranks
 from verl_profiling.settings.config import RoleOverride, Selection
-from verl_profiling.settings.limits import Timeouts
+from verl_profiling.settings.limits import Limits, Timeouts
 from verl_profiling.settings.schedule import Schedule
-from verl_profiling.tools import Destination, Recording, Tool
 
 GROUP = Path(verl_profiling.__file__).parent / "conf" / "profiling"
 
@@ -92,6 +92,7 @@ WRONG: list[tuple[Any, str, str]] = [
     ({"tool": ".tools:Tool"}, "tool", "cannot be imported"),
     ({"tool": []}, "tool", "is empty"),
     ({"tool": ["torch", "torch"]}, "tool", "names a tool twice"),
+    ({"tool": ["nsys", "torch"]}, "tool", "nsys cannot record together with torch"),
     ({"roles": {"actor": {"tool": "x"}}}, "roles.actor.tool", "unknown tool 'x'"),
     ({"roles": {"actor": {"tool": []}}}, "roles.actor.tool", "is empty"),
     ({"mode": "both"}, "mode", "choose from: e2e, discrete"),
@@ -163,6 +164,17 @@ WRONG: list[tuple[Any, str, str]] = [
     ({"rollout": {"count": 0}}, "rollout.count", "must be at least 1, is 0"),
     ({"rollout": {"start": -1}}, "rollout.start", "must be at least 0, is -1"),
     ({"rollout": {"by_stage": True}}, "rollout.by_stage", "needs rollout.count"),
+    ({"run_id": "a\0b"}, "run_id", "holds a NUL character"),
+    ({"limits": {"min_free_bytes": "much"}}, "limits.min_free_bytes", "'much' is not a size"),
+    ({"limits": {"min_free_bytes": "-1GB"}}, "limits.min_free_bytes", "is not a size"),
+    ({"limits": {"min_free_bytes": 1.5}}, "limits.min_free_bytes", "Expected `int"),
+    ({"limits": {"min_free_bytes": True}}, "limits.min_free_bytes", "Expected `int"),
+    ({"limits": {"min_free_bytes": -1}}, "limits.min_free_bytes", "must be at least 0, is -1"),
+    ({"limits": {"min_free_bytes": None}}, "limits.min_free_bytes", "Expected `int`"),
+    ({"limits": {"keep_last": 0}}, "limits.keep_last", "must be at least 1, is 0"),
+    ({"limits": {"memory_share": 0}}, "limits.memory_share", "must be greater than 0, is 0"),
+    ({"limits": {"keep": 2}}, "limits.keep", "unknown key"),
+    ({"save_path": "memory://b/r", "limits": {"keep_last": 2}}, "limits.keep_last", "save_path is a URL"),
     ({1: 2}, "1", "unknown key"),
     (3, "", "must be a mapping, is int"),
     ([], "", "must be a mapping, is list"),
@@ -250,25 +262,6 @@ def test_a_disabled_config_loads_no_tool() -> None:
     assert not ProfilingConfig.from_any({"enable": False, "tool": "not_installed:Tool"}).enable
     with pytest.raises(ConfigError):
         ProfilingConfig.from_any({"enable": False, "enbale": True})
-
-
-def test_tools_that_exclude_each_other_are_refused() -> None:
-    """A tool names those it cannot record together with."""
-    with pytest.raises(ConfigError, match="cannot record together with spans") as caught:
-        on(tool=["test_config:LonelyTool", "spans"])
-    assert caught.value.key == "tool"
-
-
-class LonelyTool(Tool):
-    """A tool that conflicts with the spans tool."""
-
-    name = "lonely"
-    suffix = ".lonely"
-    conflicts = frozenset({"spans"})
-
-    def start(self, destination: Destination) -> Recording:
-        """Never called."""
-        raise NotImplementedError
 
 
 def test_a_role_overrides_what_it_names_and_nothing_else() -> None:
@@ -474,3 +467,33 @@ def test_a_save_path_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SCRATCH", "fast")
     assert ProfilingConfig(save_path="~/$SCRATCH/${SCRATCH}").save_path == f"{tmp_path}/fast/fast"
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        (1234, 1234),
+        ("1234", 1234),
+        ("1kB", 1000),
+        ("2GB", 2_000_000_000),
+        ("1.5 TB", 1_500_000_000_000),
+        ("512MiB", 512 << 20),
+        ("3g", 3_000_000_000),
+        (numpy.int64(7), 7),
+    ],
+)
+def test_a_size_is_a_number_or_has_a_unit(written: Any, size: int) -> None:
+    """Decimal units, binary ones, and none."""
+    limits = on(limits={"min_free_bytes": written}).limits
+    assert limits.min_free_bytes == size
+    assert type(limits.min_free_bytes) is int
+    assert ProfilingConfig(limits=Limits(min_free_bytes=written)).limits.min_free_bytes == size
+
+
+@pytest.mark.parametrize("steps", [numpy.arange(2, 4), [numpy.int64(2), 3], range(2, 4)])
+def test_numbers_of_numpy_are_numbers(steps: Any) -> None:
+    """They become plain ones, which a run's file can hold."""
+    config = on(schedule={"steps": steps})
+    assert config.schedule.steps == (2, 3)
+    assert {type(step) for step in config.schedule.steps} == {int}
+    assert on(schedule={"every": numpy.int32(5)}).schedule.every == 5

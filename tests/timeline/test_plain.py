@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from step_folders import read_events
 
-from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.step import StepInputs
@@ -92,13 +91,3 @@ def test_different_processes_never_share_a_lane(tmp_path: Path) -> None:
     (folder / "b.json").write_text(json.dumps({"schemaVersion": 1, "traceEvents": others}))
     (inputs,) = find_steps(folder)
     assert lanes(inputs) == ["worker_rank0", "worker_rank0.2"]
-
-
-def test_files_that_are_no_traces_are_passed_over(tmp_path: Path) -> None:
-    """A folder may hold other JSON as well; a file that is named must be a trace."""
-    folder = folder_of(tmp_path, **{"a.json.gz": "nccl_data.json.gz"})
-    (folder / "config.json").write_text("{}")
-    (inputs,) = find_steps(folder)
-    assert len(inputs.sources) == 1
-    with pytest.raises(TraceFormatError, match=r"config\.json"):
-        find_steps(folder / "config.json")

@@ -101,12 +101,6 @@ def test_a_worker_that_was_not_started_under_nsys_says_so() -> None:
         CaptureMixin().init_capture({"enable": True, "tool": "nsys"}, role="actor")
 
 
-def test_it_does_not_record_beside_torch() -> None:
-    """Both listen to the same CUDA interface, which has one listener."""
-    with pytest.raises(ConfigError, match="nsys cannot record together with torch"):
-        ProfilingConfig.from_any({"enable": True, "tool": ["nsys", "torch"]})
-
-
 @pytest.mark.parametrize("name", ["o", "capture-range-end"])
 def test_an_argument_that_the_tool_sets_cannot_be_given(name: str) -> None:
     """Another output or range would break the collection."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -195,31 +194,6 @@ def test_a_tool_that_cannot_show_stages_costs_no_stage(
     [note] = recorded.result.notes
     assert note.endswith("shows no others: OSError: no range")
     assert caplog.messages.count(note) == 1
-
-
-class SlowToStart(Flawed):
-    """Starts when it is let to, and notes the threads on which it is started and stopped."""
-
-    suffix = ""
-    any_thread = False
-    threads: list[int] = []
-    starting = threading.Event()
-    go_on = threading.Event()
-
-    def start(self, destination: Destination) -> Recording:
-        self.starting.set()
-        self.go_on.wait(60)
-        self.threads.append(threading.get_ident())
-        return NotingRecording()
-
-
-class NotingRecording(Recording):
-    def stop(self) -> list[Output]:
-        SlowToStart.threads.append(threading.get_ident())
-        return []
-
-    def discard(self) -> None:
-        pass
 
 
 def test_a_tool_that_cannot_stop_fails_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
