@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import device_report
+from verl_profiling.capture.session import Session
 
 ROOT = Path(__file__).resolve().parent.parent
 JUNIT = """<testsuites><testsuite>
@@ -19,20 +20,16 @@ JUNIT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_without_a_device_the_report_says_so(tmp_path: Path) -> None:
+def test_without_a_device_the_report_says_so(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Exit code 1, one JSON document with the results of the tests and numbers of this machine."""
     junit = tmp_path / "gpu.xml"
     junit.write_text(JUNIT)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.device_report", "--junit", str(junit)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1, done.stderr
-    report = json.loads(done.stdout)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(device_report, "_PRODUCTS", 200)
+    assert device_report.main(["--junit", str(junit)]) == 1
+    report = json.loads(capsys.readouterr().out)
     assert report["device"] is None
     prefix = "tests.gpu.test_gpu::"
     assert report["tests"] == {

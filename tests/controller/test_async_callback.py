@@ -33,10 +33,6 @@ async def run(
     await callback.on_train_end()
 
 
-async def nothing(step: int) -> None:
-    """Do no work."""
-
-
 async def test_local_workers_of_both_kinds_are_captured(tmp_path: Path, session: Session) -> None:
     """Ordinary methods and coroutines run on the thread of the event loop."""
     config = configured(tmp_path, tool="torch")

@@ -74,19 +74,6 @@ def test_a_callback_is_entered_once_at_a_time(tmp_path: Path, session: Session, 
         assert manifest(config).complete
 
 
-def test_a_callback_may_be_entered_again(tmp_path: Path, session: Session) -> None:
-    """A second phase of training, also after one that raised."""
-    config = configured(tmp_path, schedule={"every": 1})
-    profiling = following(config)
-    with pytest.raises(ValueError, match="first phase"):
-        leave(profiling, 1, ValueError("first phase"))
-    with profiling as again:
-        assert again is profiling
-        profiling.on_step_begin(2)
-        profiling.on_step_end()
-    assert [manifest(config, step).complete for step in (1, 2)] == [False, True]
-
-
 async def test_a_block_that_cannot_be_entered_is_not_left_half_open(tmp_path: Path, session: Session) -> None:
     """The blocking callback is refused inside of an event loop, and works outside of it afterwards."""
     config = configured(tmp_path)

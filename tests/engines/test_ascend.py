@@ -23,25 +23,17 @@ from tests.integrations.wheels import sources
 from tests.npu import engine_sources
 from verl_profiling import ConfigError, ProfilingConfig
 from verl_profiling.engines.adapter import (
-    EngineAdapter,
-    EngineTrace,
     engine_tool,
-    is_recording,
     rank_of_recording,
 )
-from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.errors import ToolUnavailableError
-from verl_profiling.identity import WorkerIdentity
 from verl_profiling.report.build import build_report
-from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.trace import Trace
-from verl_profiling.tools.npu import NpuOptions, NpuTool
 from verl_profiling.workers import RequestLog, SGLangCaptureMixin
 
 ROOT = Path(__file__).resolve().parents[2]
-IDENTITY = WorkerIdentity(role="rollout", rank=0, replica=0, world_size=2)
 Outcome = dict[str, Any]
 
 
@@ -58,27 +50,6 @@ class Manager:
 
     async def stop_profile(self) -> None:
         """Stop nothing."""
-
-
-class Folders(EngineAdapter):
-    """An engine whose recordings are in its folder already."""
-
-    name = "SGLang"
-    device = "npu"
-    window = RolloutOptions()
-    ranks = 2
-
-    def __init__(self, spool: Path) -> None:
-        self.spool = spool
-
-    async def start(self, label: str) -> None:
-        """Start nothing."""
-
-    async def stop(self) -> None:
-        """Stop nothing."""
-
-    def identify(self, path: Path, label: str) -> EngineTrace | None:
-        return EngineTrace(rank_of_recording(path)) if is_recording(path) else None
 
 
 def settings(**fields: Any) -> ProfilingConfig:
@@ -132,21 +103,6 @@ def test_the_tool_has_to_fit_the_device(device: str, tool: str, right: str) -> N
     config = ProfilingConfig.from_any({"enable": True, "tool": tool})
     with pytest.raises(ConfigError, match=f"{tool} records nothing of SGLang on {device}; set it to {right}"):
         SGLangCaptureMixin().init_capture(config, engine=Manager(device), requests=RequestLog())
-
-
-def recording(folder: Path, rank: int | None = None, data: bytes = b"range") -> Path:
-    """Write what torch_npu writes, without an analysis; return its folder."""
-    path = folder / f"host_{rank}_20261122_ascend_pt"
-    (path / "FRAMEWORK").mkdir(parents=True)
-    (path / "FRAMEWORK" / "torch.op_range").write_bytes(data)
-    (path / ("profiler_info.json" if rank is None else f"profiler_info_{rank}.json")).write_text("{}")
-    return path
-
-
-def recorder(engine: Folders, analysis: bool = False) -> EngineRecorder:
-    """Return what records an engine on NPUs."""
-    config = settings(tools={"npu": {"analysis": analysis}})
-    return EngineRecorder(engine, NpuTool(NpuOptions(analysis=analysis)), IDENTITY, config, RequestLog())
 
 
 @pytest.mark.parametrize(

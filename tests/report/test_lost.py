@@ -6,15 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from drawn_steps import STAGES, Worker, engine, ns, report_of
-from step_folders import build_step, rewrite, rewrite_worker
+from drawn_steps import STAGES, Worker, engine, report_of
+from step_folders import build_step, rewrite_worker
 
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
-from verl_profiling.manifest import (
-    Rpc,
-)
-from verl_profiling.report.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report.lost import CAUSES
 from verl_profiling.report.model import OTHER_RANKS, Report
 from verl_profiling.report.picture import picture
@@ -132,18 +128,6 @@ def test_requests_decide_when_a_replica_is_done(tmp_path: Path) -> None:
     assert (report.throughput.tokens, report.throughput.tokens_per_s) == (90.0, 9.0)
     [device] = report.devices
     assert device.lost_us.get("long_tail", 0.0) == 0  # the only replica waits for no other
-
-
-def test_time_spent_on_starting_and_stopping_is_found(tmp_path: Path) -> None:
-    """Between stages the loop waits for an engine to stop: the report says how long."""
-    report_of(tmp_path, [("rollout", 0, 4), ("update_actor", 6, 10)], [Worker("rollout", replica=0)])
-    stop = Rpc("rollout0", "stop_capture", ns(3.5), ns(5))
-    rewrite(tmp_path, rpcs=[stop])
-    report = open_step(tmp_path).report()
-    rows = {row.name: row.duration_us for row in report.stages}
-    assert (rows[CAPTURE_CALLS], rows[OUTSIDE_STAGES]) == (1e6, 1e6)
-    (finding,) = (finding for finding in report.findings if finding.rule == "capture")
-    assert "1.00 s of the step (10%)" in finding.text
 
 
 def test_a_rank_that_works_beside_the_rollout_does_not_wait_for_it(tmp_path: Path) -> None:

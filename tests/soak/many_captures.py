@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -59,8 +58,6 @@ def capture_often(tool: str, mode: str, captures: int, folder: Path) -> list[Sam
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     config = ProfilingConfig.from_any({"enable": True, "tool": tool, "mode": mode})
     worker, session = WorkerIdentity(role="actor"), process_session()
-    if tool == "torch_memory":
-        _allocate_without_accelerator()
     session.register(config, worker)
     samples = []
     for number in range(1, captures + 1):
@@ -131,36 +128,6 @@ def _sample(captures: int, folder: Path) -> Sample:
         threads=process.num_threads(),
         temporary_files=sum(1 for _ in folder.rglob("*")),
     )
-
-
-def _allocate_without_accelerator() -> None:
-    """Where there is no CUDA, record the history of an allocator that is none."""
-    import torch
-
-    from verl_profiling.tools import torch_memory
-
-    if torch.cuda.is_available():
-        return
-
-    class Allocator:
-        enabled = False
-
-        def _record_memory_history(self, enabled: str | None = None, **options: Any) -> None:
-            Allocator.enabled = enabled is not None
-
-        def _dump_snapshot(self, path: str) -> None:
-            Path(path).write_bytes(bytes(4096))
-
-        def memory_allocated(self) -> int:
-            return 0
-
-        memory_reserved = memory_allocated
-
-        def memory_stats_as_nested_dict(self) -> dict[str, Any]:
-            return {}
-
-    stand_in = torch_memory._Accelerator(Allocator(), lambda: Allocator.enabled, lambda observer: None)
-    torch_memory._accelerator = lambda: stand_in
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def hold(grown: Growth, how: str, most_bytes: float, record_property: Record, ra
         ("spans", "discrete", 96, 64 * KIB),
         *(
             pytest.param(tool, mode, captures, 2 * KIB, marks=LONG)
-            for tool, captures in (("spans", 5000), ("torch", 3000), ("torch_memory", 3000))
+            for tool, captures in (("spans", 5000), ("torch", 3000))
             for mode in ("e2e", "discrete")
         ),
     ],
