@@ -289,22 +289,6 @@ def test_no_file_system_for_a_url_is_said_with_the_remedy(monkeypatch: pytest.Mo
         ProfilingConfig(enable=True, tool="spans", save_path="s3://b/r")
 
 
-@pytest.mark.parametrize(
-    ("more", "key"),
-    [
-        ({"tool": "nsys"}, "tool: nsys writes when processes have ended"),
-        ({"roles": {"critic": {"tool": "nsys"}}}, "roles.critic.tool"),
-        ({"limits": {"keep_last": 3}}, "limits.keep_last"),
-        ({"remote": {"staging": "here"}}, "remote.staging"),
-        ({"remote": {"retry_s": 0}}, "remote.retry_s"),
-    ],
-)
-def test_what_a_url_cannot_have_is_refused(tmp_path: Path, more: dict[str, Any], key: str) -> None:
-    """By its key."""
-    with pytest.raises(ConfigError, match=key):
-        settings(tmp_path, **{"tool": "spans", **more})
-
-
 @pytest.mark.parametrize("command", ["report", "check", "merge", "collect", "view"])
 def test_commands_refuse_urls_with_the_remedy(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """They read folders."""

@@ -93,6 +93,32 @@ WRONG: list[tuple[Any, str, str]] = [
     ({"tool": []}, "tool", "is empty"),
     ({"tool": ["torch", "torch"]}, "tool", "names a tool twice"),
     ({"tool": ["nsys", "torch"]}, "tool", "nsys cannot record together with torch"),
+    ({"tool": ["npu", "torch"]}, "tool", "npu cannot record together with torch"),
+    ({"tool": ["npu", "nsys"]}, "tool", "npu cannot record together with nsys"),
+    *(
+        ({"tool": [other, "precision"]}, "tool", f"precision cannot record together with {other}")
+        for other in ("torch", "torch_memory", "nsys", "npu")
+    ),
+    *(
+        ({"tool": tool, "tools": {tool: options}}, f"tools.{tool}.{key}", part)
+        for tool, options, key, part in (
+            ("nsys", {"arguments": {"o": "x"}}, "arguments.o", "is set by the tool itself"),
+            ("nsys", {"arguments": {"capture-range-end": "x"}}, "arguments.capture-range-end", "is set by"),
+            ("npu", {"activities": []}, "activities", "is empty"),
+            ("npu", {"export": ["db"]}, "export", "must contain 'text'"),
+            ("npu", {"level": "level3"}, "level", "choose from: none, level0, level1, level2"),
+            ("npu", {"level": "level0", "aic_metrics": "Memory"}, "aic_metrics", "needs level1 or level2"),
+            ("npu", {"level": "none", "mstx": False}, "level", "mstx is false"),
+            ("npu", {"analysis_s": 0}, "analysis_s", "must be greater than 0"),
+            ("npu", {"mini_batches": {"active": 0}}, "mini_batches.active", "must be at least 1"),
+            ("precision", {"task": "overflow_check"}, "task", "choose from: statistics, tensor, structure"),
+            ("precision", {"level": "L2"}, "level", "choose from: L0, L1, mix"),
+            ("precision", {"task": "structure"}, "level", "must be L0 or mix"),
+            ("trajectories", {"max_spans": 0}, "max_spans", "at least 1"),
+            ("torch_memory", {"max_entries": 0}, "max_entries", "must be at least 1"),
+            ("torch_memory", {"steps": 0}, "steps", "must be at least 1, is 0"),
+        )
+    ),
     ({"roles": {"actor": {"tool": "x"}}}, "roles.actor.tool", "unknown tool 'x'"),
     ({"roles": {"actor": {"tool": []}}}, "roles.actor.tool", "is empty"),
     ({"mode": "both"}, "mode", "choose from: e2e, discrete"),
@@ -164,6 +190,8 @@ WRONG: list[tuple[Any, str, str]] = [
     ({"rollout": {"count": 0}}, "rollout.count", "must be at least 1, is 0"),
     ({"rollout": {"start": -1}}, "rollout.start", "must be at least 0, is -1"),
     ({"rollout": {"by_stage": True}}, "rollout.by_stage", "needs rollout.count"),
+    ({"rollout": {"by_stage": True, "count": 1, "start": 1}}, "rollout.by_stage", ""),
+    ({"rollout": {"max_window_s": 0}}, "rollout.max_window_s", ""),
     ({"run_id": "a\0b"}, "run_id", "holds a NUL character"),
     ({"limits": {"min_free_bytes": "much"}}, "limits.min_free_bytes", "'much' is not a size"),
     ({"limits": {"min_free_bytes": "-1GB"}}, "limits.min_free_bytes", "is not a size"),
@@ -174,7 +202,30 @@ WRONG: list[tuple[Any, str, str]] = [
     ({"limits": {"keep_last": 0}}, "limits.keep_last", "must be at least 1, is 0"),
     ({"limits": {"memory_share": 0}}, "limits.memory_share", "must be greater than 0, is 0"),
     ({"limits": {"keep": 2}}, "limits.keep", "unknown key"),
-    ({"save_path": "memory://b/r", "limits": {"keep_last": 2}}, "limits.keep_last", "save_path is a URL"),
+    *(
+        ({"after": {"x": {"command": ["a"], **hook}}}, f"after.x.{key}", "")
+        for hook, key in (
+            ({"command": []}, "command"),
+            ({"ranks": "x"}, "ranks"),
+            ({"timeout_s": 0}, "timeout_s"),
+            ({"roles": []}, "roles"),
+        )
+    ),
+    ({"after": {"x": {}}}, "after.x.command", ""),
+    *(
+        ({"tool": "spans", "save_path": "memory://bucket/run", **given}, key, part)
+        for given, key, part in (
+            ({"tool": "nsys"}, "tool", "nsys writes when processes have ended"),
+            ({"roles": {"critic": {"tool": "nsys"}}}, "roles.critic.tool", ""),
+            ({"limits": {"keep_last": 3}}, "limits.keep_last", "counts files of a folder"),
+            ({"remote": {"staging": "here"}}, "remote.staging", ""),
+            ({"remote": {"retry_s": 0}}, "remote.retry_s", ""),
+        )
+    ),
+    *(
+        ({"select": {key: value}}, f"select.{key}", "")
+        for key, value in (("pp", "x"), ("tp", []), ("cp", "0-"))
+    ),
     ({1: 2}, "1", "unknown key"),
     (3, "", "must be a mapping, is int"),
     ([], "", "must be a mapping, is list"),

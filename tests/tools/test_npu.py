@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from verl_profiling import ConfigError, ProfilingConfig, ToolUnavailableError
+from verl_profiling import ToolUnavailableError
 from verl_profiling.report.check import check
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
@@ -26,32 +26,6 @@ from verl_profiling.workers import CaptureMixin
 
 ROOT = Path(__file__).resolve().parents[2]
 Outcome = dict[str, Any]
-
-
-@pytest.mark.parametrize(
-    ("options", "key", "problem"),
-    [
-        ({"activities": []}, "tools.npu.activities", "is empty"),
-        ({"export": ["db"]}, "tools.npu.export", "must contain 'text'"),
-        ({"level": "level3"}, "tools.npu.level", "choose from: none, level0, level1, level2"),
-        ({"level": "level0", "aic_metrics": "Memory"}, "tools.npu.aic_metrics", "needs level1 or level2"),
-        ({"level": "none", "mstx": False}, "tools.npu.level", "mstx is false"),
-        ({"analysis_s": 0}, "tools.npu.analysis_s", "must be greater than 0"),
-        ({"mini_batches": {"active": 0}}, "tools.npu.mini_batches.active", "must be at least 1"),
-    ],
-)
-def test_a_wrong_option_is_named(options: Outcome, key: str, problem: str) -> None:
-    """What torch_npu would reset with a printed warning is an error here, before training starts."""
-    with pytest.raises(ConfigError, match=problem) as caught:
-        ProfilingConfig.from_any({"enable": True, "tool": "npu", "tools": {"npu": options}})
-    assert caught.value.key == key
-
-
-@pytest.mark.parametrize("other", ["torch", "nsys"])
-def test_it_does_not_record_beside_another_profiler(other: str) -> None:
-    """Two profilers of one process destroy each other's data: refused, both named."""
-    with pytest.raises(ConfigError, match=f"cannot record together with (npu|{other})"):
-        ProfilingConfig.from_any({"enable": True, "tool": ["npu", other]})
 
 
 @pytest.mark.skipif(

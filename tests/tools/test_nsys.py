@@ -101,14 +101,6 @@ def test_a_worker_that_was_not_started_under_nsys_says_so() -> None:
         CaptureMixin().init_capture({"enable": True, "tool": "nsys"}, role="actor")
 
 
-@pytest.mark.parametrize("name", ["o", "capture-range-end"])
-def test_an_argument_that_the_tool_sets_cannot_be_given(name: str) -> None:
-    """Another output or range would break the collection."""
-    config = {"enable": True, "tool": "nsys", "tools": {"nsys": {"arguments": {name: "x"}}}}
-    with pytest.raises(ConfigError, match=f"arguments.{name}: is set by the tool itself"):
-        ProfilingConfig.from_any(config)
-
-
 def test_other_roles_are_not_started_under_nsys() -> None:
     """A role that records with another tool gets an empty environment."""
     config = {"enable": True, "tool": "spans", "schedule": {"steps": [1]}}
