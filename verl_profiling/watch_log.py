@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,17 +32,13 @@ def has_watch_log(run: Path) -> bool:
 
 
 class WatchLogReader:
-    """Reads the watch's log of a run, and follows it while it grows.
+    """Reads the watch's log of a run, and follows it while it grows; lines that are no steps are left out.
 
     Args:
         run: The run's folder. A log that is not there yet is waited for.
-
-    Attributes:
-        skipped: Number of lines that were none of a log's, or too long.
     """
 
     def __init__(self, run: Path) -> None:
-        self.skipped = 0
         self._run = run
         self._read_to = ((0, 0, b""), 0)  # identity of the last part, and the end of its last whole line
         self._decoder = msgspec.json.Decoder(StepSummary)
@@ -76,13 +72,10 @@ class WatchLogReader:
             if not is_whole and len(line) < MAX_LINE:
                 return  # its end is still to come
             self._read_to = (identity, part.tell())
-            if is_whole and line.strip() and not within_a_line:
-                try:
+            is_first, within_a_line = not within_a_line, not is_whole
+            if is_first and is_whole:
+                with suppress(*_UNREADABLE):
                     yield self._decoder.decode(line)
-                except _UNREADABLE:
-                    self.skipped += 1
-            self.skipped += not (is_whole or within_a_line)
-            within_a_line = not is_whole
 
 
 def _opened(run: Path, name: str, opened: ExitStack) -> BinaryIO | None:

@@ -9,9 +9,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch.distributed as dist
 from rank_processes import run_ranks
 
 from verl_profiling.cli import main
+from verl_profiling.controller.rank_summaries import MOST_UNREAD, RankSummaries
+from verl_profiling.controller.spmd import Ranks
 from verl_profiling.run_files import read_manifest
 from verl_profiling.step_summary import StepSummary
 
@@ -133,3 +136,14 @@ def test_a_rank_that_is_late_inside_a_stage_leads_if_torch_recorded_it(tmp_path:
     assert set(leaders) <= {"actor_rank2"}
     assert (len(leaders) >= 3) == (recorder == "on"), logs
     assert ("actor_rank2 was in stage update_actor" in logs[0]) == (recorder == "on"), logs
+
+
+def test_what_rank_0_does_not_read_is_bounded() -> None:
+    """It may have no watch, and lives as long as the training."""
+    store = dist.HashStore()
+    ranks = Ranks(1, 2, store)
+    summaries = RankSummaries(ranks, 10)
+    for step in range(3 * MOST_UNREAD):
+        summaries.send([StepSummary(step=step, begin_ns=0)])
+    ranks.end()
+    assert MOST_UNREAD <= store.num_keys() <= MOST_UNREAD + 3, "one key more has this rank's process"

@@ -39,7 +39,7 @@ from verl_profiling.settings.role import TRAJECTORIES
 from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.tools import Tool
 from verl_profiling.trajectories.spans import total_spans
-from verl_profiling.watch.sums import STAGES_OF_A_STEP, Busy, SpanSums, StageSums, WatchQuestion, WatchReading
+from verl_profiling.watch.sums import STAGES_OF_A_STEP, Busy, StageSums, WatchQuestion, WatchReading
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,6 @@ class Session:
             self._given = given_devices()
             self.keep_every_step(config.watch)
             if self.sums is not None and TRAJECTORIES in config.tool_names(identity.role):
-                self.sums.spans = self.sums.spans or SpanSums()
                 total_spans(self.sums.spans)
             self._finish_s = max(self._finish_s, config.timeouts.finish_s)
             self._handover_s = min(self._handover_s, config.timeouts.stop_s / 2)
@@ -122,8 +121,6 @@ class Session:
         if self.sums is None:
             return None
         with self._lock:
-            if sums_requests:
-                self.sums.spans = self.sums.spans or SpanSums()
             spans = self.sums.spans if sums_requests else None
             return self._busy.setdefault(name, Busy(self.sums, name, spans))
 

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from contextvars import copy_context
 from math import inf
 from pathlib import Path
 
@@ -139,7 +138,7 @@ class Watch:
         self._beside = (ROLLOUT,)
         self.rollout_ends()
         if runs:
-            self._rollout = copy_context().run(self.sums.begin, ROLLOUT)
+            self._rollout = self.sums.open(ROLLOUT)
 
     def rollout_ends(self) -> None:
         """End the stage ``rollout``; it may have begun in another task or thread."""

@@ -142,11 +142,11 @@ class StageSums:
         memory: Returns the peak and the current memory of the process, in bytes.
 
     Attributes:
-        spans: Sums of the process's trajectories and spans; ``None`` where it has none.
+        spans: Sums of the process's trajectories and spans.
     """
 
     def __init__(self, most: int, memory: Callable[[], tuple[int, int]] = process_memory) -> None:
-        self.spans: SpanSums | None = None
+        self.spans = SpanSums()
         self._ended: deque[tuple[str, int, int, int, int]] = deque(maxlen=most)
         self._open: dict[int, OpenStage] = {}
         self._memory = memory
@@ -226,7 +226,7 @@ class StageSums:
                 memory[at] = max(peak, memory[at][0]), memory[at][1] or held
         for stage in list(self._open.values()):
             _divide(runs, stage.name, stage.begin_ns - ahead_ns, now_ns, steps, begins, is_open=True)
-        totals = self.spans.of_steps(steps, ahead_ns) if self.spans is not None else [[] for _ in steps]
+        totals = self.spans.of_steps(steps, ahead_ns)
         return [
             msgspec.structs.replace(
                 who,
