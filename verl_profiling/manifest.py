@@ -153,6 +153,10 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
             other.occurrence,
         )
 
+    def with_status(self, status: ArtifactStatus, reason: str = "", **fields: Any) -> Artifact:
+        """Return it with another status and reason, and with other values of further fields."""
+        return msgspec.structs.replace(self, status=status, reason=reason, **fields)
+
 
 def expected_artifact(
     lane: str, tool: str, suffix: str, stage: str | None = None, occurrence: int = 1
@@ -166,14 +170,8 @@ def expected_artifact(
         stage: Stage, in discrete mode.
         occurrence: Which run of that stage in this step, from 1.
     """
-    return Artifact(
-        path=artifact_name(lane, suffix, stage, occurrence),
-        lane=lane,
-        tool=tool,
-        status="missing",
-        stage=stage,
-        occurrence=occurrence,
-    )
+    path = artifact_name(lane, suffix, stage, occurrence)
+    return Artifact(path=path, lane=lane, tool=tool, status="missing", stage=stage, occurrence=occurrence)
 
 
 class CaptureCost(msgspec.Struct, frozen=True, kw_only=True):

@@ -356,10 +356,10 @@ def _on_disk(folder: Path, worker: CaptureResult, artifact: Artifact) -> Artifac
         return artifact
     sizes = _sizes(folder, artifact)
     if not sizes:
-        return msgspec.structs.replace(artifact, status="failed", reason="never finished")
+        return artifact.with_status("failed", "never finished")
     raw = artifact.path not in sizes
     reason = "it was not compressed by the end of training (timeouts.finish_s)" if raw else ""
-    return msgspec.structs.replace(artifact, status="ok", bytes=next(iter(sizes.values())), reason=reason)
+    return artifact.with_status("ok", reason, bytes=next(iter(sizes.values())))
 
 
 def _sizes(folder: Path, artifact: Artifact) -> dict[str, int]:

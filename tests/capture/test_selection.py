@@ -192,14 +192,8 @@ def engine(tmp_path: Path) -> tuple[Engine, EngineRecorder]:
 
 def test_a_server_records_no_engine_that_computes_elsewhere(session: Session, tmp_path: Path) -> None:
     """An engine that was started to be recorded without a trace has none, whatever is asked."""
-    recorder = make_recorder(
-        "http://127.0.0.1:1",
-        settings(tool="spans"),
-        role="rollout",
-        replica=0,
-        rank=None,
-        requests=RequestLog(),
-    )
+    who, url = WorkerIdentity(role="rollout", replica=0), "http://127.0.0.1:1"
+    recorder = make_recorder(url, settings(tool="spans"), who, requests=RequestLog())
     refused = asyncio.run(recorder.start(request(tmp_path, 1, CaptureSelection(tools=("torch",)))))
     assert (refused.status, "SGLang was started to be recorded without a trace" in refused.reason) == (
         "refused",

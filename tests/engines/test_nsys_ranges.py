@@ -120,4 +120,4 @@ def test_nsys_records_an_engine_alone() -> None:
     """Another tool in an engine's processes is refused by name."""
     config = ProfilingConfig.from_any({"enable": True, "tool": ["nsys", "torch_memory"]})
     with pytest.raises(ConfigError, match=r"roles\.rollout\.tool: .* not with 'torch_memory' too"):
-        engine_tool(config.for_role("rollout"), "vLLM", opens_ranges=True)
+        engine_tool(config.for_role("rollout"), "vLLM")

@@ -121,7 +121,7 @@ def test_a_window_in_iterations_is_refused(server: Server) -> None:
 
 def test_lengths_leave_out_padding(server: Server, tmp_path: Path) -> None:
     """Prompt lengths follow the attention mask, response lengths end before the padding."""
-    from verl_profiling.engines.factory import _length
+    from verl_profiling.engines.request_log import _length
 
     assert _length(torch.tensor([7, 8, 0, 0]), 0) == 2
     assert _length(torch.tensor([0, 0]), 0) == 0

@@ -7,8 +7,6 @@ import pstats
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import msgspec
-
 from verl_profiling.tools import Destination, Output, Recording, Tool
 
 
@@ -53,10 +51,8 @@ class _CProfileRecording(Recording):
             stats = pstats.Stats(self._profile, stream=file)
             stats.sort_stats(self._options.sort).print_stats(self._options.rows)
         part.replace(path)
-        written = msgspec.structs.replace(
-            self._destination.artifact(CProfileTool), status="ok", bytes=path.stat().st_size
-        )
-        return [Output(written)]
+        artifact = self._destination.artifact(CProfileTool)
+        return [Output(artifact.with_status("ok", bytes=path.stat().st_size))]
 
     def discard(self) -> None:
         self._profile.disable()

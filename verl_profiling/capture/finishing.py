@@ -15,11 +15,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-
-import msgspec
 
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.identity import WorkerIdentity, safe_name
@@ -45,11 +44,9 @@ class BackgroundWork:
 
     Args:
         name: Kind of work, for the name of the thread.
-        at_once: If no thread can start, whether to work in :meth:`submit`, or else in :meth:`drain`.
     """
 
     name: str
-    at_once: bool = True
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _work: deque[Callable[[], object]] = field(default_factory=deque)
     _running: bool = False
@@ -64,11 +61,9 @@ class BackgroundWork:
         thread = threading.Thread(target=self._run, name=f"verl-profiling-{self.name}", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # at exit, Python 3.12 and later start no thread
+        except RuntimeError:  # at exit, Python 3.12 and later start no thread; drain() works then
             with self._changed:
                 self._running = False
-            if self.at_once:
-                self._run()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all work is done; return whether it was done in time."""
@@ -112,7 +107,7 @@ def finish(
     artifact = complete(output.artifact)
     if not (compress or uploads):
         return artifact
-    pending = msgspec.structs.replace(artifact, status="pending", reason="")
+    pending = artifact.with_status("pending")
 
     def work() -> None:
         try:
@@ -121,8 +116,7 @@ def finish(
                 final = _uploaded(Path(request.folder), upload, final)
         except Exception as error:
             logger.exception("finishing %s failed", pending.path)
-            reason = f"finishing it raised {type(error).__name__}: {error}"
-            final = msgspec.structs.replace(pending, status="failed", reason=reason)
+            final = pending.with_status("failed", f"finishing it raised {type(error).__name__}: {error}")
         done(final)
 
     background.submit(work)
@@ -142,11 +136,8 @@ def _uploaded(folder: Path, upload: Upload, artifact: Artifact) -> Artifact:
             *(artifact.path, type(error).__name__, error, folder, copy_line(folder, upload.url)),
         )
         reason = f"not uploaded: {type(error).__name__}: {error}"
-        return msgspec.structs.replace(
-            artifact,
-            where=f"{socket.gethostname()}:{local}",
-            reason="; ".join(filter(None, (artifact.reason, reason))),
-        )
+        reason = "; ".join(filter(None, (artifact.reason, reason)))
+        return artifact.with_status(artifact.status, reason, where=f"{socket.gethostname()}:{local}")
     return artifact
 
 
@@ -162,7 +153,7 @@ class AfterHooks:
 
     def __init__(self, hooks: Mapping[str, AfterHook]) -> None:
         self._hooks = dict(hooks)
-        self.background = BackgroundWork("after", at_once=False)
+        self.background = BackgroundWork("after")
         self._capture_id = ""
         self._runs: dict[str, Callable[[], None]] = {}
         self._last: dict[str, Callable[[], None]] = {}
@@ -276,12 +267,8 @@ def _outcome(hook: AfterHook, environment: Mapping[str, str], log: Path) -> str:
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
     """End a command and its child processes with SIGTERM, and after a grace time with SIGKILL."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
+    for number, grace_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, None)):
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        except ProcessLookupError:
-            pass
-        try:
-            process.wait(_GRACE_S if number == signal.SIGTERM else None)
-        except subprocess.TimeoutExpired:
-            continue
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(grace_s)

@@ -120,8 +120,9 @@ def switched_off(identity: WorkerIdentity) -> str:
 
 def cannot_be_had(request: CaptureRequest, problem: object) -> str:
     """Return the reason for refusing a capture whose selection this process cannot make."""
-    selection = request.selection.in_words() if request.selection is not None else ""
-    return f"asked for {selection}, which this process cannot: {problem}"
+    if request.selection is None:
+        return str(problem)
+    return f"asked for {request.selection.in_words()}, which this process cannot: {problem}"
 
 
 def not_set_up(request: CaptureRequest, who: object, arguments: str) -> CaptureStateError:

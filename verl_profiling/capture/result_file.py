@@ -178,9 +178,9 @@ class ResultFile:
             last = self._windows[-1]
             if last.stopped and artifact.status == "pending":
                 return
-            holding = [n for n, one in enumerate(self._windows) if _has(one, artifact)]
-            if holding:
-                self._windows[holding[0]] = _with_artifact(self._windows[holding[0]], artifact)
+            known = (one for window in self._windows for one in window.artifacts)
+            if any(map(artifact.is_run_of, known)):
+                self._windows = [_with_artifact(window, artifact) for window in self._windows]
             elif not last.stopped:
                 own = msgspec.structs.replace(artifact, step=self.request.step)
                 self._windows[-1] = msgspec.structs.replace(last, artifacts=[*last.artifacts, own])
@@ -243,10 +243,6 @@ def _merged(results: list[CaptureResult]) -> CaptureResult:
         cost=CaptureCost(**dict(zip(CaptureCost.__struct_fields__, map(sum, seconds), strict=True))),
         **joined,
     )
-
-
-def _has(result: CaptureResult, artifact: Artifact) -> bool:
-    return any(known.is_run_of(artifact) for known in result.artifacts)
 
 
 def _with_artifact(result: CaptureResult, finished: Artifact) -> CaptureResult:

@@ -70,9 +70,7 @@ class Session:
         self._prepared: set[Tool] = set()
         self._lock = threading.RLock()
         self._given: list[Device] = []
-        self._finish_s = 0.0
         self._said_nothing_to_stop = False
-        self._handover_s = HANDOVER_S
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """Pickle as a reference, because decorated methods of a worker class refer to the session."""
@@ -98,8 +96,6 @@ class Session:
             self.keep_every_step(config.watch)
             if self.sums is not None and TRAJECTORIES in config.tool_names(identity.role):
                 total_spans(self.sums.spans)
-            self._finish_s = max(self._finish_s, config.timeouts.finish_s)
-            self._handover_s = min(self._handover_s, config.timeouts.stop_s / 2)
         selected = role.selects(identity.rank, identity.replica, identity.topology, identity.sizes)
         self._registered[identity.name] = role, selected
         if selected:
@@ -167,8 +163,9 @@ class Session:
             if capture is not None:
                 return self._join(capture, request, identity, received_ns)
             file = self._slot.file.opened(request, role, identity)
+            handover_s = min(HANDOVER_S, self._configs[identity.name].timeouts.stop_s / 2)
             capture = Capture(
-                request, role, identity, self._slot.background, file.finished, self._given, self._handover_s
+                request, role, identity, self._slot.background, file.finished, self._given, handover_s
             )
             expected = capture.open()
             self._capture, self._slot.file = capture, file
@@ -242,11 +239,12 @@ class Session:
                     capture.request.step,
                 )
                 self._close(capture)
-        if not self._slot.background.drain(self._finish_s):
+        finish_s = max((config.timeouts.finish_s for config in self._configs.values()), default=0.0)
+        if not self._slot.background.drain(finish_s):
             logger.error(
-                "artifacts were still being compressed after %.0f s; they stay uncompressed", self._finish_s
+                "artifacts were still being compressed after %.0f s; they stay uncompressed", finish_s
             )
-        self._slot.hooks.background.drain(self._finish_s)
+        self._slot.hooks.background.drain(finish_s)
 
     def _role(self, identity: WorkerIdentity, selection: CaptureSelection | None) -> RoleConfig:
         config = self._configs[identity.name]

@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple, NoReturn
 from uuid import uuid4
 
+import msgspec
+
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.settings.rollout import EngineStage, RolloutOptions
+from verl_profiling.tools.base import remove_folder
 from verl_profiling.tools.npu import NpuTool
 from verl_profiling.tools.nsys import NsysTool
 from verl_profiling.tools.torch_profiler import TorchTool
@@ -30,22 +33,23 @@ SPOOL_PARENT = ".engines"
 EngineTool = TorchTool | NpuTool | NsysTool
 """The tools with which an engine's own processes record."""
 
-_RECORDED_ON_NPU: dict[str, dict[str, tuple[object, ...]]] = {
-    "vLLM": {
+_RESTRICTED: dict[tuple[str, str], dict[str, tuple[object, ...]]] = {
+    ("vLLM", "npu"): {
         "activities": (["cpu", "npu"],),
         "level": ("level1",),
         "aic_metrics": ("PipeUtilization", None),
         "stack": (False,),
         "shapes": (False,),
     },
-    "SGLang": {
+    ("SGLang", "npu"): {
         "level": ("level1",),
         "aic_metrics": ("PipeUtilization", None),
         "memory": (False,),
         "modules": (False,),
     },
+    ("SGLang", "torch"): {"memory": (False,)},
 }
-"""Options of the ``npu`` tool that an engine restricts, and the values it allows, the default last."""
+"""Options of a tool that an engine restricts, and the values it allows, the default last."""
 
 _PACKAGE = "vllm-ascend"
 _OLDEST = (0, 16)  # names the rank in the folder
@@ -111,6 +115,11 @@ class EngineAdapter(ABC):
     def identify(self, path: Path, label: str) -> EngineTrace | None:
         """Return the rank and stage of a new file or folder in the spool, or ``None`` if it is no trace."""
 
+    def remove_spool(self) -> None:
+        """Remove the spool with all its files, if :func:`new_spool` named it."""
+        if self.spool.parent.name == SPOOL_PARENT:
+            remove_folder(self.spool)
+
     def died(self) -> str:
         """Return how the engine's processes ended, if this process can detect it; empty while they live."""
         return ""
@@ -133,18 +142,12 @@ def new_spool(folder: Path) -> Path:
     return folder / SPOOL_PARENT / uuid4().hex[:12]
 
 
-def is_spool(folder: str | Path) -> bool:
-    """Return whether an engine's traces go to a folder that :func:`new_spool` named."""
-    return Path(folder).parent.name == SPOOL_PARENT
-
-
-def engine_tool(role: RoleConfig, engine: str, *, opens_ranges: bool = False) -> EngineTool | None:
+def engine_tool(role: RoleConfig, engine: str) -> EngineTool | None:
     """Return the tool that records an engine's processes, or ``None``.
 
     Args:
         role: Settings of the server's role.
         engine: Name of the engine.
-        opens_ranges: Whether the engine can open ranges of Nsight Systems.
 
     Raises:
         ConfigError: The engine does not support the tool or one of its options, or there are two tools.
@@ -154,7 +157,7 @@ def engine_tool(role: RoleConfig, engine: str, *, opens_ranges: bool = False) ->
     if not writing:
         return None
     tool = writing[0]
-    if not isinstance(tool, TorchTool | NpuTool) and not (opens_ranges and isinstance(tool, NsysTool)):
+    if not isinstance(tool, TorchTool | NpuTool) and not (engine == "vLLM" and isinstance(tool, NsysTool)):
         raise ConfigError(
             key,
             f"{engine} engines do not record with {tool.name!r}; set it to torch, to npu on an NPU, "
@@ -162,11 +165,17 @@ def engine_tool(role: RoleConfig, engine: str, *, opens_ranges: bool = False) ->
         )
     if len(writing) > 1:
         raise ConfigError(key, f"{engine} engines record with one tool, not with {writing[1].name!r} too")
-    if isinstance(tool, TorchTool | NpuTool) and tool.options.mini_batches is not None:
+    if getattr(tool.options, "mini_batches", None) is not None:
         why = f"{engine} engines have no mini-batches (see rollout.count)"
         refuse_option(role.role, "mini_batches", "null", why, tool=tool.name)
-    if isinstance(tool, NpuTool):
-        _check_npu_options(tool, role.role, engine)
+    where = " on an NPU" if isinstance(tool, NpuTool) else ""
+    for name, possible in _RESTRICTED.get((engine, tool.name), {}).items():
+        value = getattr(tool.options, name)
+        if (sorted(value) if isinstance(value, tuple) else value) in possible:
+            continue
+        why = f"{engine} does not record {name}" if value is True else f"{engine} chooses it"
+        neutral = msgspec.json.encode(possible[-1]).decode().replace('"', "")
+        refuse_option(role.role, name, neutral, why + where, tool=tool.name)
     return tool
 
 
@@ -197,19 +206,6 @@ def check_device(tool: EngineTool, engine: EngineAdapter, role: str) -> None:
             f"{tool.name} records nothing of {engine.name} on {engine.device}; "
             f"set it to {NpuTool.name if engine.device == 'npu' else TorchTool.name}",
         )
-
-
-def _check_npu_options(tool: NpuTool, role: str, engine: str) -> None:
-    """Refuse the options of the ``npu`` tool that an engine does not have."""
-    for name, possible in _RECORDED_ON_NPU[engine].items():
-        value = getattr(tool.options, name)
-        if (sorted(value) if isinstance(value, tuple) else value) in possible:
-            continue
-        if value is True:
-            refuse_option(role, name, "false", f"{engine} does not record {name} on an NPU", tool="npu")
-        always = possible[-1]
-        neutral = f"[{','.join(always)}]" if isinstance(always, list) else always or "null"
-        refuse_option(role, name, neutral, f"{engine} chooses it on an NPU", tool="npu")
 
 
 def refuse_option(

@@ -7,7 +7,7 @@ own. A trainer that shares the process joins the capture. A new engine is one ad
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +16,15 @@ import msgspec
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, cannot_be_had
 from verl_profiling.capture.session import process_session
 from verl_profiling.devices import engine_devices
-from verl_profiling.engines.adapter import EngineAdapter, check_device, engine_tool, role_of_capture
+from verl_profiling.engines.adapter import check_device, engine_tool, role_of_capture
 from verl_profiling.engines.recorder import EngineRecorder
-from verl_profiling.engines.request_log import RequestLog
+from verl_profiling.engines.request_log import RequestLog, watch_transformers
 from verl_profiling.engines.sglang import SGLangAdapter, manager_of, watch_manager
 from verl_profiling.engines.vllm import VLLMAdapter, records_in_process, watch_vllm
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
-from verl_profiling.settings.config import ProfilingConfig, RoleConfig
+from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.tools.nsys import NsysTool, process_ranges
 
 ENGINES = ("vllm", "sglang", "transformers")
@@ -87,10 +87,8 @@ class SessionRecorder:
 def make_recorder(
     engine: Any,
     config: ProfilingConfig,
-    *,
-    role: str,
-    replica: int,
-    rank: int | None,
+    identity: WorkerIdentity,
+    rank: int | None = None,
     requests: RequestLog | None = None,
     devices: Sequence[str] | None = None,
 ) -> EngineRecorder | SessionRecorder:
@@ -101,8 +99,7 @@ def make_recorder(
             ``tokenizer_manager``, the URL of an SGLang server, a transformers model, or any other
             engine in this process whose server logs its requests.
         config: All settings.
-        role: Role of the server.
-        replica: Index of the replica.
+        identity: The replica.
         rank: The replica's first global accelerator rank, or ``None`` to number replicas of
             equal size one after another.
         requests: The log that the server writes; ``None`` to log requests by wrapping the engine.
@@ -113,12 +110,12 @@ def make_recorder(
         ConfigError: The engine does not support the settings.
         CaptureStateError: The engine was started without the arguments for captures.
     """
+    replica, role, session = identity.replica or 0, identity.role, process_session()
     log = requests or RequestLog()
     log.serve(replica, config.rollout.requests)
-    process_session().keep_every_step(config.watch)
-    log.busy = process_session().busy("generate", sums_requests=True)
+    session.keep_every_step(config.watch)
+    log.busy = session.busy("generate", sums_requests=True)
     settings = config.for_role(role)
-    identity = WorkerIdentity(role=role, rank=replica if rank is None else rank, replica=replica)
     package = _package(engine)
     if package is None and requests is None:
         raise ToolUnavailableError(
@@ -127,11 +124,15 @@ def make_recorder(
             "for an engine of your own, requests=RequestLog()"
         )
     adapter_class = None if package == "vllm" and records_in_process(engine) else _ADAPTERS.get(package or "")
-    adapter: EngineAdapter | None = None
+    tool, adapter = None, None
     if adapter_class is None:
-        tool = None
-        _refuse_window(config, settings, identity)
-    elif (tool := engine_tool(settings, adapter_class.name, opens_ranges=package == "vllm")) is not None:
+        for name in ("start", "count"):
+            if getattr(config.rollout, name) and any(one.suffix for one in settings.tools):
+                raise ConfigError(
+                    f"rollout.{name}",
+                    f"{identity} computes in this process, where no engine counts iterations; leave it out",
+                )
+    elif (tool := engine_tool(settings, adapter_class.name)) is not None:
         adapter = adapter_class(engine, config, identity, tool)
     if requests is None:
         _watch(engine, package, log, identity)
@@ -149,27 +150,11 @@ def make_recorder(
 def _watch(engine: Any, package: str | None, log: RequestLog, identity: WorkerIdentity) -> None:
     """Wrap the engine's methods so that its requests are logged."""
     if package == "transformers":
-        _watch_transformers(engine, log)
+        watch_transformers(engine, log)
     elif package == "vllm":
         watch_vllm(engine, log)
     elif (manager := manager_of(engine, identity)) is not None:
         watch_manager(manager, log)
-
-
-def _refuse_window(config: ProfilingConfig, settings: RoleConfig, identity: WorkerIdentity) -> None:
-    """Refuse a window counted in iterations for an engine that computes in this process."""
-    for name in ("start", "count"):
-        if getattr(config.rollout, name) and any(tool.suffix for tool in settings.tools):
-            raise ConfigError(
-                f"rollout.{name}",
-                f"{identity} computes in this process, where no engine counts iterations; leave it out",
-            )
-
-
-def node_rank_of(engine: Any) -> int:
-    """Return the ``node_rank`` of an SGLang engine; 0 for other engines."""
-    rank = getattr(getattr(engine, "server_args", None), "node_rank", 0)
-    return rank if isinstance(rank, int) else 0
 
 
 def _package(engine: Any) -> str | None:
@@ -178,33 +163,3 @@ def _package(engine: Any) -> str | None:
         return "sglang"
     packages = {base.__module__.partition(".")[0] for base in type(engine).__mro__}
     return next((name for name in ENGINES if name in packages), None)
-
-
-def _watch_transformers(model: Any, log: RequestLog) -> None:
-    """Log every sequence of a ``generate`` call when it returns, with the whole batch."""
-
-    def logged(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        record = log.open()
-        prompts: Any = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
-        try:
-            output = generate(*args, **kwargs)
-        except BaseException:
-            for row in prompts:
-                record.close(len(row), 0, failed=True)
-            raise
-        mask = kwargs.get("attention_mask")
-        padding = model.generation_config.pad_token_id
-        for row, sequence in enumerate(getattr(output, "sequences", output)):
-            prompt = prompts.shape[1] if mask is None else int(mask[row % len(mask)].sum())
-            record.close(prompt, _length(sequence[prompts.shape[1] :], padding))
-        return output
-
-    log.watch_calls(model, logged)
-
-
-def _length(response: Any, padding: int | None) -> int:
-    """Return the number of tokens before the padding at the end."""
-    if padding is None:
-        return int(response.shape[0])
-    kept = (response != padding).nonzero()
-    return int(kept[-1]) + 1 if len(kept) else 0

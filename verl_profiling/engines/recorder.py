@@ -29,7 +29,7 @@ from verl_profiling.capture.messages import (
 )
 from verl_profiling.capture.result_file import NOT_STOPPED, CostMeter, ResultFile, Slot
 from verl_profiling.devices import Device
-from verl_profiling.engines.adapter import EngineAdapter, EngineTool, EngineTrace, is_spool, role_of_capture
+from verl_profiling.engines.adapter import EngineAdapter, EngineTool, EngineTrace, role_of_capture
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import CaptureStateError, ConfigError
 from verl_profiling.identity import WorkerIdentity
@@ -112,13 +112,8 @@ class EngineRecorder:
     async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
         """Stop a capture; never raises for one that is not open."""
         received_ns = clock.now_ns()
-        result = await asyncio.shield(
-            asyncio.ensure_future(self._end(capture_id))
-        )  # goes on if the caller is cancelled
-        if finish_s:
-            result = await asyncio.to_thread(self._slot.settle, result, capture_id, finish_s)
-        else:
-            result = self._slot.settle(result, capture_id, 0.0)
+        result = await asyncio.shield(self._end(capture_id))  # goes on if the caller is cancelled
+        result = await asyncio.to_thread(self._slot.settle, result, capture_id, finish_s)
         return StopReply(result, received_ns)
 
     async def _end(self, capture_id: str | None) -> CaptureResult:
@@ -345,19 +340,12 @@ class Window:
 
     def drop(self) -> None:
         """Remove the spool with its remaining files: tables, and traces of unselected ranks."""
-        if self._traces and is_spool(self.engine.spool):
-            shutil.rmtree(self.engine.spool, ignore_errors=True)
-            try:
-                self.engine.spool.parent.rmdir()
-            except OSError:
-                pass  # it contains the spool of another engine
+        if self._traces:
+            self.engine.remove_spool()
 
     def failed(self, reason: str) -> list[Artifact]:
         """Return all expected artifacts as failed."""
-        return [
-            msgspec.structs.replace(artifact, status="failed", reason=reason, end_ns=self.end_ns)
-            for artifact in self.expected
-        ]
+        return [one.with_status("failed", reason, end_ns=self.end_ns) for one in self.expected]
 
     def _written(self) -> dict[EngineTrace, Path]:
         """Return the newest trace of each rank and stage that the engine wrote in this window."""
@@ -372,9 +360,9 @@ class Window:
     def _without_file(self, artifact: Artifact, problem: str) -> Artifact:
         if self.engine.window.bounded and not problem:
             reason = f"the window was never reached ({self.engine.window})"
-            return msgspec.structs.replace(artifact, status="empty", reason=reason)
+            return artifact.with_status("empty", reason)
         silent = f"{self.engine.name} reported no error and wrote no trace; its own log may say why"
-        return msgspec.structs.replace(artifact, status="failed", reason=problem or silent)
+        return artifact.with_status("failed", problem or silent)
 
 
 def output_of(

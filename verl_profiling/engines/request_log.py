@@ -161,6 +161,36 @@ class RequestLog:
         return request
 
 
+def watch_transformers(model: Any, log: RequestLog) -> None:
+    """Log every sequence of a ``generate`` call when it returns, with the whole batch."""
+
+    def logged(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        record = log.open()
+        prompts: Any = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+        try:
+            output = generate(*args, **kwargs)
+        except BaseException:
+            for row in prompts:
+                record.close(len(row), 0, failed=True)
+            raise
+        mask = kwargs.get("attention_mask")
+        padding = model.generation_config.pad_token_id
+        for row, sequence in enumerate(getattr(output, "sequences", output)):
+            prompt = prompts.shape[1] if mask is None else int(mask[row % len(mask)].sum())
+            record.close(prompt, _length(sequence[prompts.shape[1] :], padding))
+        return output
+
+    log.watch_calls(model, logged)
+
+
+def _length(response: Any, padding: int | None) -> int:
+    """Return the number of tokens before the padding at the end."""
+    if padding is None:
+        return int(response.shape[0])
+    kept = (response != padding).nonzero()
+    return int(kept[-1]) + 1 if len(kept) else 0
+
+
 def _weight_updates(name: str, versions: Sequence[int], requests: Sequence[Request]) -> list[str]:
     """Return a note if the weights changed during a capture."""
     if len(versions) < 2:

@@ -12,7 +12,7 @@ import json
 import re
 import urllib.error
 import urllib.request
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -87,7 +87,10 @@ class SGLangAdapter(EngineAdapter):
         self._dp = 1 if server.get("enable_dp_attention") else dp
         self.ranks = self._tp * self._pp * self._dp
         if manager is not None:  # behind a URL, devices are those of another process's environment
-            self.device_numbers = _device_numbers(server, self.ranks)
+            # The rule of SGLang's launcher.
+            first, step = int(server.get("base_gpu_id") or 0), int(server.get("gpu_id_step") or 1)
+            here = self.ranks // max(int(server.get("nnodes") or 1), 1)
+            self.device_numbers = range(first, first + here * step, step)
         self._on_npu = isinstance(tool, NpuTool)
         if self._on_npu:
             check_sglang_reaches_torch_npu()
@@ -176,13 +179,6 @@ class SGLangAdapter(EngineAdapter):
         return arguments
 
 
-def _device_numbers(server: Mapping[str, Any], ranks: int) -> range:
-    """Return the visible device number of each rank on this node, by the rule of SGLang's launcher."""
-    first, step = int(server.get("base_gpu_id") or 0), int(server.get("gpu_id_step") or 1)
-    here = ranks // max(int(server.get("nnodes") or 1), 1)
-    return range(first, first + here * step, step)
-
-
 def check_sglang(
     tool: TorchTool | NpuTool,
     window: RolloutOptions,
@@ -204,9 +200,12 @@ def check_sglang(
         ConfigError: SGLang does not support the settings, or would crash with them.
     """
     if isinstance(tool, NpuTool):
-        _check_npu_window(window, role, dp_ranks)
-    if tool.options.memory:
-        refuse_option(role, "memory", "false", "SGLang does not record memory")
+        why = "recordings of torch_npu name their rank only"
+        if window.by_stage:
+            raise ConfigError("rollout.by_stage", f"{why}; set it to false on an NPU")
+        if dp_ranks > 1:
+            remedy = "set it to spans, or use enable_dp_attention"
+            raise ConfigError(f"roles.{role}.tool", f"SGLang has data-parallel ranks, and {why}; {remedy}")
     if window.start:
         raise ConfigError(
             "rollout.start",
@@ -216,18 +215,6 @@ def check_sglang(
     for name in _activities(tool, device):
         if isinstance(tool, TorchTool) and name not in _offered(device):
             refuse_option(role, "activities", "null", f"{name} ends an SGLang that runs on {device}")
-
-
-def _check_npu_window(window: RolloutOptions, role: str, dp_ranks: int) -> None:
-    """Refuse separate stages and data-parallel ranks: folders of torch_npu have only the rank in the name."""
-    why = "recordings of torch_npu name their rank only"
-    if window.by_stage:
-        raise ConfigError("rollout.by_stage", f"{why}; set it to false on an NPU")
-    if dp_ranks > 1:
-        raise ConfigError(
-            f"roles.{role}.tool",
-            f"SGLang has data-parallel ranks, and {why}; set it to spans, or use enable_dp_attention",
-        )
 
 
 def _activities(tool: TorchTool | NpuTool, device: str) -> tuple[str, ...]:

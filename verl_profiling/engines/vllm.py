@@ -73,7 +73,7 @@ def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
         ToolUnavailableError: vLLM is not installed.
     """
     settings = config.for_role(role)
-    tool = engine_tool(settings, "vLLM", opens_ranges=True) if settings.enable else None
+    tool = engine_tool(settings, "vLLM") if settings.enable else None
     if tool is None:
         return {}
     if find_spec("vllm") is None:
@@ -387,25 +387,21 @@ async def _noting(
     stream: AsyncGenerator[Any, None], record: OpenRequest, parameters: Any, shares_clock: bool
 ) -> AsyncGenerator[Any, None]:
     in_deltas = getattr(getattr(parameters, "output_kind", None), "name", "") == "DELTA"
-    several = getattr(parameters, "n", 1) > 1
-    in_parts = in_deltas or several
     lengths: dict[int, int] = {}
     last: Any = None
     try:
         async for output in stream:
             if last is None and not output.finished:
                 record.first_token()
-            if in_parts:
-                for index, length in _lengths(output).items():
-                    lengths[index] = length + (lengths.get(index, 0) if in_deltas else 0)
+            for index, length in _lengths(output).items():
+                lengths[index] = length + (lengths.get(index, 0) if in_deltas else 0)
             last = output
             yield output
     finally:
         done = last is not None and last.finished
-        if last is not None and not in_parts:
-            lengths = _lengths(last)
         response_tokens = sum(lengths.values())
-        _tell(record, last if response_tokens and not several else None, shares_clock)
+        alone = getattr(parameters, "n", 1) == 1
+        _tell(record, last if response_tokens and alone else None, shares_clock)
         record.close(_prompt_tokens(last), response_tokens, failed=not done)
         await stream.aclose()  # an abandoned request is aborted at once, as without this wrapper
 

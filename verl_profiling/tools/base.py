@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -195,9 +196,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove an artifact, and the step folder if that leaves it empty."""
-    shutil.rmtree(folder)
-    try:
+    """Remove a folder, and the folder around it if that leaves it empty."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # something else is in it
         folder.parent.rmdir()
-    except OSError:
-        pass  # something else is in the step folder

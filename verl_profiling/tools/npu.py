@@ -18,6 +18,7 @@ import msgspec
 
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.manifest import Artifact
+from verl_profiling.settings.typed_values import Seconds
 from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool, folder_bytes, remove_folder
 from verl_profiling.tools.torch_profiler import MiniBatchWindow
 
@@ -77,7 +78,7 @@ class NpuOptions:
     mstx: bool = True
     export: tuple[Literal["text", "db"], ...] = ("text", "db")
     analysis: bool = True
-    analysis_s: float = 600.0
+    analysis_s: Seconds = 600.0
     mini_batches: MiniBatchWindow | None = None
 
     def __post_init__(self) -> None:
@@ -85,8 +86,6 @@ class NpuOptions:
             raise ConfigError("activities", "is empty; leave it out to record the host and the device")
         if "text" not in self.export:
             raise ConfigError("export", "must contain 'text', of which the timeline is made, e.g. [text, db]")
-        if not self.analysis_s > 0:
-            raise ConfigError("analysis_s", f"must be greater than 0, is {self.analysis_s}")
         has_metrics = self.aic_metrics not in (None, "AiCoreNone")
         if has_metrics and self.level in ("none", "level0"):
             raise ConfigError("aic_metrics", f"needs level1 or level2, level is {self.level}")
@@ -229,7 +228,7 @@ class _NpuRecording(Recording):
         reason = f"torch_npu printed an [ERROR]: {self._folder} is empty"
         if self._options.mini_batches is not None:
             reason = "the mini-batch window did not open; it counts calls of capture.step()"
-        return [Output(msgspec.structs.replace(artifact, status="empty", reason=reason), None, stop_s)]
+        return [Output(artifact.with_status("empty", reason), None, stop_s)]
 
     def discard(self) -> None:
         self._profiler.stop()
@@ -245,25 +244,19 @@ def output_of_recording(recorded: Path, artifact: Artifact, options: NpuOptions)
         options: Options of the tool.
     """
     folder = recorded.parent
-    if not _has_data(recorded):
+    if not _has_data(recorded, "FRAMEWORK", "PROF_*"):
         reason = f"no operator ran on the thread that recorded, or torch_npu printed an [ERROR]: see {folder}"
-        return Output(msgspec.structs.replace(artifact, status="empty", reason=reason))
+        return Output(artifact.with_status("empty", reason))
     if not options.analysis:
         reason = f"recorded, not analysed (tools.npu.analysis is false); run analyse() on {folder}"
-        size = folder_bytes(folder)
-        return Output(msgspec.structs.replace(artifact, status="ok", reason=reason, bytes=size))
-    pending = msgspec.structs.replace(artifact, status="pending")
+        return Output(artifact.with_status("ok", reason, bytes=folder_bytes(folder)))
+    pending = artifact.with_status("pending")
     return Output(pending, lambda: _analysed(recorded, pending, options))
 
 
-def _has_data(recorded: Path) -> bool:
-    """Return whether torch_npu recorded anything into its folder, of the host or of the device."""
-    return any(
-        file.is_file() and file.stat().st_size
-        for part in ("FRAMEWORK", "PROF_*")
-        for found in recorded.glob(part)
-        for file in found.rglob("*")
-    )
+def _has_data(recorded: Path, *parts: str) -> bool:
+    """Return whether torch_npu recorded anything of the host (``FRAMEWORK``) or the device (``PROF_*``)."""
+    return any(folder_bytes(found) for part in parts for found in recorded.glob(part))
 
 
 def _analysed(recorded: Path, artifact: Artifact, options: NpuOptions) -> Artifact:
@@ -283,12 +276,11 @@ def _analysed(recorded: Path, artifact: Artifact, options: NpuOptions) -> Artifa
         reason = (
             f"the analysis {problem or 'wrote no trace_view.json'}{_last_error(printed)}; raw data is kept"
         )
-        return msgspec.structs.replace(artifact, status="failed", reason=reason, bytes=size)
-    device_data = any(file.is_file() for prof in recorded.glob("PROF_*") for file in prof.rglob("*"))
-    if device and not device_data:
+        return artifact.with_status("failed", reason, bytes=size)
+    if device and not _has_data(recorded, "PROF_*"):
         reason = f"the host was recorded, but no device data{_last_error(printed)}"
-        return msgspec.structs.replace(artifact, status="empty", reason=reason, bytes=size)
-    return msgspec.structs.replace(artifact, status="ok", bytes=size)
+        return artifact.with_status("empty", reason, bytes=size)
+    return artifact.with_status("ok", bytes=size)
 
 
 def _correct_clock(recorded: Path) -> None:

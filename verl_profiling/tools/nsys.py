@@ -26,6 +26,7 @@ from verl_profiling.manifest import Artifact
 from verl_profiling.nsys_ranges import NOTES_SUFFIX, NSYS_FOLDER, NsysRange
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.settings.schedule import Schedule
+from verl_profiling.settings.typed_values import Positive
 from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool, imported
 
 DOMAIN = "verl_profiling"
@@ -53,12 +54,10 @@ class NsysOptions:
     """
 
     trace: tuple[str, ...] = ("cuda", "nvtx", "cublas")
-    ranges: int | None = None
+    ranges: Positive | None = None
     arguments: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.ranges is not None and self.ranges < 1:
-            raise ConfigError("ranges", f"must be at least 1, is {self.ranges}")
         if owned := sorted(_OWNED_ARGUMENTS.intersection(self.arguments)):
             raise ConfigError(f"arguments.{owned[0]}", "is set by the tool itself; remove it")
 
@@ -236,7 +235,7 @@ class Ranges:
             f"range {closed.number} of this process; nsys writes its report by the end of the process; "
             f"fetch it with: verl-profiling collect {run}"
         )
-        return msgspec.structs.replace(artifact, status="pending", reason=reason)
+        return artifact.with_status("pending", reason)
 
     def _note(self, noted: NsysRange) -> None:
         """Append a range to its file; the first one replaces the file of an earlier process with this id."""
@@ -327,17 +326,15 @@ def expected_ranges(role: RoleConfig, schedule: Schedule, last_step: int | None 
         ConfigError: The number cannot be computed.
     """
     if role.launched_tool is not None and role.launched_tool.options.ranges is not None:
-        given: int = role.launched_tool.options.ranges
-        return given
+        return int(role.launched_tool.options.ranges)
     if (last := schedule.last_step(last_step)) is None:
         raise ConfigError(
             "schedule",
             "has no end, so the number of ranges is unknown; pass last_step, or set repeat or steps",
         )
-    ranges = {step: schedule.step_range(step) for step in range(last + 1)}
-    captures = {step: captured for step, captured in ranges.items() if captured is not None}
+    captures = [captured for step in range(last + 1) if (captured := schedule.step_range(step)) is not None]
     if role.mode == "e2e":
-        count = len({captured.first for captured in captures.values()})
+        count = len({captured.first for captured in captures})
     elif role.role == ROLLOUT_ROLE:
         count = len(captures)
     elif role.stages is None:

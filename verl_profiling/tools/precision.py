@@ -131,9 +131,8 @@ class _PrecisionRecording(Recording):
         artifact = self._destination.artifact(PrecisionTool)
         if not any(map(_holds_data, self._folder.glob(f"step*/*/{self._file}"))):
             reason = "nothing that msprobe records ran, or nothing that tools.precision.only names"
-            return [Output(msgspec.structs.replace(artifact, status="empty", reason=reason), None, stop_s)]
-        done = msgspec.structs.replace(artifact, status="ok", bytes=folder_bytes(self._folder))
-        return [Output(done, None, stop_s)]
+            return [Output(artifact.with_status("empty", reason), None, stop_s)]
+        return [Output(artifact.with_status("ok", bytes=folder_bytes(self._folder)), None, stop_s)]
 
     def discard(self) -> None:
         try:

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
-
 from verl_profiling import clock
-from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
+from verl_profiling.errors import CaptureStateError, ToolUnavailableError
 from verl_profiling.manifest import Artifact
+from verl_profiling.settings.typed_values import Positive
 from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool, imported
 from verl_profiling.tools.npu import import_torch_npu
 from verl_profiling.tools.process_memory import StagePeaks
@@ -41,19 +40,12 @@ class TorchMemoryOptions:
             peak statistics at each stage, which changes them for other readers.
     """
 
-    max_entries: int = 100_000
-    steps: int = 1
+    max_entries: Positive = 100_000
+    steps: Positive = 1
     oom_folder: str | None = None
     peaks: bool = True
 
-    def __post_init__(self) -> None:
-        if self.max_entries < 1:
-            raise ConfigError("max_entries", f"must be at least 1, is {self.max_entries}")
-        if self.steps < 1:
-            raise ConfigError("steps", f"must be at least 1, is {self.steps}")
 
-
-@dataclass(frozen=True)
 class _Accelerator:
     """The interface that torch and torch_npu have in common.
 
@@ -63,9 +55,10 @@ class _Accelerator:
         observe_oom: Registers a function to call when an allocation fails; it cannot be removed.
     """
 
-    memory: Any
-    history_enabled: Callable[[], bool]
-    observe_oom: Callable[[Callable[[int, int, int, int], None]], None]
+    def __init__(self, kind: str, device: Any, native: Any) -> None:
+        self.memory = device.memory
+        self.history_enabled: Callable[[], bool] = getattr(native, f"_{kind}_isHistoryEnabled")
+        self.observe_oom: Callable[..., None] = getattr(native, f"_{kind}_attach_out_of_memory_observer")
 
 
 class TorchMemoryTool(Tool):
@@ -132,17 +125,17 @@ class _MemoryRecording(Recording):
         if self._oom is None:
             oom = self._write(OOM_SUFFIX)
             reason = oom.reason or f"device {device} could not allocate {wanted_bytes} bytes"
-            self._oom = msgspec.structs.replace(oom, begin_ns=clock.now_ns(), reason=reason)
+            self._oom = oom.with_status(oom.status, reason, begin_ns=clock.now_ns())
 
     def _write(self, suffix: str) -> Artifact:
         final = self._destination.path(suffix)
-        artifact = msgspec.structs.replace(self._destination.artifact(TorchMemoryTool), path=final.name)
+        artifact = self._destination.artifact(TorchMemoryTool)
         try:
             _dump(self._memory, final)
         except OSError as error:
             reason = f"the snapshot cannot be written into {final.parent}: {error.strerror or error}"
-            return msgspec.structs.replace(artifact, status="failed", reason=reason)
-        return msgspec.structs.replace(artifact, status="ok", bytes=final.stat().st_size)
+            return artifact.with_status("failed", reason, path=final.name)
+        return artifact.with_status("ok", path=final.name, bytes=final.stat().st_size)
 
     def _take_peaks(self) -> Mapping[str, int]:
         statistics = self._memory.memory_stats_as_nested_dict()
@@ -250,18 +243,11 @@ def _dump(memory: Any, path: Path) -> None:
 def _accelerator() -> _Accelerator:
     torch = imported("torch", TorchMemoryTool.name)
     if torch.cuda.is_available():
-        return _Accelerator(
-            torch.cuda.memory, torch._C._cuda_isHistoryEnabled, torch._C._cuda_attach_out_of_memory_observer
-        )
+        return _Accelerator("cuda", torch.cuda, torch._C)
     if importlib.util.find_spec("torch_npu") is not None:
         torch_npu = import_torch_npu()
         if torch_npu.npu.is_available():
-            native = torch_npu._C
-            return _Accelerator(
-                torch_npu.npu.memory,
-                native._npu_isHistoryEnabled,
-                native._npu_attach_out_of_memory_observer,
-            )
+            return _Accelerator("npu", torch_npu.npu, torch_npu._C)
     raise ToolUnavailableError(
         f"tool 'torch_memory' records an accelerator's allocator, and torch {torch.__version__} sees no CUDA "
         "or ROCm device and no NPU; for the peak resident memory of each stage, take tool 'spans' with "

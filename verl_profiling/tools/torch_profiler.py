@@ -15,6 +15,7 @@ import msgspec
 from verl_profiling.devices import used_devices
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.manifest import Artifact
+from verl_profiling.settings.typed_values import NotNegative, Positive
 from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool, imported
 from verl_profiling.tools.process_memory import own_bytes
 from verl_profiling.tools.trace_file import CUDA, output_of_trace
@@ -32,14 +33,9 @@ class MiniBatchWindow:
         active: Mini-batches that are kept.
     """
 
-    wait: int = 0
-    warmup: int = 0
-    active: int = 1
-
-    def __post_init__(self) -> None:
-        for name, least in (("wait", 0), ("warmup", 0), ("active", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(name, f"must be at least {least}, is {getattr(self, name)}")
+    wait: NotNegative = 0
+    warmup: NotNegative = 0
+    active: Positive = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,10 +161,6 @@ def _experimental_options() -> frozenset[str]:
     return frozenset(name for name in ("profile_all_threads", "trace_only") if name in signature)
 
 
-def _uses_cuda() -> bool:
-    return any(device.kind == CUDA for device in used_devices())
-
-
 class _ShownNames(dict[str, str]):
     """Stage names in printable ASCII: Kineto loses other characters, and a quote breaks its JSON."""
 
@@ -243,18 +235,14 @@ class _TorchRecording(Recording):
                 f"the mini-batch window opens after {window.wait + window.warmup} calls of capture.step(), "
                 f"and there were {self._mini_batches}"
             )
-            return [Output(msgspec.structs.replace(expected, status="empty", reason=reason))]
+            return [Output(expected.with_status("empty", reason))]
         final = self._destination.path(TorchTool.suffix)
         part: Path = final.with_name(f".{final.stem}.part")
         begin = time.perf_counter()
         self._profiler.export_chrome_trace(str(part))
-        output = output_of_trace(
-            part,
-            final,
-            expected,
-            self._shown.values(),
-            CUDA if self._on_accelerator and _uses_cuda() else "",
-        )
+        uses_cuda = self._on_accelerator and CUDA in {device.kind for device in used_devices()}
+        device = CUDA if uses_cuda else ""
+        output = output_of_trace(part, final, expected, self._shown.values(), device)
         return [replace(output, finish=self._releasing(output.finish), export_s=time.perf_counter() - begin)]
 
     def _releasing(self, finish: Callable[[], Artifact] | None) -> Callable[[], Artifact] | None:

@@ -54,7 +54,7 @@ def output_of_trace(
         A ``pending`` output whose ``finish`` compresses and verifies, or a final one that is
         ``failed`` (no file) or ``truncated`` (cut off; the written part is kept).
     """
-    pending = msgspec.structs.replace(expected, status="pending")
+    pending = expected.with_status("pending")
     if written.suffix == ".gz":
         shutil.move(written, final)
         return Output(pending, lambda: _read_through(final, pending, device))
@@ -65,15 +65,13 @@ def output_of_trace(
     if not tail:
         written.unlink(missing_ok=True)
         reason = f"the profiler wrote no file into {final.parent} ({_why_not_writable(final.parent)})"
-        return Output(msgspec.structs.replace(expected, status="failed", reason=reason))
+        return Output(expected.with_status("failed", reason))
     raw = final.with_suffix("")
     shutil.move(written, raw)
     if not _END.search(tail):
         size = raw.stat().st_size
         reason = f"cut off after {size} bytes ({_why_not_writable(final.parent)})"
-        return Output(
-            msgspec.structs.replace(expected, path=raw.name, status="truncated", bytes=size, reason=reason)
-        )
+        return Output(expected.with_status("truncated", reason, path=raw.name, bytes=size))
     names = sorted(set(ranges))
     return Output(pending, lambda: _compressed(raw, final, pending, _annotations(names), device))
 
@@ -128,13 +126,8 @@ def _compressed(
     except OSError as error:
         if part.is_file():
             part.unlink()
-        return msgspec.structs.replace(
-            pending,
-            path=raw.name,
-            status="ok",
-            bytes=raw.stat().st_size if raw.exists() else None,
-            reason=f"left uncompressed: {error}",
-        )
+        size = raw.stat().st_size if raw.exists() else None
+        return pending.with_status("ok", f"left uncompressed: {error}", path=raw.name, bytes=size)
     return artifact
 
 
@@ -156,16 +149,16 @@ def _read_through(path: Path, pending: Artifact, device: str) -> Artifact:
                     lost = ""
     except (OSError, EOFError):
         tail = b""  # cut off inside of the compression
-    artifact = msgspec.structs.replace(pending, status="ok", bytes=size, events=events)
+    artifact = pending.with_status("ok", bytes=size, events=events)
     if not _END.search(tail):
         reason = f"cut off after {size} bytes: the engine did not write it to the end"
-        return msgspec.structs.replace(artifact, status="truncated", reason=reason)
+        return artifact.with_status("truncated", reason)
     if not spans:
-        return msgspec.structs.replace(artifact, status="empty", reason="the trace holds no spans")
+        return artifact.with_status("empty", "the trace holds no spans")
     if lost:
         reason = f"{lost} was in use, and no event of it was recorded: {lost_kernels()}"
         logger.warning("%s: %s", artifact.path, reason)
-        return msgspec.structs.replace(artifact, unrecorded_device=lost, reason=reason)
+        return artifact.with_status("ok", reason, unrecorded_device=lost)
     return artifact
 
 

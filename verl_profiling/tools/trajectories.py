@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import msgspec
-
-from verl_profiling.errors import ConfigError
 from verl_profiling.manifest import Artifact
+from verl_profiling.settings.typed_values import Positive
 from verl_profiling.tools.base import Destination, Output, Recording, Tool
 from verl_profiling.trajectories.log import OpenLog
 from verl_profiling.trajectories.spans import keep_trajectories, start_log, stop_log
@@ -26,11 +24,7 @@ class TrajectoriesOptions:
             takes about 400 bytes of memory. Those beyond the limit are only counted and reported.
     """
 
-    max_spans: int = 200_000
-
-    def __post_init__(self) -> None:
-        if self.max_spans < 1:
-            raise ConfigError("max_spans", f"must be at least 1, is {self.max_spans}")
+    max_spans: Positive = 200_000
 
 
 class TrajectoriesTool(Tool):
@@ -67,8 +61,8 @@ class _TrajectoryRecording(Recording):
         events = len(self._log.spans) + len(self._log.trajectories)
         if not events:
             reason = "no trajectory and no span ran in this process"
-            return [Output(msgspec.structs.replace(artifact, status="skipped", reason=reason))]
-        pending = msgspec.structs.replace(artifact, status="pending", events=events)
+            return [Output(artifact.with_status("skipped", reason))]
+        pending = artifact.with_status("pending", events=events)
         return [Output(pending, lambda: self._written(pending), time.perf_counter() - begin)]
 
     def discard(self) -> None:
@@ -81,12 +75,11 @@ class _TrajectoryRecording(Recording):
             size = write_log(path, log)
         except OSError as error:
             reason = f"the log cannot be written into {path.parent}: {error.strerror or error}"
-            return msgspec.structs.replace(artifact, status="failed", reason=reason)
-        artifact = msgspec.structs.replace(artifact, status="ok", bytes=size)
+            return artifact.with_status("failed", reason)
         if not log.spans_left_out + log.trajectories_left_out:
-            return artifact
+            return artifact.with_status("ok", bytes=size)
         reason = (
             f"{log.spans_left_out:,} spans and {log.trajectories_left_out:,} trajectories after the first "
             f"{self._log.max_spans:,} were left out; raise tools.trajectories.max_spans to keep them"
         )
-        return msgspec.structs.replace(artifact, status="truncated", reason=reason)
+        return artifact.with_status("truncated", reason, bytes=size)

@@ -1,4 +1,4 @@
-"""The mixins for rollout servers: they pass captures on to the server's engine."""
+"""The mixins for rollout servers: they pass captures on to the recorder of the server's engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verl_profiling.capture.messages import (
     switched_off,
 )
 from verl_profiling.capture.session import process_session
-from verl_profiling.engines.factory import ENGINES, SessionRecorder, make_recorder, node_rank_of
+from verl_profiling.engines.factory import ENGINES, SessionRecorder, make_recorder
 from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.engines.vllm import vllm_engine_args
@@ -65,9 +65,7 @@ class RolloutCaptureMixin:
         package = engine or cls.engine_package
         if package not in ENGINES:
             raise ConfigError("engine", f"engine_args: unknown {package!r}; {choices_hint(package, ENGINES)}")
-        if package != "vllm":
-            return {}
-        return vllm_engine_args(settings, role)
+        return vllm_engine_args(settings, role) if package == "vllm" else {}
 
     def init_capture(
         self,
@@ -108,16 +106,20 @@ class RolloutCaptureMixin:
         """
         settings = ProfilingConfig.from_any(config)
         found = engine if engine is not None else self._capture_engine()
-        node = node_rank_of(found) if node_rank is None else node_rank
+        node = node_rank
+        if node is None:  # of an SGLang engine
+            given = getattr(getattr(found, "server_args", None), "node_rank", 0)
+            node = given if isinstance(given, int) else 0
         self._capture_recorder = None
-        self._capture_identity = WorkerIdentity(role=role, rank=rank or 0, replica=replica, node_rank=node)
+        first = replica if rank is None else rank
+        self._capture_identity = WorkerIdentity(role=role, rank=first, replica=replica, node_rank=node)
         if not settings.for_role(role).enable:
             self._capture_idle_reason = switched_off(self._capture_identity)
         elif node:
             self._capture_idle_reason = f"node {node} of the replica; node 0 records for all"
         else:
             self._capture_recorder = make_recorder(
-                found, settings, role=role, replica=replica, rank=rank, requests=requests, devices=devices
+                found, settings, self._capture_identity, rank, requests, devices
             )
             self._capture_identity = self._capture_recorder.identity
 
@@ -132,11 +134,9 @@ class RolloutCaptureMixin:
             raise not_set_up(request, type(self).__name__, "config, engine=..., replica=...")
         if self._capture_recorder is not None:
             return await self._capture_recorder.start(request)
-        identity, named = (
-            self._capture_identity,
-            request.selection.roles if request.selection is not None else None,
-        )
-        refuses = identity.node_rank == 0 and identity.role in (named or ())
+        identity, selection = self._capture_identity, request.selection
+        named = selection is not None and identity.role in (selection.roles or ())
+        refuses = named and identity.node_rank == 0
         return StartReply(identity, "refused" if refuses else "skipped", reason=self._capture_idle_reason)
 
     async def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
@@ -154,9 +154,8 @@ class RolloutCaptureMixin:
 
     def read_watch(self, question: WatchQuestion) -> WatchReading | None:
         """Return the stages of the server's process in some steps; see :meth:`CaptureMixin.read_watch`."""
-        if self._capture_identity is None or self._capture_recorder is None:
-            return None
-        return process_session().read_watch(self._capture_identity, question)
+        recorder = self._capture_recorder
+        return None if recorder is None else process_session().read_watch(recorder.identity, question)
 
     def set_policy_version(self, version: int) -> None:
         """Record that the engine has new weights. Call it if the server is notified of weight updates.

@@ -196,7 +196,7 @@ def _check_rollout(config: Any, settings: ProfilingConfig) -> None:
         why = "replicas that are split into prefill and decode servers cannot be captured"
         raise ConfigError("actor_rollout_ref.rollout", f"{why}; {_SWITCHED_OFF}")
     engine = _ENGINES[rollout.name]
-    tool = engine_tool(chosen, engine, opens_ranges=True)
+    tool = engine_tool(chosen, engine)
     if tool is None:
         return
     if (device == "npu") != (tool.name == "npu"):
