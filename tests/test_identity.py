@@ -11,12 +11,6 @@ from hypothesis import strategies as st
 from verl_profiling.identity import WorkerIdentity, artifact_name, safe_name
 
 
-def test_a_worker_is_called_by_role_and_rank() -> None:
-    """A training rank is one lane."""
-    worker = WorkerIdentity(role="actor", rank=3)
-    assert worker.name == worker.lane() == "actor_rank3"
-
-
 def test_a_replica_has_a_lane_for_each_of_its_ranks() -> None:
     """A rollout replica is one worker; its tensor-parallel ranks are lanes of it."""
     replica = WorkerIdentity(role="rollout", rank=8, replica=2)

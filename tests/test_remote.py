@@ -10,12 +10,6 @@ import pytest
 from verl_profiling.remote import RemoteFolder, is_url
 
 
-@pytest.fixture(params=["file", "memory"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> RemoteFolder:
-    """A folder that does not exist yet."""
-    return RemoteFolder(f"{request.param}://{tmp_path}/store/run/")
-
-
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
@@ -31,19 +25,6 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> RemoteFolder:
 def test_urls_are_told_from_paths(path: str, expected: bool) -> None:
     """By their scheme."""
     assert is_url(path) is expected
-
-
-def test_files_and_folders_arrive(folder: RemoteFolder, tmp_path: Path) -> None:
-    """With all that is inside."""
-    (tmp_path / "npu" / "deep").mkdir(parents=True)
-    (tmp_path / "npu" / "deep" / "a.json").write_text("[1]")
-    (tmp_path / "one").write_bytes(b"\0" * 100_000)
-    assert folder.names() == set()
-    folder.put(tmp_path / "npu", "actor_rank0.npu", 1.0)
-    folder.put(tmp_path / "one", "one", 1.0)
-    assert folder.names() == {"actor_rank0.npu", "one"}
-    assert folder.read("actor_rank0.npu/deep/a.json") == b"[1]"
-    assert len(folder.read("one")) == 100_000
 
 
 def test_a_thread_takes_its_file_system_with_it(tmp_path: Path) -> None:

@@ -193,6 +193,7 @@ WRONG: list[tuple[Any, str, str]] = [
     ({"rollout": {"by_stage": True, "count": 1, "start": 1}}, "rollout.by_stage", ""),
     ({"rollout": {"max_window_s": 0}}, "rollout.max_window_s", ""),
     ({"run_id": "a\0b"}, "run_id", "holds a NUL character"),
+    ({"run_id": ""}, "run_id", "is empty"),
     ({"limits": {"min_free_bytes": "much"}}, "limits.min_free_bytes", "'much' is not a size"),
     ({"limits": {"min_free_bytes": "-1GB"}}, "limits.min_free_bytes", "is not a size"),
     ({"limits": {"min_free_bytes": 1.5}}, "limits.min_free_bytes", "Expected `int"),
