@@ -70,12 +70,8 @@ class SpanTotal(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def __add__(self, other: SpanTotal) -> SpanTotal:
         """Return the sum of both, under the name of this one."""
-        return SpanTotal(
-            self.name,
-            self.runs + other.runs,
-            self.duration_ns + other.duration_ns,
-            self.failed + other.failed,
-        )
+        runs, duration_ns = self.runs + other.runs, self.duration_ns + other.duration_ns
+        return SpanTotal(self.name, runs, duration_ns, self.failed + other.failed)
 
 
 class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=True):

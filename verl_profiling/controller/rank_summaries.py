@@ -150,19 +150,11 @@ def _key(rank: int, number: int) -> str:
 
 def _later(uses: list[RankUse], by_ns: dict[str, int]) -> list[RankUse]:
     """Return copies of the processes' records with all stage times shifted by a time per lane."""
-    return [
-        replace(
-            use,
-            stages=[
-                replace(
-                    stage,
-                    begin_ns=stage.begin_ns + by_ns[use.lane],
-                    periods=tuple(
-                        (begin + by_ns[use.lane], end + by_ns[use.lane]) for begin, end in stage.periods
-                    ),
-                )
-                for stage in use.stages
-            ],
-        )
-        for use in uses
-    ]
+    shifted = []
+    for use in uses:
+        ns, stages = by_ns[use.lane], []
+        for stage in use.stages:
+            periods = tuple((begin_ns + ns, end_ns + ns) for begin_ns, end_ns in stage.periods)
+            stages.append(replace(stage, begin_ns=stage.begin_ns + ns, periods=periods))
+        shifted.append(replace(use, stages=stages))
+    return shifted

@@ -11,10 +11,10 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from types import TracebackType
-from typing import Any
 
 import msgspec
 
@@ -46,7 +46,7 @@ _DEVICES = ("cuda", "npu")
 _LONGEST_NAME = 200
 _SHORTEST_SLICE_NS = 20_000_000
 _TOUCHING_NS = 1_000_000
-_SLACK_NS = 1_000_000_000
+_SLACK_NS = 50_000_000
 _SMALL_PART = 100
 """An ended stage counts in a step that contains 1/100 of the stage, or that the stage fills.
 An open stage counts if it takes 1/100 of the step."""
@@ -115,21 +115,11 @@ def process_memory() -> tuple[int, int]:
     torch = sys.modules.get("torch")
     for name in _DEVICES:
         device = getattr(torch, name, None)
-        if device is not None and (found := _of_device(device)) is not None:
-            return found
+        with suppress(Exception):  # another torch, or a failed device, which training reports itself
+            if device is not None and device.is_initialized():
+                allocated = device.memory.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
+                return allocated["peak"], allocated["current"]
     return process_peak_bytes(), own_bytes() or 0
-
-
-def _of_device(device: Any) -> tuple[int, int] | None:
-    """Return peak and current bytes of one kind of device; ``None`` if this process does not use it."""
-    try:
-        if not device.is_initialized():
-            return None
-        statistics = device.memory.memory_stats_as_nested_dict()
-        allocated = statistics["allocated_bytes"]["all"]
-        return allocated["peak"], allocated["current"]
-    except Exception:  # another version of torch, or a failed device, which training reports itself
-        return None
 
 
 class StageSums:
@@ -213,19 +203,18 @@ class StageSums:
             steps: Begin and end of each step, in order, on the clock of the loop's process.
             ahead_ns: Clock offset: this process's clock minus the loop's. Results are on the loop's clock.
         """
-        begins, now_ns = [begin_ns for begin_ns, _ in steps], clock.now_ns() - ahead_ns
+        now_ns = clock.now_ns() - ahead_ns
         self._since_ns = min(self._since_ns, now_ns + ahead_ns)  # the clock may be set back
         runs: list[dict[str, list[Period]]] = [{} for _ in steps]
         memory: list[tuple[int, int]] = [(0, 0)] * len(steps)
+        while steps and self._ended and self._ended[0][2] - ahead_ns < steps[0][0] - _SLACK_NS:
+            self._ended.popleft()  # no earlier steps are requested any more
         for name, begin_ns, end_ns, peak, held in reversed(list(self._ended)):
-            begin_ns, end_ns = begin_ns - ahead_ns, end_ns - ahead_ns
-            if steps and end_ns < begins[0] - _SLACK_NS:
-                break
-            at = _divide(runs, name, begin_ns, end_ns, steps, begins)
+            at = _divide(runs, name, (begin_ns - ahead_ns, end_ns - ahead_ns), steps)
             if peak and at is not None:
                 memory[at] = max(peak, memory[at][0]), memory[at][1] or held
         for stage in list(self._open.values()):
-            _divide(runs, stage.name, stage.begin_ns - ahead_ns, now_ns, steps, begins, is_open=True)
+            _divide(runs, stage.name, (stage.begin_ns - ahead_ns, now_ns), steps, is_open=True)
         totals = self.spans.of_steps(steps, ahead_ns)
         return [
             msgspec.structs.replace(
@@ -246,9 +235,8 @@ class StageSums:
         received_ns, dropped, steps = clock.now_ns(), 0, None
         ahead_ns = question.offsets_ns.get(identity.clock_domain)
         if ahead_ns is not None:
-            who = RankUse(
-                lane=identity.lane(), role=identity.role, rank=identity.rank, replica=identity.replica
-            )
+            lane, replica = identity.lane(), identity.replica
+            who = RankUse(lane=lane, role=identity.role, rank=identity.rank, replica=replica)
             uses = self.of_steps(who, question.steps, ahead_ns)
             if question.collectives:
                 uses = with_collectives(uses, question.steps, ahead_ns)
@@ -273,25 +261,24 @@ class StageSums:
 def _divide(
     runs: list[dict[str, list[Period]]],
     name: str,
-    begin_ns: int,
-    end_ns: int,
+    run: Period,
     steps: Sequence[Period],
-    begins: Sequence[int],
     is_open: bool = False,
 ) -> int | None:
-    """Add a stage to each step that it overlaps; return the index of the last such step."""
-    at = max(bisect_right(begins, begin_ns) - 1, 0)
-    last = None
-    while at < len(steps) and begins[at] <= end_ns:
-        first_ns, last_ns = max(begins[at], begin_ns), min(steps[at][1], end_ns)
-        step_ns = steps[at][1] - begins[at]
+    """Add a run of a stage to each step that it overlaps; return the index of the last such step."""
+    begin_ns, end_ns = run
+    last, first = None, max(bisect_right(steps, begin_ns, key=_begin_of) - 1, 0)
+    for at, (step_begin_ns, step_end_ns) in enumerate(steps[first:], first):
+        if step_begin_ns > end_ns:
+            break
+        first_ns, last_ns = max(step_begin_ns, begin_ns), min(step_end_ns, end_ns)
+        step_ns = step_end_ns - step_begin_ns
         least_ns = step_ns if is_open else min(end_ns - begin_ns, _SMALL_PART * step_ns)
         if first_ns <= last_ns and _SMALL_PART * (last_ns - first_ns) >= least_ns:
             of_step = runs[at]
             shown = name[:_LONGEST_NAME] if name in of_step or len(of_step) < MOST_NAMES else OTHERS
             of_step.setdefault(shown, []).append((first_ns, last_ns))
             last = at
-        at += 1
     return last
 
 
@@ -346,14 +333,13 @@ class SpanSums:
             steps: Begin and end of each step, in order, on the clock of the loop's process.
             ahead_ns: Clock offset: this process's clock minus the loop's.
         """
-        begins = [begin_ns for begin_ns, _ in steps]
         found: list[dict[str, SpanTotal]] = [{} for _ in steps]
         with self._lock:
             for number in list(self._slices):
                 middle_ns = number * self._slice_ns + self._slice_ns // 2 - ahead_ns
                 if not steps or middle_ns > steps[-1][1]:
                     continue
-                sums, at = self._slices.pop(number), bisect_right(begins, middle_ns) - 1
+                sums, at = self._slices.pop(number), bisect_right(steps, middle_ns, key=_begin_of) - 1
                 if at >= 0 and middle_ns <= steps[at][1]:
                     _add(found[at], sums)
             if not self._slices:
@@ -434,4 +420,4 @@ class Busy:
                 self._stage = None
 
 
-_begin_ns = attrgetter("begin_ns")
+_begin_ns, _begin_of = attrgetter("begin_ns"), itemgetter(0)
