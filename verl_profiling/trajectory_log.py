@@ -23,7 +23,6 @@ LOG_SUFFIX = ".trajectories.jsonl.gz"
 LOG_VERSION = 2
 NO_SPAN = -1
 MAX_LINE = 1 << 20
-_BLOCK_BYTES = 1 << 16
 _CHUNK = 4096  # lines that are encoded at once, while no other thread runs
 _LOOK_EVERY = 64  # lines, each of which may unpack to megabytes
 MAX_BYTES = 1 << 27
@@ -387,20 +386,16 @@ def _decoded(path: Path, begin: bytes = b"") -> Iterator[Line]:
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file that end in a line break; a file that was cut has half a line at its end."""
-    left, pending = MAX_BYTES, bytearray()
+    left = MAX_BYTES
     try:
         with gzip.open(path, "rb") as file:
-            while block := file.read1(_BLOCK_BYTES):
-                pending += block
-                left -= len(block)
-                lines: list[bytes] = []
-                if b"\n" in block:  # a member of a byte each must not copy the line each time
-                    *lines, rest = bytes(pending).split(b"\n")
-                    pending = bytearray(rest)
-                if left < 0 or len(pending) > MAX_LINE:
+            while line := file.readline(MAX_LINE + 1):
+                left -= len(line)
+                if left < 0 or len(line) > MAX_LINE:
                     what = f"a line of over {MAX_LINE:,}" if left >= 0 else f"more than {MAX_BYTES:,}"
                     raise TraceFormatError(path, f"has {what} bytes, which no log of trajectories has")
-                yield from lines
+                if line.endswith(b"\n"):
+                    yield line
     except (EOFError, zlib.error):
         return
     except gzip.BadGzipFile as error:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.manifest import Request
-from verl_profiling.report.intervals import Axes, Ints, union, without
+from verl_profiling.report.intervals import Ints, union, without
 from verl_profiling.timeline.processes import shortened
 from verl_profiling.timeline.step import Source
 from verl_profiling.trajectory_log import NO_SPAN, Block, SpanRecord, TrajectoryLog, TrajectoryRecord
@@ -277,7 +277,6 @@ DRAIN_NS = 50_000_000
 """Time after a block in which the loop runs the tasks that became ready during the block."""
 
 _TOGETHER_NS = 10_000_000  # blocks with gaps up to this are one block: other tasks run for a moment between
-_MOST_PAIRS = 5_000_000
 
 TO_THE_ENGINE, FROM_THE_ENGINE = "to the engine", "from the engine"
 _PARTS = (TO_THE_ENGINE, "queued", "first token", "prefill", "generate", "decode", FROM_THE_ENGINE)
@@ -450,22 +449,15 @@ def _standing_still(
         end: End of each interval (unix ns).
         blocks: The blocks of all loops.
     """
-    none = np.empty(0, dtype=np.int64)
-    on_loop = np.flatnonzero((loop >= 0) & (end > begin))
-    if not len(blocks.begin) or not len(on_loop):
-        return none, none, none
-    loops = int(max(loop.max(), blocks.loop.max())) + 1
-    axes = Axes(loops, begin[on_loop], end[on_loop], blocks.begin, blocks.end + _TOGETHER_NS)
-    owner, first, last = axes.take(union(axes.put(blocks.loop, blocks.begin, blocks.end + _TOGETHER_NS)))
-    last -= _TOGETHER_NS
-    starts = Axes(loops, first, end)
-    stalls = starts.put(owner, first, first)[:, 0]
-    place = np.searchsorted(stalls, starts.put(loop[on_loop], end[on_loop], end[on_loop])[:, 0]) - 1
-    near = np.maximum(place, 0)
-    low, high = np.maximum(first[near], begin[on_loop]), np.minimum(last[near], end[on_loop])
-    waited = (place >= 0) & (owner[near] == loop[on_loop]) & (end[on_loop] <= last[near] + DRAIN_NS)
-    waited &= high > low
-    return _without_own(on_loop[waited], low[waited], high[waited], trajectory, blocks)
+    found = [np.empty((3, 0), np.int64)]
+    for one in np.unique(blocks.loop):
+        stalls = union(np.stack((blocks.begin, blocks.end + _TOGETHER_NS), axis=1)[blocks.loop == one])
+        stalls -= [0, _TOGETHER_NS]
+        mine = np.flatnonzero((loop == one) & (end > stalls[0, 0]))
+        first, last = stalls[np.searchsorted(stalls[:, 0], end[mine]) - 1].T
+        low, high = np.maximum(first, begin[mine]), np.minimum(last, end[mine])
+        found.append(np.stack((mine, low, high))[:, (end[mine] <= last + DRAIN_NS) & (high > low)])
+    return _without_own(*np.concatenate(found, axis=1), trajectory, blocks)
 
 
 def _without_own(
@@ -473,28 +465,16 @@ def _without_own(
 ) -> tuple[Ints, Ints, Ints]:
     """Subtract from each interval of lag the blocks by its own trajectory."""
     own = np.flatnonzero(blocks.trajectory >= 0)
-    owners = max(len(number), int(trajectory.max(initial=0)) + 1)
-    axes = Axes(owners, low, high, blocks.begin, blocks.end)
-    of = axes.put(blocks.trajectory[own], blocks.begin[own], blocks.end[own])
-    of = of[np.argsort(of[:, 0], kind="stable")]
-    asked = axes.put(trajectory[number], low, high)
-    reach = np.maximum.accumulate(of[:, 1]) if len(of) else of[:, 1]
-    first = np.searchsorted(reach, asked[:, 0], side="right")
-    last = np.searchsorted(of[:, 0], asked[:, 1], side="left")
-    if np.maximum(last - first, 0).sum() > _MOST_PAIRS:  # damaged log: blocks of a real loop do not overlap
-        return number, low, high
-    block, row = _ragged(first, last)
-    _, own_begin, own_end = axes.take(of[block])
-    left, begin, end = without(low, high, row, own_begin, own_end)
+    order = np.argsort(trajectory[number], kind="stable")
+    edges = (np.searchsorted(trajectory[number][order], blocks.trajectory[own], s) for s in ("left", "right"))
+    rows, holes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for block, first, last in zip(own, *edges, strict=True):
+        of = order[first:last]
+        rows.append(of[(low[of] < blocks.end[block]) & (high[of] > blocks.begin[block])])
+        holes.append(np.full(len(rows[-1]), block))
+    row, hole = np.concatenate(rows), np.concatenate(holes)
+    left, begin, end = without(low, high, row, blocks.begin[hole], blocks.end[hole])
     return number[left], begin, end
-
-
-def _ragged(first: Ints, last: Ints) -> tuple[Ints, Ints]:
-    """Return the concatenated ``range(first, last)`` of all rows, and the row of each number."""
-    counts = np.maximum(last - first, 0)
-    rows = np.repeat(np.arange(len(counts)), counts)
-    starts = np.cumsum(counts) - counts
-    return np.arange(counts.sum()) - starts[rows] + first[rows], rows
 
 
 def _nested(owner: Ints, begin: Ints, end: Ints, parent: Ints, inside: Ints) -> tuple[Ints, Ints]:
