@@ -29,7 +29,7 @@ from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
 from verl_profiling.report.sentences import sparkline
-from verl_profiling.report.watch_frame import Pulse, WatchHistory, captures_so_far, watch_frame
+from verl_profiling.report.watch_frame import Pulse, captures_so_far, logged_steps, watch_frame
 from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.step_summary import SpanTotal, StepSummary
 from verl_profiling.watch.log import WatchLog
@@ -324,29 +324,25 @@ class TestHistory:
 
     def test_a_resumed_run_replaces_what_it_runs_again(self) -> None:
         """Steps that the start before had come to are not its future."""
-        history = WatchHistory()
-        history.add(summary(number) for number in range(10))
+        before = logged_steps(summary(number) for number in range(10))
         later = 10**12
         again = [summary(number) for number in (5, 6)]
         again = [
             msgspec.structs.replace(step, begin_ns=step.begin_ns + later, end_ns=step.end_ns + later)
             for step in again
         ]
-        history.add(again)
-        assert [step.step for step in history.steps] == [0, 1, 2, 3, 4, 5, 6]
+        steps = logged_steps(again, before)
+        assert [step.step for step in steps] == [0, 1, 2, 3, 4, 5, 6]
 
     def test_only_the_latest_are_kept(self) -> None:
         """Of a long run, and a late line of a step that is no longer kept changes nothing."""
-        history = WatchHistory(3)
-        history.add(summary(number) for number in range(10))
-        history.add([summary(2)])
-        assert [step.step for step in history.steps] == [7, 8, 9]
+        latest = logged_steps(summary(number) for number in range(10))[-3:]
+        assert [step.step for step in logged_steps([summary(2)], latest)] == [7, 8, 9]
 
     def test_the_last_line_of_a_step_counts(self) -> None:
         """A start that goes on may run a step again."""
-        history = WatchHistory()
-        history.add([summary(1, leader=""), summary(1)])
-        assert [step.exposed[0].leader for step in history.steps] == ["actor_rank2"]
+        steps = logged_steps([summary(1, leader=""), summary(1)])
+        assert [step.exposed[0].leader for step in steps] == ["actor_rank2"]
 
 
 class TestCaptures:

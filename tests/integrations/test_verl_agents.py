@@ -11,7 +11,7 @@ import pytest
 
 from integrations.counted_tools import FILE
 from integrations.verl_runs import PLUGINS, ROOT, Run, run_verl
-from verl_profiling.report.watch_frame import WatchHistory
+from verl_profiling.report.watch_frame import logged_steps
 from verl_profiling.trajectory_log import SpanRecord, TrajectoryLog, TrajectoryRecord
 from verl_profiling.watch_log import WatchLogReader
 
@@ -153,11 +153,10 @@ def test_the_blocking_tool_is_named(run: AgentRun) -> None:
 
 def test_the_watch_has_the_totals_of_every_step(run: AgentRun) -> None:
     """Captured or not: each tool as often as it counted itself, and all trajectories."""
-    history = WatchHistory()
-    history.add(WatchLogReader(run.run.save_path).read())
-    assert [step.step for step in history.steps] == [1, 2, 3]
+    steps = logged_steps(WatchLogReader(run.run.save_path).read())
+    assert [step.step for step in steps] == [1, 2, 3]
     found: Counter[str] = Counter()
-    for step in history.steps:
+    for step in steps:
         found.update({spans.name: spans.runs for spans in step.spans})
         assert all(spans.seconds > 0 for spans in step.spans)
     calls = {name.removeprefix("tool:"): runs for name, runs in found.items() if name.startswith("tool:")}

@@ -20,7 +20,7 @@ from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.run_page import RUN_PAGE, render_run, runs_of
 from verl_profiling.report.terminal import fitting_console, print_report
-from verl_profiling.report.watch_frame import Pulse, WatchHistory, watch_frame, watch_sentence
+from verl_profiling.report.watch_frame import Pulse, logged_steps, watch_frame, watch_sentence
 from verl_profiling.run_files import naming, whole_file
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.timeline.inputs import how_to_capture, is_uncaptured, the_run
@@ -138,12 +138,11 @@ def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: lis
 
 def _watched(run: Path) -> list[StepSummary]:
     """Return the steps in the watch log of a run; warn if the log cannot be read."""
-    history = WatchHistory()
     try:
-        history.add(WatchLogReader(run).read())
+        return logged_steps(WatchLogReader(run).read())
     except TraceFormatError as error:
         warn(str(error))
-    return history.steps
+        return []
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -22,8 +22,9 @@ from verl_profiling.commands.arguments import at_least_0, local_path
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import RUN_NAME, RunInfo
 from verl_profiling.report.terminal import fitting_console
-from verl_profiling.report.watch_frame import Pulse, WatchHistory, captures_so_far, watch_frame
+from verl_profiling.report.watch_frame import Pulse, captures_so_far, logged_steps, watch_frame
 from verl_profiling.run_files import read_run
+from verl_profiling.step_summary import StepSummary
 from verl_profiling.timeline.inputs import described, runs_at
 from verl_profiling.units import duration
 from verl_profiling.visible import visible
@@ -125,7 +126,7 @@ class View:
     def __init__(self, run_dir: Path) -> None:
         self._run = run_dir
         self._log = WatchLogReader(run_dir)
-        self._history = WatchHistory(_STEPS)
+        self._steps: list[StepSummary] = []
         if not (has_watch_log(run_dir) or _is_watched(run_dir)):
             raise TraceFormatError(
                 run_dir, f"has no {WATCH_LOG}; start the run with watch.enable=true to have its steps logged"
@@ -133,10 +134,10 @@ class View:
 
     def frame(self, footer: str = "") -> RenderableType:
         """Read the new steps of the watch log, and return the frame to show."""
-        self._history.add(self._log.read())
+        self._steps = logged_steps(self._log.read(), self._steps)[-_STEPS:]
         self.pulse = _pulse(self._run)
         captures = captures_so_far(self._run, _CAPTURES)
-        return watch_frame(self._run.resolve().name, self.pulse, self._history.steps, *captures, footer)
+        return watch_frame(self._run.resolve().name, self.pulse, self._steps, *captures, footer)
 
 
 def _pulse(run: Path) -> Pulse:

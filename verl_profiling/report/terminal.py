@@ -12,13 +12,17 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from rich.table import Table as Drawn
 
 from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import asked_sentences, figures, rollout_sentences, sentences
 from verl_profiling.report.tables import TABLES, Cell, without_middle
 
 _WIDTH = 100
+_BAR_CELLS = 24
+_FINDINGS = 3
+_FIRST = {"suspects": 6, "stages": 7, "trajectory_causes": 5, "lost": 5}
+"""Rows of each table of the first screen."""
+_PROBLEMS = 2
 
 
 def fitting_console(console: Console) -> Console:
@@ -49,13 +53,6 @@ def table_of(title: str, headings: Sequence[str], texts: Collection[int] = ()) -
             no_wrap=is_number,
         )
     return table
-
-
-_BAR_CELLS = 24
-_FINDINGS = 3
-_FIRST = {"suspects": 6, "stages": 7, "trajectory_causes": 5, "lost": 5}
-"""Rows of each table of the first screen."""
-_PROBLEMS = 2
 
 
 def print_report(report: Report, console: Console, *, everything: bool = False) -> None:
@@ -143,7 +140,7 @@ def _print_table(report: Report, name: str, console: Console, *, everything: boo
 
 
 def _print_findings(report: Report, console: Console, most: int | None) -> None:
-    grid = Drawn.grid(padding=(0, 1))
+    grid = Table.grid(padding=(0, 1))
     for finding in report.findings[:most]:
         text = f"{escape(finding.text)} [dim]Try: {escape(finding.advice)}.[/dim]"
         grid.add_row("[bold yellow]•[/bold yellow]", text)

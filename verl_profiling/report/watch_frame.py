@@ -41,39 +41,25 @@ IN_NO_STAGE = "(in no stage)"
 """Name of the time of a step outside all stages."""
 
 
-class WatchHistory:
-    """The summaries of a run, in order of its steps.
+def logged_steps(lines: Iterable[StepSummary], before: Iterable[StepSummary] = ()) -> list[StepSummary]:
+    """Return the steps of a run, in order.
 
     Of a step that was logged again, the last line counts. Where a run was resumed from an earlier step, the
     steps that it runs again replace those that its start before had run.
 
     Args:
-        most: Number of steps to keep; ``None`` for all.
+        lines: Lines of the log, in the order in which they were logged.
+        before: The steps of the lines before.
     """
-
-    def __init__(self, most: int | None = None) -> None:
-        self._most = most
-        self._steps: dict[int, StepSummary] = {}
-
-    def add(self, lines: Iterable[StepSummary]) -> None:
-        """Add lines of the log, in the order in which they were logged."""
-        for line in lines:
-            while self._steps and self._is_of_a_start_before(line):
-                self._steps.popitem()
-            if line.step in self._steps or not self._steps or line.step > next(reversed(self._steps)):
-                self._steps[line.step] = line
-            if self._most is not None and len(self._steps) > self._most:
-                del self._steps[next(iter(self._steps))]
-
-    @property
-    def steps(self) -> list[StepSummary]:
-        """The kept steps."""
-        return list(self._steps.values())
-
-    def _is_of_a_start_before(self, line: StepSummary) -> bool:
-        """Return whether the last step is one that the run comes to again."""
-        last, kept = next(reversed(self._steps.items()))
-        return last > line.step and kept.begin_ns < line.begin_ns
+    steps = {step.step: step for step in before}
+    for line in lines:
+        while steps and (last := next(reversed(steps.values()))).step > line.step:
+            if last.begin_ns >= line.begin_ns:  # a late line
+                break
+            steps.popitem()
+        if line.step in steps or not steps or line.step > next(reversed(steps)):
+            steps[line.step] = line
+    return list(steps.values())
 
 
 def main_rows(step: StepSummary) -> dict[str, ExposedStage]:
