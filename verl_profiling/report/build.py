@@ -104,13 +104,12 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
     step, coverage, notes = read_step(inputs, on_progress)
     tail = numbers.rollout_tail(step)
     calls = collectives.matched_calls(step)
-    waiting = collectives.waiting_by_lane(calls)
-    idle = {lane: lost.lost_by_cause(lane, step, tail) for lane in step.lanes}
-    devices = [
-        (lanes, numbers.lost_of_device(lanes, [idle[lane] for lane in lanes]))
-        for lanes in numbers.shared_devices(step)
-    ]
-    device_rows = [numbers.device_row(lanes, causes, waiting) for lanes, causes in devices]
+    waits = collectives.waits(calls)
+    for lane in step.lanes:
+        lane.waiting = waits.get(lane, EMPTY)
+        lane.idle = lost.lost_by_cause(lane, step, tail)
+    devices = [(lanes, numbers.lost_of_device(lanes)) for lanes in numbers.shared_devices(step)]
+    device_rows = [numbers.device_row(lanes, causes) for lanes, causes in devices]
     counts: capture_rows.Counts = {}
     rollout, explanation = rollout_of(step, _logs(inputs, coverage, counts)) or (None, None)
     parts = {}
@@ -118,8 +117,8 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         for cause in lost.BEHIND_TRAJECTORIES:
             window = np.concatenate((EMPTY, *(causes[cause] for _, causes in devices)))
             parts[cause] = few_causes(explanation.of(window))
-    nobody = [causes["other_stages"] for causes in idle.values()]
-    asked, suspects = asked_of(step, idle, waiting, calls)
+    nobody = [lane.idle["other_stages"] for lane in step.lanes]
+    asked, suspects = asked_of(step, calls)
     engines = [numbers.engine_row(lane, step) for lane in step.lanes if lane.is_engine]
     of_manifest: dict[str, Any] = {}
     if manifest is not None and capture is not None:
@@ -145,12 +144,10 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         step=inputs.step,
         span_us=step.span_ns / 1000,
         stages=anatomy.anatomy(step, reduce(intersection, nobody) if nobody else EMPTY),
-        workers=[
-            numbers.worker_row(lane, step, causes, waiting, inputs.directory) for lane, causes in idle.items()
-        ],
+        workers=[numbers.worker_row(lane, step, inputs.directory) for lane in step.lanes],
         engines=engines,
         tail=tail,
-        stragglers=collectives.stragglers(step, calls, waiting),
+        stragglers=collectives.stragglers(step, calls),
         collectives=collectives.collective_rows(calls),
         kernels=numbers.kernels(step),
         lost=lost.lost_total(device_rows, parts),

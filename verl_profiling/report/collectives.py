@@ -16,7 +16,7 @@ unknown. A collective of unknown group yields nothing.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
 from itertools import chain
 from statistics import median
@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_profiling.manifest import CaptureResult, StageSpan
+from verl_profiling.manifest import StageSpan
 from verl_profiling.report.intervals import (
     EMPTY,
     Spans,
@@ -99,26 +99,25 @@ def matched_calls(step: Step) -> list[Calls]:
     return found
 
 
-def waiting_by_lane(calls: Iterable[Calls]) -> dict[str, Spans]:
-    """Return the time in which each rank waited in any collective, by the name of its lane."""
-    found: dict[str, list[Spans]] = {}
+def waits(calls: Iterable[Calls]) -> dict[Lane, Spans]:
+    """Return the time in which each rank waited in any collective."""
+    found: dict[Lane, list[Spans]] = {}
     for one in calls:
         for lane, spans in zip(one.lanes, one.waiting(), strict=True):
-            found.setdefault(lane.name, [EMPTY]).append(spans)
-    return {name: union(*spans) for name, spans in found.items()}
+            found.setdefault(lane, []).append(spans)
+    return {lane: union(*spans) for lane, spans in found.items()}
 
 
-def perhaps_waiting(step: Step, calls: Iterable[Calls], waiting: Mapping[str, Spans]) -> dict[str, Spans]:
-    """Return, by lane, the waits in collectives, and exposed communication that may be an unknown wait."""
-    told: defaultdict[str, list[Spans]] = defaultdict(list)
+def _perhaps_waiting(step: Step, calls: Iterable[Calls]) -> dict[Lane, Spans]:
+    """Return the waits in collectives, and exposed communication that may be an unknown wait."""
+    told: defaultdict[Lane, list[Spans]] = defaultdict(list)
     for one in calls:
         for lane, runs in zip(one.lanes, one.runs, strict=True):
-            told[lane.name] += [runs] if one.is_whole else []
-    found = {}
-    for lane in step.lanes:
-        unseen = subtract(lane.communication, union(lane.compute, *told[lane.name]))
-        found[lane.name] = union(waiting.get(lane.name, EMPTY), unseen)
-    return found
+            told[lane] += [runs] if one.is_whole else []
+    return {
+        lane: union(lane.waiting, subtract(lane.communication, union(lane.compute, *told[lane])))
+        for lane in step.lanes
+    }
 
 
 def last_to(stage: str, step: Step, calls: Iterable[Calls]) -> tuple[str, float]:
@@ -168,7 +167,7 @@ def collective_rows(calls: Iterable[Calls]) -> list[CollectiveRow]:
     return sorted(rows, key=lambda row: -row.wait_us)[:_TOP_COLLECTIVES]
 
 
-def stragglers(step: Step, calls: Sequence[Calls], waiting: Mapping[str, Spans]) -> list[StragglerRow]:
+def stragglers(step: Step, calls: Iterable[Calls]) -> list[StragglerRow]:
     """Return, for each stage that several workers of a role ran, how far apart their work is.
 
     Workers that communicate end a stage together, so how long it lasted says nothing. What a worker
@@ -179,35 +178,30 @@ def stragglers(step: Step, calls: Sequence[Calls], waiting: Mapping[str, Spans])
     Args:
         step: The step.
         calls: Its collectives.
-        waiting: When each lane waited in them, by its name.
     """
-    perhaps = perhaps_waiting(step, calls, waiting)
+    perhaps = _perhaps_waiting(step, calls)
     rows: list[StragglerRow] = []
     for role in dict.fromkeys(worker.identity.role for worker in step.workers):
         stages: dict[str, dict[str, list[StageSpan]]] = {}  # by stage, then worker
-        waits: dict[str, tuple[Spans, Spans]] = {}
+        waited: dict[str, tuple[Spans, ...]] = {}  # by all lanes of a worker: surely, and perhaps
         for worker in (worker for worker in step.workers if worker.identity.role == role):
-            waits[worker.name] = (_of(worker, step, waiting), _of(worker, step, perhaps))
+            lanes = [lane for lane in step.lanes if lane.source.worker == worker.name]
+            surely, most = [lane.waiting for lane in lanes], [perhaps[lane] for lane in lanes]
+            waited[worker.name] = tuple(reduce(intersection, of) if of else EMPTY for of in (surely, most))
             for span in worker.stages:
                 stages.setdefault(span.name, {}).setdefault(worker.name, []).append(span)
         for stage, runs in stages.items():
             if len(runs) > 1 and not any(map(step.cut_off, chain.from_iterable(runs.values()))):
-                rows += _rows(stage, role, runs, waits)
+                rows += _rows(stage, role, runs, waited)
     return sorted(rows, key=lambda row: -row.behind_us)
 
 
-def _of(worker: CaptureResult, step: Step, waiting: Mapping[str, Spans]) -> Spans:
-    """Return the time in which all lanes of a worker waited."""
-    lanes = [waiting.get(lane.name, EMPTY) for lane in step.lanes if lane.source.worker == worker.name]
-    return reduce(intersection, lanes) if lanes else EMPTY
-
-
 def _rows(
-    stage: str, role: str, runs: dict[str, list[StageSpan]], waits: dict[str, tuple[Spans, Spans]]
+    stage: str, role: str, runs: dict[str, list[StageSpan]], waited: Mapping[str, tuple[Spans, ...]]
 ) -> Iterator[StragglerRow]:
     worked, surely, waited_ns = {}, {}, 0
     for name, own in runs.items():
-        waiting, perhaps = waits[name]
+        waiting, perhaps = waited[name]
         time = time_of(own)
         worked[name] = length(subtract(time, waiting)) / 1000
         surely[name] = length(subtract(time, perhaps)) / 1000

@@ -68,6 +68,8 @@ class Lane:
         recorded: Spans in which the worker's tool recorded.
         observed: Observed time: the set ``S`` of :mod:`~verl_profiling.report.numbers`.
         device: The device, if known.
+        waiting: Spans in which a collective only waited for other ranks, once the report computed them.
+        idle: Idle time by cause, once the report computed it.
     """
 
     source: Source
@@ -92,6 +94,8 @@ class Lane:
     recorded: Spans = field(default_factory=lambda: EMPTY)
     observed: Spans = field(default_factory=lambda: EMPTY)
     device: Device | None = None
+    waiting: Spans = field(default_factory=lambda: EMPTY)
+    idle: Mapping[str, Spans] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         busy_s, observed_s = (length(spans) / 1e9 for spans in (self.busy, self.observed))

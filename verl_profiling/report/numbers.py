@@ -41,7 +41,6 @@ from verl_profiling.manifest import Request
 from verl_profiling.report.anatomy import percent
 from verl_profiling.report.capture_rows import told_apart
 from verl_profiling.report.intervals import (
-    EMPTY,
     Spans,
     holding,
     intersection,
@@ -66,20 +65,19 @@ _TURNS = (
 """The causes of idle time in order of precedence among the lanes of a device."""
 
 
-def _used(lanes: Sequence[Lane], lost: Mapping[str, Spans], waiting: Mapping[str, Spans]) -> dict[str, Any]:
+def _used(lanes: Sequence[Lane], lost: Mapping[str, Spans]) -> dict[str, Any]:
     """Return the fields of ``UseRow`` for one lane, or for all lanes that share a device.
 
     Args:
         lanes: The lanes.
         lost: Idle time of the lanes by cause.
-        waiting: Waits in collectives, by the name of the lane.
     """
     observed = union(*(lane.observed for lane in lanes))
     compute, communication, memory, unrecognised, busy = (
         union(*(intersection(getattr(lane, kind), lane.observed) for lane in lanes))
         for kind in ("compute", "communication", "memory", "unrecognised", "busy")
     )
-    waits = {lane: intersection(waiting.get(lane.name, EMPTY), lane.observed) for lane in lanes}
+    waits = {lane: intersection(lane.waiting, lane.observed) for lane in lanes}
     works = (subtract(intersection(lane.busy, lane.observed), wait) for lane, wait in waits.items())
     waited_us = length(subtract(union(*waits.values()), union(*works))) / 1000
     exposed_ns = length(subtract(communication, compute))
@@ -103,25 +101,21 @@ def _used(lanes: Sequence[Lane], lost: Mapping[str, Spans], waiting: Mapping[str
     }
 
 
-def worker_row(
-    lane: Lane, step: Step, lost: Mapping[str, Spans], waiting: Mapping[str, Spans], directory: Path
-) -> WorkerRow:
+def worker_row(lane: Lane, step: Step, directory: Path) -> WorkerRow:
     """Return the row of one lane.
 
     Args:
         lane: The lane.
         step: The step of the lane.
-        lost: Idle time of the lane by cause.
-        waiting: Waits in collectives, by the name of the lane.
         directory: Folder that the names of traces are relative to.
     """
     exposed = subtract(lane.communication, lane.compute)
-    waits = intersection(waiting.get(lane.name, EMPTY), intersection(exposed, lane.observed))
+    waits = intersection(lane.waiting, intersection(exposed, lane.observed))
     load, communication_load, waiting_load = (
         percent(spans, step.begin_ns, step.end_ns) for spans in (lane.busy, exposed, waits)
     )
     return WorkerRow(
-        **_used([lane], lost, waiting),
+        **_used([lane], lane.idle),
         role=lane.source.role,
         rank=lane.source.rank,
         replica=lane.source.replica,
@@ -133,11 +127,11 @@ def worker_row(
     )
 
 
-def device_row(lanes: Sequence[Lane], lost: Mapping[str, Spans], waiting: Mapping[str, Spans]) -> DeviceRow:
-    """Return the row of a device, from its lanes; the other arguments are as for :func:`worker_row`."""
+def device_row(lanes: Sequence[Lane], lost: Mapping[str, Spans]) -> DeviceRow:
+    """Return the row of a device, from its lanes and its idle time by cause."""
     known = [lane.device for lane in lanes if lane.device is not None]
     return DeviceRow(
-        **_used(lanes, lost, waiting),
+        **_used(lanes, lost),
         lanes=[lane.name for lane in lanes],
         roles=list(dict.fromkeys(lane.source.role for lane in lanes)),
         kind=known[0].kind if known else "",
@@ -282,20 +276,15 @@ def shared_devices(step: Step) -> list[list[Lane]]:
     return list(found.values())
 
 
-def lost_of_device(lanes: Sequence[Lane], lost: Sequence[Mapping[str, Spans]]) -> Mapping[str, Spans]:
-    """Partition the idle time of a device by cause.
-
-    Args:
-        lanes: Lanes of the device.
-        lost: Idle time of each lane by cause.
-    """
-    if len(lost) == 1:
-        return lost[0]
+def lost_of_device(lanes: Sequence[Lane]) -> Mapping[str, Spans]:
+    """Partition the idle time of a device by cause, from that of its lanes."""
+    if len(lanes) == 1:
+        return lanes[0].idle
     busy = union(*(intersection(lane.busy, lane.observed) for lane in lanes))
     left = subtract(union(*(lane.observed for lane in lanes)), busy)
     found = {}
     for cause in _TURNS:
-        found[cause] = intersection(left, union(*(causes[cause] for causes in lost)))
+        found[cause] = intersection(left, union(*(lane.idle[cause] for lane in lanes)))
         left = subtract(left, found[cause])
     return {cause: found[cause] for cause in CAUSES}
 

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from statistics import fmean, median
-from typing import NamedTuple
 
 import msgspec
 
@@ -31,43 +30,16 @@ _KERNELS = 5
 _MOST_SUSPECTS = 4
 
 
-class _Known(NamedTuple):
-    """The step, and what its lanes did beyond their own events.
-
-    Attributes:
-        step: The step.
-        idle: Idle spans of each lane by cause.
-        waiting: When each lane waited for other ranks, by its name.
-    """
-
-    step: Step
-    idle: Mapping[Lane, Mapping[str, Spans]]
-    waiting: Mapping[str, Spans]
-
-
-def asked_of(
-    step: Step,
-    idle: Mapping[Lane, Mapping[str, Spans]],
-    waiting: Mapping[str, Spans],
-    calls: Sequence[Calls],
-) -> tuple[Asked | None, list[SuspectRow]]:
-    """Return who asked for a capture, and the suspects beside their peers; nothing for the schedule alone.
-
-    Args:
-        step: The step.
-        idle: Idle spans of each lane by cause.
-        waiting: When each lane waited for other ranks, by its name.
-        calls: The collectives.
-    """
+def asked_of(step: Step, calls: Sequence[Calls]) -> tuple[Asked | None, list[SuspectRow]]:
+    """Return who asked for a capture, and the suspects beside their peers; nothing for the schedule alone."""
     manifest = step.manifest
     trigger = manifest.trigger if manifest is not None else Trigger()
     if manifest is None or (trigger.kind == "schedule" and not (trigger.sign or trigger.request)):
         return None, []
-    known = _Known(step, idle, waiting)
-    suspects = list(_named(trigger.suspects[:_MOST_SUSPECTS], known))
+    suspects = list(_named(trigger.suspects[:_MOST_SUSPECTS], step))
     roles, suspected = {one.role for one in suspects}, {one.worker for one in suspects}
     others = [w.name for w in step.workers if w.identity.role in roles and w.name not in suspected]
-    found = ([p for p in _named(names, known) if p.recorded] for names in (trigger.peers, others))
+    found = ([p for p in _named(names, step) if p.recorded] for names in (trigger.peers, others))
     peers = next(filter(None, found), [])
     rows: list[SuspectRow] = []
     for suspect in suspects:
@@ -81,9 +53,8 @@ def asked_of(
     return Asked(**fields, when=when, last=last, waited_s=waited_s), rows
 
 
-def _named(names: Sequence[str], known: _Known) -> Iterator[_Process]:
+def _named(names: Sequence[str], step: Step) -> Iterator[_Process]:
     """Yield the processes that a trigger names by their lanes or as workers, if the capture has them."""
-    step = known.step
     workers = {"controller": "controller"} if step.stages else {}
     for worker in step.workers:
         lanes = (worker.identity.lane(), *(artifact.lane for artifact in worker.artifacts))
@@ -91,7 +62,7 @@ def _named(names: Sequence[str], known: _Known) -> Iterator[_Process]:
     workers |= {worker.name: worker.name for worker in step.workers}
     for name in dict.fromkeys(names):
         if name in workers:
-            yield _Process(name, workers[name], known)
+            yield _Process(name, workers[name], step)
 
 
 class _Process:
@@ -102,15 +73,14 @@ class _Process:
         worker: The worker, or ``controller``.
         lanes: Its lanes of which something is known.
         role: Its role.
-        step_ns: Duration of the step.
+        step: The step.
         ended: Its stages that ended in the capture.
         outermost: Names of its outermost stages.
         recorded: Whether there is anything to compare: of a process without stages and operators, its memory.
     """
 
-    def __init__(self, name: str, worker: str, known: _Known) -> None:
-        self.name, self.worker, self._known, step = name, worker, known, known.step
-        self.step_ns = step.span_ns
+    def __init__(self, name: str, worker: str, step: Step) -> None:
+        self.name, self.worker, self.step = name, worker, step
         of_worker = [lane for lane in step.lanes if lane.source.worker == worker]
         named = [lane for lane in of_worker if name in (lane.name, lane.source.lane)]
         self.lanes: list[Lane] = [lane for lane in named or of_worker if not lane.is_unknown]
@@ -131,7 +101,7 @@ class _Process:
 
         The starts and stops of its tools are no part of it.
         """
-        step = self._known.step
+        step = self.step
         own = time_of(self.ended, stage)
         if not len(own):
             own = step.during(stage) if stage else step.whole
@@ -141,7 +111,7 @@ class _Process:
         """Return its time in a stage without waiting; of what has no such stage, the time it was busy."""
         window = self.window(stage)
         if self.ran(stage):
-            waits = [self._known.waiting.get(lane.name, EMPTY) for lane in self.lanes] or [EMPTY]
+            waits = [lane.waiting for lane in self.lanes] or [EMPTY]
             return (length(window) - fmean(length(intersection(window, wait)) for wait in waits)) / 1e9
         busy = [length(intersection(lane.busy, window)) for lane in self.lanes]
         return fmean(busy) / 1e9 if busy else None
@@ -153,13 +123,13 @@ class _Process:
             window = intersection(self.window(stage), lane.observed)
             work = union(lane.compute, lane.memory, lane.unrecognised)
             exposed = subtract(lane.communication, work)
-            waiting = intersection(self._known.waiting.get(lane.name, EMPTY), exposed)
+            waiting = intersection(lane.waiting, exposed)
             parts = {
                 "computing and copying": work,
                 "communicating": subtract(exposed, waiting),
                 "waiting for other ranks": waiting,
             }
-            parts |= {f"idle: {cause_name(name)}": of for name, of in self._known.idle[lane].items()}
+            parts |= {f"idle: {cause_name(name)}": of for name, of in lane.idle.items()}
             totals.update({name: length(intersection(of, window)) for name, of in parts.items()})
         return {name: ns / len(self.lanes) / 1e9 for name, ns in totals.items()}
 
@@ -198,7 +168,7 @@ def _rows(suspect: _Process, peers: Sequence[_Process], stage: str) -> Iterator[
         kernels = _beside(msgspec.structs.replace(blank, kind="kernel"), own, theirs)
         kernels.sort(key=lambda row: -abs(row.difference or 0.0))
         rows += [row for row in kernels[:_KERNELS] if row.difference]
-    least_s = _SMALL * suspect.step_ns / 1e9
+    least_s = _SMALL * suspect.step.span_ns / 1e9
     yield from (row for row in rows if max(row.value, row.peer_value or 0.0) >= least_s)
     memory = msgspec.structs.replace(blank, kind="memory", unit="bytes")
     yield from _beside(memory, suspect.peaks(stage), [peer.peaks(stage) for peer in peers])
