@@ -457,7 +457,8 @@ def _standing_still(
         first, last = stalls[np.searchsorted(stalls[:, 0], end[mine]) - 1].T
         low, high = np.maximum(first, begin[mine]), np.minimum(last, end[mine])
         found.append(np.stack((mine, low, high))[:, (end[mine] <= last + DRAIN_NS) & (high > low)])
-    return _without_own(*np.concatenate(found, axis=1), trajectory, blocks)
+    number, low, high = np.concatenate(found, axis=1)
+    return _without_own(number, low, high, trajectory, blocks)
 
 
 def _without_own(
