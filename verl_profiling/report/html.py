@@ -268,7 +268,7 @@ def _tail(report: Report) -> str:
         for number, us in enumerate(finishes_us, 1)
         if number % every == 0 or number == count
     )
-    said = f"half are after {duration(half_us / 1e6)} (dashed), all after {duration(last_us / 1e6)}"
+    said = f"the median replica after {duration(half_us / 1e6)} (dashed), all after {duration(last_us / 1e6)}"
     drawn = (
         f'<svg class="curve" viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{said}">'
         f'<path class="half" d="M{100 * half_us / last_us:.2f},0V100"/><path class="done" d="M0,100{curve}"/>'
