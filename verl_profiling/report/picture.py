@@ -90,8 +90,6 @@ def _lane(
         "name": name,
         "worker": owner,
         "role": row.role if row else match[1] if match else owner,
-        "engine": row is not None and row.replica is not None,
-        "busy": row.busy_us / row.span_us if row and row.span_us else None,
         "load": row.load if row else [],
         "communication": row.communication_load if row and any(row.communication_load) else [],
         "waiting": row.waiting_load if row and any(row.waiting_load) else [],
@@ -123,7 +121,6 @@ def _group(role: str, lanes: list[dict[str, Any]]) -> dict[str, Any]:
     loaded = [lane for lane in lanes if lane["load"]]
     return {
         "role": role,
-        "engine": any(lane["engine"] for lane in lanes),
         "lanes": lanes,
         **{curve: _mean([lane[curve] for lane in loaded]) for curve in _CURVES},
         "envelope": [

@@ -128,8 +128,13 @@ class Blocks(NamedTuple):
     named: list[tuple[str, str, str]]
 
 
-class Records(NamedTuple):
+class Records:
     """The recorded trajectories of a step.
+
+    Args:
+        logs: One log per process with its source. Ids are unique in a log, and each parent is in it.
+        begin_ns: Begin of the step (unix ns, controller's clock).
+        end_ns: End of the step (unix ns, controller's clock).
 
     Attributes:
         processes: Lane and role of each process.
@@ -139,51 +144,26 @@ class Records(NamedTuple):
         blocks: Intervals in which event loops were blocked.
     """
 
-    processes: list[tuple[str, str]]
-    trajectories: list[Trajectory]
-    names: list[str]
-    spans: SpanTable
-    blocks: Blocks
-
-
-def read_records(logs: Iterable[tuple[Source, TrajectoryLog]], begin_ns: int, end_ns: int) -> Records:
-    """Return the trajectories, spans and blocks of a step.
-
-    Args:
-        logs: One log per process with its source. Ids are unique in a log, and each parent is in it.
-        begin_ns: Begin of the step (unix ns, controller's clock).
-        end_ns: End of the step (unix ns, controller's clock).
-    """
-    found = _Gathered()
-    for source, log in logs:
-        window = (max(begin_ns, log.begin_ns - source.offset_ns), min(end_ns, log.end_ns - source.offset_ns))
-        if window[1] > window[0]:
-            found.add(source, log, window)
-    spans, blocks = (np.concatenate(parts).T for parts in (found.spans, found.blocks))
-    named = [(*key, most.most_common(1)[0][0]) for key, (_, most) in found.blockers.items()]
-    return Records(
-        found.processes,
-        found.trajectories,
-        list(found.names),
-        SpanTable._make((*spans, found.requests)),
-        Blocks._make((*blocks, named)),
-    )
-
-
-class _Gathered:
-    """Collects the columns of :class:`Records`, log by log."""
-
-    def __init__(self) -> None:
+    def __init__(self, logs: Iterable[tuple[Source, TrajectoryLog]], begin_ns: int, end_ns: int) -> None:
         self.processes: list[tuple[str, str]] = []
         self.trajectories: list[Trajectory] = []
-        self.names: dict[str, int] = {}
-        self.blockers: dict[tuple[str, str], tuple[int, Counter[str]]] = {}
-        self.spans: list[Ints] = [np.empty((0, 9), np.int64)]
-        self.blocks: list[Ints] = [np.empty((0, 5), np.int64)]
-        self.requests: dict[int, str] = {}
+        self._names: dict[str, int] = {}
+        self._blockers: dict[tuple[str, str], tuple[int, Counter[str]]] = {}
+        self._spans: list[Ints] = [np.empty((0, 9), np.int64)]
+        self._blocks: list[Ints] = [np.empty((0, 5), np.int64)]
+        self._requests: dict[int, str] = {}
         self._count = self._loops = 0
+        for source, log in logs:
+            first_ns, last_ns = log.begin_ns - source.offset_ns, log.end_ns - source.offset_ns
+            window = (max(begin_ns, first_ns), min(end_ns, last_ns))
+            if window[1] > window[0]:
+                self._add(source, log, window)
+        self.names = list(self._names)
+        self.spans = SpanTable._make((*np.concatenate(self._spans).T, self._requests))
+        named = [(*key, most.most_common(1)[0][0]) for key, (_, most) in self._blockers.items()]
+        self.blocks = Blocks._make((*np.concatenate(self._blocks).T, named))
 
-    def add(self, source: Source, log: TrajectoryLog, window: tuple[int, int]) -> None:
+    def _add(self, source: Source, log: TrajectoryLog, window: tuple[int, int]) -> None:
         """Add the records of a log that overlap a window."""
         self._offset, self._window = source.offset_ns, window
         self._loop_of = {loop.id: self._loops + index for index, loop in enumerate(log.loops)}
@@ -233,15 +213,15 @@ class _Gathered:
             row = kept[span.id] = self._count + len(rows)
             owners[span.id] = number
             if span.request:
-                self.requests[row] = span.request
-            name = self.names.setdefault(shortened(span.name), len(self.names))
+                self._requests[row] = span.request
+            name = self._names.setdefault(shortened(span.name), len(self._names))
             loop, goes_on = (
                 self._loop_of.get(span.loop, NO_SPAN),
                 span.open or span.end_ns - self._offset > end,
             )
             process = len(self.processes) - 1
             rows.append((number, process, name, begin, end, around, loop, span.failed, goes_on))
-        self.spans.append(np.array(rows, dtype=np.int64).reshape(-1, 9))
+        self._spans.append(np.array(rows, dtype=np.int64).reshape(-1, 9))
         self._count += len(rows)
         return owners
 
@@ -255,10 +235,10 @@ class _Gathered:
                 continue
             who = (names.get(block.span) or block.function) if block.function else UNKNOWN
             key = (lane, shortened(who))
-            number, functions = self.blockers.setdefault(key, (len(self.blockers), Counter()))
+            number, functions = self._blockers.setdefault(key, (len(self._blockers), Counter()))
             functions[shortened(block.function)] += end - begin
             rows.append((self._loop_of[block.loop], begin, end, owners.get(block.span, NO_SPAN), number))
-        self.blocks.append(np.array(rows, dtype=np.int64).reshape(-1, 5))
+        self._blocks.append(np.array(rows, dtype=np.int64).reshape(-1, 5))
 
 
 def _failed_in(log: TrajectoryLog) -> dict[int, str]:

@@ -39,8 +39,8 @@ from verl_profiling.report.records import (
     OTHERS,
     UNEXPLAINED,
     Pieces,
+    Records,
     pieces_of,
-    read_records,
 )
 from verl_profiling.report.rows import CauseRow, PartRow, Polling, Rollout
 from verl_profiling.timeline.processes import joined, requests_by_id
@@ -62,7 +62,7 @@ def rollout_of(
     """
     if step.manifest is None:
         return None
-    records = read_records(logs, step.begin_ns, step.end_ns)
+    records = Records(logs, step.begin_ns, step.end_ns)
     found, spans = records.trajectories, records.spans
     if not found and not len(spans.begin):
         return None
