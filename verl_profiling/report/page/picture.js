@@ -57,8 +57,8 @@ function rowsOf(group, unfolded) {
   const large = group.lanes.length >= FOLDED_FROM;
   const [standing, rest] = [true, false].map((wanted) => group.lanes.filter((lane) => Boolean(lane.stands_out) === wanted));
   const lanes = !large ? group.lanes : unfolded ? [...standing, ...rest] : standing.slice(0, SHOWN_OUTLIERS);
-  const rows = lanes.map((lane) => ({ kind: "lane", group, lane, spans: lane.spans, ...curves(lane) }));
-  if (large) rows.unshift({ kind: "group", group, spans: group.envelope, ...curves(group) });
+  const rows = lanes.map((lane) => ({ ...lane, kind: "lane", group, lane }));
+  if (large) rows.unshift({ ...group, kind: "group", group, spans: group.envelope });
   const running = requestsOf(group, data.running);
   if (running.length) rows.push({ kind: "running", group, spans: [], load: [], running, queued: requestsOf(group, data.queued) });
   const few = d3.sum(data.groups, (each) => each.lanes.length) <= FEW_LANES;
@@ -68,12 +68,6 @@ function rowsOf(group, unfolded) {
     row.height = row.kind === "running" ? CURVE : row.levels * BAR + row.loadHeight + 4;
   }
   return rows;
-}
-
-// A curve without anything in it is empty in the data.
-function curves({ load, communication, waiting }) {
-  const whole = (curve) => load.map((_, part) => curve[part] ?? 0);
-  return { load, communication: whole(communication), waiting: whole(waiting) };
 }
 
 // The sum over the replicas of a group; empty if none of them tells.
@@ -88,8 +82,8 @@ function drawRow(row, svg, x, width) {
     .each(function place(span) { placeBar(d3.select(this), row, span, x, width); });
   if (row.load.length) {
     const y = (share) => row.levels * BAR + 2 + row.loadHeight * (1 - share / 100);
-    const alone = row.load.map((share, part) => share - row.communication[part]);
-    const working = row.load.map((share, part) => share - row.waiting[part]);
+    const alone = row.load.map((share, part) => share - (row.communication[part] ?? 0));
+    const working = row.load.map((share, part) => share - (row.waiting[part] ?? 0));
     drawArea(drawing, "compute", alone.map(() => 0), alone, x, y);
     drawArea(drawing, "communication", alone, working, x, y);
     drawArea(drawing, "waiting", working, row.load, x, y);
@@ -136,7 +130,7 @@ function spanAt(row, us, level) {
 }
 
 function linesAt(row, span, us) {
-  const at = (curve) => curve[Math.min(Math.floor((us / data.span_us) * curve.length), curve.length - 1)];
+  const at = (curve) => curve[Math.min(Math.floor((us / data.span_us) * curve.length), curve.length - 1)] ?? 0; // empty: nothing in it
   const percent = (share) => `${Math.round(100 * share)} %`;
   const where = row.kind === "lane" ? row.lane.name : `${row.group.role}, ${row.group.lanes.length} lanes`;
   const lines = [span ? data.stages[span.stage].name : row.kind === "running" ? "requests running" : "no stage", where];
