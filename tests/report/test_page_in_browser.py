@@ -214,7 +214,7 @@ def test_hundreds_of_lanes_are_drawn_without_waiting(large: dict) -> None:
 def test_a_long_table_shows_its_top(large: dict) -> None:
     """Ten rows, all on request, and ten again, also of another order."""
     assert large["workers"] == [10, 300, 10]
-    assert large["fold"] == "top 10"
+    assert large["fold"] == " all 300"
     assert large["first"].startswith("rollout")
     assert large["sortedRows"] == 10
 

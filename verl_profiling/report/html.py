@@ -18,7 +18,7 @@ from verl_profiling.report.tables import TABLES, Cell, cause_key, without_middle
 from verl_profiling.units import duration
 
 _PICTURE = ("d3.min.js", "picture.js")
-_TOP = 10
+_TOP = 10  # rows of a folded table, as in page.css
 _LONGEST_NAME = 64
 _INDENT = "\N{NO-BREAK SPACE}"
 _WHERE = 3
@@ -93,14 +93,10 @@ def table(
     body = "".join(
         f"<tr>{''.join(_cells(row, keys[index] if keys else ''))}</tr>" for index, row in enumerate(rows)
     )
-    top = button = ""
-    if len(rows) > _TOP:
-        top = f' data-top="{_TOP}"'
-        button = f'<button class="fold" type="button" aria-expanded="false" hidden>all {len(rows)}</button>'
+    more = f'<label class="fold"><input type="checkbox"> all {len(rows)}</label>' * (len(rows) > _TOP)
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title)}">'
-        f"<table{top}><thead><tr>{head}</tr></thead>"
-        f"<tbody>{body}</tbody></table></div>{button}"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more}"
     )
 
 

@@ -1,4 +1,4 @@
-// What every page has: a theme, and tables that are sorted by a click on a heading; long ones are folded.
+// What every page has: a theme, and tables that are sorted by a click on a heading.
 const root = document.documentElement.dataset;
 root.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 document.getElementById("theme").addEventListener("click", () => { root.theme = root.theme === "dark" ? "light" : "dark"; });
@@ -15,20 +15,6 @@ function sortBy(heading) {
   body.append(...[...body.rows].sort((a, b) => sign * compare(cell(a), cell(b))));
 }
 
-function makeFoldable(button) {
-  const table = button.previousElementSibling.querySelector("table");
-  const all = button.textContent;
-  const fold = (folded) => {
-    table.classList.toggle("folded", folded);
-    button.setAttribute("aria-expanded", String(!folded));
-    button.textContent = folded ? all : `top ${table.dataset.top}`;
-  };
-  button.hidden = false;
-  fold(true);
-  button.addEventListener("click", () => fold(!table.classList.contains("folded")));
-}
-
 for (const heading of document.querySelectorAll("th")) {
   heading.querySelector("button").addEventListener("click", () => sortBy(heading));
 }
-document.querySelectorAll("button.fold").forEach(makeFoldable);
