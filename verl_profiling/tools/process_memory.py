@@ -122,21 +122,20 @@ class StagePeaks:
         self._open: list[tuple[str, dict[str, int]]] = []
         self._peaks: dict[str, float] = {}
 
-    def begin(self, name: str) -> str:
-        """Record that a stage begins."""
+    def begin(self, name: str) -> tuple[str, dict[str, int]]:
+        """Record that a stage begins; return its name and its peaks so far."""
         self._fold()
         self._open.append((name, {}))
-        return name
+        return self._open[-1]
 
-    def end(self, name: str) -> None:
+    def end(self, stage: tuple[str, dict[str, int]]) -> None:
         """Record that a stage ends; of several runs of a stage, the highest peaks are kept."""
         self._fold()
-        for place in range(len(self._open) - 1, -1, -1):
-            if self._open[place][0] == name:
-                for what, peak in self._open.pop(place)[1].items():
-                    key = f"stage/{name}/{what}"
-                    self._peaks[key] = max(self._peaks.get(key, 0.0), float(peak))
-                return
+        self._open = [other for other in self._open if other is not stage]
+        name, peaks = stage
+        for what, peak in peaks.items():
+            key = f"stage/{name}/{what}"
+            self._peaks[key] = max(self._peaks.get(key, 0.0), float(peak))
 
     def metrics(self) -> Mapping[str, float]:
         """Return the peaks of the stages that have ended, as ``stage/<name>/<what>``."""

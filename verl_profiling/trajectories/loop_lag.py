@@ -137,11 +137,11 @@ class LoopState:
         self._samples: list[_Sample] = []
         self._was_late = False
 
-    def ask(self, now_ns: int) -> None:
-        """Schedule the callback that measures the lag; called on the loop's thread."""
+    def ask(self, now_ns: int, on_this_thread: bool = True) -> None:
+        """Schedule the callback that measures the lag; ``on_this_thread``: whether the loop runs here."""
         self.next_ns = _NEVER
         self._due_ns, self._samples = now_ns, []
-        self.loop.call_soon(self._answer)
+        (self.loop.call_soon if on_this_thread else self.loop.call_soon_threadsafe)(self._answer)
 
     def look(self, span_of: Callable[[object], int]) -> None:
         """Sample the loop's thread if the callback is due; else schedule the callback if a task runs."""
@@ -155,9 +155,7 @@ class LoopState:
             function = _function(sys._current_frames().get(self._ident))
             self._samples.append(_Sample(now_ns, task, span, function, *passed))
         elif task is not None:
-            self.next_ns = _NEVER
-            self._due_ns, self._samples = now_ns, []
-            self.loop.call_soon_threadsafe(self._answer)
+            self.ask(now_ns, on_this_thread=False)
 
     def _passed(self, now_ns: int) -> tuple[int, int]:
         """Return which time since the last call counts for the running task, and which against it (ns)."""
