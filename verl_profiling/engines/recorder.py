@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -113,8 +114,9 @@ class EngineRecorder:
         """Stop a capture; never raises for one that is not open."""
         received_ns = clock.now_ns()
         result = await asyncio.shield(self._end(capture_id))  # goes on if the caller is cancelled
-        result = await asyncio.to_thread(self._slot.settle, result, capture_id, finish_s)
-        return StopReply(result, received_ns)
+        settle = partial(self._slot.settle, result, capture_id, finish_s)
+        # Only what waits goes to a thread: the application may keep the threads of its loop busy.
+        return StopReply(await asyncio.to_thread(settle) if finish_s else settle(), received_ns)
 
     async def _end(self, capture_id: str | None) -> CaptureResult:
         async with self._lock:
