@@ -342,8 +342,8 @@ class ProfilingCallback(_Callback):
         if self._blocks_event_loop or asyncio._get_running_loop() is None:
             return
         raise CaptureStateError(
-            "ProfilingCallback: an event loop runs on this thread, and the hooks would block it; "
-            "use AsyncProfilingCallback"
+            "ProfilingCallback: an event loop runs on this thread, and the hooks would block it; use "
+            "AsyncProfilingCallback, or another thread, e.g. await asyncio.to_thread(trainer.train)"
         )
 
 

@@ -83,7 +83,6 @@ class Run:
         self.resumes, self.info = resumes, info
         self.background = BackgroundWork("folders")
         self._sent: dict[Path, int] = {}
-        self._queued: set[Path] = set()
 
     def amend(self, **fields: object) -> None:
         """Replace fields of ``run.json``; an error is logged, not raised."""
@@ -103,16 +102,15 @@ class Run:
         names = (RUN_NAME, OLDER_WATCH_LOG, WATCH_LOG)
         wanted = [*(self.path / name for name in names), *([folder / MANIFEST_NAME] if folder else ())]
         for path in wanted:
-            if path.exists() and path not in self._queued:
-                self._queued.add(path)
+            if path.exists():
                 self.background.submit(partial(self._put, path, self.url))
 
     def _put(self, path: Path, url: str) -> None:
-        self._queued.discard(path)
         try:
-            size = path.stat().st_size
-            RemoteFolder(url).put(path, path.relative_to(self.path).as_posix(), self.place.retry_s)
-            self._sent[path] = size
+            written_ns = path.stat().st_mtime_ns
+            if self._sent.get(path) != written_ns:
+                RemoteFolder(url).put(path, path.relative_to(self.path).as_posix(), self.place.retry_s)
+                self._sent[path] = written_ns
         except Exception as error:  # each file system raises errors of its own
             logger.error(
                 "%s was not uploaded to %s: %s: %s; it stays in %s",
@@ -129,8 +127,8 @@ class Run:
         """Delete the local copies of uploaded files; log how to upload the remaining ones."""
         if self.url is None or self.info is None:
             return
-        for path, size in self._sent.items():
-            if path.exists() and path.stat().st_size == size:
+        for path, written_ns in self._sent.items():
+            if path.exists() and path.stat().st_mtime_ns == written_ns:
                 path.unlink()
         if any(names for _, _, names in os.walk(self.path)):  # os.walk() skips folders that others remove
             logger.error(

@@ -9,7 +9,6 @@ rollout, several, or none. Every process runs the trainer, and is recorded as a 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -112,7 +111,6 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        _refuse_event_loop()
         self._current = None
         with self.profiling, self._open:
             yield
@@ -178,15 +176,3 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
             return False
         status = status_of()
         return not status.enabled or "ref" in status.active_adapters
-
-
-def _refuse_event_loop() -> None:
-    """Raise before training if an event loop runs on this thread, with the remedy for a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    raise CaptureStateError(
-        "trainer.train(): an event loop runs on this thread, as in a notebook, and profiling would block it; "
-        "train on another one: await asyncio.to_thread(trainer.train)"
-    )
