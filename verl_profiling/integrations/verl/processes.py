@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,10 +11,12 @@ from verl_profiling.integrations.hooks import misfits
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.workers import AgentLoopCaptureMixin
 
-logger = logging.getLogger(__name__)
-
 _METHODS = ("start_capture", "stop_capture", "read_watch")
 _GROUPS = (("actor", "actor_rollout_wg"), ("ref", "ref_policy_wg"), ("critic", "critic_wg"))
+_NO_METHODS = (
+    "its workers have no capture methods; let their class inherit verl's own, or a mixin of "
+    "verl_profiling.workers"
+)
 AGENT_LOOP, REWARD, ROLLOUTER = "agent_loop", "reward", "rollouter"
 
 
@@ -115,15 +116,8 @@ class Processes:
         """
         if not handles or not self._settings.for_role(role).enable:
             return
-        without = [handle for handle in handles if not hasattr(handle, "init_capture")]
-        if without:
-            logger.warning(
-                "profiling: %d of %d workers of role %r are of a class without capture methods, and the role "
-                "is not recorded; let the class inherit verl's own, or a mixin of verl_profiling.workers",
-                len(without),
-                len(handles),
-                role,
-            )
+        if not all(hasattr(handle, "init_capture") for handle in handles):
+            self._leave_out(role, _NO_METHODS)
             return
         try:
             import ray
@@ -136,11 +130,12 @@ class Processes:
             ]
             self.misfits += _joined(ray.get(calls))
         except Exception as error:
-            if self._settings.strict:
-                raise
-            logger.warning("profiling: role %r is not recorded: %s: %s", role, type(error).__name__, error)
+            self._leave_out(role, f"{type(error).__name__}: {error}")
             return
         self._callback.add_workers(role, handles)
+
+    def _leave_out(self, role: str, why: str) -> None:
+        self.misfits.append(f"not recorded: the role {role}, because {why}")
 
     def _add_groups(self, trainer: Any) -> None:
         """Add the worker groups; of groups that share processes, a profiled one comes first."""
@@ -149,9 +144,7 @@ class Processes:
         set_up: list[Any] = []
         for role, group in groups:
             if not hasattr(group, "init_capture"):
-                self.misfits.append(
-                    f"the role {role}: not recorded, because its workers have no capture methods"
-                )
+                self._leave_out(role, _NO_METHODS)
                 continue
             if not any(group is other for other in set_up):
                 self.misfits += _joined(group.init_capture(self._settings, role))
@@ -169,7 +162,7 @@ class Processes:
                 return
             self.misfits += _joined(ray.get([server.capture_misfits.remote() for server in servers]))
         except AttributeError as error:
-            self.misfits.append(f"the role rollout: not recorded, because its servers do not fit ({error})")
+            self._leave_out("rollout", f"its servers do not fit ({error})")
             return
         self._callback.add_rollout(servers)
 
