@@ -13,16 +13,14 @@ from types import FrameType
 
 _lock = threading.Lock()
 _held = 0
-_process = 0
 _terminated = False
 
 
 def hold() -> None:
     """From now on, SIGTERM raises ``SystemExit`` in the main thread, if it would have killed the process."""
-    global _held, _process
+    global _held
     with _lock:
         _held += 1
-        _process = os.getpid()
         if _on_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _unwind)
 
@@ -43,8 +41,7 @@ def was_terminated() -> bool:
 
 def _unwind(number: int, frame: FrameType | None) -> None:
     global _terminated
-    # It was released on a thread that cannot restore the action, or this child was forked just now.
-    if not _held or _process != os.getpid():
+    if not _held:  # it was released on a thread that cannot restore the action
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         return

@@ -190,18 +190,14 @@ class Decisions:
         last = step + _LEAST_STEPS + math.ceil(_LEAD_S / shortest_s)
         for first in range(max(step + _LEAST_STEPS, self._decided + 1), last + 1):
             if first > self._decided and first not in self._agreed and (decision := self._asked(first)):
-                self._announce(ranks, first, decision)
+                try:
+                    ranks.announce(decision)
+                    self._agreed[first] = decision
+                except PROBLEMS as error:
+                    why = f"the other ranks cannot be told of step {first}: {in_a_line(error)}"
+                    self.refused(decision.trigger, why)
                 self._decided = decision.step_range.last
             self._decided = max(self._decided, first)
-
-    def _announce(self, ranks: Ranks, first: int, decision: Decision) -> None:
-        try:
-            ranks.announce(decision)
-        except PROBLEMS as error:
-            why = f"the other ranks cannot be told of step {first}: {in_a_line(error)}"
-            self.refused(decision.trigger, why)
-        else:
-            self._agreed[first] = decision
 
 
 class LoopOrder:

@@ -307,11 +307,10 @@ def _role(
 def _options(tool: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a tool, translated from verl's names."""
     if tool == "torch_memory":
-        entries, steps = (
-            given.get("trace_alloc_max_entries", 100_000),
-            given.get("memory_snapshot_num_steps", 1),
-        )
-        return {"max_entries": entries, "steps": steps}
+        return {
+            "max_entries": given.get("trace_alloc_max_entries", 100_000),
+            "steps": given.get("memory_snapshot_num_steps", 1),
+        }
     if tool not in _DEVICES:
         return {}
     contents = set(given.get("contents") or ())
