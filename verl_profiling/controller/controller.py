@@ -64,9 +64,9 @@ class Controller:
         self._folders = StepFolders(config)
         self._hooks = AfterHooks(config.after)
         self._scheduled = config.schedule.action
-        self._watching = config.watch.enable
-        self._last_step = None if self._watching else config.schedule.last_step()
-        self.watch = Watch(config.watch, self.roster, config.timeouts.start_s) if self._watching else None
+        watches = config.watch.enable
+        self._last_step = None if watches else config.schedule.last_step()
+        self.watch = Watch(config.watch, self.roster, config.timeouts.start_s) if watches else None
         self.decisions = Decisions(config, self.roster, self.watch)
         self._identity = WorkerIdentity(role="controller")
         self._order = LoopOrder()
@@ -86,7 +86,7 @@ class Controller:
             self.watch.step_ends()
         action = self._scheduled(step)
         records, decision = False, None
-        if self._watching or action is not Action.OFF:
+        if self.watch is not None or action is not Action.OFF:
             decision = self._decide(step)
             records = Action.RECORD in (action, decision and decision.step_range.action)
         self._order.step_begins(step, records)

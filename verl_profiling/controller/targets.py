@@ -286,16 +286,10 @@ def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None
     """
     if callable(getattr(workers, "execute_all_async", None)):
         members = list(getattr(workers, "workers", None) or [workers])
-        size = getattr(workers, "world_size", None)
-        return [
-            Target(
-                role,
-                0,
-                size if isinstance(size, int) else len(members),
-                frozenset(_identity_of(member) for member in members),
-                partial(_to_group, workers, _is_actor(members[0])),
-            )
-        ]
+        world_size = getattr(workers, "world_size", None)
+        size = world_size if isinstance(world_size, int) else len(members)
+        key = frozenset(map(_identity_of, members))
+        return [Target(role, 0, size, key, partial(_to_group, workers, _is_actor(members[0])))]
     if _is_actor(workers) or hasattr(workers, "start_capture") or not isinstance(workers, Iterable):
         workers = [workers]
     targets: list[Target] = []
