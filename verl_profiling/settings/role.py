@@ -172,9 +172,8 @@ def aimed(
             changes["tool"] = (*selection.tools, *kept)
     by_replica = role == ROLLOUT_ROLE and selection.replicas is not None
     if by_replica or selection.ranks is not None:
-        everywhere = dict.fromkeys((one.name for one in fields(Coordinates)), None)
         select = Selection(roles=select.roles, stages=select.stages)
-        changes |= everywhere | {
+        changes |= dict.fromkeys(_DIMENSIONS) | {
             "ranks": None if by_replica else selection.ranks,
             "replicas": selection.replicas,
         }
