@@ -10,12 +10,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from verl_profiling.devices import Device
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import (
     MANIFEST_NAME,
     Artifact,
     CaptureResult,
+    Device,
     Manifest,
     Request,
     Rpc,

@@ -15,8 +15,7 @@ from step_folders import build_step
 from verl_profiling.analysis import load_reports, open_run
 from verl_profiling.cli import main
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME
-from verl_profiling.nsys_ranges import NsysRange
+from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, NsysRange
 
 Damage = Callable[[Path], object]
 

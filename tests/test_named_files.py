@@ -14,8 +14,7 @@ from step_folders import build_step
 from verl_profiling.cli import main
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId
-from verl_profiling.manifest import MANIFEST_NAME
-from verl_profiling.nsys_ranges import NsysRange
+from verl_profiling.manifest import MANIFEST_NAME, NsysRange
 from verl_profiling.run_files import named_file, read_manifest, write_json_atomically, write_result
 
 

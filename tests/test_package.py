@@ -25,11 +25,12 @@ HEAVY = (
 
 # Rooms from the ground up: a module imports from its own room and from those below it.
 FLOORS = (
-    ("errors", "clock", "devices", "termination", "capture_request", "units", "shifts"),
-    ("visible", "event_file"),
-    ("identity", "ranks"),
-    ("manifest", "nsys_ranges"),
-    ("run_files", "remote", "trajectory_log", "step_summary"),
+    ("errors", "clock", "units", "shifts"),
+    ("capture_request",),
+    ("identity",),
+    ("manifest",),
+    ("run_files", "remote"),
+    ("trajectory_log", "step_summary"),
     ("watch_log",),
     ("trajectories",),
     ("timeline",),
@@ -47,9 +48,9 @@ FLOORS = (
 TOOLS_INTERFACE = ("tools", "tools.base")
 # What both sides of the manifest know: the words, the errors, the manifest itself.
 SHARED = (
-    *("errors", "clock", "devices", "units", "visible", "identity", "ranks"),
-    *("manifest", "run_files", "nsys_ranges", "remote", "trajectory_log", "step_summary", "capture_request"),
-    *("watch_log", "event_file", "shifts"),
+    *("errors", "clock", "units", "identity"),
+    *("manifest", "run_files", "remote", "trajectory_log", "step_summary", "capture_request"),
+    *("watch_log", "shifts"),
 )
 ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")
 # Look at settings and machine before a run: on neither side, and known to their commands alone.
@@ -60,6 +61,7 @@ TOLD_THE_CONTROLLER = (
     "capture.messages",
     "capture.session",
     "capture.stage",
+    "capture.termination",
 )
 
 

@@ -133,23 +133,22 @@ class TestOneFrame:
     def test_of_several_runs_the_one_that_goes_on_is_shown_or_the_one_that_is_named(
         self, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """By its id; where none or several go on, they are listed, one a line."""
+        """By its id; where none or several go on, they are listed."""
         older = run / "run_2"
         write_run(older, end_ns=5, run_id="older")
         WatchLog(older)(summary(1, {"rollout": 5000}))
         assert main(["top", str(run), "--once"]) == EXIT_OK
         assert "step 29" in capsys.readouterr().out
         assert main(["top", str(run), "--run", "older", "--once"]) == EXIT_OK
-        assert "run_2: has ended" in capsys.readouterr().out
+        assert "run_2: training ended" in capsys.readouterr().out
         assert main(["top", str(run), "--run", "nobody", "--once"]) == EXIT_BAD_INPUT
         assert "has no run 'nobody'" in capsys.readouterr().err
         write_run(run / "run_3", run_id="newer\n")
         assert main(["top", str(run), "--once"]) == EXIT_BAD_INPUT
-        first, second, error = capsys.readouterr().err.splitlines()
-        assert first.startswith(f"  {run}: 1 step, run abc, started ")
-        assert second.startswith(rf"  {run / 'run_3'}: no captured step, run newer\n, started ")
-        assert second.endswith(", running")
-        assert error.endswith("holds 2 runs; name one of these with --run")
+        [error] = capsys.readouterr().err.splitlines()
+        assert f"holds 2 runs; name one of them: {run / 'run.json'} (1 step, run abc, started " in error
+        assert rf"{run / 'run_3' / 'run.json'} (no captured step, run newer\n, started " in error
+        assert error.endswith(", running)")
         (run / "run_2" / "run.json").write_text("{")
         assert main(["top", str(run), "--run", "abc", "--once"]) == EXIT_OK
 
@@ -218,7 +217,9 @@ class TestExitCodes:
         """It says so, and exits with 0."""
         write_run(run, end_ns=2)
         assert main(["top", str(run), "--once"]) == EXIT_OK
-        assert "run: has ended; last heard of" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert "run: training ended" in shown
+        assert "last heard of" in shown
 
     def test_a_process_that_is_gone_is_a_finding(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """Killed, or its machine was restarted."""
@@ -315,7 +316,7 @@ class TestLive:
             write_run(run, end_ns=5)
             seen = self.until(terminal, LEAVES)
             seen = self.until(terminal, b"step_000012: anomaly", seen.partition(LEAVES)[2])
-            assert b"has ended" in seen
+            assert b"training ended" in seen
             assert process.wait(10) == EXIT_OK
 
 

@@ -14,7 +14,7 @@ from step_folders import build_step
 from verl_profiling.cli import main
 from verl_profiling.manifest import MANIFEST_NAME
 from verl_profiling.run_files import read_manifest, write_json_atomically
-from verl_profiling.visible import visible
+from verl_profiling.units import visible
 
 HOSTILE = "=cmd\x1b]0;owned\x07\x9b2J\u202egnp.exe"
 

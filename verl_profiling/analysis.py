@@ -27,7 +27,7 @@ from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.inputs import absent, steps_of, the_run
 from verl_profiling.timeline.merge import MergeResult, merge, select_ranks, stage_windows
 from verl_profiling.timeline.step import TIMELINE_NAME, Keep, StepInputs, one_by_one
-from verl_profiling.visible import visible
+from verl_profiling.units import visible
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -129,10 +129,11 @@ def open_steps(
 def _opened(
     paths: Sequence[Path], limits: Limits, communication: tuple[str, ...]
 ) -> tuple[list[CapturedStep], list[str]]:
-    found = steps_of(paths)
-    for step in found.steps:
+    steps, damaged = steps_of(paths)
+    for step in steps:
         step.limits, step.communication = limits, communication
-    return [CapturedStep(inputs) for inputs in found.steps], found.problems()
+    begun = [f"{step.directory}: {step.unfinished}" for step in steps if step.unfinished]
+    return list(map(CapturedStep, steps)), [*map(str, damaged), *begun]
 
 
 def _existing(path: str | os.PathLike[str]) -> Path:
@@ -194,18 +195,10 @@ class CapturedRun:
         Raises:
             TraceFormatError: There is nothing to analyse, or no manifest can be read.
         """
-        steps, problems = self.steps_and_problems()
+        steps, problems = _opened([self.directory], self.limits, self.communication)
         for problem in problems:
             warnings.warn(problem, stacklevel=2)
         return steps
-
-    def steps_and_problems(self) -> tuple[list[CapturedStep], list[str]]:
-        """Return the readable steps, in order, and a sentence per problem that makes a step incomplete.
-
-        Raises:
-            TraceFormatError: There is nothing to analyse, or no manifest can be read.
-        """
-        return _opened([self.directory], self.limits, self.communication)
 
     def info(self) -> RunInfo | None:
         """Return the run's settings and versions (``run.json``); ``None`` for plain traces.
@@ -406,18 +399,10 @@ class CapturedStep:
         """
         if output is None:
             return self.inputs.output(name, selection)
-        self.refuse_as_output(output)
-        return Path(output)
-
-    def refuse_as_output(self, path: str | os.PathLike[str]) -> None:
-        """Refuse to write a result over one of the step's traces.
-
-        Raises:
-            ConfigError: The path is a trace of the step.
-        """
-        place = Path(path).resolve()
+        place = Path(output).resolve()
         if any(place == read.path.resolve() for read in (*self.inputs.sources, *self.inputs.logs)):
-            raise ConfigError("output", f"{os.fspath(path)} is one of the traces that are read")
+            raise ConfigError("output", f"{os.fspath(output)} is one of the traces that are read")
+        return Path(output)
 
 
 def _label(selection: Mapping[str, object]) -> str:

@@ -13,7 +13,7 @@ from io import TextIOWrapper
 import verl_profiling
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_OK
 from verl_profiling.errors import ProfilingError
-from verl_profiling.visible import visible
+from verl_profiling.units import visible
 
 COMMANDS = {
     "merge": "write one timeline of a step, to open in Perfetto",

@@ -15,8 +15,8 @@ import msgspec
 
 from verl_profiling.capture_request import Trigger
 from verl_profiling.clock import ClockAnchor
-from verl_profiling.devices import Device
 from verl_profiling.identity import ProcessId, WorkerIdentity, artifact_name
+from verl_profiling.units import local_time
 
 __all__ = [
     "MANIFEST_NAME",
@@ -44,6 +44,12 @@ SCHEMA_VERSION = 1
 _MOST_NAMED = 10
 MANIFEST_NAME = "manifest.json"
 RUN_NAME = "run.json"
+
+NSYS_FOLDER = "nsys"
+"""Folder of the run in which Nsight Systems leaves its reports."""
+
+NOTES_SUFFIX = ".ranges.jsonl"
+"""Suffix of a process's file of ranges; the stem is that of its reports' names."""
 
 CAPTURE_START, CAPTURE_STOP = "capture_start", "capture_stop"
 """The loop's pauses before and after a captured step."""
@@ -283,6 +289,23 @@ class HostClock(msgspec.Struct, frozen=True, kw_only=True):
     samples: int = 0
 
 
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """One device that a worker computes on.
+
+    Attributes:
+        kind: ``cuda``, ``npu``, ``xpu``, or ``cpu`` for a worker without an accelerator.
+        index: Its number in the process, as in the traces of the process.
+        uuid: Its UUID in lower case, without ``GPU-``; empty where it is not known.
+        place: Its host and its number there (``node7/3``). On a CPU, the share of an accelerator that Ray
+            gave to the process, which says what would be shared. Empty where it is not known.
+    """
+
+    kind: str
+    index: int | None = None
+    uuid: str = ""
+    place: str = ""
+
+
 class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
     """The record of one worker for one capture: plain and picklable.
 
@@ -422,6 +445,28 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return 0
 
 
+class NsysRange(msgspec.Struct, frozen=True, kw_only=True):
+    """One range of the ``nsys`` tool, as its process notes it beside the reports.
+
+    Nsight Systems numbers its reports by process and range; only the process knows the step and the stage.
+
+    Attributes:
+        number: Its number in the process, from 1.
+        folder: Path of the step folder it belongs to, below ``save_path``.
+        artifact: Name of the artifact that its report becomes.
+        begin_ns: When it was opened.
+        end_ns: When it was closed; 0 when the process ended before.
+        keep: ``False`` for a warm-up, whose report is discarded.
+    """
+
+    number: int
+    folder: str
+    artifact: str
+    begin_ns: int
+    end_ns: int = 0
+    keep: bool = True
+
+
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     """``run.json``: facts about a whole run. A resumed run has a folder of its own.
 
@@ -450,6 +495,20 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     end_ns: Ns | None = None
     never_came: list[int] = []
     not_captured: dict[int, str] = {}
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the settings switch the watch on."""
+        watch = self.config.get("watch")
+        return isinstance(watch, dict) and watch.get("enable") is True
+
+    @property
+    def over(self) -> str:
+        """Why the run has no further step; empty while it runs, or if its process is on another host."""
+        if self.end_ns is not None:
+            last = f" after step {self.last_step}" if self.last_step is not None else ""
+            return f"training ended{last}, at {local_time(self.end_ns)}"
+        return f"{self.process}, which ran the job, is gone" if self.process.alive() is False else ""
 
 
 def worst_status(artifacts: Iterable[Artifact]) -> tuple[CaptureStatus, str]:

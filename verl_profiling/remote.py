@@ -247,8 +247,3 @@ class LocalFolder:
         if self.path.is_symlink():
             raise NotADirectoryError(20, "is a link", self.url)
         return self.path / name
-
-
-def folder_at(place: str) -> LocalFolder | RemoteFolder:
-    """Return a folder of this host, or the one behind a URL."""
-    return RemoteFolder(place) if is_url(place) else LocalFolder(Path(place))

@@ -18,6 +18,7 @@ import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import Count, Ns
+from verl_profiling.run_files import whole_file
 
 LOG_SUFFIX = ".trajectories.jsonl.gz"
 LOG_VERSION = 2
@@ -264,15 +265,9 @@ def write_log(path: Path, log: TrajectoryLog) -> int:
         OSError: It cannot be written.
     """
     encoder, lines = msgspec.json.Encoder(), list(log.lines())
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with gzip.open(part, "wb", compresslevel=3) as file:
-            for first in range(0, len(lines), _CHUNK):
-                file.write(encoder.encode_lines(lines[first : first + _CHUNK]))
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    with whole_file(path) as part, gzip.open(part, "wb", compresslevel=3) as file:
+        for first in range(0, len(lines), _CHUNK):
+            file.write(encoder.encode_lines(lines[first : first + _CHUNK]))
     return path.stat().st_size
 
 

@@ -1,8 +1,14 @@
-"""Times, sizes and numbers of steps as a person reads them."""
+"""Times, sizes, numbers of steps and foreign names as a person reads them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 _TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 _SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
@@ -38,6 +44,11 @@ def byte_size(size: float) -> str:
     return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
 
 
+def local_time(unix_ns: int) -> str:
+    """Return a time (unix ns) as local date and time: ``2026-11-24 02:06:01``."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_ns / 1e9))
+
+
 def step_list(steps: Sequence[int], most: int = 10) -> str:
     """Return ``step 3``, or ``steps 3, 5, 8 and 2 more``.
 
@@ -60,3 +71,26 @@ def _three_digits(value: float) -> str:
     if size < 0.9995:  # less than one of the smallest unit
         return f"{value:.3g}"
     return f"{value:,.{2 if size < 9.995 else 1 if size < 99.95 else 0}f}"
+
+
+def visible(text: str) -> str:
+    r"""Return a text with control and bidirectional characters written out: ``\x1b``, ``\u202e``."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def visible_text_of(value: T) -> T:
+    """Return a structure with all of its texts, keys included, as :func:`visible` shows them."""
+    shown: T = msgspec.convert(_shown(msgspec.to_builtins(value)), type(value))
+    return shown
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, list):
+        return [_shown(item) for item in value]
+    if isinstance(value, dict):
+        return {_shown(key): _shown(item) for key, item in value.items()}
+    return value

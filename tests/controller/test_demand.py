@@ -497,8 +497,8 @@ def test_who_could_not_record_is_in_the_answer(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--steps", "101"], "at most 100 at a time"),
-        (["--ranks", "0-99999"], "at most 4,096"),
+        (["--steps", "101"], "<= 100"),
+        (["--ranks", "0-99999"], "length <= 4096"),
         (["--ranks", "x"], "is not a list of ranks"),
         (["--stages", "a", "--mode", "e2e"], "discrete mode"),
         (["--run", "other"], "has no run 'other'"),

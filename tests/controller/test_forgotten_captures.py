@@ -16,7 +16,8 @@ from fleet import TrainWorker
 from step_outcome import is_ok, reasons, recorded, verdict
 from test_callback import configured, following, local_worker, set_up
 
-from verl_profiling import CaptureStateError, ProfilingCallback, ProfilingConfig, stage, termination
+from verl_profiling import CaptureStateError, ProfilingCallback, ProfilingConfig, stage
+from verl_profiling.capture import termination
 from verl_profiling.capture.messages import CaptureRequest, StartReply
 from verl_profiling.capture.session import Session
 

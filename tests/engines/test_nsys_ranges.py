@@ -16,8 +16,8 @@ from verl_profiling.engines.adapter import EngineAdapter, EngineTrace, engine_to
 from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.nsys_ranges import read_ranges
 from verl_profiling.settings.rollout import RolloutOptions
+from verl_profiling.timeline.nsys import read_ranges
 from verl_profiling.tools import nsys
 from verl_profiling.tools.nsys import NsysOptions, NsysTool, Ranges, nsys_variables
 
@@ -86,7 +86,7 @@ async def test_an_engine_that_does_not_start_opened_no_range(
     engine.fails = ""
     await recorder.start(request(tmp_path, 2))
     await recorder.stop("c2", 0)
-    [[noted]] = read_ranges(tmp_path / "nsys").values()
+    [[noted]] = read_ranges(tmp_path / "nsys")[0].values()
     assert (noted.number, noted.folder) == (1, "step_000002")
 
 
@@ -94,7 +94,7 @@ async def test_a_warm_up_is_a_range_too(recorder: EngineRecorder, tmp_path: Path
     """It is counted, and its report will be thrown away."""
     await recorder.start(request(tmp_path, 1, keep=False))
     assert (await recorder.stop("c1", 0)).result.status == "skipped"
-    [[noted]] = read_ranges(tmp_path / "nsys").values()
+    [[noted]] = read_ranges(tmp_path / "nsys")[0].values()
     assert not noted.keep
 
 

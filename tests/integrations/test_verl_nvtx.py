@@ -10,10 +10,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from integrations.wheels import run_python
-from verl_profiling.devices import NO_INJECTION, VARIABLE
 from verl_profiling.integrations.verl.bridge import settings_without_checks
 from verl_profiling.integrations.verl.launch import hook_runtime_env, injection_notice
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.tools.devices import NO_INJECTION, VARIABLE
 
 
 def config_of(profiling: Any) -> Any:

@@ -12,7 +12,7 @@ from step_folders import build_step, rewrite_worker
 from step_outcome import csv_rows, printed
 
 from verl_profiling.analysis import open_step
-from verl_profiling.devices import Device
+from verl_profiling.manifest import Device
 from verl_profiling.report.files import scalars
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report

@@ -14,12 +14,12 @@ import pytest
 from step_folders import build_step, rewrite
 
 from verl_profiling.analysis import open_step
-from verl_profiling.devices import VARIABLE
 from verl_profiling.engines.recorder import output_of
 from verl_profiling.manifest import Artifact, CaptureResult
 from verl_profiling.report.check import check
 from verl_profiling.report.model import Report
 from verl_profiling.run_files import read_manifest
+from verl_profiling.tools.devices import VARIABLE
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 from verl_profiling.tools.trace_file import output_of_trace
 

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 import verl_profiling
 from verl_profiling import ConfigError, ProfilingConfig
-from verl_profiling.ranks import parse_ranks
+from verl_profiling.capture_request import parse_ranks
 from verl_profiling.settings.config import RoleOverride, Selection
 from verl_profiling.settings.limits import Limits, Timeouts
 from verl_profiling.settings.schedule import Schedule

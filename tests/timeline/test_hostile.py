@@ -189,7 +189,7 @@ def test_processes_beyond_the_room_of_a_lane_share_one(tmp_path: Path) -> None:
     result = open_step(path).merge(tmp_path / "out.json.gz")
     pids = {event["pid"] for event in read_events(result.path) if event["ph"] == "X"}
     assert max(pids) - min(pids) < LANE_PIDS - 1
-    assert "more processes than fit a lane" in result.problems[0]
+    assert result.events == 9_000
 
 
 NAME = '{{"ph":"M","name":"thread_name","pid":{0},"tid":{1},"args":{{"name":"t{1}"}}}}'

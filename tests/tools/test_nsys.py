@@ -15,10 +15,9 @@ from tests.tools.nsys_stand_in import TOOL, Worker, found_first
 from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig, ToolUnavailableError
 from verl_profiling.cli import main
 from verl_profiling.manifest import Artifact
-from verl_profiling.nsys_ranges import read_ranges
 from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.nsys import convert_nsys
+from verl_profiling.timeline.nsys import convert_nsys, read_ranges
 from verl_profiling.timeline.trace import Trace
 from verl_profiling.tools.nsys import expected_ranges, nsys_runtime_env
 from verl_profiling.workers import CaptureMixin
@@ -221,7 +220,7 @@ class TestUnderRay:
         writes those that are missing.
         """
         run_steps(config_of(tmp_path), die_in=3)
-        [output] = read_ranges(tmp_path / "nsys")
+        [output] = read_ranges(tmp_path / "nsys")[0]
         collected(tmp_path, lambda: True)
         for number in (1, 2):
             if not (tmp_path / f"step_{number + 1:06d}" / "actor_rank0.nsys-rep").exists():
@@ -260,7 +259,7 @@ def test_each_of_two_runs_with_one_save_path_gets_its_own_reports(
     """Nsight Systems leaves them in one folder; ``run_2`` is collected by itself, or with the other."""
     for _ in range(2):
         run_local(config_of(tmp_path), worker, 2)
-    [(output, ranges)] = read_ranges(tmp_path / "nsys").items()
+    [(output, ranges)] = read_ranges(tmp_path / "nsys")[0].items()
     assert [noted.folder for noted in ranges] == ["step_000002", "run_2/step_000002"]
     for noted in ranges:
         output.with_name(f"{output.name}.{noted.number}.nsys-rep").write_text(noted.folder)
@@ -283,7 +282,7 @@ def test_a_process_that_is_still_running_has_no_report_yet(
     assert main(["collect", str(tmp_path / "step_000002")]) == 1
     assert "has its process ended?" in capsys.readouterr().out
     assert artifacts_of(tmp_path, 2)[0].status == "pending"
-    [(output, [noted])] = read_ranges(tmp_path / "nsys").items()
+    [(output, [noted])] = read_ranges(tmp_path / "nsys")[0].items()
     output.with_name(f"{output.name}.{noted.number}.nsys-rep").write_text("report")
     build_export(output.with_name(f"{output.name}.{noted.number}.sqlite"), noted.begin_ns)
     assert main(["collect", str(tmp_path)]) == 0

@@ -26,7 +26,7 @@ from verl_profiling.manifest import Artifact
 from verl_profiling.remote import Upload, copy_line
 from verl_profiling.settings.limits import AfterHook
 from verl_profiling.tools import Output
-from verl_profiling.visible import visible
+from verl_profiling.units import visible
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling import clock, termination
+from verl_profiling import clock
+from verl_profiling.capture import termination
 from verl_profiling.capture.capture import HANDOVER_S, Capture
 from verl_profiling.capture.messages import (
     CaptureRequest,
@@ -30,14 +31,14 @@ from verl_profiling.capture.messages import (
 from verl_profiling.capture.result_file import NOT_STOPPED, Slot
 from verl_profiling.capture.stage import Both, Stage, StageSink
 from verl_profiling.capture_request import CaptureSelection
-from verl_profiling.devices import Device, given_devices
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import CaptureResult
+from verl_profiling.manifest import CaptureResult, Device
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.settings.role import TRAJECTORIES
 from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.tools import Tool
+from verl_profiling.tools.devices import given_devices
 from verl_profiling.trajectories.spans import total_spans
 from verl_profiling.watch.sums import STAGES_OF_A_STEP, Busy, StageSums, WatchQuestion, WatchReading
 

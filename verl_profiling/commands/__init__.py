@@ -2,11 +2,79 @@
 
 A module has ``configure(parser)``, which describes the command, and ``run(arguments)``, which runs it
 and returns the exit code. A module is imported only when its command is used, so that ``--help`` is
-quick and ``merge`` loads no numerical library.
+quick and ``merge`` loads no numerical library. Here are the exit codes, and the parsers of arguments.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from verl_profiling.remote import is_url
+
 EXIT_OK = 0
 EXIT_FINDING = 1
 EXIT_BAD_INPUT = 2
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+
+
+def local_path(text: str) -> Path:
+    """Parse an argument as a local path.
+
+    Raises:
+        argparse.ArgumentTypeError: The argument is a URL.
+    """
+    if is_url(text):
+        raise argparse.ArgumentTypeError(
+            f"{text} is a URL, and the commands read folders: copy the step folder here first, e.g. with "
+            f"`python -c \"import fsspec; fs, path = fsspec.url_to_fs('{text}'); fs.get(path, 'copy', "
+            'recursive=True)"`'
+        )
+    return Path(text)
+
+
+def size(text: str) -> int:
+    """Parse a size in bytes, e.g. ``200M`` or ``1.5G``.
+
+    Raises:
+        ArgumentTypeError: The text is not a size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B?", text.upper())
+    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if not size:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 200M")
+    return size
+
+
+def count(text: str) -> int:
+    """Parse an integer of at least 1.
+
+    Raises:
+        ArgumentTypeError: The text is not such an integer.
+    """
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def at_least_0(kind: str) -> Callable[[str], float]:
+    """Return a parser of finite numbers of at least 0.
+
+    Args:
+        kind: Description of the number for the error, e.g. ``a time in seconds such as 2``.
+    """
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {kind}")
+        return value
+
+    return read

@@ -8,9 +8,9 @@ import msgspec
 
 from verl_profiling.analysis import open_run
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.commands.arguments import add_limits, add_paths, limits_of
+from verl_profiling.commands.common import add_limits, add_paths, limits_of
 from verl_profiling.report.check import CheckResult
-from verl_profiling.visible import visible
+from verl_profiling.units import visible
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.commands.arguments import local_path
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK, local_path
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.nsys import collect
-from verl_profiling.visible import visible
+from verl_profiling.units import visible
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

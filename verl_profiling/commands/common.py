@@ -1,7 +1,8 @@
-"""Shared by the commands: processes steps one by one, with warnings and a progress bar."""
+"""Shared by the commands that read steps: their options, and the steps one by one with warnings."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,11 +12,59 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from verl_profiling.analysis import CapturedStep, open_steps
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK, local_path, size
 from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.run_files import clear_leftovers
 from verl_profiling.timeline.content import Limits
-from verl_profiling.visible import visible
+from verl_profiling.units import visible
+
+
+def add_paths(parser: argparse.ArgumentParser) -> None:
+    """Add the positional argument ``PATH``, one or several."""
+    parser.add_argument(
+        "paths",
+        type=local_path,
+        nargs="+",
+        metavar="PATH",
+        help="step folder, run folder, trace, or folder of traces; several traces or folders of them are one "
+        "capture",
+    )
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """Add the options that limit how much of a trace is read."""
+    group = parser.add_argument_group(
+        "limits", "Reading a trace ends where it reaches one; what was read is kept, and the exit code is 1."
+    )
+    group.add_argument(
+        "--max-content",
+        type=size,
+        default=Limits().content_bytes,
+        metavar="SIZE",
+        help=f"bytes of its content, uncompressed (default: {Limits().content_bytes >> 30} GiB)",
+    )
+    group.add_argument(
+        "--max-memory",
+        type=size,
+        metavar="SIZE",
+        help="memory of this process, e.g. 8G (default: three quarters of what is free)",
+    )
+
+
+def add_communication(parser: argparse.ArgumentParser) -> None:
+    """Add the option for further communication kernels."""
+    parser.add_argument(
+        "--communication",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="regular expression of kernels that communicate, besides those that are known; repeatable",
+    )
+
+
+def limits_of(arguments: argparse.Namespace) -> Limits:
+    """Return the limits given on the command line."""
+    return Limits(content_bytes=arguments.max_content, memory_bytes=arguments.max_memory)
 
 
 class StepByStep:
@@ -23,8 +72,7 @@ class StepByStep:
 
     Args:
         paths: The paths on the command line.
-        limits: Limits on reading each trace.
-        communication: Regular expressions of further communication kernels.
+        arguments: Its options.
 
     Raises:
         TraceFormatError: There is nothing to analyse.
@@ -34,8 +82,9 @@ class StepByStep:
         exit_code: 0, or 1 after a warning.
     """
 
-    def __init__(self, paths: Sequence[Path], limits: Limits, communication: Sequence[str] = ()) -> None:
-        self.steps, problems = open_steps(paths, limits, communication)
+    def __init__(self, paths: Sequence[Path], arguments: argparse.Namespace) -> None:
+        communication = getattr(arguments, "communication", ())
+        self.steps, problems = open_steps(paths, limits_of(arguments), communication)
         self._failures: list[TraceFormatError] = []
         self.exit_code = EXIT_FINDING if problems else EXIT_OK
         left = {step.directory for step in self.steps}

@@ -10,13 +10,11 @@ import msgspec
 from rich.console import Console
 
 from verl_profiling.analysis import saved_report
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.commands.arguments import add_communication, add_limits, at_least_0, limits_of, local_path
-from verl_profiling.commands.common import StepByStep
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK, at_least_0, local_path
+from verl_profiling.commands.common import StepByStep, add_communication, add_limits
 from verl_profiling.report.diff import Change, Diff, compare, print_diff
 from verl_profiling.report.model import Report
-from verl_profiling.units import duration
-from verl_profiling.visible import visible
+from verl_profiling.units import duration, visible
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +76,7 @@ def _reports(path: Path, arguments: argparse.Namespace) -> tuple[list[Report], i
     """Return the reports of one side, and the exit code."""
     if (saved := saved_report(path)) is not None:
         return [saved], EXIT_OK
-    work = StepByStep([path], limits_of(arguments), arguments.communication)
+    work = StepByStep([path], arguments)
     reports = []
     for step in work.each:
         with work.surviving():

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.devices import injected_cupti
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.settings.config import ProfilingConfig, load_tool
 from verl_profiling.tools import TOOLS
+from verl_profiling.tools.devices import injected_cupti
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from verl_profiling.analysis import CapturedStep, Progress
-from verl_profiling.commands.arguments import add_limits, add_paths, at_least_0, count, limits_of, size
-from verl_profiling.commands.common import StepByStep, progress, warn
+from verl_profiling.commands import at_least_0, count, size
+from verl_profiling.commands.common import StepByStep, add_limits, add_paths, progress, warn
 from verl_profiling.run_files import clear_leftovers
 from verl_profiling.units import byte_size
 
@@ -49,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Merge every step under the path."""
-    work = StepByStep(arguments.paths, limits_of(arguments))
+    work = StepByStep(arguments.paths, arguments)
     work.output_for_one(arguments.output)
     if arguments.output:
         for problem in clear_leftovers(arguments.output.parent):

@@ -12,8 +12,14 @@ from rich.console import Console
 
 from verl_profiling.analysis import CapturedStep, open_run
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.commands.arguments import add_communication, add_limits, add_paths, limits_of
-from verl_profiling.commands.common import StepByStep, progress, warn
+from verl_profiling.commands.common import (
+    StepByStep,
+    add_communication,
+    add_limits,
+    add_paths,
+    progress,
+    warn,
+)
 from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.report.files import write_csv, write_tensorboard
 from verl_profiling.report.html import render_html
@@ -24,7 +30,7 @@ from verl_profiling.report.watch_frame import Pulse, logged_steps, watch_frame, 
 from verl_profiling.run_files import naming, whole_file
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.timeline.inputs import how_to_capture, is_uncaptured, the_run
-from verl_profiling.visible import visible
+from verl_profiling.units import visible
 from verl_profiling.watch_log import WatchLogReader
 
 
@@ -93,7 +99,7 @@ def _of_uncaptured(runs: Sequence[Path], arguments: argparse.Namespace, *, alone
 
 def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: list[Path]) -> int:
     """Report on the captured steps; append the written files to ``written``, and return the exit code."""
-    work = StepByStep(paths, limits_of(arguments), arguments.communication)
+    work = StepByStep(paths, arguments)
     reports: list[tuple[CapturedStep, Report]] = []
     with progress("reading", sum(len(step.inputs.sources) for step in work.each)) as advance:
         for step in work.each:

@@ -17,17 +17,15 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.commands.arguments import at_least_0, local_path
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK, at_least_0, local_path
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import RUN_NAME, RunInfo
+from verl_profiling.manifest import RUN_NAME
 from verl_profiling.report.terminal import fitting_console
 from verl_profiling.report.watch_frame import Pulse, captures_so_far, logged_steps, watch_frame
 from verl_profiling.run_files import read_run
 from verl_profiling.step_summary import StepSummary
-from verl_profiling.timeline.inputs import described, runs_at
+from verl_profiling.timeline.inputs import the_run
 from verl_profiling.units import duration
-from verl_profiling.visible import visible
 from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG, WatchLogReader, has_watch_log
 
 _STEPS = 200
@@ -63,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the run until the user quits or the run ends."""
-    run_dir = _the_one(arguments.run_dir, arguments.run_id)
+    run_dir = the_run(arguments.run_dir, arguments.run_id, live=True)
     if not run_dir.is_dir():
         raise TraceFormatError(run_dir, "no such folder of a run")
     view = View(run_dir)
@@ -79,36 +77,6 @@ def run(arguments: argparse.Namespace) -> int:
         if view.pulse.is_over:
             console.print(view.frame())
     return EXIT_OK if view.pulse.is_well else EXIT_FINDING
-
-
-def _the_one(path: Path, run_id: str | None) -> Path:
-    """Return the folder of the only run at a path, or of the only one that has not ended.
-
-    Raises:
-        TraceFormatError: No run has the given id, or several runs are candidates, which are printed.
-    """
-    found = {run: _info(run) for run in runs_at(path)}
-    if run_id is not None:
-        found = {run: info for run, info in found.items() if info is not None and info.run_id == run_id}
-        if not found:
-            raise TraceFormatError(path, f"has no run {run_id!r}")
-    running = [
-        run for run, info in found.items() if info and not info.end_ns and info.process.alive() is not False
-    ]
-    one, *others = running or found
-    if others:
-        for run in (one, *others):
-            print(visible(f"  {run}: {described(run)}"), file=sys.stderr)
-        raise TraceFormatError(path, f"holds {1 + len(others)} runs; name one of these with --run")
-    return one
-
-
-def _info(run: Path) -> RunInfo | None:
-    """Return ``run.json`` of a run; ``None`` if it cannot be read."""
-    try:
-        return read_run(run)
-    except TraceFormatError:
-        return None
 
 
 class View:
@@ -127,7 +95,7 @@ class View:
         self._run = run_dir
         self._log = WatchLogReader(run_dir)
         self._steps: list[StepSummary] = []
-        if not (has_watch_log(run_dir) or _is_watched(run_dir)):
+        if not (has_watch_log(run_dir) or ((info := read_run(run_dir)) and info.is_watched)):
             raise TraceFormatError(
                 run_dir, f"has no {WATCH_LOG}; start the run with watch.enable=true to have its steps logged"
             )
@@ -144,11 +112,9 @@ def _pulse(run: Path) -> Pulse:
     heard, info = _heard(run), read_run(run)
     if info is None:
         return Pulse(says=f"has no {RUN_NAME}; {heard}")
-    if info.end_ns is not None:
-        return Pulse(says=f"has ended; {heard}", is_over=True)
-    if info.process.alive() is False:
-        return Pulse(says=f"{info.process} is gone; {heard}", is_over=True, is_well=False)
-    return Pulse(says=f"{info.process}, {heard}")
+    if not info.over:
+        return Pulse(says=f"{info.process}, {heard}")
+    return Pulse(says=f"{info.over}; {heard}", is_over=True, is_well=info.end_ns is not None)
 
 
 def _heard(run_dir: Path) -> str:
@@ -160,13 +126,6 @@ def _heard(run_dir: Path) -> str:
     if not written:
         return "nothing heard of it yet"
     return f"last heard of {duration(max(round(time.time() - max(written)), 0))} ago"
-
-
-def _is_watched(run_dir: Path) -> bool:
-    """Return whether the settings of the run switch the watch on."""
-    info = read_run(run_dir)
-    watch = info.config.get("watch") if info is not None else None
-    return isinstance(watch, dict) and watch.get("enable") is True
 
 
 @contextmanager

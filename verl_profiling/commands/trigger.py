@@ -20,29 +20,26 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling.capture_request import (
-    MOST_STEPS,
     REFUSED,
     REQUEST,
     REQUESTS,
     CaptureSelection,
     Demand,
     new_request_id,
+    parse_ranks,
 )
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.commands.arguments import at_least_0, count
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK, at_least_0, count
 from verl_profiling.errors import ConfigError, ProfilingError, TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, CaptureResult, Manifest, RunInfo
-from verl_profiling.ranks import parse_ranks
-from verl_profiling.remote import LocalFolder, RemoteFolder, folder_at
+from verl_profiling.remote import LocalFolder, RemoteFolder, is_url
 from verl_profiling.run_files import read_manifest
-from verl_profiling.timeline.inputs import is_step
-from verl_profiling.visible import visible
+from verl_profiling.timeline.inputs import is_step, runs_at
+from verl_profiling.units import visible
 from verl_profiling.watch_log import WATCH_LOG
 
 _SOON_S = 0.3
 _PAUSE_S = 0.25
 _SLOW_PAUSE_S = 5.0
-_MOST_RANKS = 4096
 _MOST_FOLDERS = 3
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -60,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", dest="run_id", metavar="ID", help="the run, where several share the folder")
     when = parser.add_argument_group("when")
     when.add_argument("--steps", type=count, default=1, metavar="N", help="consecutive steps (default: 1)")
-    when.add_argument("--at", type=_step, metavar="STEP", help="number of the first one")
+    when.add_argument("--at", type=int, metavar="STEP", help="number of the first one")
     what = parser.add_argument_group("what, other than the settings say")
     what.add_argument("--mode", choices=("e2e", "discrete"))
     what.add_argument("--tool", type=_names, metavar="NAMES", help="e.g. torch or torch,torch_memory")
@@ -83,8 +80,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Send a capture request, and print its state until it is done or the time is up."""
     job = find_job(arguments.run, arguments.run_id)
-    if arguments.steps > MOST_STEPS:
-        raise ConfigError("--steps", f"asks for {arguments.steps} steps; at most {MOST_STEPS} at a time")
     demand = job.ask(_selection(arguments), arguments.steps, arguments.at)
     if not arguments.json:
         print(visible(f"asked as {demand.id}; {job.in_words()}"), flush=True)
@@ -152,22 +147,11 @@ def _selection(arguments: argparse.Namespace) -> CaptureSelection:
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
     found = parse_ranks(text, option)
-    if found is not None and len(found) > _MOST_RANKS:
-        raise ConfigError(option, f"names {len(found):,}; at most {_MOST_RANKS:,}, or leave it out")
     return tuple(sorted(found)) if found is not None else None
 
 
 def _names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(","))
-    if not all(names):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of names such as actor,rollout")
-    return names
-
-
-def _step(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not the number of a step")
-    return int(text)
+    return tuple(name.strip() for name in text.split(","))
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,13 +190,7 @@ class Job:
     @property
     def gone(self) -> str:
         """Why the job can take no request; empty while it runs, or if its process is on another host."""
-        info = _run_in(self.folder) or self.info
-        if info.end_ns is not None:
-            last = f" after step {info.last_step}" if info.last_step is not None else ""
-            return f"training ended{last}, at {_time_of_day(info.end_ns)}"
-        if info.process.alive() is False:
-            return f"{info.process}, which ran the job, is gone"
-        return ""
+        return (_run_in(self.folder) or self.info).over
 
     def in_words(self) -> str:
         """Return a sentence on whether the job runs, and on the age of its last logged step."""
@@ -229,6 +207,7 @@ class Job:
         """Write a capture request into the run's folder; return the request.
 
         Raises:
+            ConfigError: The job would refuse the request, e.g. because of too many steps or ranks.
             OSError: The folder cannot be written (for a URL, other errors are possible).
         """
         self._request_of.update(dict.fromkeys(self._steps() - self._request_of.keys(), ""))
@@ -236,7 +215,12 @@ class Job:
         demand = Demand(
             id=new_request_id(), by=by, asked_ns=time.time_ns(), steps=steps, at=at, selection=selection
         )
-        self._requests.create(f"{demand.id}{REQUEST}", msgspec.json.encode(demand))
+        data = msgspec.json.encode(demand)
+        try:
+            msgspec.json.decode(data, type=Demand)  # as the job will, which has these limits
+        except msgspec.ValidationError as error:
+            raise ConfigError("", f"this is no request for a capture: {error}") from error
+        self._requests.create(f"{demand.id}{REQUEST}", data)
         return demand
 
     def answer(self, demand: Demand) -> Answer | None:
@@ -316,20 +300,21 @@ def find_job(place: str | Path, run_id: str | None = None) -> Job:
     Raises:
         TraceFormatError: No job, or more than one, takes requests there.
     """
-    root = folder_at(str(place).rstrip("/"))
-    if isinstance(root, LocalFolder) and not root.path.is_dir():
+    runs: list[LocalFolder | RemoteFolder]
+    if is_url(str(place)):
+        root = RemoteFolder(str(place))
+        runs = [root, *(root.child(name) for name in sorted(root.names()) if name.startswith("run_"))]
+    elif not Path(place).is_dir():
         raise TraceFormatError(place, "no such folder")
-    if isinstance(root, LocalFolder) and is_step(root.path):
-        raise TraceFormatError(place, f"is a step; name its run, {root.path.absolute().parent}")
-    folders: list[LocalFolder | RemoteFolder] = [root]
-    folders += [root.child(name) for name in sorted(root.names()) if name.startswith("run_")]
-    jobs = [Job(folder, info) for folder in folders if (info := _run_in(folder)) is not None]
-    found = [job for job in jobs if job.info.config.get("watch", {}).get("enable")]
+    elif is_step(Path(place)):
+        raise TraceFormatError(place, f"is a step; name its run, {Path(place).absolute().parent}")
+    else:
+        runs = [LocalFolder(run) for run in runs_at(Path(place))]
+    jobs = [Job(folder, info) for folder in runs if (info := _run_in(folder)) is not None]
+    found = [job for job in jobs if job.info.is_watched and run_id in (None, job.info.run_id)]
     if not found:
-        raise TraceFormatError(place, "no job here can be asked: it needs watch.enable=true")
-    found = [job for job in found if run_id in (None, job.info.run_id)]
-    if not found:
-        raise TraceFormatError(place, f"has no run {run_id!r} that can be asked")
+        named = f" {run_id!r}" if run_id is not None else ""
+        raise TraceFormatError(place, f"has no run{named} that can be asked: it needs watch.enable=true")
     running = [job for job in found if not job.gone]
     if not running:
         raise TraceFormatError(place, f"no job runs here: {found[-1].gone}")
@@ -352,7 +337,3 @@ def _user() -> str:
         return getpass.getuser()
     except (OSError, KeyError):  # a user id without a name
         return str(os.getuid())
-
-
-def _time_of_day(at_ns: int) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_ns / 1e9))

@@ -21,9 +21,8 @@ from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 from verl_profiling.analysis import only_step
-from verl_profiling.commands import EXIT_OK
-from verl_profiling.commands.arguments import add_limits, limits_of, local_path
-from verl_profiling.commands.common import StepByStep
+from verl_profiling.commands import EXIT_OK, local_path
+from verl_profiling.commands.common import StepByStep, add_limits
 from verl_profiling.errors import ConfigError
 from verl_profiling.report.html import render_html
 from verl_profiling.timeline.step import TIMELINE_NAME
@@ -56,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    step = only_step(StepByStep([arguments.path], limits_of(arguments)).steps, arguments.path)
+    step = only_step(StepByStep([arguments.path], arguments).steps, arguments.path)
     ui = bundled_ui()
     if ui is None and arguments.port != PERFETTO_PORT:
         raise ConfigError(

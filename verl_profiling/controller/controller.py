@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl_profiling import clock, termination
+from verl_profiling import clock
+from verl_profiling.capture import termination
 from verl_profiling.capture.finishing import AfterHooks
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.stage import SpanLog, StageSink

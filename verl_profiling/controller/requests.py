@@ -29,7 +29,7 @@ from verl_profiling.capture_request import (
 from verl_profiling.errors import ConfigError
 from verl_profiling.remote import LocalFolder, RemoteFolder, is_url
 from verl_profiling.settings.schedule import Schedule, StepRange
-from verl_profiling.visible import visible
+from verl_profiling.units import visible
 
 logger = logging.getLogger(__name__)
 

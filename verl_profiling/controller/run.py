@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import threading
-import time
 import uuid
 from concurrent.futures import Future
 from functools import partial
@@ -29,6 +28,7 @@ from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, RunInfo
 from verl_profiling.remote import LocalFolder, RemoteFolder, copy_line
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.units import local_time
 from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG
 
 logger = logging.getLogger(__name__)
@@ -224,6 +224,6 @@ def _owner(folder: LocalFolder | RemoteFolder, run_id: str) -> tuple[str, bool]:
         info = msgspec.json.decode(folder.read(RUN_NAME), type=RunInfo)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return f"save_path {folder.url} belongs to a run whose file cannot be read: {error}", False
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.begin_ns / 1e9))
+    when = local_time(info.begin_ns)
     whose = f"save_path {folder.url} belongs to run {info.run_id}, started {when} by {info.process}"
     return whose, info.run_id == run_id

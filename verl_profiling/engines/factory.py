@@ -15,7 +15,6 @@ import msgspec
 
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, cannot_be_had
 from verl_profiling.capture.session import process_session
-from verl_profiling.devices import engine_devices
 from verl_profiling.engines.adapter import check_device, engine_tool, role_of_capture
 from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.request_log import RequestLog, watch_transformers
@@ -25,6 +24,7 @@ from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.tools.devices import engine_devices
 from verl_profiling.tools.nsys import NsysTool, process_ranges
 
 ENGINES = ("vllm", "sglang", "transformers")

@@ -29,12 +29,11 @@ from verl_profiling.capture.messages import (
     result_of,
 )
 from verl_profiling.capture.result_file import NOT_STOPPED, CostMeter, ResultFile, Slot
-from verl_profiling.devices import Device
 from verl_profiling.engines.adapter import EngineAdapter, EngineTool, EngineTrace, role_of_capture
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import CaptureStateError, ConfigError
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import Artifact, CaptureResult, expected_artifact, worst_status
+from verl_profiling.manifest import Artifact, CaptureResult, Device, expected_artifact, worst_status
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.tools.base import Output
 from verl_profiling.tools.npu import NpuTool, output_of_recording

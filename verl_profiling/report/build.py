@@ -24,8 +24,7 @@ from verl_profiling.timeline.merge import zero_ns
 from verl_profiling.timeline.step import Source, StepInputs
 from verl_profiling.timeline.trajectories import read_logs
 from verl_profiling.trajectory_log import TrajectoryLog
-from verl_profiling.units import step_list
-from verl_profiling.visible import visible_text_of
+from verl_profiling.units import step_list, visible_text_of
 
 _MOST_NOTES = 100
 

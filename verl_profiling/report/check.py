@@ -27,7 +27,7 @@ from verl_profiling.timeline.inputs import (
 from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.trace import Trace
 from verl_profiling.trajectory_log import LOG_SUFFIX, read_log
-from verl_profiling.visible import visible_text_of
+from verl_profiling.units import visible_text_of
 
 Status = Literal["ok", "begun", "cut", "missing", "empty", "truncated", "unreadable", "failed", "skipped"]
 
@@ -83,9 +83,9 @@ def check(path: Path, limits: Limits | None = None) -> CheckResult:
     elif path.is_dir() and ((folders := step_folders(path)) or lost or is_uncaptured(path)):
         checked = lost + [entry for folder in folders for entry in _check_step(path, folder, limits)]
     elif path.is_dir():
-        found = plain_steps([path])
-        files = [source.path for step in found.steps for source in (*step.sources, *step.logs)]
-        files += [Path(error.path) for error in found.damaged]
+        steps, damaged = plain_steps([path])
+        files = [source.path for step in steps for source in (*step.sources, *step.logs)]
+        files += [Path(error.path) for error in damaged]
         checked = [_check_file(str(file.relative_to(path)), file, limits) for file in sorted(files)]
     elif path.exists():
         checked = [_check_file(path.name, path, limits)]

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from verl_profiling.errors import ConfigError, ToolUnavailableError
-from verl_profiling.event_file import EventFile
 from verl_profiling.report.model import Report
 from verl_profiling.report.outcomes import KEPT
 from verl_profiling.report.tables import TABLES, fields_of, flat_rows
-from verl_profiling.run_files import naming
+from verl_profiling.run_files import EventFile, naming
 
 if TYPE_CHECKING:
     from pandas import DataFrame

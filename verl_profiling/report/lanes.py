@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_profiling.devices import Device
-from verl_profiling.manifest import CaptureResult, Manifest, StageSpan
+from verl_profiling.manifest import CaptureResult, Device, Manifest, StageSpan
 from verl_profiling.report.intervals import (
     EMPTY,
     Ints,

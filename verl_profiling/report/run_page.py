@@ -18,8 +18,7 @@ from verl_profiling.report.tables import Cell, named, stage_class, timed
 from verl_profiling.report.watch_frame import IN_NO_STAGE, captures_so_far, excess, slowest
 from verl_profiling.step_summary import SpanTotal, StepSummary
 from verl_profiling.timeline.inputs import how_to_capture
-from verl_profiling.units import duration
-from verl_profiling.visible import visible
+from verl_profiling.units import duration, visible
 
 RUN_PAGE = "index.html"
 _MOST_BARS = 600

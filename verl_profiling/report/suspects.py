@@ -7,7 +7,6 @@ communicating, waiting, and idle by cause. Both sides of a row cover the same st
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -23,6 +22,7 @@ from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.lost import cause_name
 from verl_profiling.report.model import Asked
 from verl_profiling.report.rows import SuspectRow
+from verl_profiling.units import local_time
 
 _SMALL = 0.01
 """Times below this share of the step are left out."""
@@ -45,7 +45,7 @@ def asked_of(step: Step, calls: Sequence[Calls]) -> tuple[Asked | None, list[Sus
     for suspect in suspects:
         if beside := [p for p in peers if p.role == suspect.role and p.worker != suspect.worker]:
             rows += _rows(suspect, beside, trigger.stage)
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.begin_ns / 1e9))
+    when = local_time(manifest.begin_ns)
     last, waited_s = "", 0.0
     if trigger.stage or trigger.sign in ("slow_step", "leader"):
         last, waited_s = last_to(trigger.stage, step, calls)

@@ -25,8 +25,7 @@ from verl_profiling.run_files import named_file
 from verl_profiling.shifts import noticed_from, spread_so_far
 from verl_profiling.step_summary import ExposedStage, RoleMemory, StepSummary
 from verl_profiling.timeline.inputs import step_folders
-from verl_profiling.units import byte_size, duration
-from verl_profiling.visible import visible
+from verl_profiling.units import byte_size, duration, visible
 
 _WIDTH = 100
 _TREND = 20

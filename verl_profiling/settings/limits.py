@@ -14,8 +14,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from verl_profiling.capture_request import Ranks, parse_ranks
 from verl_profiling.errors import ConfigError
-from verl_profiling.ranks import Ranks, parse_ranks
 from verl_profiling.settings.typed_values import Positive, Seconds, Size
 from verl_profiling.units import byte_size
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from verl_profiling.capture_request import CaptureSelection
+from verl_profiling.capture_request import CaptureSelection, Ranks, coordinates_in, parse_ranks
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.ranks import Ranks, coordinates_in, parse_ranks
 from verl_profiling.settings.limits import Limits
 from verl_profiling.tools import Tool
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,12 +19,13 @@ from verl_profiling.manifest import (
     Artifact,
     CaptureResult,
     Manifest,
+    RunInfo,
 )
 from verl_profiling.run_files import named_file, read_manifest, read_run
 from verl_profiling.timeline.plain import plain_steps
-from verl_profiling.timeline.step import FoundSteps, Source, StepInputs, sorted_sources
+from verl_profiling.timeline.step import Source, StepInputs, sorted_sources
 from verl_profiling.trajectory_log import LOG_SUFFIX
-from verl_profiling.units import step_list
+from verl_profiling.units import local_time, step_list
 from verl_profiling.watch_log import has_watch_log
 
 UNWRITTEN = f"holds no {MANIFEST_NAME}: its loop ended before the capture had begun"
@@ -40,11 +40,13 @@ def find_steps(path: Path) -> list[StepInputs]:
     Raises:
         TraceFormatError: There is nothing to analyse, no manifest can be read, or there are several runs.
     """
-    return steps_of([the_run(path)]).steps
+    return steps_of([the_run(path)])[0]
 
 
-def steps_of(paths: Sequence[Path]) -> FoundSteps:
-    """Return the steps of each path; a run folder yields its own steps, not those of runs in subfolders.
+def steps_of(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceFormatError]]:
+    """Return the readable steps of each path, and an error for each unreadable step.
+
+    A run folder yields its own steps, not those of runs in subfolders.
 
     Plain traces of all paths are grouped into steps together.
 
@@ -63,13 +65,13 @@ def steps_of(paths: Sequence[Path]) -> FoundSteps:
         if captured is None:
             plain.append(path)
             continue
-        steps.update((step.directory.resolve(), step) for step in captured.steps)
-        damaged += captured.damaged
-    traces = plain_steps(plain)
-    found = FoundSteps([*steps.values(), *traces.steps], [*damaged, *traces.damaged])
-    if not found.steps:
-        raise found.damaged[0]
-    return found
+        steps.update((step.directory.resolve(), step) for step in captured[0])
+        damaged += captured[1]
+    traces, unreadable = plain_steps(plain)
+    found, damaged = [*steps.values(), *traces], [*damaged, *unreadable]
+    if not found:
+        raise damaged[0]
+    return found, damaged
 
 
 def absent(path: Path) -> TraceFormatError:
@@ -83,10 +85,10 @@ def absent(path: Path) -> TraceFormatError:
     return TraceFormatError(path, "no such file or folder")
 
 
-def _captured_steps(path: Path) -> FoundSteps | None:
-    """Return the captured steps at a path; ``None`` if there is no step folder (plain traces)."""
+def _captured_steps(path: Path) -> tuple[list[StepInputs], list[TraceFormatError]] | None:
+    """Return the steps as :func:`steps_of`; ``None`` if there is no step folder (plain traces)."""
     if is_step(path):
-        return FoundSteps([_from_manifest(path)])
+        return [_from_manifest(path)], []
     folders = step_folders(path) if path.is_dir() else []
     if not any(is_step(folder) for folder in folders):
         return None
@@ -97,7 +99,7 @@ def _captured_steps(path: Path) -> FoundSteps | None:
         except TraceFormatError as error:
             damaged.append(error)
     _refuse_mixture(path, steps)
-    return FoundSteps(steps, damaged)
+    return steps, damaged
 
 
 def is_step(folder: Path) -> bool:
@@ -112,7 +114,7 @@ def unfinished(manifest: Manifest) -> str:
     """Return a sentence on a capture that began and has not ended; empty for a complete capture."""
     if manifest.state != "begun":
         return ""
-    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.begin_ns / 1e9))
+    began = local_time(manifest.begin_ns)
     process = manifest.process
     alive = process.alive() if process is not None else None
     if alive:
@@ -121,15 +123,26 @@ def unfinished(manifest: Manifest) -> str:
     return f"{state}: its capture began {began} in {process}, which has not ended it"
 
 
-def the_run(path: Path) -> Path:
+def the_run(path: Path, run_id: str | None = None, *, live: bool = False) -> Path:
     """Return the folder of the only run at or below a path; a path without a run is returned unchanged.
 
     The path of a ``run.json`` stands for the run in its folder alone, without runs in subfolders.
 
+    Args:
+        path: The path.
+        run_id: Id of the run, if several are there.
+        live: Prefer the only run that is not over.
+
     Raises:
-        TraceFormatError: The path holds several runs.
+        TraceFormatError: The path holds several runs, or none with this id.
     """
-    runs = runs_at(path)
+    found = {run: _info(run) for run in runs_at(path)}
+    if run_id is not None:
+        found = {run: info for run, info in found.items() if info is not None and info.run_id == run_id}
+        if not found:
+            raise TraceFormatError(path, f"has no run {run_id!r}")
+    running = [run for run, info in found.items() if live and info is not None and not info.over]
+    runs = running or list(found)
     if len(runs) > 1:
         infos = [run / RUN_NAME if (run / RUN_NAME).is_file() else run for run in runs]
         named = ", ".join(f"{info} ({described(run)})" for info, run in zip(infos, runs, strict=True))
@@ -155,8 +168,7 @@ def _runs_below(path: Path) -> Iterator[Path]:
         depth = len(Path(inside).relative_to(path).parts)
         if depth and RUN_NAME in names:
             yield Path(inside)
-        if depth == 2:
-            folders.clear()
+        folders[:] = [] if depth == 2 else [name for name in folders if not _STEP_FOLDER.fullmatch(name)]
 
 
 def described(run: Path) -> str:
@@ -169,9 +181,8 @@ def described(run: Path) -> str:
         return f"{count}, {RUN_NAME} cannot be read"
     if info is None:
         return f"{count}, without {RUN_NAME}: name a step folder"
-    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.begin_ns / 1e9))
     goes_on = ", running" if info.end_ns is None and info.process.alive() else ""
-    return f"{count}, run {info.run_id}, started {began}{goes_on}"
+    return f"{count}, run {info.run_id}, started {local_time(info.begin_ns)}{goes_on}"
 
 
 def is_uncaptured(path: Path) -> bool:
@@ -179,14 +190,19 @@ def is_uncaptured(path: Path) -> bool:
     return path.is_dir() and has_watch_log(path) and not (is_step(path) or step_folders(path))
 
 
+def _info(run: Path) -> RunInfo | None:
+    """Return ``run.json`` of a run; ``None`` if it is missing or unreadable."""
+    try:
+        return read_run(run)
+    except TraceFormatError:
+        return None
+
+
 def how_to_capture(run: Path) -> str:
     """Return that no step of a run was captured, and how one is."""
-    try:
-        info = read_run(run)
-    except TraceFormatError:
-        info = None
+    info = _info(run)
     ask = f"`verl-profiling trigger {shlex.quote(str(run))}`"
-    if info is not None and info.end_ns is None and info.process.alive() is not False:
+    if info is not None and not info.over:
         return f"No step was captured so far; {ask} asks the job for its next one."
     over = ", and the job has ended" if info is not None else ""
     return (

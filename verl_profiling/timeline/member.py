@@ -136,8 +136,6 @@ def write_member(job: MemberJob) -> Member:
             problems.append(error.problem)
         file.write(processes.names())
     problems += trace.warnings
-    if processes.crowded:
-        problems.append(f"has more processes than fit a lane: {processes.crowded:,} events share one")
     return Member(path=job.source.path, events=written, left_out=left_out, problems=problems)
 
 

@@ -18,9 +18,9 @@ from typing import Literal
 
 import msgspec
 
+from verl_profiling.capture_request import parse_ranks
 from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
 from verl_profiling.manifest import SCHEMA_VERSION
-from verl_profiling.ranks import parse_ranks
 from verl_profiling.run_files import scratch_folder
 from verl_profiling.timeline.member import Member, MemberFile, MemberJob, compressor, write_member
 from verl_profiling.timeline.processes import (
@@ -129,9 +129,12 @@ def _join(
     problems = [*inputs.absent, *named]
     if inputs.manifest is None and not any(member.is_readable for member in members):
         raise TraceFormatError(inputs.directory, "; ".join(problems) or "holds no trace to merge")
-    pids = _WorkerPids({CONTROLLER: LANE_PIDS})
+    pids = {CONTROLLER: LANE_PIDS}
     for job in plan:
         pids.setdefault(job.source.worker, job.pid)
+    last = max(job.pid for job in plan) if plan else LANE_PIDS
+    for number, worker in enumerate(inputs.manifest.workers if inputs.manifest else (), 1):
+        pids.setdefault(worker.name, last + number * LANE_PIDS)
     opening = _opening(inputs, plan, pids, base_ns)
     leading: dict[tuple[str, int], list[Arrow]] = {}
     for arrow in (arrow for member in members for arrow in member.arrows):
@@ -221,15 +224,7 @@ def _start_method() -> Literal["fork", "spawn"]:
         return "spawn"
 
 
-class _WorkerPids(dict[str, int]):
-    """Process ids by worker name; a worker that recorded nothing gets a new id on first use."""
-
-    def __missing__(self, worker: str) -> int:
-        self[worker] = (max(self.values()) // LANE_PIDS + 1) * LANE_PIDS
-        return self[worker]
-
-
-def _opening(inputs: StepInputs, plan: list[MemberJob], pids: _WorkerPids, base_ns: int) -> list[Event]:
+def _opening(inputs: StepInputs, plan: list[MemberJob], pids: dict[str, int], base_ns: int) -> list[Event]:
     """Return the first events of the timeline: the controller's lanes and the workers' stages."""
     titles = {job.source.worker: job.source.title for job in reversed(plan)}
     events = controller_events(inputs.manifest, pids, base_ns) if inputs.manifest else []

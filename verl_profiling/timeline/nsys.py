@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from io import BufferedWriter
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import msgspec
 from isal import igzip
@@ -21,9 +21,11 @@ from verl_profiling.errors import ToolUnavailableError, TraceFormatError
 from verl_profiling.manifest import (
     MANIFEST_NAME,
     MAX_NS,
+    NOTES_SUFFIX,
+    NSYS_FOLDER,
+    NsysRange,
     worst_status,
 )
-from verl_profiling.nsys_ranges import NSYS_FOLDER, NsysRange, read_ranges
 from verl_profiling.run_files import named_file, read_manifest, whole_file, write_result
 from verl_profiling.timeline.trace import LONGEST_US
 
@@ -31,14 +33,14 @@ REPORT = ".nsys-rep"
 _TOOL = "nsys"
 
 
-class Collected(msgspec.Struct, frozen=True, kw_only=True):
+class Collected(NamedTuple):
     """The result for the report of one range.
 
     Attributes:
         path: The report (or the trace made from it), relative to the run's folder.
         status: ``ok``: the report is in its step folder. ``truncated``: the same, but the process ended
             inside the range. ``missing``: there is no report yet. ``damaged``: the list of ranges is
-            damaged, or the report cannot be exported.
+            damaged, or the report cannot be moved or exported.
         reason: Reason for any status but ``ok``.
     """
 
@@ -69,14 +71,10 @@ def collect(run: Path, *, export: bool = False) -> list[Collected]:
             "collect --export: there is no nsys on PATH; install NVIDIA Nsight Systems"
         )
     root = run if (run / NSYS_FOLDER).is_dir() else run.parent  # several runs may share one save_path
-    collected: list[Collected] = []
-
-    def torn(path: Path, problem: str) -> None:
-        collected.append(Collected(path=str(path.relative_to(root)), status="damaged", reason=problem))
-
+    known, collected = read_ranges(root / NSYS_FOLDER)
     processes = {
         output: [noted for noted in ranges if run in (root, (root / noted.folder).parent)]
-        for output, ranges in read_ranges(root / NSYS_FOLDER, torn).items()
+        for output, ranges in known.items()
     }
     if not any(processes.values()) and not collected:
         raise TraceFormatError(run, "holds no file of the nsys tool; was anything recorded with it?")
@@ -90,9 +88,29 @@ def collect(run: Path, *, export: bool = False) -> list[Collected]:
             try:
                 collected += _fetch(root, noted, report, export)
             except TraceFormatError as error:
-                name = f"{noted.folder}/{noted.artifact}"
-                collected.append(Collected(path=name, status="damaged", reason=str(error)))
+                collected.append(Collected(f"{noted.folder}/{noted.artifact}", "damaged", str(error)))
     return collected
+
+
+def read_ranges(folder: Path) -> tuple[dict[Path, list[NsysRange]], list[Collected]]:
+    """Return the ranges of every process by the stem of its reports' names, and the lines that are damaged.
+
+    A process that was killed leaves half a line; the whole ones hold.
+    """
+    found, damaged = {}, []
+    for path in sorted(folder.glob(f"*{NOTES_SUFFIX}")):
+        latest: dict[int, NsysRange] = {}
+        for line in path.read_bytes().splitlines():
+            try:
+                noted = msgspec.json.decode(line, type=NsysRange)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                problem = f"a line is torn, and the range it noted is lost: {error}"
+                damaged.append(Collected(f"{NSYS_FOLDER}/{path.name}", "damaged", problem))
+                continue
+            latest[noted.number] = noted
+        output = path.with_name(path.name.removesuffix(NOTES_SUFFIX))
+        found[output] = sorted(latest.values(), key=lambda noted: noted.number)
+    return found, damaged
 
 
 def _finished_report(output: Path, number: int, of: int) -> Path | None:
@@ -102,44 +120,30 @@ def _finished_report(output: Path, number: int, of: int) -> Path | None:
 
 
 def _fetch(run: Path, noted: NsysRange, report: Path | None, export: bool) -> Iterator[Collected]:
-    name = f"{noted.folder}/{noted.artifact}"
-    try:
-        folder, target = named_file(run, noted.folder), named_file(run, name)
-        if not name.endswith(REPORT):
-            raise TraceFormatError(target, f"is not a name of a report, which ends with {REPORT}")
-    except TraceFormatError as error:
-        yield Collected(path=name, status="missing", reason=f"refused: {error.problem}")
-        return
+    """Move the report of a range into its step folder, and convert it if it is exported."""
+    folder, target = named_file(run, noted.folder), named_file(run, f"{noted.folder}/{noted.artifact}")
+    if not target.name.endswith(REPORT):
+        raise TraceFormatError(target, f"is not a name of a report, which ends with {REPORT}")
     if not folder.is_dir():
-        yield Collected(path=name, status="missing", reason="its step folder is gone")
+        yield Collected(f"{noted.folder}/{noted.artifact}", "missing", "its step folder is gone")
         return
+    database = target.with_suffix(".sqlite")
     if report is not None:
         exported = report.with_suffix(".sqlite")
         if exported.is_file():
-            shutil.move(exported, target.with_suffix(".sqlite"))
+            shutil.move(exported, database)
         shutil.move(report, target)
     if not target.is_file():
-        reason = "there is no report of this range yet; has its process ended?"
-        _enter(folder, noted, None, reason)
-        yield Collected(path=name, status="missing", reason=reason)
+        yield _entered(folder, noted, None, "there is no report of this range yet; has its process ended?")
         return
     reason = "" if noted.end_ns else "the process ended inside this range"
-    _enter(folder, noted, target, reason)
-    yield Collected(path=name, status="truncated" if reason else "ok", reason=reason)
-    database = target.with_suffix(".sqlite")
+    yield _entered(folder, noted, target, reason)
     if export and not database.is_file():
         _export(target, database)
     if database.is_file():
         trace = target.with_suffix(".nsys.json.gz")
-        path = f"{noted.folder}/{trace.name}"
-        try:
-            events, problem = convert_nsys(database, trace, {"range": noted.number})
-        except TraceFormatError as error:
-            yield Collected(path=path, status="missing", reason=str(error))
-            return
-        reason = reason or problem
-        _enter(folder, noted, trace, reason, events)
-        yield Collected(path=path, status="truncated" if reason else "ok", reason=reason)
+        events, problem = convert_nsys(database, trace, {"range": noted.number})
+        yield _entered(folder, noted, trace, reason or problem, events)
 
 
 def _export(report: Path, database: Path) -> None:
@@ -151,11 +155,12 @@ def _export(report: Path, database: Path) -> None:
         raise TraceFormatError(report, f"nsys export failed: {printed[-1] if printed else done.returncode}")
 
 
-def _enter(folder: Path, noted: NsysRange, file: Path | None, reason: str, events: int | None = None) -> None:
-    """Enter a range's artifact, or the trace made from it, into the step's manifest."""
-    if not (folder / MANIFEST_NAME).exists():
-        return
-    for worker in read_manifest(folder).workers:
+def _entered(
+    folder: Path, noted: NsysRange, file: Path | None, reason: str, events: int | None = None
+) -> Collected:
+    """Enter a range's artifact, or the trace made from it, into the step's manifest, if there is one."""
+    workers = read_manifest(folder).workers if (folder / MANIFEST_NAME).exists() else []
+    for worker in workers:
         artifacts = {artifact.path: artifact for artifact in worker.artifacts}
         known = artifacts.get(noted.artifact)
         if known is None or known.tool != _TOOL:
@@ -177,6 +182,8 @@ def _enter(folder: Path, noted: NsysRange, file: Path | None, reason: str, event
         result = msgspec.structs.replace(worker, artifacts=listed, status=status, reason=why)
         if result != worker:
             write_result(folder, result)
+    path = f"{noted.folder}/{noted.artifact if file is None else file.name}"
+    return Collected(path, "missing" if file is None else "truncated" if reason else "ok", reason)
 
 
 _DEVICE = "deviceId, streamId, deviceId AS device, streamId AS stream, correlationId AS correlation"

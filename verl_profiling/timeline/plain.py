@@ -24,7 +24,6 @@ from verl_profiling.timeline.content import Blocks, Limits
 from verl_profiling.timeline.step import (
     TIMELINE_MARK,
     TIMELINE_NAME,
-    FoundSteps,
     Source,
     StepInputs,
     short_label,
@@ -57,8 +56,8 @@ class _PlainTrace(msgspec.Struct, frozen=True):
     name: str
 
 
-def plain_steps(paths: Sequence[Path]) -> FoundSteps:
-    """Return the traces at or below some paths, grouped by the step number in their names.
+def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceFormatError]]:
+    """Return the traces at or below some paths, by the step number in their names, and unreadable traces.
 
     If all paths are files, they are one capture, whatever their names. In folders, JSON files that are no
     traces are ignored, and so are timelines written by ``merge``.
@@ -67,7 +66,7 @@ def plain_steps(paths: Sequence[Path]) -> FoundSteps:
         TraceFormatError: A path is a file that is no trace, or a folder without traces.
     """
     if not paths:
-        return FoundSteps([], [])
+        return [], []
     directory, *others = dict.fromkeys(path if path.is_dir() else path.parent for path in paths)
     if others:
         directory = Path(os.path.commonpath([folder.resolve() for folder in (directory, *others)]))
@@ -90,8 +89,7 @@ def plain_steps(paths: Sequence[Path]) -> FoundSteps:
         if len(traces) + len(damaged) == before:
             raise TraceFormatError(path, "holds no manifest.json, no step folders and no trace files")
     together = len(paths) > 1 and not any(path.is_dir() for path in paths)
-    steps = _steps(directory, _label(paths, directory), list(traces.values()), together)
-    return FoundSteps(list(steps), damaged)
+    return list(_steps(directory, _label(paths, directory), list(traces.values()), together)), damaged
 
 
 def _files(path: Path) -> Iterator[Path]:

@@ -154,9 +154,10 @@ class Processes:
 
     Repeated metadata is kept once.
 
+    Processes beyond the ids of a lane share its last one.
+
     Attributes:
         known: New id by the trace's own id.
-        crowded: Number of events whose processes share the lane's last id, because no id is left.
     """
 
     def __init__(self, pid: int, title: str, lane_index: int) -> None:
@@ -168,7 +169,6 @@ class Processes:
             lane_index: Index of the trace among those of the same lane.
         """
         self.known: dict[int | str | None, int] = {}
-        self.crowded = 0
         self._pid = pid
         self._title = title
         self._host: int | str | None = None
@@ -199,13 +199,9 @@ class Processes:
             new, name = self._pid + _FIRST_DEVICE + old, f"{title} GPU {old}"
         elif self._pid not in self._titles and self._host in (None, old) and not is_device:
             new, name = self._pid, title
-        elif self._next_other >= self._pid + _LAST_OTHER:
-            self.crowded += 1
-            new = self._pid + _LAST_OTHER
-            self._titles[new] = f"{title} more processes"
-            return new
         else:
-            new, self._next_other = self._next_other, self._next_other + 1
+            new = min(self._next_other, self._pid + _LAST_OTHER)
+            self._next_other += 1
             name = f"{title} {event.cat if event.cat == _OVERHEAD else old}"
         self.known[old] = new
         self._titles[new] = name

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 
-from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import step_folder_name
 from verl_profiling.manifest import (
     MAX_NS,
@@ -134,23 +133,6 @@ class StepInputs(msgspec.Struct, kw_only=True):
         """
         stem, _, suffix = name.partition(".")
         return self.directory / ".".join(filter(None, (stem, self.label, short_label(selection), suffix)))
-
-
-class FoundSteps(msgspec.Struct, frozen=True):
-    """The steps under a path.
-
-    Attributes:
-        steps: The readable steps.
-        damaged: One error for each unreadable step.
-    """
-
-    steps: list[StepInputs]
-    damaged: list[TraceFormatError] = []
-
-    def problems(self) -> list[str]:
-        """Return a sentence for each unreadable step, and for each step whose capture did not end."""
-        begun = [f"{step.directory}: {step.unfinished}" for step in self.steps if step.unfinished]
-        return [*map(str, self.damaged), *begun]
 
 
 def short_label(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import TypeVar
@@ -36,13 +36,8 @@ from verl_profiling.trajectory_log import (
     read_log,
 )
 
-_MOST_FACTS = 100
-_TEXT_LENGTH = 1_000  # characters of an argument
 _LEAST_LAG_NS = 1_000_000
 _BAD = {"failed": "terrible", "cancelled": "bad"}
-_NOT_SHOWN = -1
-_MOST_AT_ONCE = 100
-_OWNER = -1  # number of the owner, the parent of outermost spans
 
 _Numbered = TypeVar("_Numbered", TrajectoryRecord, SpanRecord)
 
@@ -126,16 +121,11 @@ def write_log_member(job: MemberJob) -> Member:
     rows = (event for row, name in enumerate(drawn.layout.names) for event in name_row(drawn.pid, row, name))
     with job.output.open("wb") as output, MemberFile(output) as file:
         written = file.write(chain(names, rows, drawn.slices(), counters))
-    early = sum(one.end_ns < drawn.base_ns for part in (log.trajectories, log.spans) for one in part)
-    counts = (
-        (early, "not shown, because they ended long before the step began"),
-        (drawn.layout.crowded, "not shown, because too many others are beside them"),
-    )
     return Member(
         path=job.source.path,
         events=written,
         left_out=drawn.layout.left_out,
-        problems=[*log.problems, *(f"{what}: {count:,}" for count, what in counts if count)],
+        problems=log.problems,
         arrows=list(drawn.arrows.values()),
     )
 
@@ -186,7 +176,7 @@ class _Drawn:
         for place, row in sorted(self.layout.blocks.items()):
             block = self._log.blocks[place]
             who = (names.get(block.span) or block.function) if block.function else "unknown"
-            about = _bounded({"task": block.task, "function": block.function})
+            about = {"task": block.task, "function": block.function}
             yield self._draw(row + 1, "block", who, block.begin_ns, block.end_ns, about=about)
 
     def counters(self) -> Iterator[Event]:
@@ -219,16 +209,14 @@ class _Drawn:
         own: dict[str, Fact] = {"group": record.group, "sample": record.sample, "status": record.status}
         if record.error:
             own["error"] = record.error
-        about = _bounded(record.facts) | _bounded(own)
-        event = self._draw(tid, "trajectory", "", record.begin_ns, record.end_ns, about=about)
+        event = self._draw(tid, "trajectory", "", record.begin_ns, record.end_ns, about=record.facts | own)
         event.name, event.cname = _trajectory_name(record), _BAD.get(record.status)
         return event
 
     def _span(self, record: SpanRecord, tid: int) -> Event:
         own: dict[str, Fact] = {"failed": record.failed, "open": record.open, "request": record.request}
-        known = {name: value for name, value in own.items() if value}
-        about = {**_bounded(record.facts), **_bounded(known)} if record.facts or known else None
-        event = self._draw(tid, "span", record.name, record.begin_ns, record.end_ns, about=about)
+        about = record.facts | {name: value for name, value in own.items() if value}
+        event = self._draw(tid, "span", record.name, record.begin_ns, record.end_ns, about=about or None)
         if record.failed:
             event.cname = _BAD["failed"]
         return event
@@ -261,16 +249,8 @@ def _trajectory_name(trajectory: TrajectoryRecord) -> str:
     return f"{shortened(name)} ({shortened(', '.join(said))})" if said else shortened(name)
 
 
-def _bounded(facts: Mapping[str, Fact]) -> dict[str, Fact]:
-    """Return at most 100 facts, with names cut to 120 and texts cut to 1,000 characters."""
-    return {
-        shortened(name): fact[:_TEXT_LENGTH] if isinstance(fact, str) else fact
-        for name, fact in list(facts.items())[:_MOST_FACTS]
-    }
-
-
 class Layout(msgspec.Struct, kw_only=True):
-    """The rows of a log of trajectories; records without a row are not shown.
+    """The rows of a log of trajectories; records without a row are outside the selection.
 
     Attributes:
         names: The name of each row, from top to bottom.
@@ -278,7 +258,6 @@ class Layout(msgspec.Struct, kw_only=True):
         spans: The row of each span, by its id.
         blocks: The row of each block, by its index in the log.
         left_out: Number of records outside the selection.
-        crowded: Number of selected records without a row, because too many others overlap them.
     """
 
     names: list[str] = []
@@ -286,7 +265,6 @@ class Layout(msgspec.Struct, kw_only=True):
     spans: dict[int, int] = {}
     blocks: dict[int, int] = {}
     left_out: int = 0
-    crowded: int = 0
 
     def add_rows(self, name: str, owners: Sequence[_Owner]) -> list[int]:
         """Add rows for some owners, and return the first row of each owner."""
@@ -368,35 +346,35 @@ def lay_out(
             if number in wanted and owners is trajectories:
                 layout.trajectories[number] = first
             for span in shown[number].spans:
-                if span.id in below:
-                    layout.spans[span.id] = first + below[span.id]
-    asked = sum(len(owner.spans) for owner in (*trajectories.values(), *outermost.values()))
-    of_blocks = len(log.blocks) - len(layout.blocks)
-    layout.left_out = of_blocks + len(log.trajectories) - len(wanted) + len(log.spans) - asked
-    layout.crowded = asked - len(below)
+                layout.spans[span.id] = first + below[span.id]
+    shown_records = len(layout.blocks) + len(wanted) + len(below)
+    layout.left_out = len(log.blocks) + len(log.trajectories) + len(log.spans) - shown_records
     return layout
 
 
 def _nest(owner: _Owner, below: dict[int, int]) -> None:
     """Store the row of each span, relative to its owner's: the parent's row if it fits, else a free row.
 
-    Overlapping children of one parent get separate rows, up to 100 rows per owner; further spans are not
-    shown. The owner's begin, end and height grow to include all shown spans.
+    Overlapping children of one parent get separate rows. A span that leaves the row of its parent takes its
+    own children along. The owner's begin, end and height grow to include all spans.
     """
-    begin, shown = owner.begin, {span.id for span in owner.spans}
-    rows: list[list[tuple[int, int]]] = [[(owner.end, _OWNER)]]  # open spans of each row: end, id
+    begin, root_of = owner.begin, {NO_SPAN: NO_SPAN}  # the span that each span shares its row with, or none
+    opened = {NO_SPAN: [(owner.end, NO_SPAN)]}  # end and id of the open spans, by the root of their row
+    roots = []
     for span in owner.spans:
-        parent = span.parent if span.parent in shown else _OWNER
-        row = (
-            below.get(parent, _NOT_SHOWN) if parent != _OWNER else 0 if span.begin_ns >= begin else _NOT_SHOWN
-        )
-        if row == _NOT_SHOWN or not _is_inside(rows[row], parent, span):
-            row = _first_free(rows, span.begin_ns)
-        if row != _NOT_SHOWN:
-            rows[row].append((span.end_ns, span.id))
-            below[span.id] = row
-            owner.begin, owner.end = min(owner.begin, span.begin_ns), max(owner.end, span.end_ns)
-            owner.height = max(owner.height, row + 1)
+        parent = span.parent if span.parent in root_of else NO_SPAN
+        root = root_of[parent]
+        if span.begin_ns < begin or not _is_inside(opened[root], parent, span):
+            root = span.id
+            roots.append(span)
+        root_of[span.id] = root
+        opened.setdefault(root, []).append((span.end_ns, span.id))
+        owner.begin, owner.end = min(owner.begin, span.begin_ns), max(owner.end, span.end_ns)
+    rows = packed_rows([(root.begin_ns, root.end_ns) for root in roots])
+    row_of = {NO_SPAN: 0, **{root.id: row + 1 for root, row in zip(roots, rows, strict=True)}}
+    below.update((span.id, row_of[root_of[span.id]]) for span in owner.spans)
+    if owner.spans:
+        owner.height = 1 + max(row_of.values())
 
 
 def _is_inside(opened: list[tuple[int, int]], parent: int, span: SpanRecord) -> bool:
@@ -404,16 +382,3 @@ def _is_inside(opened: list[tuple[int, int]], parent: int, span: SpanRecord) -> 
     while opened and opened[-1][1] != parent and opened[-1][0] <= span.begin_ns:
         opened.pop()
     return bool(opened) and opened[-1][1] == parent and span.end_ns <= opened[-1][0]
-
-
-def _first_free(rows: list[list[tuple[int, int]]], begin: int) -> int:
-    """Return the first row below the owner's without an open span; add a row if there is none."""
-    for number, opened in enumerate(rows[1:], 1):
-        while opened and opened[-1][0] <= begin:
-            opened.pop()
-        if not opened:
-            return number
-    if len(rows) < _MOST_AT_ONCE:
-        rows.append([])
-        return len(rows) - 1
-    return _NOT_SHOWN

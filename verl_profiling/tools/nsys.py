@@ -22,8 +22,7 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.identity import ROLLOUT_ROLE, safe_name
-from verl_profiling.manifest import Artifact
-from verl_profiling.nsys_ranges import NOTES_SUFFIX, NSYS_FOLDER, NsysRange
+from verl_profiling.manifest import NOTES_SUFFIX, NSYS_FOLDER, Artifact, NsysRange
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.settings.schedule import Schedule
 from verl_profiling.settings.typed_values import Positive

@@ -13,9 +13,9 @@ from typing import BinaryIO
 import msgspec
 from isal import igzip
 
-from verl_profiling.devices import lost_kernels
 from verl_profiling.manifest import Artifact
 from verl_profiling.tools.base import Output
+from verl_profiling.tools.devices import lost_kernels
 
 logger = logging.getLogger(__name__)
 

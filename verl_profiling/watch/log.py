@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling.errors import ToolUnavailableError
-from verl_profiling.event_file import EventFile
+from verl_profiling.run_files import EventFile
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.watch.values import values_of
 from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG

@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from verl_profiling.devices import NO_INJECTION, VARIABLE, injected_cupti
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.integrations.hooks import wrap
 from verl_profiling.integrations.verl.bridge import TRAINING_ROLES, settings_without_checks
 from verl_profiling.integrations.verl.servers import settings_of
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.tools.devices import NO_INJECTION, VARIABLE, injected_cupti
 from verl_profiling.tools.nsys import nsys_runtime_env
 
 _KEEP = "VERL_KEEP_NVTX_INJECTION"

@@ -16,6 +16,8 @@ from typing import Any
 
 import msgspec
 
+from verl_profiling.manifest import Device
+
 logger = logging.getLogger(__name__)
 
 VARIABLE = "NVTX_INJECTION64_PATH"
@@ -28,23 +30,6 @@ _VARIABLES = {
     "xpu": ("ZE_AFFINITY_MASK",),
 }
 _UUID = re.compile(r"(?:gpu-)?((?:mig-)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")
-
-
-class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """One device that a worker computes on.
-
-    Attributes:
-        kind: ``cuda``, ``npu``, ``xpu``, or ``cpu`` for a worker without an accelerator.
-        index: Its number in the process, as in the traces of the process.
-        uuid: Its UUID in lower case, without ``GPU-``; empty where it is not known.
-        place: Its host and its number there (``node7/3``). On a CPU, the share of an accelerator that Ray
-            gave to the process, which says what would be shared. Empty where it is not known.
-    """
-
-    kind: str
-    index: int | None = None
-    uuid: str = ""
-    place: str = ""
 
 
 def used_devices() -> list[Device]:
