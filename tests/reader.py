@@ -86,3 +86,19 @@ class Reader:
                 output = words[-1].partition("output_dir=")[2] or "outputs/grpo_tiny"
                 shutil.copytree(self._page / output, self._kept / "-".join(kind))
         return done
+
+
+def run_module(*arguments: object) -> str:
+    """Run ``python -m`` with these arguments, where SGLang finds its stand-ins; return what it printed."""
+    path = os.pathsep.join([str(ROOT / "recipes" / "sglang_cpu"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -13,13 +13,14 @@ import pytest
 import ray
 from conftest import Pool
 from fleet import TrainWorker
-from step_outcome import is_ok, reasons, recorded, verdict
 from test_callback import configured, following, local_worker, set_up
 
 from verl_profiling import CaptureStateError, ProfilingCallback, ProfilingConfig, stage
 from verl_profiling.capture import termination
 from verl_profiling.capture.messages import CaptureRequest, StartReply
 from verl_profiling.capture.session import Session
+from verl_profiling.report.check import check
+from verl_profiling.run_files import read_manifest
 
 
 def cell(profiling: ProfilingCallback, worker: Any, interrupted_at: int = 0) -> Iterator[Path | None]:
@@ -46,13 +47,12 @@ def takes_over(config: ProfilingConfig, worker: Any, keep: bool) -> None:
     folders = [folder for folder in cell(profiling, worker) if folder is not None]
     profiling.on_train_end()
     assert len(set(folders)) == 4
-    for folder in folders:
-        assert (is_ok(recorded(folder)), verdict(folder)[0]) == (True, 0)
+    assert all(check(folder).ok for folder in folders)
     termination.release()  # what is forgotten holds SIGTERM for ever
     forgotten = Path(config.save_path) / "step_000002"
-    [lost] = recorded(forgotten).workers
+    [lost] = read_manifest(forgotten).workers
     assert (lost.name, lost.status, "never stopped" in lost.reason) == ("actor_rank0", "failed", True)
-    assert verdict(forgotten)[0] == 1
+    assert not check(forgotten).ok
 
 
 def test_the_next_callback_takes_over_a_worker_of_this_process(tmp_path: Path, session: Session) -> None:
@@ -120,6 +120,5 @@ def test_a_second_thread_gets_an_error_and_harms_nothing(
     assert not session.recording
     steps = sorted((tmp_path / "run").glob("step_*"))
     assert [step.name for step in steps] == [f"step_{step:06d}" for step in (1, 2, 3, 4)]
-    manifests = [recorded(step) for step in steps]
-    assert [is_ok(manifest) for manifest in manifests] == [True] * 4, [reasons(each) for each in manifests]
+    assert [check(step) for step in steps if not check(step).ok] == []
     assert "thread" in ("".join(errors) if strict else caplog.text)

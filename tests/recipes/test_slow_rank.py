@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed; `make env` builds an environment")
 
-from recipe_runs import run_module
+from reader import run_module
 
 from verl_profiling.analysis import open_step
 from verl_profiling.report.model import Finding

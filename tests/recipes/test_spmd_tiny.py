@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from recipe_runs import run_module
+from reader import run_module
 
 from verl_profiling.cli import main
 from verl_profiling.run_files import read_manifest

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed; `make env` builds an environment")
 
-from recipe_runs import run_module
+from reader import run_module
 from test_grpo_tiny import REPLICAS
 
 from verl_profiling.run_files import read_manifest
