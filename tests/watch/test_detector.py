@@ -429,3 +429,24 @@ def test_time_in_no_stage_is_the_loop_s_own_unless_a_worker_is_in_a_stage() -> N
         found = detector.observe(step(32, 500, of_worker))
         assert found is not None
         assert (found.sign, found.stage, found.suspects) == ("slow_stage", "", suspects)
+
+
+@pytest.mark.parametrize("services", [1, 3])
+def test_a_span_names_its_process_instead_of_the_loop_that_waited_for_it(services: int) -> None:
+    """Reward services mark no stage; the loop's stage has nobody else at work."""
+
+    def step(number: int, of_first_ms: float) -> StepSummary:
+        found = summary(number, {**USUAL, "reward": of_first_ms})
+        took = [of_first_ms, *[50.0] * (services - 1)]
+        for rank, own_ms in enumerate(took):
+            spans = [SpanTotal("reward", 8, int(own_ms * MS))]
+            found.workers.append(RankUse(lane=f"reward_rank{rank}", role="reward", rank=rank, spans=spans))
+        return msgspec.structs.replace(found, exposed=exposed(found))
+
+    detector = Detector(Anomaly())
+    for number in range(1, 31):
+        assert detector.observe(step(number, 50.0)) is None
+    found = twice(detector, step(31, 400.0), step(32, 400.0))
+    assert found is not None
+    assert (found.stage, found.suspects) == ("reward", ["reward_rank0"])
+    assert "longest there: reward_rank0; reward of reward took" in found.reason

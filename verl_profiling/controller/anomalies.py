@@ -72,7 +72,9 @@ class Anomalies:
             return
         if found.stage and not found.suspects:
             self._recorders.begin()
-        if noticed is None or self._waits:  # summaries arrive in batches; the first anomaly is captured first
+        noticed = self._noticed
+        is_named = noticed is not None and bool(found.suspects) and not noticed.suspects
+        if noticed is None or self._waits or is_named:  # of a batch, the first with suspects is captured
             self._noticed, self._waits = found, False
             self._noticed_s, self._listened = time.monotonic(), 0
             self._uses = {use.lane: use for use in (*summary.loop, *summary.workers)}

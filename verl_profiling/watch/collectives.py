@@ -13,10 +13,9 @@ import os
 import sys
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
-import numpy as np
 
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.step_summary import Collectives, Period, RankUse, StepSummary
@@ -96,7 +95,7 @@ def _between(entered: Sequence[_Entry], period: Period, ahead_ns: int) -> Collec
 
 
 def with_lateness(summary: StepSummary) -> StepSummary:
-    """Return the summary with collectives replaced by how late each process was to one, by stage.
+    """Return the summary with collectives replaced by how late each process was to them, by stage.
 
     The last process to enter is late by its entry minus the entry before it, in the stage in which it
     entered. Only groups of all processes of a role count: another process may have been later.
@@ -106,10 +105,7 @@ def with_lateness(summary: StepSummary) -> StepSummary:
     late: dict[str, Counter[str]] = {}
     for uses in _read_roles(summary):
         late |= {use.lane: Counter() for use in uses}
-        for group in {group for use in uses for group in use.collectives}:
-            size = int(group.rpartition(" ")[2])
-            if size == len(uses) == sum(group in use.collectives for use in uses):
-                _add_group(late, uses, group)
+        _add_lateness(late, uses)
     return msgspec.structs.replace(
         summary,
         loop=[_late(use, late) for use in summary.loop],
@@ -129,24 +125,38 @@ def _read_roles(summary: StepSummary) -> list[list[RankUse]]:
     ]
 
 
-def _add_group(late: dict[str, Counter[str]], members: list[RankUse], group: str) -> None:
-    """Add how late the members of a process group were to its collectives that all of them entered."""
-    numbers = set.intersection(*({*use.collectives[group]} for use in members))
-    if not numbers:
-        return
-    times = np.array([[use.collectives[group][number] for number in numbers] for use in members])
-    ordered = np.sort(times, axis=0)
-    by_ns = (ordered[-1] - ordered[-2]).tolist()
-    for who, time_ns, late_ns in zip(times.argmax(axis=0).tolist(), ordered[-1].tolist(), by_ns, strict=True):
-        use = members[who]
-        for stage in use.stages:
-            periods: Sequence[Period] = stage.periods or [
-                (stage.begin_ns, stage.begin_ns + stage.duration_ns)
-            ]
-            at = bisect_right(periods, (time_ns, sys.maxsize)) - 1
-            if at >= 0 and time_ns <= periods[at][1]:
-                of_lane = late[use.lane]
-                of_lane[stage.name] = max(of_lane[stage.name], min(late_ns, time_ns - periods[at][0]))
+def _add_lateness(late: dict[str, Counter[str]], members: list[RankUse]) -> None:
+    """Add how late the members of a role were to the collectives that all of them entered.
+
+    Nobody leaves a collective before the last one enters it, so lateness adds up from one to the next. Where
+    the others entered the next one before that, they did not wait, and it is the same lateness. The first
+    collective of a stage does not count what its process was late to the stage.
+    """
+    known: list[list[int]] = []
+    for group in set.intersection(*({*use.collectives} for use in members)):
+        if int(group.rpartition(" ")[2]) == len(members):
+            numbers = set.intersection(*({*use.collectives[group]} for use in members))
+            known += [[use.collectives[group][number] for use in members] for number in numbers]
+    until_ns = counted_ns = 0
+    for times in sorted(known, key=max):
+        (second_ns, second), (last_ns, last) = sorted((ns, who) for who, ns in enumerate(times))[-2:]
+        counted_ns = counted_ns if second_ns < until_ns else 0
+        late_ns = last_ns - second_ns - counted_ns
+        counted_ns, before_ns, until_ns = max(counted_ns, last_ns - second_ns), until_ns, last_ns
+        for name, begin_ns in _stages_at(members[last], last_ns):
+            own_ns = min(late_ns, last_ns - begin_ns)
+            if before_ns < begin_ns:
+                own_ns -= max(0, begin_ns - dict(_stages_at(members[second], second_ns)).get(name, begin_ns))
+            late[members[last].lane][name] += max(0, own_ns)
+
+
+def _stages_at(use: RankUse, time_ns: int) -> Iterator[tuple[str, int]]:
+    """Yield the stages in which a process is at a time, with the begins of these runs."""
+    for stage in use.stages:
+        periods: Sequence[Period] = stage.periods or [(stage.begin_ns, stage.begin_ns + stage.duration_ns)]
+        at = bisect_right(periods, (time_ns, sys.maxsize)) - 1
+        if at >= 0 and time_ns <= periods[at][1]:
+            yield stage.name, periods[at][0]
 
 
 def _late(use: RankUse, late: dict[str, Counter[str]]) -> RankUse:

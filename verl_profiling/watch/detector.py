@@ -7,7 +7,7 @@ are slow from the first step. And a trend: memory that grows step by step.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -41,6 +41,7 @@ _OF_A_QUIET_STEP = 0.12
 _OF_A_LEAD = 0.4
 _BESIDE_THE_WORST = 0.1
 _MOST_SPANS_NAMED = 2
+_GENERATE = "generate"
 
 
 class _Evidence:
@@ -304,6 +305,7 @@ class Detector:
                     reason=f"step {summary.step}: {lane} was in stage {stage} {longer} longer than its "
                     f"peers, {share:.0%} of the step, and so it was in {lead.steps - 1} steps shortly before",
                 ).with_suspects([(summary, before)])
+                found = msgspec.structs.replace(found, reason="; ".join([found.reason, *found.who]))
         return found
 
     def _follow_spans(self, summary: StepSummary) -> None:
@@ -328,7 +330,7 @@ class Detector:
         if all(one.spans or one in summary.loop or one.role == ROLLOUT_ROLE for one in working):
             roles |= {one.role for one in processes if not (one.stages and found.stage)}
         enough_ns = (found.value - found.median) * 1e9 / 2
-        grown: list[tuple[bool, float, str]] = []
+        grown: list[tuple[bool, float, str, tuple[str, str]]] = []
         for (role, name), total in _by_role(summary).items():
             past = self._spans.get((role, name), ())
             usual_ns = median(one.duration_ns for one in past) if past else 0
@@ -339,14 +341,16 @@ class Detector:
                     f"{name} of {role} took {duration(total.duration_ns / 1e9)} in {_calls(total.runs)}, "
                     f"usually {duration(usual_ns / 1e9)} in {_calls(runs)}"
                 )
-                grown.append((name == TRAJECTORY, -more_ns, sentence))
+                grown.append((name == TRAJECTORY, -more_ns, sentence, (role, name)))
         inside = [one for one in sorted(grown) if not one[0]] or grown
-        named = [sentence for _, _, sentence in inside[:_MOST_SPANS_NAMED]]
+        named = [sentence for _, _, sentence, _ in inside[:_MOST_SPANS_NAMED]]
         own = self._stages.get("")
+        if inside and found.suspects and {*found.suspects} <= {one.lane for one in summary.loop}:
+            found = _with_span(found, processes, *inside[0][3], enough_ns)
         if own and not (found.stage or named) and 2e-9 * alone_ns(summary) >= own.value + own.usual:
             named = ["meanwhile no process was in a stage: it is the loop's own code"]
             found = msgspec.structs.replace(found, suspects=[one.lane for one in summary.loop][:1])
-        return msgspec.structs.replace(found, reason="; ".join([found.reason, *named]))
+        return msgspec.structs.replace(found, reason="; ".join([found.reason, *found.who, *named]))
 
 
 class _Lead(_Evidence):
@@ -443,6 +447,25 @@ class _Growth:
             f"after step {first}, and more each of the {len(history) - 1} times that it was looked at since"
             f"{others}",
         )
+
+
+def _with_span(
+    found: Suspicion, processes: Sequence[RankUse], role: str, span: str, enough_ns: float
+) -> Suspicion:
+    """Return the suspicion of the process in which a span grew, instead of the loop that waited for it.
+
+    In ``generate`` and in a trajectory as a whole, a process waits for others.
+    """
+    took = {
+        one.lane: float(sum(total.duration_ns for total in one.spans if total.name == span))
+        for one in processes
+        if one.role == role
+    }
+    first, *others = sorted(took, key=took.__getitem__, reverse=True)
+    is_known = not others or took[first] - median(took[lane] for lane in others) >= enough_ns
+    suspects = [first] if is_known and span not in (TRAJECTORY, _GENERATE) else []
+    peers = healthiest(took, suspects) if suspects else []
+    return msgspec.structs.replace(found, suspects=suspects, peers=peers, ran=[])
 
 
 def _by_role(summary: StepSummary) -> dict[tuple[str, str], SpanTotal]:

@@ -101,7 +101,9 @@ def _stages(
     found = {}
     for stage, front_ns, standing in frontier(summary.loop[0].role, lanes, own):
         clear = standing.clear and stage not in covered and (workers is not None or not calls)
-        first, *others = workers.standings(stage, standing) if workers is not None else [standing]
+        ran = (names[stage],) if len(lanes) > 1 else ()
+        own_standing = standing._replace(ran=ran)
+        first, *others = workers.standings(stage, standing) if workers is not None else [own_standing]
         found[names[stage]] = front_ns, [first._replace(clear=clear and first.clear), *others]
     return found
 
@@ -194,9 +196,9 @@ class _Workers:
             else one
             for one in found
         )
-        if first.role == ROLLOUT_ROLE and first.leader:
+        if not slow or (first.role == ROLLOUT_ROLE and first.leader):
             return [first, *others]
-        return [first, *slow, *(one for one in others if not slow or one.role != ROLLOUT_ROLE)]
+        return [*slow, *(one for one in (first, *others) if one.role != ROLLOUT_ROLE)]
 
     def _is_slow(self, standing: Standing, room_ns: float) -> bool:
         """Whether an engine leads in a stage by enough, and takes longer for a request than the others."""

@@ -12,6 +12,7 @@ from verl_profiling.watch.exposed import standings
 from verl_profiling.watch.frontier import TIED, Standing
 
 MOST_SUSPECTS = 4
+NOBODY = "no process stands out there"
 _BESIDE_THE_LEADER = 0.5
 
 
@@ -53,12 +54,14 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
         suspects = suspects[:MOST_SUSPECTS]
         everyone = list(working[0].lanes) if working and not suspects else []
         ran |= dict.fromkeys(working[0].ran) if everyone else {}
-        who = f"longest there: {', '.join(suspects)}" if suspects else "no process stands out there"
-        says_who = self.sign == "leader" and len(suspects) <= 1
-        reason = f"{self.reason}; {who}" if self.stage and not says_who else self.reason
-        return msgspec.structs.replace(
-            self, suspects=suspects, peers=peers, everyone=everyone, ran=list(ran), reason=reason
-        )
+        return msgspec.structs.replace(self, suspects=suspects, peers=peers, everyone=everyone, ran=list(ran))
+
+    @property
+    def who(self) -> list[str]:
+        """The suspects of a stage, as a sentence; nothing where the reason has them."""
+        if not self.stage or (self.sign == "leader" and len(self.suspects) <= 1):
+            return []
+        return [f"longest there: {', '.join(self.suspects)}" if self.suspects else NOBODY]
 
     def named_in(self, summary: StepSummary, before: StepSummary | None) -> Suspicion:
         """Return the suspicion with suspects, if a later step, as slow, has some that explain half of it."""
@@ -70,7 +73,8 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
             return self
         later = self.with_suspects([(summary, before)])
         who = f"longest there in step {summary.step}: {', '.join(later.suspects)}"
-        return msgspec.structs.replace(later, reason=f"{self.reason}; {who}") if later.suspects else self
+        reason = self.reason.replace(NOBODY, who)
+        return msgspec.structs.replace(later, reason=reason) if later.suspects else self
 
 
 def stand_out(standing: Standing) -> list[str]:
