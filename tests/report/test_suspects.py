@@ -66,6 +66,13 @@ def reported(folder: Path, trigger: Trigger, capsys: pytest.CaptureFixture[str])
     return told
 
 
+def test_a_captured_step_that_was_not_slow_blames_nobody(tmp_path: Path) -> None:
+    """The fault comes in some steps alone, and the capture has another one."""
+    report = two_ranks(tmp_path, msgspec.structs.replace(SLOW_STAGE, value=20.0, median=5.0))
+    assert [*asked_sentences(report.asked)][-1] == "the captured step was not slow: update_actor took 6.00 s"
+    assert "comes last" not in printed(report)
+
+
 def test_the_suspect_is_told_from_the_peer_that_waits_for_it(tmp_path: Path) -> None:
     """Both are in the stage equally long; what the peer waits in a collective is no work of its own."""
     report = two_ranks(tmp_path, SLOW_STAGE)

@@ -33,6 +33,7 @@ _MANY_STAGES = 16
 _MANY_ROLES = 16
 _MANY_SPANS = 8
 _MANY_UNSTEADY = 3
+_MOST_RATIO = 10
 _RATIO, _WINDOW, _MATTERS = 1.3, 20, 0.05  # defaults of watch.trigger
 _MOST_BYTES = 64 << 20
 
@@ -273,7 +274,10 @@ def _unsteady(steps: Sequence[StepSummary]) -> str:
         if ratio > 1.1 * _RATIO and median(values) > _MATTERS * took:
             found[name or IN_NO_STAGE] = ratio
     most = nlargest(_MANY_UNSTEADY, found, key=lambda name: found[name])
-    shown = ", ".join(f"{name} {found[name]:.1f} times" for name in most)
+    shown = ", ".join(
+        f"{name} {f'{found[name]:.1f}' if found[name] <= _MOST_RATIO else f'over {_MOST_RATIO}'} times"
+        for name in most
+    )
     return f"noticed within 8 steps only from: {shown} the median, as they vary" if shown else ""
 
 
