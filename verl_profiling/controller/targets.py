@@ -13,7 +13,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Generator, Hashable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from math import inf
 from typing import Any, TypeVar
@@ -40,6 +40,7 @@ _NOBODY = (
     "no workers and no rollout were added to the callback, so nobody records: call "
     "add_workers(role, workers) or add_rollout(replicas) before the first step that is captured"
 )
+MANY_IN_TURN = 16
 
 
 class Worker:
@@ -252,7 +253,7 @@ def _to_group(group: Any, has_actors: bool, method: str, *arguments: Any) -> lis
 
 
 def _to_object(
-    worker: Any, own: asyncio.AbstractEventLoop | None, method: str, *arguments: Any
+    worker: Any, own: asyncio.AbstractEventLoop | None, on_threads: bool, method: str, *arguments: Any
 ) -> list[Future[Any]]:
     """Call an object of this process. Coroutines of several objects run concurrently.
 
@@ -261,6 +262,8 @@ def _to_object(
     Args:
         worker: The object.
         own: Event loop of its coroutines; by default the caller's, or a new one.
+        on_threads: Whether plain methods run on threads. So many objects of a role (over
+            ``MANY_IN_TURN``) are proxies of other processes, which can answer concurrently.
         method: The method.
         *arguments: Its arguments.
     """
@@ -270,7 +273,7 @@ def _to_object(
         if loop is not None and loop.is_running():
             return [asyncio.run_coroutine_threadsafe(call(), loop)]
         return [Postponed(call, loop)]
-    return [settle(Future(), call)]
+    return [_on_thread(call) if on_threads else settle(Future(), call)]
 
 
 def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None = None) -> list[Target]:
@@ -293,6 +296,7 @@ def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None
     if _is_actor(workers) or hasattr(workers, "start_capture") or not isinstance(workers, Iterable):
         workers = [workers]
     targets: list[Target] = []
+    workers = list(workers)
     for index, worker in enumerate(workers):
         if not hasattr(worker, "start_capture"):
             raise ConfigError(
@@ -300,8 +304,9 @@ def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None
                 f"worker {index} of role {role!r} ({type(worker).__name__}) has no start_capture; "
                 "let its class inherit a mixin of verl_profiling.workers",
             )
-        is_local = not _is_actor(worker)
-        send = partial(_to_object, worker, loop) if is_local else partial(_to_actor, worker)
+        is_local, send = not _is_actor(worker), partial(_to_actor, worker)
+        if is_local:
+            send = partial(_to_object, worker, loop, len(workers) > MANY_IN_TURN)
         targets.append(Target(role, index, 1, _identity_of(worker), send, is_local))
     if not targets:
         raise ConfigError("", f"role {role!r} has no workers")
@@ -325,6 +330,13 @@ def _identity_of(worker: Any) -> str | int:
 
 def _future_of(answer: Any) -> Future[Any]:
     future: Future[Any] = answer.future() if hasattr(answer, "future") else settle(Future(), lambda: answer)
+    return future
+
+
+def _on_thread(function: Callable[[], Any]) -> Future[Any]:
+    executor = ThreadPoolExecutor(1, thread_name_prefix="verl-profiling-call")
+    future = executor.submit(function)
+    executor.shutdown(wait=False)
     return future
 
 
