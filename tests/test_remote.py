@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +32,6 @@ def test_urls_are_told_from_paths(path: str, expected: bool) -> None:
 
 def test_a_thread_takes_its_file_system_with_it(tmp_path: Path) -> None:
     """A run of a month has thousands of threads, and each would leave its connections behind."""
-    import gc
-    import threading
-    import weakref
-
     left: list[weakref.ref[Any]] = []
     for _ in range(3):
         thread = threading.Thread(
@@ -42,3 +41,21 @@ def test_a_thread_takes_its_file_system_with_it(tmp_path: Path) -> None:
         thread.join()
     gc.collect()
     assert [reference() for reference in left] == [None] * 3
+
+
+def test_a_request_that_its_job_takes_at_once_was_written(tmp_path: Path) -> None:
+    """Its reader removes it before the writer has read it back."""
+    folder, over = RemoteFolder(f"file://{tmp_path}"), threading.Event()
+
+    def take() -> None:
+        while not over.is_set():
+            for path in tmp_path.iterdir():
+                path.unlink()
+
+    reader = threading.Thread(target=take)
+    reader.start()
+    try:
+        assert all(folder.create(f"{number}.json", b"{}") for number in range(300))
+    finally:
+        over.set()
+        reader.join()

@@ -113,7 +113,7 @@ class RemoteFolder:
         return data
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a file unless it exists; return whether the file now holds ``data``.
+        """Write a file unless it exists; return whether the file holds ``data``, or is taken already.
 
         A store that cannot create exclusively is asked before and after: of two that write at the same
         moment, at most one finds its own.
@@ -130,7 +130,10 @@ class RemoteFolder:
                 return self.read(name) == data
             self._fs.pipe_file(path, data)
         self._fs.invalidate_cache()
-        return self.read(name) == data
+        try:
+            return self.read(name) == data
+        except FileNotFoundError:  # a request whose job has taken it
+            return True
 
     def remove(self, name: str) -> None:
         """Remove a file."""
