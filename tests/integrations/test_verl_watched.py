@@ -229,14 +229,15 @@ class TestSynchronous:
         assert main(["check", str(run.run.save_path)]) == 0
 
     def test_a_rank_that_becomes_late_is_noticed_and_captured(self, run: Watched) -> None:
-        """After two steps, with its peer; nothing else was noticed, and the report begins with it."""
+        """After two or three steps, with its peer, and the report begins with it."""
         captured = {step.step: step.captured for step in run.steps.values() if step.captured}
-        noticed = FIRST_SLOW + 1
-        assert captured.keys() - {5, 6, 9} <= {noticed + 1, noticed + 2}
         step = max(captured)
         manifest = run.run.manifest(step)
         trigger = manifest.trigger
-        assert (trigger.kind, trigger.sign, trigger.noticed) == ("anomaly", "slow_stage", noticed)
+        noticed = trigger.noticed
+        assert noticed in (FIRST_SLOW + 1, FIRST_SLOW + 2)
+        assert captured.keys() - {5, 6, 9} <= {noticed + 1, noticed + 2}
+        assert (trigger.kind, trigger.sign) == ("anomaly", "slow_stage")
         assert trigger.stage == "update_actor"
         assert [lane.partition("_fsdp")[0] for lane in trigger.suspects] == ["actor_rank1"]
         assert [lane.partition("_fsdp")[0] for lane in trigger.peers] == ["actor_rank0"]
