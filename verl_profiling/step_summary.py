@@ -36,7 +36,7 @@ class StageUse(msgspec.Struct, frozen=True, gc=False, array_like=True):
         begin_ns: When its first run began, on the clock of the loop's process.
         periods: Begin and end of its runs where there were several, in order. Runs that touch are one; the
             last period has all that did not get one of their own. Empty: not known.
-        late_ns: The most by which the process was the last to enter a collective in it; ``None`` if unknown.
+        late_ns: How late the process was to the collectives in it, added up; ``None`` if unknown.
     """
 
     name: str

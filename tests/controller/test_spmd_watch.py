@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from itertools import repeat
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -147,3 +149,20 @@ def test_what_rank_0_does_not_read_is_bounded() -> None:
         summaries.send([StepSummary(step=step, begin_ns=0)])
     ranks.end()
     assert MOST_UNREAD <= store.num_keys() <= MOST_UNREAD + 3, "one key more has this rank's process"
+
+
+def test_a_rank_that_is_past_a_step_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 has no summary of step 3, and sends its later steps all the same."""
+    monkeypatch.setattr(
+        "verl_profiling.controller.spmd._trainings", repeat(0)
+    )
+    store = dist.HashStore()
+    ranks = [Ranks(rank, 2, store) for rank in range(2)]
+    leader, other = (RankSummaries(each, 10) for each in ranks)
+    for sent, expected in (((1, 2), (1, 2)), ((4, 5), (3, 4)), ((7, 8), (6, 7))):
+        other.send([StepSummary(step=step, begin_ns=0) for step in sent])
+        begun_s = time.monotonic()
+        leader.receive([StepSummary(step=step, begin_ns=0) for step in expected], lambda: 20.0)
+        assert time.monotonic() - begun_s < 10
+    for each in ranks:
+        each.end()

@@ -143,12 +143,13 @@ def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: lis
 
 
 def _watched(run: Path) -> list[StepSummary]:
-    """Return the steps in the watch log of a run; warn if the log cannot be read."""
+    """Return the steps in the watch log of a run; warn if the log cannot be read to its end."""
+    lines: list[StepSummary] = []
     try:
-        return logged_steps(WatchLogReader(run).read())
+        lines.extend(WatchLogReader(run).read())
     except TraceFormatError as error:
         warn(str(error))
-        return []
+    return logged_steps(lines)
 
 
 def _write(path: Path, content: bytes) -> None:

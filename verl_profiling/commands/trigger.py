@@ -219,7 +219,10 @@ class Job:
         try:
             msgspec.json.decode(data, type=Demand)  # as the job will, which has these limits
         except msgspec.ValidationError as error:
-            raise ConfigError("", f"this is no request for a capture: {error}") from error
+            what, _, field = str(error).rpartition(" - at `$.")
+            option = field.strip("`").removeprefix("selection.").partition("[")[0]
+            option = {"tools": "tool"}.get(option, option)
+            raise ConfigError(f"--{option}", f"is refused: {what}; give fewer, or leave it out") from error
         self._requests.create(f"{demand.id}{REQUEST}", data)
         return demand
 

@@ -60,9 +60,10 @@ class Anomalies:
         noticed = self._noticed
         self._listened += 1
         if noticed is not None and noticed.stage and not (noticed.suspects or summary.captured):
-            self._noticed = noticed.named_in(summary, before)
-            if self._noticed is not noticed:
-                logger.warning("watch: %s", self._noticed.reason)
+            named = noticed.named_in(summary, before)
+            if named is not noticed and self._noticed is noticed:  # it may be captured by now
+                self._noticed = named
+                logger.warning("watch: %s", named.reason)
                 self._uses = {use.lane: use for use in (*summary.loop, *summary.workers)}
         found = self._detector.observe(summary)
         if found is None:

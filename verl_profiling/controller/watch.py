@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
+from contextlib import suppress
 from math import inf
 from pathlib import Path
 
@@ -40,7 +41,7 @@ LEAST_PAUSE_S = 1.0
 """After it, the workers are read even if fewer steps than ``watch.every`` have ended."""
 
 _HANDSHAKES = 32
-_LONGEST_WAIT_S = 1.0
+_LONGEST_WAIT_S, _RESTART_PAUSE_S = 1.0, 0.2
 
 
 class Watch:
@@ -153,6 +154,8 @@ class Watch:
         self.read()
         if (thread := self._thread) is not None:
             thread.join(timeout_s + 2 * LEAST_PAUSE_S)
+        elif self._is_due:  # at exit, Python 3.12 starts no thread
+            self._run()
         if self._ranks is not None and not self._ranks.leads:
             self._ranks.send([])
         self._ranks, self._until_s, self._log = None, inf, []
@@ -162,8 +165,10 @@ class Watch:
         with self._lock:
             self._is_due = True
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="verl-profiling-watch", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="verl-profiling-watch", daemon=True)
+                with suppress(RuntimeError):  # at exit
+                    thread.start()
+                    self._thread = thread
 
     def _run(self) -> None:
         while True:
@@ -187,10 +192,10 @@ class Watch:
             soon_s = max(self._until_s, since_s + LEAST_PAUSE_S)
             return min(since_s + self._timeout_s, soon_s) - time.monotonic()
 
+        times = [(step.begin_ns, step.end_ns) for step in steps]
+        own = self.sums.of_steps(self._who, times)  # before a worker that shares them
         if asked := [step for step in steps if self._options.every or step.captured]:
             self._workers.read(asked, ranks is None and self.recorders.due, left_s)
-        times = [(step.begin_ns, step.end_ns) for step in steps]
-        own = self.sums.of_steps(self._who, times)
         if ranks is not None and ranks.collectives:
             own = with_collectives(own, times)
         for step, use in zip(steps, own, strict=True):
@@ -292,8 +297,11 @@ class WatchedWorkers:
         self._late += late
 
     def _take(self, call: Call, times: Sequence[object], uses: dict[ProcessId, list[RankUse | None]]) -> bool:
-        """Add a reply; return ``False`` if the worker did not know its clock offset, which is known now."""
+        """Add a reply; return ``False`` if the worker restarts, or did not know its clock offset."""
         reading = call.reply()
+        if call.error is not None and "ActorUnavailableError" in call.problem():  # Ray restarts it
+            time.sleep(_RESTART_PAUSE_S)
+            return False
         if type(call.error) is AttributeError:  # it has no such method
             self._without.add(call.target)
         if not isinstance(reading, WatchReading):

@@ -24,6 +24,7 @@ RUN_PAGE = "index.html"
 _MOST_BARS = 600
 _MOST_LABELS = 12
 _MOST_LINES = 3  # times in the title of a bar; a table has all
+_FLEX = 1e6  # CSS leaves a part of a bar empty where the factors add up to less than 1
 _THINNEST = 0.01  # part of a bar, as a share of the axis: two pixels
 _MOST_STAGES = 15
 _MOST_CAPTURES = 1000
@@ -246,13 +247,12 @@ def _trend(
         lines = [f"{shown(name)} {duration(took)}" for name, took in parts[:_MOST_LINES] if took > 0]
         captured = [f"captured: {step.captured}"] if step.captured else []
         title = ", ".join([f"{step.title[:1].lower()}{step.title[1:]}: {duration(total)}", *captured, *lines])
-        mark = (
-            "▼" if step.captured else "▲" if total > 1.001 * top else ""
-        )  # sums differ in their last digits
+        beyond = total > 1.001 * top  # sums differ in their last digits
+        mark = "▼" if step.captured else "▲" if beyond else ""
         marks |= {"▼": "captured"} if mark == "▼" else {"▲": "beyond the axis"} if mark else {}
         label = f"<b>{escape(step.title.removeprefix('Step '))}</b>" * (index % every == 0)
         stacked = "".join(
-            f'<i class="{escape(key(name))}" style="flex:{step.stages[name]:.3g}"></i>'
+            f'<i class="{escape(key(name))}" style="flex:{_FLEX * step.stages[name]:.3g}"></i>'
             for name in names
             if step.stages.get(name, 0.0) > _THINNEST * top
         )

@@ -142,7 +142,11 @@ def _fetch(run: Path, noted: NsysRange, report: Path | None, export: bool) -> It
         _export(target, database)
     if database.is_file():
         trace = target.with_suffix(".nsys.json.gz")
-        events, problem = convert_nsys(database, trace, {"range": noted.number})
+        try:
+            events, problem = convert_nsys(database, trace, {"range": noted.number})
+        except TraceFormatError as error:
+            yield Collected(f"{noted.folder}/{trace.name}", "damaged", str(error))
+            return
         yield _entered(folder, noted, trace, reason or problem, events)
 
 

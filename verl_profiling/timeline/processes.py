@@ -203,6 +203,8 @@ class Processes:
             new = min(self._next_other, self._pid + _LAST_OTHER)
             self._next_other += 1
             name = f"{title} {event.cat if event.cat == _OVERHEAD else old}"
+            if new == self._pid + _LAST_OTHER:
+                name = f"{title} … more processes"
         self.known[old] = new
         self._titles[new] = name
         return new

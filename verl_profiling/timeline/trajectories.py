@@ -257,7 +257,7 @@ class Layout(msgspec.Struct, kw_only=True):
         trajectories: The row of each trajectory, by its id.
         spans: The row of each span, by its id.
         blocks: The row of each block, by its index in the log.
-        left_out: Number of records outside the selection.
+        left_out: Number of records outside the selection, or over an hour before the step.
     """
 
     names: list[str] = []

@@ -196,9 +196,9 @@ class _Workers:
             else one
             for one in found
         )
-        if not slow or (first.role == ROLLOUT_ROLE and first.leader):
+        if first.role == ROLLOUT_ROLE and first.leader:
             return [first, *others]
-        return [*slow, *(one for one in (first, *others) if one.role != ROLLOUT_ROLE)]
+        return [first, *slow, *(one for one in others if not slow or one.role != ROLLOUT_ROLE)]
 
     def _is_slow(self, standing: Standing, room_ns: float) -> bool:
         """Whether an engine leads in a stage by enough, and takes longer for a request than the others."""

@@ -25,7 +25,7 @@ Whole = NDArray[np.int64]
 class Runs(NamedTuple):
     """Runs of stages, as columns: index of the process and of the stage, begin, end, time spent (ns).
 
-    ``late`` is the most by which the process was the last to enter a collective in the stage (ns).
+    ``late`` is how late the process was to the collectives in the stage, added up (ns).
     """
 
     who: Whole

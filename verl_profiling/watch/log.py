@@ -51,9 +51,10 @@ class WatchLog(RotatingFileHandler):
         """Log a step, without its processes."""
         without = msgspec.structs.replace(summary, loop=[], workers=[], beside=())
         line = msgspec.json.encode(without).decode()
-        with suppress(FileNotFoundError):
-            if self._torn and Path(self.baseFilename).stat().st_size:
-                line = f"\n{line}"  # an earlier write may have left half a line
+        with suppress(OSError):
+            path = Path(self.baseFilename)
+            if self._torn and path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+                line = f"\n{line}"  # an earlier write has left half a line
         self._torn = False
         self.handle(logging.makeLogRecord({"msg": line}))
         with suppress(OSError):
