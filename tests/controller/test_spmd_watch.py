@@ -153,9 +153,7 @@ def test_what_rank_0_does_not_read_is_bounded() -> None:
 
 def test_a_rank_that_is_past_a_step_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 has no summary of step 3, and sends its later steps all the same."""
-    monkeypatch.setattr(
-        "verl_profiling.controller.spmd._trainings", repeat(0)
-    )
+    monkeypatch.setattr("verl_profiling.controller.spmd._trainings", repeat(0))
     store = dist.HashStore()
     ranks = [Ranks(rank, 2, store) for rank in range(2)]
     leader, other = (RankSummaries(each, 10) for each in ranks)
