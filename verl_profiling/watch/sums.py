@@ -1,4 +1,4 @@
-"""What a process records for the watch, and its replies: stages, memory after them, and sums of its spans.
+"""Records of a process for the watch, and its replies: stages, memory after them, and sums of its spans.
 
 Written for speed: every stage and every span of a step, captured or not, ends here.
 """
