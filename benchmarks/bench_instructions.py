@@ -63,7 +63,7 @@ class Bound:
 BOUNDS = (
     Bound("an idle stage of nullcontext", "idle stage", "nullcontext", 0.85),
     Bound("the four hooks of an unprofiled step of nullcontext", "hooks", "nullcontext", 3.7),
-    Bound("a step in which nobody asks for a capture of nullcontext", "nobody asks", "nullcontext", 8.1),
+    Bound("a step in which nobody asks for a capture of nullcontext", "nobody asks", "nullcontext", 6.0),
     Bound("a recorded stage (spans) of nullcontext", "recorded stage, spans", "nullcontext", 2.85),
     Bound(
         "a recorded stage (torch) of verl's annotate", "recorded stage, torch", "recorded annotate, verl", 0.2
@@ -111,7 +111,7 @@ def count_nobody_asks() -> None:
         decisions = Decisions(config, roster, Watch(config.watch, roster, 1.0))
         decisions.begin(StepFolders(config))
         count(lambda: decisions.at(1, False))
-        decisions.end()
+        decisions.end(None)
 
 
 def counters(folder: Path) -> Iterator[Count]:

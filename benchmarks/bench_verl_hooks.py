@@ -13,17 +13,15 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from bench_instructions import count, measured
 from results import record, row
 
-from verl_profiling import ProfilingCallback, stage
+from verl_profiling import ProfilingCallback
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.engines.vllm import watch_vllm
-from verl_profiling.integrations.hooks import mark
 from verl_profiling.integrations.verl import trainer, trajectories, workers
 from verl_profiling.trajectories import trajectory
 from verl_profiling.trajectories.spans import keep_trajectories
@@ -74,7 +72,7 @@ class Plain:
         """Do nothing."""
         return data
 
-    update_actor = infer_batch = train_mini_batch = train_batch = method
+    update_actor = compute_log_prob = infer_batch = train_mini_batch = train_batch = method
 
     def generate(self, prompt: int) -> int:
         """Do nothing."""
@@ -177,12 +175,10 @@ def pairs() -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
         for name in ("step", "gen", "adv"):
             yield with_timer(marked_timer, name), with_timer(timers.marked_timer, name)
         profiler._deactivate()
-    worker_class = type("Hooked", (Plain,), {})
-    mark(worker_class, "update_actor", partial(stage, "update_actor"))
-    workers.hook_critic_stages(SimpleNamespace(TrainingWorker=worker_class))
-    workers.hook_mini_batches(SimpleNamespace(TrainingWorker=worker_class))
-    plain, hooked = Plain(), worker_class()
-    for wrapped in (hooked.update_actor, hooked.infer_batch, hooked.train_batch):
+    actor, worker = type("Actor", (Plain,), {}), type("Worker", (Plain,), {})
+    workers.hook_stages(SimpleNamespace(ActorRolloutRefWorker=actor, TrainingWorker=worker))
+    plain, hooked = Plain(), worker()
+    for wrapped in (actor().update_actor, hooked.infer_batch, hooked.train_batch):
         yield lambda: plain.method(1), lambda wrapped=wrapped: wrapped(1)
     workers.hook_fsdp_engine(hooked)
     yield lambda: plain.prepare_micro_batches(1), lambda: hooked.prepare_micro_batches(1)
