@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from results import record, row
 
@@ -146,7 +147,7 @@ def stages() -> None:
     idle = {"null": null, "with": ours, "decorator": ours_decorated}
     if verl is not None:
         idle["verl"] = verl.annotated
-    found = in_turn({name: lambda f=f: ns_per_call(f, CALLS) for name, f in idle.items()})
+    found = in_turn({name: partial(ns_per_call, f, CALLS) for name, f in idle.items()})
     nullcontext, decorator = "`with contextlib.nullcontext():`", '`@stage("update_actor")`'
     rows = [
         row(nullcontext, found["null"], "ns"),
@@ -224,7 +225,7 @@ class VerlWorker:
         )
         self.profiler = DistProfiler(rank=0, config=settings, tool_config=tool)
 
-        @DistProfiler.annotate(role="update_actor")
+        @DistProfiler.annotate(role="update_actor")  # type: ignore[untyped-decorator]
         def update_actor(self: VerlWorker) -> None:
             pass
 

@@ -73,7 +73,7 @@ SYSTEM_CALLS = {"idle stage": 0, "hooks": 0, "recorded stage, spans": 2, "nobody
 """A recorded stage reads the clock twice, and nothing else. The loop lists one folder."""
 
 
-def count(function: Callable[[], None]) -> None:
+def count(function: Callable[[], object]) -> None:
     """Call a function as often as the counters need it."""
     limit = sys.getrecursionlimit()
     for times in (WARM_UP, FEW, MANY):
@@ -196,4 +196,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(count_all() if sys.argv[1:] == ["count"] else main())
+    if sys.argv[1:] == ["count"]:
+        count_all()
+    else:
+        sys.exit(main())

@@ -184,7 +184,7 @@ class TraceOp:
         from verl.utils.rollout_trace import rollout_trace_op
 
         class Tool:
-            @rollout_trace_op
+            @rollout_trace_op  # type: ignore[untyped-decorator]
             async def search(self, query: str = "a query") -> None:
                 pass
 

@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -179,7 +180,7 @@ def pairs() -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
     workers.hook_stages(SimpleNamespace(ActorRolloutRefWorker=actor, TrainingWorker=worker))
     plain, hooked = Plain(), worker()
     for wrapped in (actor().update_actor, hooked.infer_batch, hooked.train_batch):
-        yield lambda: plain.method(1), lambda wrapped=wrapped: wrapped(1)
+        yield lambda: plain.method(1), partial(wrapped, 1)
     workers.hook_fsdp_engine(hooked)
     yield lambda: plain.prepare_micro_batches(1), lambda: hooked.prepare_micro_batches(1)
     log = RequestLog()

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import logging
 import math
+import os
 import re
 import shutil
 import signal
@@ -146,7 +147,7 @@ class Fleet:
 
 
 def _pid(worker: object) -> int:
-    return psutil.Process().pid
+    return os.getpid()
 
 
 def cpu_ns(process: int) -> int:

@@ -169,14 +169,14 @@ def probe_methods(inner: bool) -> None:
 def probe_requests() -> None:
     """Time what the watching of a request adds to its beginning."""
     factory = import_module("verl_profiling.engines.factory")
-    watch = factory.watch_vllm
+    watch = vars(factory)["watch_vllm"]
 
     def probed_watch(engine: Any, log: Any) -> None:
         engine.generate = timed("generate", engine.generate, inner=True)
         watch(engine, log)
         engine.generate = timed("generate", engine.generate, inner=False)
 
-    factory.watch_vllm = probed_watch
+    vars(factory)["watch_vllm"] = probed_watch
 
 
 def probe_pauses() -> None:

@@ -226,8 +226,8 @@ def run(fleet: Fleet, fault: Fault, folder: Path) -> dict[str, Any]:
     }
     if fault.loop == LOOP:
         plan = {**asdict(fault), "config": config, "begin": BEGIN}
-        said = run_on_ranks(plan, folder.with_suffix(".plan"))
-        return verdict(fault, captured(folder), said)
+        texts = run_on_ranks(plan, folder.with_suffix(".plan"))
+        return verdict(fault, captured(folder), texts)
     fleet.set_up(config)
     profiling = ProfilingCallback(config)
     loop = Loop(fleet, profiling, fault.loop)

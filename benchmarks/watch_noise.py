@@ -43,7 +43,8 @@ def simulated(steps: int, spread: float, tail: float) -> dict[str, Any]:
 
 def _summary(step: int, noise: random.Random, spread: float, tail: float) -> StepSummary:
     begin_ns = now_ns = step * 10_000 * MS
-    loop, workers = [], {}
+    loop: list[StageUse] = []
+    workers: dict[str, RankUse] = {}
     for stage, (role, usual_ms) in STAGES.items():
         length = usual_ms * noise.lognormvariate(0, spread)
         if noise.random() < tail:
