@@ -322,3 +322,11 @@ def test_a_replica_that_is_slow_at_each_token_is_advised_on_its_host(
     assert "32.3 ms a token, the others 16.2 ms" in advice["slow"]
     assert "cap lengths" not in advice["slow"]
     assert "cap lengths" in advice["long"]
+
+
+def test_communication_of_lanes_that_are_hardly_busy_is_no_finding(tmp_path: Path) -> None:
+    """It is compared with the observed time: nine tenths of 1% of the step are not worth an advice."""
+    kernels: list[Drawn] = [("k", 1, 1.01), (REDUCE, 1.01, 1.1)]
+    actors = [Worker("actor", rank, stages=[("update_actor", 0, 9)], kernels=kernels) for rank in (0, 1)]
+    report = report_of(tmp_path, [("update_actor", 0, 9)], actors)
+    assert "exposed_communication" not in rules(report)

@@ -193,16 +193,16 @@ def _communication(report: Report) -> Iterator[Found]:
     waiting = sum(row.waiting_us for row in report.devices)
     waits = f"{report.lane_seconds(waiting / 1e6)} are waiting for other ranks"
     said = f" (of all communication, {waits})" if waiting else ""
-    share = exposed / busy if busy else 0.0
     text = (
-        f"{report.lane_seconds(exposed / 1e6)} of the busy time ({share:.0%}) are "
+        f"{report.lane_seconds(exposed / 1e6)} of the busy time ({exposed / (busy or 1.0):.0%}) are "
         f"communication with no computation beside it{said}."
     )
     advice = "fewer and larger collectives, or fewer ranks: on CPUs they take the cores that compute"
     if _on_devices(report):
         advice = "prefetch shards (FSDP), overlap gradient reduction, or use a smaller parallel group"
     lanes = _lanes_that_lost(report.devices, lambda row: row.exposed_communication_us)
-    yield Found(share, exposed / 1e6, lanes, text, advice)
+    observed = sum(row.span_us for row in report.devices) or 1.0
+    yield Found(exposed / observed, exposed / 1e6, lanes, text, advice)
 
 
 def _of_cause(report: Report, cause: str, text: str, advice: str) -> Found:
@@ -373,7 +373,7 @@ _RANKED: tuple[_Rule, ...] = (
     *((cause, least, _idle(cause, text, advice)) for cause, (least, text, advice) in _IDLE.items()),
     ("host_bound", 0.15, _host_bound),
     ("unexplained", 0.20, _unexplained),
-    ("exposed_communication", 0.15, _communication),  # of the busy time of all devices
+    ("exposed_communication", 0.05, _communication),
 )
 _LAST: tuple[_Rule, ...] = (
     ("capture", 0.05, _capture),  # of the step, or of the observed time of all devices
