@@ -13,6 +13,7 @@ import pytest
 from drawn_steps import Drawn, Kernel, Worker, in_group, report_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from step_folders import rewrite_worker
 
 from verl_profiling.analysis import open_step
 from verl_profiling.report.model import Report
@@ -242,3 +243,19 @@ def test_ranks_of_a_real_step_wait_in_their_group_only(tmp_path: Path) -> None:
     assert [row.waiting_us for row in report.workers] == [pytest.approx(expected, abs=1), 0, 0, 0]
     late = {(row.group, row.late) for row in report.collectives if row.wait_us}
     assert late == {("[0, 1]", "worker_rank1")}
+
+
+@pytest.mark.parametrize(("ends", "slow"), [((8.0, 8.1), []), ((8.0, 4.0), ["actor_rank0"])])
+def test_of_spans_alone_who_ends_together_with_the_others_is_not_slow(
+    ends: tuple[float, float], slow: list[str], tmp_path: Path
+) -> None:
+    """Rank 0 enters the stage 3 s before rank 1: in a stage with a collective it waited for it."""
+    workers = [
+        Worker("actor", rank, stages=[("update_actor", begin, end)])
+        for rank, (begin, end) in enumerate(zip((0.0, 3.0), ends, strict=True))
+    ]
+    report_of(tmp_path, [("update_actor", 0, 9)], workers)
+    for rank in (0, 1):
+        rewrite_worker(tmp_path, f"actor_rank{rank}", artifacts=[])
+    report = open_step(tmp_path).report()
+    assert [row.slowest for row in report.stragglers] == slow

@@ -16,7 +16,7 @@ unknown. A collective of unknown group yields nothing.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import chain
 from statistics import median
@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import StageSpan
 from verl_profiling.report.intervals import (
     EMPTY,
@@ -173,13 +174,15 @@ def stragglers(step: Step, calls: Iterable[Calls]) -> list[StragglerRow]:
     Workers that communicate end a stage together, so how long it lasted says nothing. What a worker
     worked is the time in the stage less the time in which it waited in collectives. A stage that one of
     them was still in when the capture ended is not compared. Nor is one in which another may have worked as
-    long, because a worker communicated and it is not known whether it waited.
+    long, because a worker communicated and it is not known whether it waited. A rank without a trace may
+    have waited in any stage that ends together; so it is slow only if it ends later by half of the lead.
 
     Args:
         step: The step.
         calls: Its collectives.
     """
     perhaps = _perhaps_waiting(step, calls)
+    traced = {lane.source.worker for lane in step.lanes}
     rows: list[StragglerRow] = []
     for role in dict.fromkeys(worker.identity.role for worker in step.workers):
         stages: dict[str, dict[str, list[StageSpan]]] = {}  # by stage, then worker
@@ -192,7 +195,8 @@ def stragglers(step: Step, calls: Iterable[Calls]) -> list[StragglerRow]:
                 stages.setdefault(span.name, {}).setdefault(worker.name, []).append(span)
         for stage, runs in stages.items():
             if len(runs) > 1 and not any(map(step.cut_off, chain.from_iterable(runs.values()))):
-                rows += _rows(stage, role, runs, waited)
+                found = _rows(stage, role, runs, waited)
+                rows += (row for row in found if row.slowest in traced or _ends_last(row, runs))
     return sorted(rows, key=lambda row: -row.behind_us)
 
 
@@ -219,3 +223,11 @@ def _rows(
             wait_us=waited_ns / 1000,
             behind_us=sum(worked[slowest] - us for us in worked.values()),
         )
+
+
+def _ends_last(row: StragglerRow, runs: Mapping[str, Sequence[StageSpan]]) -> bool:
+    """Return whether the slowest ends its stage later than the others by at least half of its lead."""
+    ends = {name: max(span.end_ns for span in own) / 1000 for name, own in runs.items()}
+    others = [us for name, us in ends.items() if name != row.slowest]
+    lead_us = row.behind_us / len(others)
+    return row.role == ROLLOUT_ROLE or 2 * (ends[row.slowest] - median(others)) >= lead_us
