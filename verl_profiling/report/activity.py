@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import compress, count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.report.intervals import Spans, length, union
+from verl_profiling.report.intervals import EMPTY, Spans, length, nested_times, union
 from verl_profiling.report.kinds import (
     COMMUNICATION,
     COMPUTE,
@@ -42,26 +43,23 @@ from verl_profiling.report.kinds import (
     only_group,
     parse_iteration,
 )
-from verl_profiling.report.lanes import NEVER, Key, Lane, Rows, Window, joined, reduced
-from verl_profiling.timeline.content import Limits
-from verl_profiling.timeline.step import Source
+from verl_profiling.report.lanes import Lane, Step
+from verl_profiling.timeline.step import Source, StepInputs
 from verl_profiling.timeline.trace import NO_ARGS, Event, Trace
 from verl_profiling.units import duration
 
 _CHUNK_BYTES = 2 << 20  # JSON per chunk: long arrays, but events stay in a CPU cache
-_MOST_DEVICES = 64
-_OTHER_DEVICES = "other devices"
-_LONGEST_DEVICE = 40  # characters of its name
-_LONGEST_NAME = 200
+_LONGEST_NAME = 40  # characters, of a device or a category
 _MOST_CATEGORIES = 12  # that a sentence lists
-_LONGEST_CATEGORY = 60
 _BETWEEN_DEVICES = ("nccl", "hccl", "xccl", "rccl")  # backends of torch.distributed
 _MARKS = frozenset(("no category", "Trace", "user_annotation", "python_function", "overhead"))
 _NEW = -1  # number of a new key
+_NEVER = 1 << 62  # a duration (ns) longer than any other
 _OF_A_STREAM = re.compile(rb'"(?:device|stream)"\s*:\s*"?\d')
 _TASK_TYPE = re.compile(rb'"Task Type"\s*:\s*"([^"]*)"')
 _CALL_NUMBER = re.compile(r"_*_(\d+)_\d+_\d+$")  # the first number is the group of an NPU's collective
 _MOST_SHARE, _MOST_NS = 0.001, 1000  # tolerance between our figures and msprof's
+_COVERS = ("compute", "communication", "memory", "unrecognised")
 _ON_DEVICE, _ON_HOST = (COMPUTE, COMMUNICATION, MEMORY, UNKNOWN), (HOST, HOST_COMMUNICATION)
 
 
@@ -69,36 +67,58 @@ class NoOperatorsError(TraceFormatError):
     """The traces of a lane are complete, but no operator ran during the recording."""
 
 
+class Key(NamedTuple):
+    """Kind, name and process group of events; events of at least ``blocks_from`` ns block the host."""
+
+    kind: int
+    name: str = ""
+    group: Group | None = None
+    blocks_from: int = _NEVER
+
+
+class Rows(NamedTuple):
+    """Events of a lane as columns: spans, numbers of the keys, numbers of the threads."""
+
+    spans: Spans
+    keys: NDArray[np.int32]
+    threads: NDArray[np.int32]
+
+    def of(self, wanted: NDArray[Any]) -> Rows:
+        """Return the selected rows."""
+        return Rows(*(column[wanted] for column in self))
+
+
+_NO_ROWS = Rows(EMPTY, np.empty(0, np.int32), np.empty(0, np.int32))
+
+
 class LaneReader:
     """Reads the traces of one lane, and collects their rows.
 
     Args:
-        source: The first trace.
-        marks: Names of the worker's stages, which torch_npu records as operators.
-        patterns: Regular expressions of further communication kernels.
-        between: Begin and end (unix ns, controller's clock) of the events to read; ``None`` for all.
+        sources: The traces.
+        step: The step, for the stages and the device of the lane.
+        inputs: Limits on reading, and the user's patterns of communication kernels.
 
     Attributes:
         paths: The traces that could be read.
         events: Number of events read.
         problems: Sentences on unreadable parts.
         notes: Sentences on limits of the figures.
+        unrecorded: Kind of the lane's device, if its artifacts show that the device was not recorded.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        marks: Collection[str],
-        patterns: tuple[str, ...],
-        between: tuple[int, int] | None,
-    ) -> None:
-        self._source = source
+    def __init__(self, sources: Sequence[Source], step: Step, inputs: StepInputs) -> None:
         self.paths: list[Path] = []
         self.events = 0
         self.problems: list[str] = []
         self.notes: list[str] = []
-        self._between = between
-        check = communicates(patterns)
+        self.unrecorded = step.unrecorded_device(sources[0])
+        self._sources, self._limits = sources, inputs.limits
+        self._windows = sorted(step.windows_of(sources[0]), key=lambda window: window[1])
+        self._between = (step.begin_ns, step.end_ns) if inputs.capture else None
+        workers = [worker for worker in step.workers if worker.name == sources[0].worker]
+        marks = {span.name for worker in workers for span in worker.stages}  # operators, in torch_npu
+        check = communicates(inputs.communication)
         self._kind = cache(
             lambda category, name: NOTHING if name in marks else kind_of(category, name, check)
         )
@@ -119,35 +139,54 @@ class LaneReader:
         self._groups: set[Group | None] = set()
         self._cut_off: list[str] = []
 
-    def lanes(
-        self, sources: Sequence[Source], limits: Limits, windows: Sequence[Window], unrecorded: str
-    ) -> list[Lane]:
+    def lanes(self) -> list[Lane]:
         """Read the traces; return one lane per device, or the host's lane if there is no device.
-
-        Args:
-            sources: The traces.
-            limits: Limits on reading each trace.
-            windows: The stages by which ``ops`` is divided.
-            unrecorded: Kind of the lane's device, if its artifacts show that the device was not recorded.
 
         Raises:
             NoOperatorsError: The traces are complete, and hold no operator.
             TraceFormatError: No trace can be read, or no event is known to be work.
         """
-        for source in sources:
+        for source in self._sources:
             try:
-                self._read(source, limits)
+                self._read(source)
             except TraceFormatError as error:
                 self.problems.append(str(error))
-                if source is sources[-1] and not self.paths:
+                if source is self._sources[-1] and not self.paths:
                     raise
-        return self._reduced(windows, unrecorded)
+        rows = _joined(self._rows)
+        self._rows.clear()
+        kinds = self._kinds_of(rows.keys)
+        devices = list(self._devices(rows, kinds))
+        lane = Lane(
+            source=self._sources[0],
+            paths=self.paths,
+            host=union(*self._host),
+            blocked=union(*self._blocked),
+            graphs=any(key.kind == HOST and launches_graph(key.name) for key in self._keys),
+            iterations=np.array(self._iterations, np.int64).reshape(-1, 4),
+            on_device=True,
+            is_one_of_several=len(devices) > 1,
+        )
+        if devices:
+            found = ((rows if mine.all() else rows.of(mine), name) for name, mine in devices)
+            return [self._reduced(mine, _ON_DEVICE, replace(lane, accelerator=name)) for mine, name in found]
+        lost = f"has no event of {self.unrecorded}, which was in use" if self.unrecorded else ""
+        if self._cut_off and (self._says_device or self._launches):
+            lost = "ends before the first event of its device"
+        if lost:
+            files = ", ".join(self._cut_off or [path.name for path in self.paths])
+            self.problems.append(f"{files}: {lost}: nothing is known of it")
+            return [replace(lane, is_unknown=True)]
+        if not self._works:
+            raise self._without_work()
+        if self._launches:
+            self._note("kernels were launched, and none was recorded")
+        return [self._reduced(rows.of(kinds > UNKNOWN), _ON_HOST, replace(lane, on_device=False))]
 
-    def _read(self, source: Source, limits: Limits) -> None:
+    def _read(self, source: Source) -> None:
         """Read one trace."""
-        path = source.path
-        trace = Trace(path, limits)
-        self.paths.append(path)
+        trace = Trace(source.path, self._limits)
+        self.paths.append(source.path)
         self._groups.add(only_group(trace.metadata.get("distributedInfo")))
         names: dict[tuple[str, object, object], str] = {}
         tasks: dict[int, tuple[object, object, str]] = {}  # by number of the key
@@ -157,16 +196,16 @@ class LaneReader:
                 _add_names(names, events)
                 waiting += self._add_chunk(events, trace.base_ns - source.offset_ns, tasks)
         finally:
-            self._add_tasks(waiting, tasks, names, path)
+            self._add_tasks(waiting, tasks, names)
             self.events += trace.events
-            self.problems += [f"{path.name}: {warning}" for warning in trace.warnings]
+            self.problems += [f"{source.path.name}: {warning}" for warning in trace.warnings]
         labels = {pid: label for (what, pid, _), label in names.items() if what == "process_labels"}
         self._labels = labels | self._labels
         for pid, _ in self._threads:
             self._names.setdefault(pid, _device_name(pid, labels.get(pid, "")))
         self._says_device |= _says_device(trace) or any(map(_is_device, labels.values()))
         if trace.truncated:
-            self._cut_off.append(path.name)
+            self._cut_off.append(source.path.name)
 
     def _add_chunk(
         self, events: list[Event], base_ns: int, tasks: dict[int, tuple[object, object, str]]
@@ -197,14 +236,11 @@ class LaneReader:
     def _number(self, event: Event) -> int:
         """Return the number of an event's key; collectives have their process group in each event."""
         kind = self._kind(event.cat, event.name)
-        if kind == NOTHING:
-            number = self._ignored
-        elif kind == COMMUNICATION or (kind == HOST_COMMUNICATION and not self._has_device):
+        if kind == COMMUNICATION or (kind == HOST_COMMUNICATION and not self._has_device):
             return self._new(Key(kind, event.name, group_of(event.name, event.args)))
-        else:
-            number = self._new(_key(kind, event.name))
+        number = self._ignored if kind == NOTHING else self._new(_key(kind, event.name))
         if kind == UNKNOWN:
-            self._unknown[event.cat[:_LONGEST_CATEGORY]] = None
+            self._unknown[event.cat[:_LONGEST_NAME]] = None
             if _OF_A_STREAM.search(event.args):
                 self._on_streams.add(event.pid)
         self._launches |= is_launch(event.cat, event.name)
@@ -224,9 +260,8 @@ class LaneReader:
         name = event.name[: call.start()] if call else event.name
         group = call[1] if call and name.startswith("hcom_") else ""
         place = (len(self.paths), event.pid, event.tid, name, found[1] if found else b"", group)
-        number = self._numbers.get(place)
-        if number is None:
-            number = self._numbers[place] = len(self._keys)
+        number = self._numbers.setdefault(place, len(self._keys))
+        if number == len(self._keys):
             known = group_of(name, NO_ARGS) or (Group("", group, 0) if group else None)
             self._keys.append(Key(NOTHING, name, known))
             tasks[number] = (event.pid, event.tid, place[4].decode("utf-8", "replace"))
@@ -237,86 +272,53 @@ class LaneReader:
         waiting: list[Rows],
         tasks: dict[int, tuple[object, object, str]],
         names: dict[tuple[str, object, object], str],
-        path: Path,
     ) -> None:
         """Add the events without a category; by now, the names of their processes are known."""
         theirs: dict[str, list[int]] = defaultdict(list)
         for number, (pid, tid, task_type) in tasks.items():
-            process, thread = (
-                names.get(("process_name", pid, None), ""),
-                names.get(("thread_name", pid, tid), ""),
-            )
+            process = names.get(("process_name", pid, None), "")
+            thread = names.get(("thread_name", pid, tid), "")
             key = self._keys[number]
             if process == OVERLAP:
                 theirs[key.name].append(number)
             kind = npu_kind(process, pid, thread, key.name, task_type)
             self._keys[number] = _key(kind, key.name, key.group)
-            self._names[pid] = names.get(("process_labels", pid, None), "")[:_LONGEST_DEVICE] or "device"
+            self._names[pid] = names.get(("process_labels", pid, None), "") or "device"
         if not waiting:
             return
-        rows = joined(waiting)
+        rows = _joined(waiting)
         kinds = self._kinds_of(rows.keys)
         for kind, name in ((COMPUTE, "Computing"), (COMMUNICATION, "Communication")):
             found = length(union(rows.spans[kinds == kind]))
             told = length(union(rows.spans[np.isin(rows.keys, theirs[name])]))
             if theirs and abs(found - told) > max(_MOST_NS, _MOST_SHARE * told):
                 self.notes.append(
-                    f"{path.name}: its Overlap Analysis has {duration(told / 1e9)} of {name}, and its tasks "
-                    f"have {duration(found / 1e9)}, which is what the report shows"
+                    f"{self.paths[-1].name}: its Overlap Analysis has {duration(told / 1e9)} of {name}, and "
+                    f"its tasks have {duration(found / 1e9)}, which is what the report shows"
                 )
         self._has_device |= bool((kinds < UNKNOWN).any())
         self._add(rows.of(kinds != NOTHING), kinds[kinds != NOTHING])
 
     def _add(self, rows: Rows, kinds: NDArray[np.int8]) -> None:
         """Keep device rows; reduce host rows to the times in which the host worked or was blocked."""
+        on_host = (kinds > UNKNOWN) & (kinds < ITERATION)
+        self._works |= bool(on_host.any())
         if self._between is not None:
             begin_ns, end_ns = self._between
+            iteration = kinds == ITERATION  # belongs to the step in which it begins
             inside = (rows.spans[:, 0] < end_ns) & (rows.spans[:, 1] > begin_ns)
-            self._works |= bool(((kinds > UNKNOWN) & (kinds < ITERATION)).any())
-            inside &= (rows.spans[:, 0] >= begin_ns) | (kinds != ITERATION)
-            rows, kinds = rows.of(inside), kinds[inside]
-            clipped = np.clip(rows.spans, begin_ns, end_ns)
-            rows = rows._replace(spans=np.where((kinds == ITERATION)[:, None], rows.spans, clipped))
+            inside &= (rows.spans[:, 0] >= begin_ns) | ~iteration
+            clipped = np.where(iteration[:, None], rows.spans, np.clip(rows.spans, begin_ns, end_ns))
+            rows = rows._replace(spans=clipped).of(inside)
+            kinds, on_host = kinds[inside], on_host[inside]
         for place in np.flatnonzero(kinds == ITERATION).tolist():
             if tokens := parse_iteration(self._keys[rows.keys[place]].name):
                 self._iterations.append((*rows.spans[place].tolist(), *tokens))
-        on_host = (kinds > UNKNOWN) & (kinds < ITERATION)
-        self._works |= bool(on_host.any())
         spans = rows.spans[on_host]
         self._host.append(union(spans))
         least = np.array([key.blocks_from for key in self._keys])[rows.keys[on_host]]
-        waits = spans[:, 1] - spans[:, 0] >= least
-        self._blocked.append(union(spans[waits]))
+        self._blocked.append(union(spans[spans[:, 1] - spans[:, 0] >= least]))
         self._rows.append(rows.of(kinds <= UNKNOWN if self._has_device else kinds < ITERATION))
-
-    def _reduced(self, windows: Sequence[Window], unrecorded: str) -> list[Lane]:
-        """Return the lanes of what was read."""
-        rows = joined(self._rows)
-        self._rows.clear()
-        kinds = self._kinds_of(rows.keys)
-        devices = list(self._devices(rows, kinds))
-        self._about: dict[str, Any] = {
-            "source": self._source,
-            "paths": self.paths,
-            "host": union(*self._host),
-            "blocked": union(*self._blocked),
-            "graphs": any(key.kind == HOST and launches_graph(key.name) for key in self._keys),
-            "iterations": np.array(self._iterations, np.int64).reshape(-1, 4),
-            "on_device": True,
-            "is_one_of_several": len(devices) > 1,
-        }
-        if devices:
-            found = ((rows if mine.all() else rows.of(mine), {"accelerator": name}) for name, mine in devices)
-            return [self._lane(mine, _ON_DEVICE, windows, **about) for mine, about in found]
-        if self._cut_off and (self._says_device or self._launches):
-            return [self._lost_device("ends before the first event of its device")]
-        if unrecorded:
-            return [self._lost_device(f"has no event of {unrecorded}, which was in use")]
-        if not self._works:
-            raise self._without_work()
-        if self._launches:
-            self._note("kernels were launched, and none was recorded")
-        return [self._lane(rows.of(kinds > UNKNOWN), _ON_HOST, windows, on_device=False)]
 
     def _devices(self, rows: Rows, kinds: NDArray[Any]) -> Iterator[tuple[str, NDArray[np.bool_]]]:
         """Yield each device's name and a mask of its rows; add a note on events of unknown category."""
@@ -342,17 +344,54 @@ class LaneReader:
                 )
             elif number not in known:
                 continue
-            crowded = name not in owners and len(owners) >= _MOST_DEVICES
-            owners[_OTHER_DEVICES if crowded else name].append(number)
-        if _OTHER_DEVICES in owners:
-            text = f"there are more than {_MOST_DEVICES} devices; the others are one row"
-            self.problems.append(f"{self.paths[0].name}: {text}")
+            owners[name].append(number)
         for name, mine in owners.items():
             yield name, counted & np.isin(pid_of, mine)
 
-    def _lane(self, rows: Rows, kinds: Sequence[int], windows: Sequence[Window], **about: Any) -> Lane:
+    def _reduced(self, rows: Rows, kinds: Sequence[int], lane: Lane) -> Lane:
+        """Return a lane with its rows reduced to the time of each kind, the collectives and the operators.
+
+        Args:
+            rows: The rows.
+            kinds: The kinds of computation, communication, copies and unrecognised work.
+            lane: The lane.
+        """
         only = next(iter(self._groups)) if len(self._groups) == 1 else None
-        return reduced(rows, self._keys, kinds, windows, only, self._about | about)
+        kind_of_row = self._kinds_of(rows.keys)
+        covers: dict[str, Any] = {}
+        for name, kind in zip(_COVERS, kinds, strict=False):
+            covers[name] = union(rows.spans[kind_of_row == kind])
+        called: dict[tuple[str, Group], list[int]] = defaultdict(list)  # numbers of keys
+        runs = rows.of(kind_of_row == kinds[1])
+        runs = runs.of(np.argsort(runs.spans[:, 0], kind="stable"))
+        for number in np.unique(runs.keys).tolist():
+            key = self._keys[number]
+            called[key.name, key.group or only or Group()].append(number)
+        return replace(
+            lane,
+            **covers,
+            collectives={call: runs.spans[np.isin(runs.keys, mine)] for call, mine in called.items()},
+            ops=self._ops(rows),
+            first_ns=int(rows.spans[:, 0].min()) if len(rows.spans) else None,
+            last_ns=int(rows.spans[:, 1].max()) if len(rows.spans) else None,
+        )
+
+    def _ops(self, rows: Rows) -> dict[tuple[str, str], tuple[int, int]]:
+        """Return calls and self time (ns) by name and stage, which is that in which a call begins."""
+        own = nested_times(rows.spans, rows.threads)
+        edges = np.array([window[1:] for window in self._windows], np.int64).reshape(-1, 2)
+        at = np.searchsorted(edges[:, 0], rows.spans[:, 0], side="right") - 1
+        inside = (at >= 0) & (rows.spans[:, 0] < np.append(edges[:, 1], 0)[at])
+        stages = np.where(inside, at, len(edges))
+        places, inverse = np.unique(stages * len(self._keys) + rows.keys, return_inverse=True)
+        totals = zip(places.tolist(), np.bincount(inverse).tolist(), np.bincount(inverse, own), strict=True)
+        found: dict[tuple[str, str], tuple[int, int]] = {}
+        for place, calls, self_ns in totals:
+            stage, number = divmod(place, len(self._keys))
+            name = (self._windows[stage][0] if stage < len(edges) else "", self._keys[number].name)
+            before = found.get(name, (0, 0))  # a stage that ran twice has two windows
+            found[name] = (before[0] + calls, before[1] + int(self_ns))
+        return found
 
     def _kinds_of(self, keys: NDArray[np.int32]) -> NDArray[np.int8]:
         return np.array([key.kind for key in self._keys], np.int8)[keys]
@@ -360,15 +399,9 @@ class LaneReader:
     def _note(self, sentence: str) -> None:
         self.notes.append(f"{self.paths[0].name}: {sentence}")
 
-    def _lost_device(self, why: str) -> Lane:
-        """Return the lane of a device without events in the traces, and add a problem."""
-        files = ", ".join(self._cut_off or [path.name for path in self.paths])
-        self.problems.append(f"{files}: {why}: nothing is known of it")
-        return Lane(is_unknown=True, **self._about)
-
     def _without_work(self) -> TraceFormatError:
         """Return the error for traces without work; a complete trace of torch means that nothing ran."""
-        found = {category[:_LONGEST_CATEGORY] or "no category" for category in self._categories}
+        found = {category[:_LONGEST_NAME] or "no category" for category in self._categories}
         if "Trace" in found and found <= _MARKS and not self.problems:
             return NoOperatorsError(self.paths[0], "its process ran no operator while it was recorded")
         named = ", ".join(sorted(found)[:_MOST_CATEGORIES])
@@ -376,9 +409,13 @@ class LaneReader:
         return TraceFormatError(self.paths[0], text if found else "holds no events")
 
 
+def _joined(parts: Sequence[Rows]) -> Rows:
+    return Rows(*(np.concatenate(column) for column in zip(_NO_ROWS, *parts, strict=True)))
+
+
 def _key(kind: int, name: str, group: Group | None = None) -> Key:
     waits = blocks_from_ns(name) if kind == HOST else None
-    return Key(kind, name, group, NEVER if waits is None else waits)
+    return Key(kind, name, group, _NEVER if waits is None else waits)
 
 
 def _to_spans(events: Sequence[Event], base_ns: int) -> Spans:
@@ -393,13 +430,12 @@ def _to_spans(events: Sequence[Event], base_ns: int) -> Spans:
 
 def _add_names(names: dict[tuple[str, object, object], str], events: Iterable[Event]) -> None:
     """Add names of processes and threads; some tools repeat a name per event, so only the first is kept."""
-    for event in [event for event in events if event.ph == "M"]:
-        if event.name in ("process_name", "process_labels", "thread_name"):
+    for event in events:
+        if event.ph == "M" and event.name in ("process_name", "process_labels", "thread_name"):
             key = (event.name, event.pid, event.tid if event.name == "thread_name" else None)
             if key not in names:
-                names[key] = event.said("labels" if event.name == "process_labels" else "name")[
-                    :_LONGEST_NAME
-                ]
+                said = event.said("labels" if event.name == "process_labels" else "name")
+                names[key] = said[:_LONGEST_NAME]
 
 
 def _is_device(label: str) -> bool:
@@ -410,7 +446,7 @@ def _is_device(label: str) -> bool:
 def _device_name(pid: object, label: str) -> str:
     """Return the name of the device that a process stands for: its label, or its number."""
     name = label if _is_device(label) else f"GPU {pid}" if isinstance(pid, int) else str(pid or "device")
-    return name[:_LONGEST_DEVICE]
+    return name[:_LONGEST_NAME]
 
 
 def _order(name: str) -> tuple[str, int]:

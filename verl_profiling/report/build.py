@@ -16,7 +16,7 @@ from verl_profiling.report import anatomy, capture_rows, collectives, lost, numb
 from verl_profiling.report.activity import LaneReader, NoOperatorsError
 from verl_profiling.report.findings import find
 from verl_profiling.report.intervals import EMPTY, intersection, length
-from verl_profiling.report.lanes import Lane, Step
+from verl_profiling.report.lanes import Step
 from verl_profiling.report.model import Coverage, Report
 from verl_profiling.report.rollout_section import few_causes, rollout_of
 from verl_profiling.report.suspects import asked_of
@@ -41,7 +41,7 @@ def read_step(
     Raises:
         TraceFormatError: There is neither a manifest nor a readable trace.
     """
-    manifest, stages = inputs.manifest, Step(inputs.manifest)
+    manifest, step = inputs.manifest, Step(inputs.manifest, inputs.capture)
     unfinished = [f"{inputs.title} {inputs.unfinished}"] if inputs.unfinished else []
     coverage = Coverage(missing=[*unfinished, *inputs.absent])
     notes = [f"counted as communication on request: {pattern}" for pattern in inputs.communication]
@@ -51,17 +51,11 @@ def read_step(
         known = {source.lane for source in (*inputs.sources, *inputs.logs)}
         coverage.expected = len(expected)
         coverage.lanes = [lane for lane in dict.fromkeys(expected) if lane not in known]
-    between = (manifest.begin_ns, manifest.end_ns) if manifest and inputs.capture else None
-    read: list[Lane] = []
     for name, group in groupby(inputs.sources, key=lambda source: source.lane):
         sources = list(group)
-        workers = [worker for worker in stages.workers if worker.name == sources[0].worker]
-        marks = {span.name for worker in workers for span in worker.stages}
-        windows = stages.windows_of(sources[0])
-        unrecorded = _unrecorded_device(stages, sources[0])
-        reader = LaneReader(sources[0], marks, inputs.communication, between)
+        reader = LaneReader(sources, step, inputs)
         try:
-            lanes = reader.lanes(sources, inputs.limits, windows, unrecorded)
+            lanes = reader.lanes()
         except NoOperatorsError as error:
             (coverage.missing if manifest is None else notes).append(
                 f"{sources[0].path.name}: {error.problem}"
@@ -71,22 +65,23 @@ def read_step(
             coverage.missing.append(str(error))
             coverage.lanes.append(name)
         else:
-            coverage.unrecorded += [name] if unrecorded and lanes[0].is_unknown else []
+            coverage.unrecorded += [name] if reader.unrecorded and lanes[0].is_unknown else []
             coverage.lanes += [name] if reader.problems else []
             coverage.missing += reader.problems
             coverage.read += len(reader.paths)
             coverage.events += reader.events
             notes += reader.notes
-            read += lanes
+            for lane in lanes:
+                step.add(lane)
         for source in sources:
             if on_progress:
                 on_progress(source)
     if manifest is None:
         coverage.expected = coverage.read
-        if not read:
+        if not step.lanes:
             problem = "; ".join(coverage.missing) or "holds no trace to report on"
             raise TraceFormatError(inputs.directory, problem)
-    return Step(manifest, read, inputs.capture), coverage, notes
+    return step, coverage, notes
 
 
 def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | None = None) -> Report:
@@ -181,18 +176,6 @@ def _logs(
                 said = counts.setdefault((source.lane, one.name), [])
                 said.append((one.at_ns - source.offset_ns, one.value))
             yield source, log
-
-
-def _unrecorded_device(step: Step, source: Source) -> str:
-    """Return the kind of a lane's device if it was in use and a trace has no event of it, else nothing.
-
-    An engine without a request had nothing to run on it.
-    """
-    worker = step.worker_of(source)
-    if worker is None or (source.replica is not None and worker.requests_logged and not worker.requests):
-        return ""
-    of_lane = (artifact for artifact in worker.artifacts if artifact.lane == source.lane)
-    return next((a.unrecorded_device for a in of_lane if a.unrecorded_device), "")
 
 
 def _notes(manifest: Manifest, step: Step, capture: Manifest | None) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -15,7 +14,6 @@ _Number = TypeVar("_Number", np.int64, np.float64)
 
 EMPTY: Spans = np.empty((0, 2), dtype=np.int64)
 _LARGEST = 1 << 62
-_SLICE = 1 << 16  # calls converted to Python numbers at a time: they take four times the memory
 
 
 def spans_of(pairs: Iterable[tuple[int, int]]) -> Spans:
@@ -197,30 +195,22 @@ def nested_times(spans: Spans, threads: NDArray[Any]) -> Ints:
     """Return the self time of each call (ns): its duration minus the durations of its direct children.
 
     Calls of one thread nest. Sorted by begin, longest first, the parent of a call is the nearest earlier
-    call that is still open.
+    call that is still open. So it is the call before it, or else among the parents of that call.
     """
-    own: NDArray[np.int64] = spans[:, 1] - spans[:, 0]
-    order = np.lexsort((-own, spans[:, 0], threads))
-    ordered = threads[order]
-    reaches = spans[order[1:], 0] < spans[order[:-1], 1]
-    nesting = np.unique(ordered[1:][reaches & (ordered[1:] == ordered[:-1])])  # few streams of devices nest
-    order = order[np.isin(ordered, nesting)]
-    inside = np.zeros(len(order), np.int64)  # for each call, the time in nested calls
-    parents, ends, thread = array("q"), array("q"), None  # of the open calls: index and end
-    for start in range(0, len(order), _SLICE):
-        part = order[start : start + _SLICE]
-        calls = zip(spans[part, 0].tolist(), spans[part, 1].tolist(), threads[part].tolist(), strict=True)
-        for index, (begin, end, own_thread) in enumerate(calls, start):
-            if own_thread != thread:
-                thread, parents, ends = own_thread, array("q"), array("q")
-            while ends and ends[-1] <= begin:
-                parents.pop()
-                ends.pop()
-            if ends:
-                inside[parents[-1]] += min(end, ends[-1]) - begin
-            parents.append(index)
-            ends.append(end)
-    own[order] -= inside
+    own: Ints = spans[:, 1] - spans[:, 0]
+    axes = Axes(int(threads.max(initial=0)) + 1, spans.reshape(-1))
+    placed = axes.put(threads.astype(np.int64), spans[:, 0], spans[:, 1])
+    order = np.lexsort((-placed[:, 1], placed[:, 0]))
+    placed = placed[order]
+    begin, end = placed[:, 0], placed[:, 1]
+    inner = np.flatnonzero(begin[1:] < np.maximum.accumulate(end)[:-1]) + 1
+    parent = np.zeros(len(order), np.int32)
+    parent[inner] = inner - 1
+    closed = inner
+    while len(closed := closed[end[parent[closed]] <= begin[closed]]):
+        parent[closed] = parent[parent[closed]]
+    took = np.minimum(end[inner], end[parent[inner]]) - begin[inner]
+    own[order] -= np.bincount(parent[inner], took, len(order)).astype(np.int64)
     return own
 
 

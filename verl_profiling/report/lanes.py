@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from verl_profiling.manifest import CaptureResult, Device, Manifest, StageSpan
 from verl_profiling.report.intervals import (
@@ -20,7 +16,6 @@ from verl_profiling.report.intervals import (
     holding,
     intersection,
     length,
-    nested_times,
     spans_of,
     time_of,
     union,
@@ -31,9 +26,6 @@ from verl_profiling.units import duration
 
 VALIDATE = "validate"
 """Name of the validation stage."""
-
-NEVER = 1 << 62
-"""A duration (ns) longer than any other."""
 
 Window = tuple[str, int, int]
 """Name, begin and end (ns) of a stage."""
@@ -116,93 +108,6 @@ class Lane:
         return self.source.replica is not None
 
 
-class Key(NamedTuple):
-    """Kind, name and process group of events; events of at least ``blocks_from`` ns block the host."""
-
-    kind: int
-    name: str = ""
-    group: Group | None = None
-    blocks_from: int = NEVER
-
-
-class Rows(NamedTuple):
-    """Events of a lane as columns: spans, numbers of the keys, numbers of the threads."""
-
-    spans: Spans
-    keys: NDArray[np.int32]
-    threads: NDArray[np.int32]
-
-    def of(self, wanted: NDArray[Any]) -> Rows:
-        """Return the selected rows."""
-        return Rows(*(column[wanted] for column in self))
-
-
-def joined(parts: Sequence[Rows]) -> Rows:
-    """Return the concatenation of rows."""
-    none = np.empty(0, np.int32)
-    return Rows(*(np.concatenate(column) for column in zip(Rows(EMPTY, none, none), *parts, strict=True)))
-
-
-def reduced(
-    rows: Rows,
-    keys: Sequence[Key],
-    wanted: Sequence[int],
-    windows: Sequence[Window],
-    only: Group | None,
-    about: Mapping[str, Any],
-) -> Lane:
-    """Reduce rows to a lane.
-
-    Args:
-        rows: The rows.
-        keys: Keys of the rows.
-        wanted: The kinds of computation, communication, copies and unrecognised work.
-        windows: The stages by which ``ops`` is divided.
-        only: The process group of collectives that name no group.
-        about: Further fields of the lane.
-    """
-    kinds = np.array([key.kind for key in keys], np.int8)[rows.keys]
-    names = ("compute", "communication", "memory", "unrecognised")
-    covers = {name: union(rows.spans[kinds == kind]) for name, kind in zip(names, wanted, strict=False)}
-    collective = np.flatnonzero(kinds == wanted[1])
-    order = collective[np.lexsort((rows.spans[collective, 0], rows.keys[collective]))]
-    runs: dict[tuple[str, Group], Spans] = {}
-    for one in np.split(order, np.flatnonzero(np.diff(rows.keys[order])) + 1):
-        if len(one):
-            key = keys[rows.keys[one[0]]]
-            call = (key.name, key.group or only or Group())
-            runs[call] = np.concatenate((runs.get(call, EMPTY), rows.spans[one]))
-    return Lane(
-        **{**about, **covers},
-        collectives={call: spans[np.argsort(spans[:, 0], kind="stable")] for call, spans in runs.items()},
-        ops=_by_stage(rows, keys, windows),
-        first_ns=int(rows.spans[:, 0].min()) if len(rows.spans) else None,
-        last_ns=int(rows.spans[:, 1].max()) if len(rows.spans) else None,
-    )
-
-
-def _by_stage(
-    rows: Rows, keys: Sequence[Key], windows: Sequence[Window]
-) -> dict[tuple[str, str], tuple[int, int]]:
-    """Return calls and self time (ns) by stage and name; a call belongs to the stage in which it begins."""
-    own = nested_times(rows.spans, rows.threads)
-    ordered = sorted(windows, key=lambda window: window[1])
-    edges = np.array([window[1:] for window in ordered], np.int64).reshape(-1, 2)
-    at = np.searchsorted(edges[:, 0], rows.spans[:, 0], side="right") - 1
-    inside = (at >= 0) & (rows.spans[:, 0] < np.append(edges[:, 1], 0)[at])
-    stages = np.where(inside, at, len(ordered))
-    places, inverse = np.unique(stages * len(keys) + rows.keys, return_inverse=True)
-    calls = np.bincount(inverse, minlength=len(places))
-    took = np.bincount(inverse, weights=own, minlength=len(places))
-    found: dict[tuple[str, str], tuple[int, int]] = {}
-    for place, times, total in zip(places.tolist(), calls.tolist(), took.tolist(), strict=True):
-        stage, number = divmod(place, len(keys))
-        name = (ordered[stage][0] if stage < len(ordered) else "", keys[number].name)
-        before = found.get(name, (0, 0))  # a stage that ran twice has two windows
-        found[name] = (before[0] + times, before[1] + int(total))
-    return found
-
-
 def _device_of(lane: Lane, worker: CaptureResult) -> Device | None:
     """Return the device of a lane: by its number in the trace, or by the rank in a replica."""
     devices, several = worker.devices, lane.is_one_of_several
@@ -226,36 +131,31 @@ class Step:
         lanes: The lanes that could be read.
     """
 
-    def __init__(
-        self, manifest: Manifest | None, lanes: Iterable[Lane] = (), capture: Manifest | None = None
-    ) -> None:
-        read = list(lanes)
+    def __init__(self, manifest: Manifest | None, capture: Manifest | None = None) -> None:
         self.manifest = manifest
         self.capture = capture or manifest
         self.workers = list(manifest.workers) if manifest else []
-        self.begin_ns = min((lane.first_ns for lane in read if lane.first_ns is not None), default=0)
-        self.end_ns = max((lane.last_ns for lane in read if lane.last_ns is not None), default=0)
-        if manifest:
-            self.begin_ns, self.end_ns = manifest.begin_ns, manifest.end_ns
-        self.lanes = [self._observed(lane) for lane in read]
+        self.begin_ns, self.end_ns = (manifest.begin_ns, manifest.end_ns) if manifest else (0, 0)
+        self.lanes: list[Lane] = []
 
-    def _observed(self, lane: Lane) -> Lane:
-        """Return a lane with its stages, its device and its observed time, from the manifest."""
+    def add(self, lane: Lane) -> None:
+        """Add a lane, with its stages, its device and its observed time from the manifest."""
+        self.lanes.append(lane)
+        if self.manifest is None:
+            ends = [ns for one in self.lanes for ns in (one.first_ns, one.last_ns) if ns is not None]
+            self.begin_ns, self.end_ns = min(ends, default=0), max(ends, default=0)
         worker = self.worker_of(lane.source)
         if worker is None:
-            whole = lane.busy.reshape(-1)[[0, -1]].reshape(1, 2) if len(lane.busy) else EMPTY
-            return replace(lane, observed=whole)
-        recorded = spans_of(
+            lane.observed = lane.busy.reshape(-1)[[0, -1]].reshape(1, 2) if len(lane.busy) else EMPTY
+            return
+        lane.recorded = spans_of(
             (a.begin_ns, a.end_ns) for a in worker.artifacts if a.lane == lane.source.lane and a.end_ns
         )
-        whole = EMPTY if lane.is_unknown else self.whole
-        return replace(
-            lane,
-            stages=worker.stages,
-            recorded=recorded,
-            device=_device_of(lane, worker),
-            observed=intersection(recorded, whole) if worker.mode == "discrete" else whole,
-        )
+        lane.stages = worker.stages
+        lane.device = _device_of(lane, worker)
+        lane.observed = EMPTY if lane.is_unknown else self.whole
+        if worker.mode == "discrete":
+            lane.observed = intersection(lane.recorded, lane.observed)
 
     def worker_of(self, source: Source) -> CaptureResult | None:
         """Return the worker that recorded a trace; a replica on several nodes has several workers."""
@@ -273,6 +173,17 @@ class Step:
         own = [s for s in worker.stages if s.depth == 0] if worker else []
         outer = own or [s for s in self.stages if s.depth == 0]
         return [(s.name, s.begin_ns, s.end_ns) for s in outer]
+
+    def unrecorded_device(self, source: Source) -> str:
+        """Return the kind of a lane's device if it was in use and a trace has no event of it, else nothing.
+
+        An engine without a request had nothing to run on it.
+        """
+        worker = self.worker_of(source)
+        if worker is None or (source.replica is not None and worker.requests_logged and not worker.requests):
+            return ""
+        of_lane = (artifact for artifact in worker.artifacts if artifact.lane == source.lane)
+        return next((a.unrecorded_device for a in of_lane if a.unrecorded_device), "")
 
     @property
     def whole(self) -> Spans:
