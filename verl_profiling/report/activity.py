@@ -63,10 +63,6 @@ _COVERS = ("compute", "communication", "memory", "unrecognised")
 _ON_DEVICE, _ON_HOST = (COMPUTE, COMMUNICATION, MEMORY, UNKNOWN), (HOST, HOST_COMMUNICATION)
 
 
-class NoOperatorsError(TraceFormatError):
-    """The traces of a lane are complete, but no operator ran during the recording."""
-
-
 class Key(NamedTuple):
     """Kind, name and process group of events; events of at least ``blocks_from`` ns block the host."""
 
@@ -114,6 +110,7 @@ class LaneReader:
         self.notes: list[str] = []
         self.unrecorded = step.unrecorded_device(sources[0])
         self._sources, self._limits = sources, inputs.limits
+        self._is_captured = step.manifest is not None
         self._windows = sorted(step.windows_of(sources[0]), key=lambda window: window[1])
         self._between = (step.begin_ns, step.end_ns) if inputs.capture else None
         workers = [worker for worker in step.workers if worker.name == sources[0].worker]
@@ -132,6 +129,9 @@ class LaneReader:
         self._iterations: list[tuple[int, ...]] = []
         self._names: dict[object, str] = {}  # device names by process
         self._labels: dict[object, str] = {}
+        self._said: dict[tuple[str, object, object], str] = {}  # of one trace, like the next two
+        self._tasks: dict[int, tuple[object, object, str]] = {}  # by number of the key
+        self._waiting: list[Rows] = []
         self._on_streams: set[object] = set()  # processes with a device or a stream in arguments
         self._categories: set[str] = set()
         self._unknown: dict[str, None] = {}  # categories
@@ -142,17 +142,15 @@ class LaneReader:
     def lanes(self) -> list[Lane]:
         """Read the traces; return one lane per device, or the host's lane if there is no device.
 
-        Raises:
-            NoOperatorsError: The traces are complete, and hold no operator.
-            TraceFormatError: No trace can be read, or no event is known to be work.
+        Without a readable trace, or an event that is known to be work, there is no lane.
         """
         for source in self._sources:
             try:
                 self._read(source)
             except TraceFormatError as error:
                 self.problems.append(str(error))
-                if source is self._sources[-1] and not self.paths:
-                    raise
+        if not self.paths:
+            return []
         rows = _joined(self._rows)
         self._rows.clear()
         kinds = self._kinds_of(rows.keys)
@@ -178,7 +176,8 @@ class LaneReader:
             self.problems.append(f"{files}: {lost}: nothing is known of it")
             return [replace(lane, is_unknown=True)]
         if not self._works:
-            raise self._without_work()
+            self._without_work()
+            return []
         if self._launches:
             self._note("kernels were launched, and none was recorded")
         return [self._reduced(rows.of(kinds > UNKNOWN), _ON_HOST, replace(lane, on_device=False))]
@@ -188,18 +187,18 @@ class LaneReader:
         trace = Trace(source.path, self._limits)
         self.paths.append(source.path)
         self._groups.add(only_group(trace.metadata.get("distributedInfo")))
-        names: dict[tuple[str, object, object], str] = {}
-        tasks: dict[int, tuple[object, object, str]] = {}  # by number of the key
-        waiting: list[Rows] = []  # events without a category, until their processes' names are known
+        self._said.clear()
+        self._tasks.clear()
+        self._waiting.clear()
         try:
             for events in trace.chunks(_CHUNK_BYTES):
-                _add_names(names, events)
-                waiting += self._add_chunk(events, trace.base_ns - source.offset_ns, tasks)
+                self._add_names(events)
+                self._add_chunk(events, trace.base_ns - source.offset_ns)
         finally:
-            self._add_tasks(waiting, tasks, names)
+            self._add_tasks()
             self.events += trace.events
             self.problems += [f"{source.path.name}: {warning}" for warning in trace.warnings]
-        labels = {pid: label for (what, pid, _), label in names.items() if what == "process_labels"}
+        labels = {pid: label for (what, pid, _), label in self._said.items() if what == "process_labels"}
         self._labels = labels | self._labels
         for pid, _ in self._threads:
             self._names.setdefault(pid, _device_name(pid, labels.get(pid, "")))
@@ -207,10 +206,17 @@ class LaneReader:
         if trace.truncated:
             self._cut_off.append(source.path.name)
 
-    def _add_chunk(
-        self, events: list[Event], base_ns: int, tasks: dict[int, tuple[object, object, str]]
-    ) -> Iterator[Rows]:
-        """Add events; yield the rows of those without a category."""
+    def _add_names(self, events: Iterable[Event]) -> None:
+        """Add names of processes and threads; of a repeated name, the first is kept."""
+        for event in events:
+            if event.ph == "M" and event.name in ("process_name", "process_labels", "thread_name"):
+                key = (event.name, event.pid, event.tid if event.name == "thread_name" else None)
+                if key not in self._said:
+                    said = event.said("labels" if event.name == "process_labels" else "name")
+                    self._said[key] = said[:_LONGEST_NAME]
+
+    def _add_chunk(self, events: list[Event], base_ns: int) -> None:
+        """Add events; those without a category wait until the names of their processes are known."""
         timed = [e for e in events if e.ph == "X" and e.cat not in NO_WORK and e.ts is not None]
         if not (self._works or self._has_device):
             self._categories |= {e.cat for e in events if e.ph != "M"}
@@ -218,7 +224,7 @@ class LaneReader:
         for place in np.flatnonzero(keys == _NEW).tolist():
             event = timed[place]
             known = self._numbers.get((event.cat, event.name))
-            keys[place] = known or (self._number(event) if event.cat else self._task(event, tasks))
+            keys[place] = known or (self._number(event) if event.cat else self._task(event))
         if (counted := keys != self._ignored).sum() < len(keys):
             keys, timed = keys[counted], list(compress(timed, counted.tolist()))
         kinds = self._kinds_of(keys)
@@ -229,7 +235,7 @@ class LaneReader:
         rows = Rows(_to_spans(timed, base_ns), keys, threads)
         task = kinds == NOTHING
         if task.any():
-            yield rows.of(task)
+            self._waiting.append(rows.of(task))
             rows, kinds = rows.of(~task), kinds[~task]
         self._add(rows, kinds)
 
@@ -253,7 +259,7 @@ class LaneReader:
             self._keys.append(key)
         return number
 
-    def _task(self, event: Event, tasks: dict[int, tuple[object, object, str]]) -> int:
+    def _task(self, event: Event) -> int:
         """Return the number of the key of an event without category; the kind is known after the trace."""
         found = _TASK_TYPE.search(event.args)
         call = _CALL_NUMBER.search(event.name)
@@ -264,29 +270,22 @@ class LaneReader:
         if number == len(self._keys):
             known = group_of(name, NO_ARGS) or (Group("", group, 0) if group else None)
             self._keys.append(Key(NOTHING, name, known))
-            tasks[number] = (event.pid, event.tid, place[4].decode("utf-8", "replace"))
+            self._tasks[number] = (event.pid, event.tid, place[4].decode("utf-8", "replace"))
         return number
 
-    def _add_tasks(
-        self,
-        waiting: list[Rows],
-        tasks: dict[int, tuple[object, object, str]],
-        names: dict[tuple[str, object, object], str],
-    ) -> None:
+    def _add_tasks(self) -> None:
         """Add the events without a category; by now, the names of their processes are known."""
         theirs: dict[str, list[int]] = defaultdict(list)
-        for number, (pid, tid, task_type) in tasks.items():
-            process = names.get(("process_name", pid, None), "")
-            thread = names.get(("thread_name", pid, tid), "")
+        for number, (pid, tid, task_type) in self._tasks.items():
+            process = self._said.get(("process_name", pid, None), "")
+            thread = self._said.get(("thread_name", pid, tid), "")
             key = self._keys[number]
             if process == OVERLAP:
                 theirs[key.name].append(number)
             kind = npu_kind(process, pid, thread, key.name, task_type)
             self._keys[number] = _key(kind, key.name, key.group)
-            self._names[pid] = names.get(("process_labels", pid, None), "") or "device"
-        if not waiting:
-            return
-        rows = _joined(waiting)
+            self._names[pid] = self._said.get(("process_labels", pid, None)) or "device"
+        rows = _joined(self._waiting)
         kinds = self._kinds_of(rows.keys)
         for kind, name in ((COMPUTE, "Computing"), (COMMUNICATION, "Communication")):
             found = length(union(rows.spans[kinds == kind]))
@@ -399,14 +398,18 @@ class LaneReader:
     def _note(self, sentence: str) -> None:
         self.notes.append(f"{self.paths[0].name}: {sentence}")
 
-    def _without_work(self) -> TraceFormatError:
-        """Return the error for traces without work; a complete trace of torch means that nothing ran."""
+    def _without_work(self) -> None:
+        """Say that traces hold no work; a complete trace of torch means that nothing ran."""
+        path = self.paths[0]
         found = {category[:_LONGEST_NAME] or "no category" for category in self._categories}
         if "Trace" in found and found <= _MARKS and not self.problems:
-            return NoOperatorsError(self.paths[0], "its process ran no operator while it was recorded")
+            said = f"{path.name}: its process ran no operator while it was recorded"
+            (self.notes if self._is_captured else self.problems).append(said)
+            return
         named = ", ".join(sorted(found)[:_MOST_CATEGORIES])
         text = f"nothing in it is known to be work of a device or an operator, only {named}"
-        return TraceFormatError(self.paths[0], text if found else "holds no events")
+        self.problems.append(str(TraceFormatError(path, text if found else "holds no events")))
+        self.paths.clear()
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:
@@ -426,16 +429,6 @@ def _to_spans(events: Sequence[Event], base_ns: int) -> Spans:
     begin = whole_us.astype(np.int64) * 1000 + np.rint((begin_us - whole_us) * 1000).astype(np.int64)
     begin += base_ns
     return np.stack((begin, begin + np.rint(took_us * 1000).astype(np.int64)), axis=1)
-
-
-def _add_names(names: dict[tuple[str, object, object], str], events: Iterable[Event]) -> None:
-    """Add names of processes and threads; some tools repeat a name per event, so only the first is kept."""
-    for event in events:
-        if event.ph == "M" and event.name in ("process_name", "process_labels", "thread_name"):
-            key = (event.name, event.pid, event.tid if event.name == "thread_name" else None)
-            if key not in names:
-                said = event.said("labels" if event.name == "process_labels" else "name")
-                names[key] = said[:_LONGEST_NAME]
 
 
 def _is_device(label: str) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -61,12 +63,9 @@ def anatomy(step: Step, nobody: Spans = EMPTY) -> list[StageRow]:
         shares = Sharing(np.zeros_like(of), whole[:, 0], whole[:, 1]).shares()
         parts_ns = np.bincount(of, weights=shares, minlength=len(times)).tolist()
         for (name, spans), time, part_ns in zip(stages.items(), times, parts_ns, strict=True):
-            rows[name, depth] = StageRow(
-                name=name,
-                runs=len(spans),
-                begin_us=(spans[0].begin_ns - step.begin_ns) / 1000,
-                duration_us=length(time) / 1000,
-                share=part_ns / max(step.span_ns, 1),
+            row = _row(name, len(spans), spans[0].begin_ns, time, part_ns, step)
+            rows[name, depth] = msgspec.structs.replace(
+                row,
                 depth=depth,
                 side_by_side_us=int(overlaps(time, beside).sum()) / 1000,
                 idle_us=int(overlaps(time, idle).sum()) / 1000,
@@ -75,8 +74,12 @@ def anatomy(step: Step, nobody: Spans = EMPTY) -> list[StageRow]:
         return []
     outermost = _time_of((span for span in step.stages if span.depth == 0), step)
     rest = subtract(step.whole, union(outermost, capture))
-    calls = [_rest_row(CAPTURE_CALLS, capture, step)] if len(capture) else []
-    return [*(rows[place] for place in order), *calls, _rest_row(OUTSIDE_STAGES, rest, step)]
+    named = [*([(CAPTURE_CALLS, capture)] if len(capture) else []), (OUTSIDE_STAGES, rest)]
+    others = [
+        _row(name, len(time), int(time[0, 0]) if len(time) else step.begin_ns, time, length(time), step)
+        for name, time in named
+    ]
+    return [*(rows[place] for place in order), *others]
 
 
 def _time_of(runs: Iterable[StageSpan], step: Step) -> Spans:
@@ -88,13 +91,13 @@ def _without(capture: Spans, time: Spans) -> Spans:
     return union(time - covered_before(capture, time))
 
 
-def _rest_row(name: str, spans: Spans, step: Step) -> StageRow:
+def _row(name: str, runs: int, begin_ns: int, time: Spans, part_ns: float, step: Step) -> StageRow:
     return StageRow(
         name=name,
-        runs=len(spans),
-        begin_us=(int(spans[0, 0]) - step.begin_ns) / 1000 if len(spans) else 0.0,
-        duration_us=length(spans) / 1000,
-        share=step.share(spans),
+        runs=runs,
+        begin_us=(begin_ns - step.begin_ns) / 1000,
+        duration_us=length(time) / 1000,
+        share=part_ns / max(step.span_ns, 1),
     )
 
 
@@ -125,31 +128,30 @@ def capture_time(step: Step) -> Spans:
 def outside_rows(manifest: Manifest) -> list[OutsideRow]:
     """Return a row for each pause and each outermost stage around the step, sorted by begin."""
     runs: dict[str, list[StageSpan]] = {}
-    inside: dict[str, dict[str, float]] = {}
+    parts: dict[str, dict[str, int]] = defaultdict(Counter)  # ns
     outermost = ""
     for span in sorted(manifest.outside, key=lambda span: (span.begin_ns, span.depth)):
         if span.depth == 0:
             outermost = span.name
             runs.setdefault(outermost, []).append(span)
-            inside.setdefault(outermost, {})
         elif span.depth == 1 and outermost:
-            parts = inside[outermost]
-            parts[span.name] = parts.get(span.name, 0.0) + _seconds([span])
+            parts[outermost][span.name] += span.end_ns - span.begin_ns
+    for name, spans in runs.items():
+        parts[name] |= _answers(manifest, name, spans[0])
     return [
         OutsideRow(
             name=name,
             runs=len(spans),
             begin_us=(spans[0].begin_ns - manifest.begin_ns) / 1000,
-            duration_us=_seconds(spans) * 1e6,
-            parts=dict(sorted(parts.items(), key=lambda part: -part[1])),
+            duration_us=sum(span.end_ns - span.begin_ns for span in spans) / 1000,
+            parts={part: ns / 1e9 for part, ns in Counter(parts[name]).most_common()},
         )
         for name, spans in runs.items()
-        for parts in [inside[name] | _answers(manifest, name, spans[0])]
     ]
 
 
-def _answers(manifest: Manifest, name: str, pause: StageSpan) -> dict[str, float]:
-    """Return, for each role, the answer time (s) of its slowest worker in a pause."""
+def _answers(manifest: Manifest, name: str, pause: StageSpan) -> dict[str, int]:
+    """Return, for each role, the answer time (ns) of its slowest worker in a pause."""
     method = {CAPTURE_START: "start_capture", CAPTURE_STOP: "stop_capture"}.get(name)
     roles = {worker.name: worker.identity.role for worker in manifest.workers}
     calls: dict[str, list[Rpc]] = {}
@@ -157,13 +159,9 @@ def _answers(manifest: Manifest, name: str, pause: StageSpan) -> dict[str, float
         if rpc.method == method and pause.begin_ns <= rpc.begin_ns <= pause.end_ns:
             calls.setdefault(roles.get(rpc.worker, rpc.worker), []).append(rpc)
     return {
-        role: (max(rpc.end_ns for rpc in made) - min(rpc.begin_ns for rpc in made)) / 1e9
+        role: max(rpc.end_ns for rpc in made) - min(rpc.begin_ns for rpc in made)
         for role, made in calls.items()
     }
-
-
-def _seconds(spans: Sequence[StageSpan]) -> float:
-    return sum(span.end_ns - span.begin_ns for span in spans) / 1e9
 
 
 def percent(spans: Spans, begin_ns: int, end_ns: int) -> list[int]:
@@ -177,26 +175,27 @@ def requests_running(requests: Iterable[RequestRow], span_us: float) -> list[Run
     A request is queued from its arrival at the engine (if unknown, from its begin) until the engine first
     schedules it.
     """
-    by_replica: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    queued: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for request in requests:
-        key = (request.worker, request.replica)
-        by_replica.setdefault(key, []).append((request.begin_us, request.end_us))
-        if request.scheduled_us is not None:
-            since_us = request.begin_us if request.arrival_us is None else request.arrival_us
-            queued.setdefault(key, []).append((since_us, max(since_us, request.scheduled_us)))
+    spans: defaultdict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
+    queued: defaultdict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
+    for row in requests:
+        spans[row.replica, row.worker].append((row.begin_us, row.end_us))
+        if row.scheduled_us is not None:
+            since_us = row.begin_us if row.arrival_us is None else row.arrival_us
+            queued[row.replica, row.worker].append((since_us, max(since_us, row.scheduled_us)))
     return [
         RunningRow(
-            worker=key[0],
-            replica=key[1],
-            requests=_means(spans, span_us),
-            queued=_means(queued[key], span_us) if key in queued else [],
+            worker=worker,
+            replica=replica,
+            requests=_means(spans[replica, worker], span_us),
+            queued=_means(queued[replica, worker], span_us),
         )
-        for key, spans in sorted(by_replica.items(), key=lambda item: item[0][1])
+        for replica, worker in sorted(spans)
     ]
 
 
 def _means(spans_us: list[tuple[float, float]], whole_us: float) -> list[float]:
+    if not spans_us:
+        return []
     spans = np.rint(np.array(spans_us) * 1000).astype(np.int64)
     return [round(float(mean), 2) for mean in _running(spans, 0, round(whole_us * 1000))]
 

@@ -7,13 +7,12 @@ from functools import reduce
 from itertools import groupby
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, Manifest
 from verl_profiling.report import anatomy, capture_rows, collectives, lost, numbers
-from verl_profiling.report.activity import LaneReader, NoOperatorsError
+from verl_profiling.report.activity import LaneReader
 from verl_profiling.report.findings import find
 from verl_profiling.report.intervals import EMPTY, intersection, length
 from verl_profiling.report.lanes import Step
@@ -54,25 +53,15 @@ def read_step(
     for name, group in groupby(inputs.sources, key=lambda source: source.lane):
         sources = list(group)
         reader = LaneReader(sources, step, inputs)
-        try:
-            lanes = reader.lanes()
-        except NoOperatorsError as error:
-            (coverage.missing if manifest is None else notes).append(
-                f"{sources[0].path.name}: {error.problem}"
-            )
-            coverage.read += len(sources)
-        except TraceFormatError as error:
-            coverage.missing.append(str(error))
-            coverage.lanes.append(name)
-        else:
-            coverage.unrecorded += [name] if reader.unrecorded and lanes[0].is_unknown else []
-            coverage.lanes += [name] if reader.problems else []
-            coverage.missing += reader.problems
-            coverage.read += len(reader.paths)
-            coverage.events += reader.events
-            notes += reader.notes
-            for lane in lanes:
-                step.add(lane)
+        lanes = reader.lanes()
+        for lane in lanes:
+            step.add(lane)
+        coverage.unrecorded += [name] if reader.unrecorded and lanes and lanes[0].is_unknown else []
+        coverage.lanes += [name] if reader.problems else []
+        coverage.missing += reader.problems
+        coverage.read += len(reader.paths)
+        coverage.events += reader.events
+        notes += reader.notes
         for source in sources:
             if on_progress:
                 on_progress(source)
@@ -117,7 +106,6 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
     of_manifest: dict[str, Any] = {}
     if manifest is not None and capture is not None:
         notes = [*_notes(manifest, step, inputs.capture), *notes]
-        of_capture = msgspec.structs.replace(capture, begin_ns=step.begin_ns)
         of_manifest = {
             "policy_version": manifest.policy_version,
             "complete": manifest.complete,
@@ -126,8 +114,10 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
             "measures": [row for worker in manifest.workers for row in capture_rows.measures_of(worker)],
             "costs": capture_rows.costs(manifest, inputs.directory),
             "anchors": capture_rows.anchors(manifest),
-            "replicas": capture_rows.replica_rows(capture_rows.requests(manifest)),
-            "running": anatomy.requests_running(capture_rows.requests(of_capture), step.span_ns / 1000),
+            "replicas": capture_rows.replica_rows(step.requests),
+            "running": anatomy.requests_running(
+                capture_rows.requests(capture, step.begin_ns), step.span_ns / 1000
+            ),
             "outside": anatomy.outside_rows(manifest),
             "timeline_begin_ns": step.begin_ns - zero_ns(capture.begin_ns),
         }
@@ -157,7 +147,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         devices=device_rows,
         asked=asked,
         suspects=suspects,
-        counters=capture_rows.counter_rows(counts, step.begin_ns, step.end_ns),
+        counters=list(capture_rows.counter_rows(counts, step.begin_ns, step.end_ns)),
         capture_steps=inputs.capture.steps if inputs.capture else [],
     )
     return visible_text_of(find(report))

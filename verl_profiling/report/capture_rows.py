@@ -6,28 +6,25 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from itertools import pairwise, repeat
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
+import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import Artifact, CaptureResult, Manifest, Request
-from verl_profiling.report.intervals import holding, percentiles, time_of
-from verl_profiling.report.lanes import VALIDATE
+from verl_profiling.report.intervals import percentiles
 from verl_profiling.report.model import Clock
 from verl_profiling.report.rows import AnchorRow, CostRow, CounterRow, MeasureRow, ReplicaRow, RequestRow
 from verl_profiling.timeline.inputs import resolve_artifact
 from verl_profiling.units import duration
 
+VALIDATE = "validate"
+"""Name of the validation stage."""
+
 _STAGE_PREFIX = "stage/"
-_OF_A_REQUEST = (
-    *("replica", "id", "prompt_tokens", "response_tokens", "cached_tokens", "preemptions"),
-    *("policy_version", "failed"),
-)
-_TIMES_OF_A_REQUEST = ("arrival", "scheduled", "first_token", "last_token")  # 0 if unknown
 SLOWER = 1.2
 """Times its peers' median that a lane or replica takes to stand out."""
 _SET_CLOCK_US = 1_000
@@ -66,33 +63,30 @@ def _size(directory: Path, artifact: Artifact) -> int:
     return artifact.bytes or (path.stat().st_size if path and path.is_file() else 0)
 
 
-def told_apart(manifest: Manifest) -> Iterator[tuple[CaptureResult, Request, bool]]:
-    """Yield each request with its worker, and whether it belongs to validation."""
-    validating = time_of(manifest.stages, VALIDATE)
-    for worker in manifest.workers:
-        begins = np.array([request.begin_ns for request in worker.requests], np.int64)
-        yield from zip(repeat(worker), worker.requests, holding(validating, begins).tolist(), strict=False)
+def requests(manifest: Manifest, zero_ns: int | None = None) -> list[RequestRow]:
+    """Return the requests of every replica, on the controller's clock.
 
-
-def requests(manifest: Manifest) -> list[RequestRow]:
-    """Return the requests of every replica, on the controller's clock."""
-    zero_ns = manifest.begin_ns
+    Args:
+        manifest: The capture.
+        zero_ns: Zero of the times in the rows; the begin of the capture by default.
+    """
+    zero_ns = manifest.begin_ns if zero_ns is None else zero_ns
+    validations = [span for span in manifest.stages if span.name == VALIDATE]
     rows = []
-    for worker, request, is_validation in told_apart(manifest):
-        known: dict[str, Any] = {name: getattr(request, name) for name in _OF_A_REQUEST}
-        known |= {f"{of}_us": _since(zero_ns, getattr(request, f"{of}_ns")) for of in _TIMES_OF_A_REQUEST}
-        rows.append(
-            RequestRow(
-                **known,
-                worker=worker.name,
-                begin_us=(request.begin_ns - zero_ns) / 1000,
-                end_us=(request.end_ns - zero_ns) / 1000,
-                latency_us=(request.end_ns - request.begin_ns) / 1000,
-                to_first_token_us=_since(request.begin_ns, request.first_token_ns),
-                per_token_us=_per_token_us(request),
-                validate=is_validation,
-            )
+    for worker, request in [(one, request) for one in manifest.workers for request in one.requests]:
+        known: dict[str, Any] = {
+            name.replace("_ns", "_us"): _since(zero_ns, value) if name.endswith("_ns") else value
+            for name, value in msgspec.structs.asdict(request).items()
+        }
+        row = RequestRow(
+            **known,
+            worker=worker.name,
+            latency_us=(request.end_ns - request.begin_ns) / 1000,
+            to_first_token_us=_since(request.begin_ns, request.first_token_ns),
+            per_token_us=_per_token_us(request),
+            validate=any(span.begin_ns <= request.begin_ns < span.end_ns for span in validations),
         )
+        rows.append(row)
     return rows
 
 
@@ -171,24 +165,29 @@ Counts = dict[tuple[str, str], list[tuple[int, float]]]
 """Samples (unix ns, value) of each counter, by lane and counter name."""
 
 
-def counter_rows(counts: Counts, begin_ns: int, end_ns: int) -> list[CounterRow]:
-    """Return a row for each counter with a sample in the step or before it.
+def counter_rows(counts: Counts, begin_ns: int, end_ns: int) -> Iterator[CounterRow]:
+    """Yield a row for each counter with a sample in the step or before it.
 
     A sample holds until the counter's next one; the last sample before the step holds at its begin.
     """
-    rows = []
     for (lane, name), said in counts.items():
         known = sorted((at_ns, value) for at_ns, value in said if at_ns <= end_ns and math.isfinite(value))
-        before = [(begin_ns, value) for at_ns, value in known if at_ns <= begin_ns][-1:]
-        inside = [(at_ns, value) for at_ns, value in known if at_ns > begin_ns]
-        if held := [*before, *inside]:
-            last, time_ns = held[-1][1], end_ns - held[0][0]
-            spans = pairwise([*held, (end_ns, 0.0)])
-            area = sum(value * (after - at_ns) for (at_ns, value), (after, _) in spans)
-            mean = area / time_ns if time_ns else last
-            most = max(value for _, value in held)
-            rows.append(CounterRow(lane=lane, name=name, samples=len(inside), last=last, mean=mean, max=most))
-    return rows
+        held = [
+            (max(at_ns, begin_ns), until_ns, value)
+            for (at_ns, value), (until_ns, _) in pairwise([*known, (end_ns, 0.0)])
+            if until_ns > begin_ns
+        ]
+        if held:
+            last, time_ns = held[-1][2], end_ns - held[0][0]
+            area = sum(value * (until_ns - since_ns) for since_ns, until_ns, value in held)
+            yield CounterRow(
+                lane=lane,
+                name=name,
+                samples=sum(since_ns > begin_ns for since_ns, _, _ in held),
+                last=last,
+                mean=area / time_ns if time_ns else last,
+                max=max(value for _, _, value in held),
+            )
 
 
 def replica_rows(requests: Iterable[RequestRow]) -> list[ReplicaRow]:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import chain
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +57,8 @@ class Calls(NamedTuple):
         group: The group.
         lanes: Lanes of the captured ranks.
         runs: Begin and end (ns) of each rank's run of each call, shape (ranks, calls, 2).
+        cost: Length of the shortest run of each call (ns).
+        last: Index of the rank that entered each call last.
     """
 
     role: str
@@ -64,22 +66,18 @@ class Calls(NamedTuple):
     group: Group
     lanes: list[Lane]
     runs: NDArray[np.int64]
+    cost: NDArray[np.int64]
+    last: NDArray[np.intp]
 
     @property
     def is_whole(self) -> bool:
         """Whether all ranks of the group were captured."""
         return len(self.lanes) == self.group.size
 
-    @property
-    def took(self) -> NDArray[np.int64]:
-        """Duration of each run (ns), shape (ranks, calls)."""
-        took: NDArray[np.int64] = self.runs[:, :, 1] - self.runs[:, :, 0]
-        return took
-
-    def waiting(self) -> list[Spans]:
-        """Return the time in which each rank waited in these calls."""
-        cost = self.took.min(axis=0)
-        return [union(np.stack((run[:, 0], run[:, 1] - cost), axis=1)) for run in self.runs]
+    def waiting(self, rank: int, calls: Any = slice(None)) -> Spans:
+        """Return the spans in which a rank waited in calls; spans may overlap."""
+        begins = self.runs[rank, calls, 0]
+        return np.stack((begins, self.runs[rank, calls, 1] - self.cost[calls]), axis=1)
 
 
 def matched_calls(step: Step) -> list[Calls]:
@@ -94,18 +92,20 @@ def matched_calls(step: Step) -> list[Calls]:
             called[lane.source.role, lane.source.replica, call].append(lane)
     found = []
     for (role, _, (name, group)), lanes in called.items():
-        runs = [lane.collectives[name, group] for lane in lanes]
-        if 1 < len(lanes) <= (group.size or len(lanes)) and len(set(map(len, runs))) == 1:
-            found.append(Calls(role, name, group, lanes, np.stack(runs)))
+        of_lanes = [lane.collectives[name, group] for lane in lanes]
+        if 1 < len(lanes) <= (group.size or len(lanes)) and len(set(map(len, of_lanes))) == 1:
+            runs = np.stack(of_lanes)
+            took = runs[:, :, 1] - runs[:, :, 0]
+            found.append(Calls(role, name, group, lanes, runs, took.min(axis=0), took.argmin(axis=0)))
     return found
 
 
 def waits(calls: Iterable[Calls]) -> dict[Lane, Spans]:
     """Return the time in which each rank waited in any collective."""
-    found: dict[Lane, list[Spans]] = {}
+    found: defaultdict[Lane, list[Spans]] = defaultdict(list)
     for one in calls:
-        for lane, spans in zip(one.lanes, one.waiting(), strict=True):
-            found.setdefault(lane, []).append(spans)
+        for rank, lane in enumerate(one.lanes):
+            found[lane].append(one.waiting(rank))
     return {lane: union(*spans) for lane, spans in found.items()}
 
 
@@ -130,15 +130,13 @@ def last_to(stage: str, step: Step, calls: Iterable[Calls]) -> tuple[str, float]
     waited: defaultdict[tuple[str, str], list[Spans]] = defaultdict(list)  # by (last rank, waiting rank)
     longest = 0
     for one in calls:
-        cost, last = one.took.min(axis=0), one.took.argmin(axis=0)
         for index, lane in enumerate(one.lanes):
             own = time_of(lane.stages, stage)
             during = own if len(own) else step.during(stage) if stage else lane.observed
-            inside = holding(during, one.runs[index, :, 0]) & (last == index)
+            inside = holding(during, one.runs[index, :, 0]) & (one.last == index)
             longest = max(longest, length(during))
-            for other, run in zip(one.lanes, one.runs[:, inside], strict=True):
-                spans = np.stack((run[:, 0], run[:, 1] - cost[inside]), axis=1)
-                waited[lane.name, other.name].append(spans)
+            for rank, other in enumerate(one.lanes):
+                waited[lane.name, other.name].append(one.waiting(rank, inside))
     sums: Counter[str] = Counter()
     for (name, _), parts in waited.items():
         sums[name] += length(union(*parts))
@@ -151,18 +149,17 @@ def collective_rows(calls: Iterable[Calls]) -> list[CollectiveRow]:
     """Return one row per collective and group, for those with the longest waits."""
     rows = []
     for one in calls:
-        shortest = one.took.min(axis=0)
-        late = Counter(np.argmin(one.took, axis=0).tolist()).most_common(1)[0]
+        (late, times), *_ = Counter(one.last.tolist()).most_common(1)
         rows.append(
             CollectiveRow(
                 name=one.name,
                 role=one.role,
                 group=one.group.ranks,
-                calls=len(shortest),
-                median_us=float(np.median(shortest)) / 1000,
-                wait_us=sum(length(spans) for spans in one.waiting()) / 1000,
-                late=one.lanes[late[0]].name if one.is_whole else "",
-                late_share=late[1] / len(shortest) if one.is_whole else 0.0,
+                calls=len(one.cost),
+                median_us=float(np.median(one.cost)) / 1000,
+                wait_us=sum(length(union(one.waiting(rank))) for rank in range(len(one.lanes))) / 1000,
+                late=one.lanes[late].name if one.is_whole else "",
+                late_share=times / len(one.cost) if one.is_whole else 0.0,
             )
         )
     return sorted(rows, key=lambda row: -row.wait_us)[:_TOP_COLLECTIVES]

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from verl_profiling.manifest import CaptureResult, Device, Manifest, StageSpan
+from verl_profiling.report.capture_rows import requests
 from verl_profiling.report.intervals import (
     EMPTY,
     Ints,
@@ -21,11 +22,9 @@ from verl_profiling.report.intervals import (
     union,
 )
 from verl_profiling.report.kinds import Group
+from verl_profiling.report.rows import RequestRow
 from verl_profiling.timeline.step import Source
 from verl_profiling.units import duration
-
-VALIDATE = "validate"
-"""Name of the validation stage."""
 
 Window = tuple[str, int, int]
 """Name, begin and end (ns) of a stage."""
@@ -199,6 +198,11 @@ class Step:
     def stages(self) -> list[StageSpan]:
         """The controller's stages, in order of begin."""
         return sorted(self.manifest.stages if self.manifest else [], key=lambda span: span.begin_ns)
+
+    @cached_property
+    def requests(self) -> list[RequestRow]:
+        """The requests of all replicas."""
+        return requests(self.manifest) if self.manifest else []
 
     def during(self, *names: str) -> Spans:
         """Return the time in which the controller was in one of these stages, or in any without names."""

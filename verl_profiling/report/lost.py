@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from verl_profiling.manifest import StageSpan
+from verl_profiling.report.capture_rows import VALIDATE
 from verl_profiling.report.intervals import (
     EMPTY,
     Spans,
@@ -15,7 +16,7 @@ from verl_profiling.report.intervals import (
     union,
     within,
 )
-from verl_profiling.report.lanes import VALIDATE, Lane, Step
+from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.model import OTHER_RANKS, Tail
 from verl_profiling.report.rows import DeviceRow, LostRow
 
@@ -76,15 +77,15 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
     claims["weight_sync"] = union(step.during(WEIGHT_SYNC), own.get(WEIGHT_SYNC, EMPTY))
     half_done, all_done = _done(step, tail)
     if lane.is_engine:
-        work, held = working_span(lane, step), EMPTY
+        work, held = working_spans(lane, step, ROLLOUT), EMPTY
         if len(work):
-            first, last = int(work[0, 0]), int(work[0, 1])
+            first, last = int(work[0, 0]), int(work[-1, 1])
             held = intersection(rollout, spans_of([(last, all_done)]))  # requests come back
             if tail is not None and tail.last_replica != lane.source.replica:
                 claims["long_tail"], held = held, EMPTY
             claims["after_generation"] = intersection(rollout, spans_of([(max(last, all_done), step.end_ns)]))
             claims["waiting_for_rollout"] = intersection(rollout, spans_of([(step.begin_ns, first)]))
-        generating = _generating(lane, step)
+        generating = working_spans(lane, step, ROLLOUT, VALIDATE)
         if (replica := lane.source.replica) in step.served:
             claims["no_requests"] = subtract(union(rollout, generating), step.served[replica])
         claims["host_bound"] = union(generating, own_time, held)
@@ -118,35 +119,17 @@ def _done(step: Step, tail: Tail | None) -> tuple[int, int]:
     return half, last
 
 
-def working_span(lane: Lane, step: Step) -> Spans:
-    """Return the span from an engine's first iteration to its last (or operator, if it has none).
+def working_spans(lane: Lane, step: Step, *stages: str) -> Spans:
+    """Return the spans from an engine's first iteration to its last, of each run of the loop's stages.
 
-    If the step has a rollout stage, only that stage is looked at, because the engine may also load
-    weights outside of it.
+    An engine without iterations has operators in their place. In a step without these stages there is one
+    span; else the rest of the step is left out, because the engine may load weights there.
     """
-    work = _work(lane)
-    if len(rollout := step.during(ROLLOUT)):
-        work = intersection(work, rollout)
-    return _from_first_to_last(work)
-
-
-def _generating(lane: Lane, step: Step) -> Spans:
-    """Return the spans from an engine's first iteration to its last, of each rollout and each validation."""
-    work = _work(lane)
-    stages = step.during(ROLLOUT, VALIDATE)
-    if not len(stages):
-        return _from_first_to_last(work)
-    return union(*(_from_first_to_last(within(work, begin, end)) for begin, end in stages.tolist()))
-
-
-def _work(lane: Lane) -> Spans:
-    """Return an engine's iterations (or operators, if it has none)."""
     work = union(lane.iterations[:, :2])
-    return work if len(work) else lane.busy
-
-
-def _from_first_to_last(spans: Spans) -> Spans:
-    return spans_of([(int(spans[0, 0]), int(spans[-1, 1]))]) if len(spans) else EMPTY
+    work = work if len(work) else lane.busy
+    runs = step.during(*stages).tolist() or [(step.begin_ns, step.end_ns)]
+    parts = [within(work, begin_ns, end_ns) for begin_ns, end_ns in runs]
+    return spans_of((int(part[0, 0]), int(part[-1, 1])) for part in parts if len(part))
 
 
 def _after_stage(lane: Lane, stage: str, step: Step) -> Spans:

@@ -32,14 +32,14 @@ causes differ, the cause of the active lane wins over the cause of the lane that
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from verl_profiling.manifest import Request
 from verl_profiling.report.anatomy import percent
-from verl_profiling.report.capture_rows import told_apart
+from verl_profiling.report.capture_rows import VALIDATE
 from verl_profiling.report.intervals import (
     Spans,
     holding,
@@ -49,12 +49,11 @@ from verl_profiling.report.intervals import (
     subtract,
     union,
 )
-from verl_profiling.report.lanes import VALIDATE, Lane, Step
-from verl_profiling.report.lost import CAUSES, ROLLOUT, working_span
+from verl_profiling.report.lanes import Lane, Step
+from verl_profiling.report.lost import CAUSES, ROLLOUT, working_spans
 from verl_profiling.report.model import OTHER_RANKS, Percentiles, Tail, Throughput
 from verl_profiling.report.rows import DeviceRow, EngineRow, KernelRow, WorkerRow
 
-_MOST_KERNELS = 10_000
 _TOKEN_METRICS = ("perf/total_num_tokens", "total_num_tokens", "tokens")
 _NAMED = 4
 _TURNS = (
@@ -79,24 +78,26 @@ def _used(lanes: Sequence[Lane], lost: Mapping[str, Spans]) -> dict[str, Any]:
     )
     waits = {lane: intersection(lane.waiting, lane.observed) for lane in lanes}
     works = (subtract(intersection(lane.busy, lane.observed), wait) for lane, wait in waits.items())
-    waited_us = length(subtract(union(*waits.values()), union(*works))) / 1000
-    exposed_ns = length(subtract(communication, compute))
+    times = {
+        "span_us": observed,
+        "busy_us": busy,
+        "idle_us": subtract(observed, busy),
+        "compute_us": compute,
+        "communication_us": communication,
+        "exposed_communication_us": subtract(communication, compute),
+        "overlap_us": intersection(communication, compute),
+        "memcpy_us": memory,
+        "unrecognised_us": unrecognised,
+        "waiting_us": subtract(union(*waits.values()), union(*works)),
+        "host_bound_us": lost["host_bound"],
+    }
+    times_us = {name: length(spans) / 1000 for name, spans in times.items()}
     lost_us = {cause: length(spans) / 1000 for cause, spans in lost.items()}
     return {
+        **times_us,
         "name": " + ".join(lane.name for lane in lanes),
         "device": any(lane.on_device for lane in lanes),
-        "span_us": length(observed) / 1000,
-        "busy_us": length(busy) / 1000,
-        "idle_us": (length(observed) - length(busy)) / 1000,
-        "compute_us": length(compute) / 1000,
-        "communication_us": length(communication) / 1000,
-        "exposed_communication_us": exposed_ns / 1000,
-        "overlap_us": (length(communication) - exposed_ns) / 1000,
-        "memcpy_us": length(memory) / 1000,
-        "unrecognised_us": length(unrecognised) / 1000,
-        "waiting_us": waited_us,
-        "host_bound_us": lost_us["host_bound"],
-        "lost_us": {**lost_us, OTHER_RANKS: waited_us},
+        "lost_us": {**lost_us, OTHER_RANKS: times_us["waiting_us"]},
         "graphs": any(lane.graphs for lane in lanes),
     }
 
@@ -147,7 +148,7 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
     """
     iterations = lane.iterations[~holding(step.during(VALIDATE), lane.iterations[:, 0])]
     took, prefill = iterations[:, 1] - iterations[:, 0], iterations[:, 2] > 0
-    rollout, work = step.during(ROLLOUT), working_span(lane, step)
+    rollout, work = step.during(ROLLOUT), working_spans(lane, step, ROLLOUT)
     known = len(rollout) > 0 and len(work) > 0
     return EngineRow(
         name=lane.name,
@@ -159,7 +160,7 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
         decode_us=int(took[~prefill].sum()) / 1000,
         prefill_tokens=int(iterations[:, 2].sum()),
         decode_tokens=int(iterations[:, 3].sum()),
-        finish_us=int(work[0, 1] - rollout[0, 0]) / 1000 if known else None,
+        finish_us=int(work[-1, 1] - rollout[0, 0]) / 1000 if known else None,
     )
 
 
@@ -170,41 +171,32 @@ def rollout_tail(step: Step) -> Tail | None:
     of its slowest rank.
     """
     rollout = step.during(ROLLOUT)
-    requests = [request for request in _rolled_out(step) if not request.failed]
     if not len(rollout):
         return None
-    begin = int(rollout[0, 0])
-    finishes: dict[int, int] = {}
-    for request in requests:
-        finishes[request.replica] = max(finishes.get(request.replica, 0), request.end_ns)
-    if not finishes:
-        for lane in (lane for lane in step.lanes if lane.is_engine):
-            if len(work := working_span(lane, step)):
-                replica = lane.source.replica or 0
-                finishes[replica] = max(finishes.get(replica, 0), int(work[0, 1]))
-    if not finishes:
+    begin_us = (int(rollout[0, 0]) - step.begin_ns) / 1000
+    requests = [row for row in step.requests if not (row.failed or row.validate)]
+    ends = [(row.replica, row.end_us - begin_us) for row in requests]
+    for lane in (lane for lane in step.lanes if lane.is_engine and not requests):
+        ends += [
+            (lane.source.replica or 0, (end_ns - int(rollout[0, 0])) / 1000)
+            for _, end_ns in working_spans(lane, step, ROLLOUT).tolist()
+        ]
+    if not ends:
         return None
-    ends = sorted((end - begin) / 1000 for end in finishes.values())
-    single = sorted((request.end_ns - begin) / 1000 for request in requests)
-    middle = median(ends)
+    finishes = dict(sorted(ends, key=lambda end: end[1]))  # the last end of each replica
+    middle, last = median(finishes.values()), max(finishes.values())
     return Tail(
-        replicas=len(ends),
+        replicas=len(finishes),
         median_finish_us=middle,
-        last_finish_us=ends[-1],
+        last_finish_us=last,
         last_replica=max(finishes, key=lambda replica: finishes[replica]),
-        ratio=ends[-1] / middle if middle > 0 else 1.0,
-        tail_share=max(ends[-1] - middle, 0.0) * 1000 / max(step.span_ns, 1),
+        ratio=last / middle if middle > 0 else 1.0,
+        tail_share=max(last - middle, 0.0) * 1000 / max(step.span_ns, 1),
         requests=len(requests),
-        latency_s=_percentiles([(r.end_ns - r.begin_ns) / 1e9 for r in requests]),
-        response_tokens=_percentiles([float(r.response_tokens) for r in requests]),
-        finishes_us=single or ends,
+        latency_s=_percentiles([row.latency_us / 1e6 for row in requests]),
+        response_tokens=_percentiles([float(row.response_tokens) for row in requests]),
+        finishes_us=sorted(end_us for _, end_us in ends) if requests else sorted(finishes.values()),
     )
-
-
-def _rolled_out(step: Step) -> list[Request]:
-    """Return the requests of the rollout, without those of validation."""
-    every = told_apart(step.manifest) if step.manifest else ()
-    return [request for _, request, validates in every if not validates]
 
 
 def _percentiles(sample: list[float]) -> Percentiles | None:
@@ -214,19 +206,16 @@ def _percentiles(sample: list[float]) -> Percentiles | None:
 
 def kernels(step: Step) -> list[KernelRow]:
     """Return one row per kernel and stage, over all lanes, the longest self time first."""
-    totals: dict[tuple[str, str], tuple[int, int]] = {}
+    calls: Counter[tuple[str, str]] = Counter()
+    self_ns: Counter[tuple[str, str]] = Counter()
     for lane in step.lanes:
-        for place, (calls, self_ns) in lane.ops.items():
-            before = totals.get(place, (0, 0))
-            totals[place] = (before[0] + calls, before[1] + self_ns)
-    everything = sum(self_ns for _, self_ns in totals.values()) or 1
-    ranked = sorted(totals.items(), key=lambda item: -item[1][1])
-    if rest := [total for _, total in ranked[_MOST_KERNELS:]]:
-        calls, self_ns = (sum(numbers) for numbers in zip(*rest, strict=True))
-        ranked = [*ranked[:_MOST_KERNELS], (("", "(all others)"), (calls, self_ns))]
+        for place, (times, took_ns) in lane.ops.items():
+            calls[place] += times
+            self_ns[place] += took_ns
+    everything = self_ns.total() or 1
     return [
-        KernelRow(name=name, stage=stage, calls=calls, self_us=self_ns / 1000, share=self_ns / everything)
-        for (stage, name), (calls, self_ns) in ranked
+        KernelRow(name=name, stage=stage, calls=calls[stage, name], self_us=ns / 1000, share=ns / everything)
+        for (stage, name), ns in self_ns.most_common()
     ]
 
 
@@ -239,7 +228,7 @@ def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput
         devices: Number of devices.
     """
     metrics = step.manifest.metrics if step.manifest else {}
-    requests = _rolled_out(step)
+    requests = [row for row in step.requests if not row.validate]
     first_ranks = {row.replica: row for row in reversed(engines)}.values()
     counted = (
         *((metrics[name], f"metric {name}") for name in _TOKEN_METRICS if name in metrics),
