@@ -48,42 +48,34 @@ def anatomy(step: Step, nobody: Spans = EMPTY) -> list[StageRow]:
         step: The step.
         nobody: Time in which every lane was idle and no worker was in a stage of its own.
     """
-    runs: dict[int, dict[str, list[StageSpan]]] = {}
-    order = dict.fromkeys((span.name, span.depth) for span in step.stages)
+    if not step.stages:
+        return []
+    runs: dict[tuple[str, int], list[StageSpan]] = {}
     for span in step.stages:
-        runs.setdefault(span.depth, {}).setdefault(span.name, []).append(span)
+        runs.setdefault((span.name, span.depth), []).append(span)
     capture = within(capture_time(step), step.begin_ns, step.end_ns)
     idle = _without(capture, nobody)
-    rows: dict[tuple[str, int], StageRow] = {}
-    for depth, stages in runs.items():
-        times = [_without(capture, _time_of(spans, step)) for spans in stages.values()]
-        beside = crowded(times)
-        whole = np.concatenate(times)
-        of = np.repeat(np.arange(len(times)), [len(time) for time in times])
-        shares = Sharing(np.zeros_like(of), whole[:, 0], whole[:, 1]).shares()
-        parts_ns = np.bincount(of, weights=shares, minlength=len(times)).tolist()
-        for (name, spans), time, part_ns in zip(stages.items(), times, parts_ns, strict=True):
-            row = _row(name, len(spans), spans[0].begin_ns, time, part_ns, step)
-            rows[name, depth] = msgspec.structs.replace(
-                row,
-                depth=depth,
-                side_by_side_us=int(overlaps(time, beside).sum()) / 1000,
-                idle_us=int(overlaps(time, idle).sum()) / 1000,
-            )
-    if not rows:
-        return []
-    outermost = _time_of((span for span in step.stages if span.depth == 0), step)
-    rest = subtract(step.whole, union(outermost, capture))
+    within_step = [within(time_of(spans), step.begin_ns, step.end_ns) for spans in runs.values()]
+    times = [_without(capture, time) for time in within_step]
+    whole = np.concatenate(times)
+    row_of = np.repeat(np.arange(len(times)), [len(time) for time in times])
+    depths = np.array([depth for _, depth in runs])
+    shares = Sharing(depths[row_of], whole[:, 0], whole[:, 1]).shares()
+    parts_ns = np.bincount(row_of, shares, len(times)).tolist()
+    rows = []
+    for ((name, depth), spans), time, part_ns in zip(runs.items(), times, parts_ns, strict=True):
+        beside = crowded([times[row] for row in np.flatnonzero(depths == depth)])
+        row = _row(name, len(spans), spans[0].begin_ns, time, part_ns, step)
+        side_by_side_us, idle_us = (int(overlaps(time, of).sum()) / 1000 for of in (beside, idle))
+        more = {"depth": depth, "side_by_side_us": side_by_side_us, "idle_us": idle_us}
+        rows.append(msgspec.structs.replace(row, **more))
+    outermost = [time for time, depth in zip(within_step, depths, strict=True) if depth == 0]
+    rest = subtract(step.whole, union(*outermost, capture))
     named = [*([(CAPTURE_CALLS, capture)] if len(capture) else []), (OUTSIDE_STAGES, rest)]
-    others = [
-        _row(name, len(time), int(time[0, 0]) if len(time) else step.begin_ns, time, length(time), step)
-        for name, time in named
-    ]
-    return [*(rows[place] for place in order), *others]
-
-
-def _time_of(runs: Iterable[StageSpan], step: Step) -> Spans:
-    return within(time_of(runs), step.begin_ns, step.end_ns)
+    for name, time in named:
+        begin_ns = int(time[0, 0]) if len(time) else step.begin_ns
+        rows.append(_row(name, len(time), begin_ns, time, length(time), step))
+    return rows
 
 
 def _without(capture: Spans, time: Spans) -> Spans:
