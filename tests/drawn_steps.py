@@ -129,36 +129,25 @@ def drawn_inputs(
             role=worker.role, rank=worker.rank, replica=worker.replica, host=worker.host
         )
         lane = identity.lane(0)
+        place = {"ph": "X", "pid": 0, "tid": 7}
         events = [
-            {
-                "ph": "X",
-                "cat": cat,
-                "name": name,
-                "pid": 0,
-                "tid": 7,
-                "ts": begin * 1e6,
-                "dur": (stop - begin) * 1e6,
-                "args": args[0] if args else {},
-            }
+            {**place, "cat": cat, "name": name, "ts": begin * 1e6, "dur": (stop - begin) * 1e6, "args": args}
             for cat, spans in (
                 ("kernel", worker.kernels),
                 ("cpu_op", worker.operators),
                 ("cuda_runtime", worker.calls),
                 ("user_annotation", worker.iterations),
             )
-            for name, begin, stop, *args in spans
+            for name, begin, stop, *rest in spans
+            for args in rest or [{}]
         ]
         peers = sum((other.role, other.replica) == (worker.role, worker.replica) for other in workers)
         info = {"world_size": peers, "pg_config": [{"ranks": ranks} for ranks in worker.groups]}
         path = folder / f"{lane}.torch.json.gz"
-        path.write_bytes(
-            gzip.compress(
-                json.dumps(
-                    {"baseTimeNanoseconds": BASE, "distributedInfo": info, "traceEvents": events}
-                ).encode()
-            )
-        )
-        begin, stop = worker.recorded
+        content = {"baseTimeNanoseconds": BASE, "distributedInfo": info, "traceEvents": events}
+        path.write_bytes(gzip.compress(json.dumps(content).encode()))
+        begin, stop = (ns(at) for at in worker.recorded)
+        trace = Artifact(path=path.name, lane=lane, tool="torch", status="ok", begin_ns=begin, end_ns=stop)
         results.append(
             CaptureResult(
                 identity=identity,
@@ -168,16 +157,7 @@ def drawn_inputs(
                 requests_logged=worker.logged,
                 pending_since_ns=[ns(since) for since in worker.pending],
                 tool_spans=[ToolSpan(name, ns(a), ns(b), stage) for name, a, b, stage in worker.tool],
-                artifacts=[
-                    Artifact(
-                        path=path.name,
-                        lane=lane,
-                        tool="torch",
-                        status="ok",
-                        begin_ns=ns(begin),
-                        end_ns=ns(stop),
-                    )
-                ],
+                artifacts=[trace],
                 stages=[StageSpan(name, ns(a), ns(b)) for name, a, b in worker.stages],
                 requests=[
                     Request(

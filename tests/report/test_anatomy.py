@@ -73,12 +73,6 @@ def test_stages_side_by_side_share_their_time(tmp_path: Path) -> None:
     }
 
 
-def test_a_stage_counts_inside_of_the_step_only(tmp_path: Path) -> None:
-    """One that an asynchronous loop began before the step, or ends after it, takes none of another step."""
-    report = report_of(tmp_path, [("rollout", -5, 3), ("update_actor", 9, 20)], [])
-    assert durations(report) == {"rollout": 3.0, "update_actor": 1.0, OUTSIDE_STAGES: 6.0}
-
-
 SPANS = st.tuples(st.sampled_from("abcd"), st.integers(-2, 12), st.integers(0, 6), st.sampled_from((0, 0, 1)))
 
 
@@ -129,18 +123,3 @@ def test_a_tool_is_shown_where_it_started_and_stopped(tmp_path: Path) -> None:
         ("actor_rank0", "update_actor", "start", 1.0e6, 1.2e6),
         ("actor_rank0", "update_actor", "stop", 9.5e6, 10e6),
     ]
-
-
-@settings(deadline=None, max_examples=30)
-@given(
-    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10), st.integers(0, 2)), min_size=1, max_size=12)
-)
-def test_spans_of_one_depth_in_one_row_follow_each_other(drawn: list[tuple[int, int, int]]) -> None:
-    """However stages overlap, no bar lies on another."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = report_of(Path(folder), [("s", a, a + b, depth) for a, b, depth in drawn], [], end=50)
-    assert len(report.gantt) == len(drawn)
-    places: dict[tuple[int, int], float] = {}
-    for span in sorted(report.gantt, key=lambda span: span.begin_us):
-        assert places.get((span.row, span.depth), 0.0) <= span.begin_us
-        places[span.row, span.depth] = span.end_us

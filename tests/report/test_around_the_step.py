@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ from step_outcome import csv_rows, printed
 
 from verl_profiling.analysis import open_step
 from verl_profiling.manifest import Rpc, StageSpan
-from verl_profiling.report.anatomy import CAPTURE_CALLS
 from verl_profiling.report.diff import compare
 from verl_profiling.report.files import scalars
 from verl_profiling.report.html import render_html
@@ -85,18 +82,6 @@ def test_terminal_page_files_and_trackers_have_them(report: Report, tmp_path: Pa
     assert numbers["outside/validate_s"] == pytest.approx(12)
 
 
-def test_nothing_of_the_step_changes(report: Report, tmp_path: Path) -> None:
-    """Anatomy, lanes, idle time and throughput are those of a manifest that says nothing about it."""
-    plain = reported(tmp_path / "plain", [])
-    for name in ("span_us", "stages", "lost", "tail", "stragglers", "gantt"):
-        assert getattr(report, name) == getattr(plain, name), name
-    assert [row.lost_us for row in report.workers] == [row.lost_us for row in plain.workers]
-    assert all(row.name != CAPTURE_CALLS for row in report.stages)
-    assert "pause_s" not in dict(scalars(plain))
-    assert "capture_stop" not in printed(plain)
-    assert 'id="outside"' not in render_html(plain)
-
-
 def test_a_long_pause_is_a_finding_with_what_to_do(report: Report, tmp_path: Path) -> None:
     """From a quarter of the step on; it names the role that was waited for longest, and comes last."""
     finding = report.findings[-1]
@@ -123,19 +108,3 @@ def test_diff_compares_pauses_and_validation(report: Report, tmp_path: Path) -> 
         "validate": pytest.approx(-12),
     }
     assert diff.slower_than(0.01) == []
-
-
-def test_the_controllers_lane_shows_them(report: Report) -> None:
-    """On the thread of its stages, in the same clock, from the first pause on."""
-    trace = json.loads(gzip.decompress(open_step(Path(report.directory)).merge().path.read_bytes()))
-    since_s = (trace["baseTimeNanoseconds"] - ns(0)) / 1e9
-    drawn = [e for e in trace["traceEvents"] if e["ph"] == "X" and e.get("cat") == "stage"]
-    names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
-    spans = {
-        e["name"]: (pytest.approx(e["ts"] / 1e6 + since_s), pytest.approx(e["dur"] / 1e6))
-        for e in drawn
-        if names[e["pid"]] == "controller"
-    }
-    assert spans["capture_stop"] == (10.0, 3.2)
-    assert spans["write"] == (13.0, 0.2)
-    assert spans["validate"] == (21.0, 6.0)

@@ -78,16 +78,6 @@ def test_what_a_clock_did_is_a_row(report: Report) -> None:
     ]
 
 
-def test_nothing_recorded_shows_nothing(tmp_path: Path) -> None:
-    """Plain traces have neither, and no face mentions them."""
-    trace = Path(__file__).parents[1] / "data" / "megatron_tp2_rank0.json.gz"
-    plain = open_step(trace).report()
-    assert (plain.measures, plain.costs, plain.anchors) == ([], [], [])
-    assert not [name for name, _ in scalars(plain) if name.startswith(("capture", "peak", "clock"))]
-    assert "The capture" not in printed(plain)
-    assert "Measures" not in printed(plain) + render_html(plain)
-
-
 @pytest.mark.parametrize(
     ("elapsed_s", "ahead_ms", "noted"),
     [(10, 250.0, True), (10, -250.0, True), (10, 0.5, False), (100, 50.0, False), (0.001, 0.9, False)],

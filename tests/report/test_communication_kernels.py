@@ -18,27 +18,15 @@ from verl_profiling.report.kinds import (
 # Names as profilers wrote them, or as the sources that the table names define them.
 COMMUNICATION = (
     "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-    "ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)",
     "void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*, unsigned)",
-    "void <unnamed>::two_shot_all_reduce_kernel_inplace<c10::BFloat16, 16, 8>(c10::BFloat16**, long)",
     "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*, vllm::RankSignals)",
     "_ZN5aiter26cross_device_reduce_2stageIDF16bLi8ELb0EEEv",
     "quickreduce::allreduce_prototype_twoshot<AllReduceTwoshot<__half, CodecQ4<__half,4>, true>, __half>",
     "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<1, half>(int)",
     "void tensorrt_llm::kernels::mnnvl::twoshotAllreduceKernel<8, __nv_bfloat16>(__nv_bfloat16*)",
-    "void tensorrt_llm::kernels::moe_comm::moeA2ADispatchKernel<Policy>(int const*)",
-    "void deep_ep::internode_ll::combine<false, 7168, 9>(void*, void*, int*)",
     "void deep_ep::legacy::intranode::notify_dispatch<8>(int const*)",
-    "void mori::moe::EpCombineIntraNodeKernel<half>(mori::moe::EpDispatchCombineArgs<half>)",
-    "void alltoall_on_stream_kernel<int>(int, int*, int const*, long)",
-    "mscclKernel_Sum_half_Simple_false",
-    "void mscclpp::collective::allreduceNvlsPacket<mscclpp::SUM, float>(float const*)",
-    "userbuffers_fp16_sum_inplace_gpu_rw_ag",
-    "oneccl_reduce_base<float, 2, 16, 1, 1, 2>",
     "dlslime::intranode_alltoall_kernel",
     "void dpsk::ep::internode::notify_dispatch<false, 4>(int const*, long*, int)",
-    "void dpsk::ep::internode::combine<__nv_bfloat16, 8>(int4*, float*, bool const*)",
-    "void dpsk::ep::internode::dispatch_ll<true, 3, 10, 7168>(void*, float*)",
 )
 COMPUTATION = (
     "void SmallReduceKernel<float>(float*)",
@@ -49,10 +37,7 @@ COMPUTATION = (
     "std::enable_if<(((8)>(0)))&&vllm::_typeConvert<half>::exists, void>::type vllm::fused_add_rms_norm",
     "void deep_ep::legacy::layout::get_dispatch_layout<256, 32, 8>(long const*)",
     "void at::native::(anonymous namespace)::scatter_reduce_kernel<deep_ep::Buffer>(int)",
-    "triton_red_fused_all_mul_0",
     "void dpsk::ep::cuda::get_dispatch_layout<256>(long const*)",
-    "void cdpsk::ep::CUB_200::scan(int)",
-    "nvjet_tst_64x64_64x16_2x1_2cta_v_bz_bias_TNT",
 )
 
 
@@ -87,17 +72,11 @@ def test_names_of_any_form_are_looked_at_in_bounded_time(name: str) -> None:
     [
         ("aclnnMatmul_MatMulV3_MatMulV3", "AI_CORE", COMPUTE),
         ("aclnnAdd", "KERNEL_AIVEC", COMPUTE),
-        ("KERNEL_AICORE", "KERNEL_AICORE", COMPUTE),
-        ("custom", "MIX_AIV", COMPUTE),
-        ("simt", "KERNEL_SIMT", COMPUTE),
         ("aclnnMatmul_MatMulV3_MatMulV3", "Other", COMPUTE),
         ("MEMCPY_ASYNC", "Other", MEMORY),
         ("MEMCPY_ASYNC", "SDMA_SQE", MEMORY),
-        ("PCIE_DMA_SQE", "PCIE_DMA_SQE", MEMORY),
         ("EVENT_WAIT", "Other", NOTHING),
-        ("Notify Wait", "Notify Wait", NOTHING),
         ("Write Value", "Write Value", NOTHING),
-        ("CDQM_SQE", "CDQM_SQE", NOTHING),
         ("NOTIFY_WAIT", "NOTIFY_WAIT_SQE", NOTHING),
         ("hcom_allReduceAicpuKernel", "AI_CPU", NOTHING),
         ("MsTx_1", "", NOTHING),

@@ -42,8 +42,3 @@ def test_each_process_is_on_the_controllers_clock(tmp_path: Path) -> None:
         ("queue", 1, 6.0),
         ("in flight", 1, 3.0),
     ]
-
-
-def test_what_was_counted_after_the_step_alone_is_left_out(tmp_path: Path) -> None:
-    """There is nothing to say of the step then."""
-    assert counted(tmp_path, ("queue", 10.5, 6)).counters == []

@@ -58,19 +58,6 @@ def test_a_fast_rank_waits_for_rollout_tail_reward_straggler_and_weights(drawn: 
     }
 
 
-def test_the_straggler_itself_waits_for_nobody(drawn: Report) -> None:
-    """The slow rank is busy while the other waits."""
-    assert "straggler_wait" not in seconds(drawn, "actor_rank1")
-    (row,) = drawn.stragglers
-    assert (row.stage, row.slowest, row.slowest_us, row.median_us, row.wait_us) == (
-        "update_actor",
-        "actor_rank1",
-        3e6,
-        2e6,
-        2e6,
-    )
-
-
 def test_an_engine_waits_for_requests_and_for_the_other_replica(drawn: Report) -> None:
     """Before its first iteration, between iterations, after its last, and outside of the rollout."""
     assert seconds(drawn, "rollout0_rank0") == {
@@ -217,19 +204,8 @@ def test_lost_is_one_quantity_with_its_unit_everywhere(
     of_lanes = [sum(row["lost_us"].values()) for row in told["workers"]]
     assert of_lanes == [row["idle_us"] + row["waiting_us"] for row in told["workers"]] == [2e6, 1e6]
 
-    assert main(["report", str(folder)]) == 0
-    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    at = printed.index("Lost")
-    assert "Lane-seconds idle, or waiting for other ranks." in printed[at:]
-    assert "waiting for other ranks 1.00 s 12.5%" in printed[at:]
-
-    assert main(["report", str(folder), "--csv", str(tmp_path / "csv")]) == 0
-    assert "waiting_for_other_ranks,1.0,0.125" in (tmp_path / "csv/lost.csv").read_text()
-    assert "lost_waiting_for_other_ranks_us" in (tmp_path / "csv/workers.csv").read_text()
-
     assert main(["report", str(tmp_path), "--save"]) == 0
     page, run = ((at / name).read_text() for at, name in ((folder, "report.html"), (tmp_path, "index.html")))
     assert "<dt>Lost</dt><dd><strong>3.00 <small>lane-seconds</small></strong>" in page
     assert '<section id="lost">' in page
     assert "<dt>Lost, median</dt><dd><strong>3.00 <small>lane-seconds</small></strong>" in run
-    assert "Idle time by cause" not in page + run + "".join(printed)

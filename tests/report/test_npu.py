@@ -19,7 +19,6 @@ from verl_profiling.analysis import open_step
 from verl_profiling.report.build import build_report
 from verl_profiling.report.model import Report
 from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.step import StepInputs
 
 HOST = Path(__file__).parents[1] / "data" / "npu_trace_view.json"
@@ -34,6 +33,7 @@ PROCESSES = {
     "AI Core Freq": ("NPU 0", {}),
 }
 PIDS = {name: 2_094_647_552 + 32 * index for index, name in enumerate(PROCESSES)}
+OLDER = {"Ascend Hardware": "Task Scheduler", "CANN": "AscendCL", "Communication": "HCCL"}
 TASKS = [
     ("Ascend Hardware", 2, "aclnnMatmul_MatMulV3_MatMulV3", 0, 100, "AI_CORE"),
     ("Ascend Hardware", 2, "aclnnAdd_AddAiCore_Add", 100, 150, "AI_VECTOR_CORE"),
@@ -58,8 +58,8 @@ OVERLAP = {
 }
 
 
-def device_events(begin_us: Decimal, collectives: str) -> list[dict[str, Any]]:
-    """Return a trace as msprof writes it of the device, with the names after the events."""
+def device_events(begin_us: Decimal, *, older: bool = False) -> list[dict[str, Any]]:
+    """Return a trace as msprof, or an older one, writes it of the device, with the names after the events."""
 
     def event(
         process: str, tid: int, name: str, begin: int, end: int, args: dict[str, Any]
@@ -89,7 +89,7 @@ def device_events(begin_us: Decimal, collectives: str) -> list[dict[str, Any]]:
             {
                 "name": "process_name",
                 "tid": 0,
-                "args": {"name": collectives if name == "Communication" else name},
+                "args": {"name": OLDER.get(name, name) if older else name},
                 **about,
             }
         )
@@ -101,14 +101,8 @@ def device_events(begin_us: Decimal, collectives: str) -> list[dict[str, Any]]:
     return events
 
 
-@pytest.fixture(params=["Communication", "HCCL"])
-def collectives(request: pytest.FixtureRequest) -> str:
-    """What newer and older versions call the process of the collectives."""
-    return str(request.param)
-
-
-@pytest.fixture
-def step(tmp_path: Path, collectives: str) -> StepInputs:
+@pytest.fixture(params=[False, True], ids=["newer", "older"])
+def step(tmp_path: Path, request: pytest.FixtureRequest) -> StepInputs:
     """One folder as torch_npu leaves it: rank 3, the host's real events, then the device's."""
     host = read_events(HOST)
     begin_us = max(Decimal(event["ts"]) for event in host if "ts" in event)
@@ -116,7 +110,7 @@ def step(tmp_path: Path, collectives: str) -> StepInputs:
     (folder / "ASCEND_PROFILER_OUTPUT").mkdir(parents=True)
     (folder / "profiler_info_3.json").write_text("{}")
     trace = folder / "ASCEND_PROFILER_OUTPUT" / "trace_view.json"
-    trace.write_text(json.dumps(host + device_events(begin_us, collectives)))
+    trace.write_text(json.dumps(host + device_events(begin_us, older=request.param)))
     (inputs,) = find_steps(tmp_path)
     return inputs
 
@@ -160,27 +154,9 @@ def test_kernels_are_those_of_the_device(report: Report) -> None:
     }
 
 
-def test_the_timeline_names_the_lanes_of_the_device(
-    step: StepInputs, collectives: str, tmp_path: Path
-) -> None:
-    """Each process of the device has msprof's name, after that of its worker."""
-    merged = merge(step, tmp_path / "timeline.json.gz")
-    events = read_events(merged.path)
-    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    held = [names[pid] for pid in sorted({e["pid"] for e in events if e["ph"] != "M"})]
-    assert held == [
-        "worker_rank3",
-        "worker_rank3 Ascend Hardware NPU 0",
-        f"worker_rank3 {collectives} NPU 0",
-        "worker_rank3 CANN CPU",
-        "worker_rank3 Overlap Analysis NPU 0",
-        "worker_rank3 AI Core Freq NPU 0",
-    ]
-
-
 def test_a_difference_from_the_overlap_analysis_is_said(tmp_path: Path) -> None:
     """Where the rules do not give msprof's own figures, a note says both."""
-    events = device_events(Decimal(1_700_000_000_000_000), "Communication")
+    events = device_events(Decimal(1_700_000_000_000_000))
     for event in events:
         if event["name"] == "Computing" and event["ts"] == "1700000000000300":
             event["dur"] += 70.0
@@ -190,26 +166,11 @@ def test_a_difference_from_the_overlap_analysis_is_said(tmp_path: Path) -> None:
     assert "250 us" in note
 
 
-def test_older_names_of_processes_are_known(tmp_path: Path) -> None:
-    """Without layers the hardware is called ``Task Scheduler``, and the host ``AscendCL``."""
-    older = {"Ascend Hardware": "Task Scheduler", "CANN": "AscendCL", "Communication": "HCCL"}
-    events = device_events(Decimal(1_700_000_000_000_000), "Communication")
-    for event in events:
-        if event["name"] == "process_name":
-            name = event["args"]["name"]
-            event["args"]["name"] = older.get(name, name)
-    (tmp_path / "trace_view.json").write_text(json.dumps(events))
-    report = open_step(tmp_path).report()
-    (row,) = report.workers
-    assert (row.compute_us, row.communication_us, row.memcpy_us) == (250, 180, 20)
-    assert report.notes == []
-
-
 def test_ranks_of_an_npu_wait_in_the_group_that_its_collectives_name(tmp_path: Path) -> None:
     """Of ``hcom_allReduce__661_0_1`` the first number is the group's; sends are between two ranks only."""
     begins = {0: ("661", 80), 1: ("661", 120), 2: ("204", 190), 3: ("204", 190)}
     for rank, (group, begin) in begins.items():
-        events = device_events(Decimal(1_700_000_000_000_000), "Communication")
+        events = device_events(Decimal(1_700_000_000_000_000))
         for event in events:
             if event["name"] == "hcom_allReduce__661_0_1":
                 late = {"ts": str(Decimal(1_700_000_000_000_000) + begin), "dur": 200.0 - begin}

@@ -16,7 +16,6 @@ from step_folders import build_step, rewrite
 from verl_profiling.analysis import open_step
 from verl_profiling.engines.recorder import output_of
 from verl_profiling.manifest import Artifact, CaptureResult
-from verl_profiling.report.check import check
 from verl_profiling.report.model import Report
 from verl_profiling.run_files import read_manifest
 from verl_profiling.tools.devices import VARIABLE
@@ -118,13 +117,6 @@ def test_the_report_does_not_take_it_for_a_capture_of_cpus(tmp_path: Path) -> No
     assert not {other.rule for other in others} & {"coverage", "host_bound", "unexplained"}
 
 
-def test_lanes_with_a_device_stay(tmp_path: Path) -> None:
-    """Only the lanes that lost theirs are unknown."""
-    report = report_of(tmp_path, lambda worker: lost(worker) if worker.name == "actor_rank1" else worker)
-    assert report.findings[0].lanes == ["actor_rank1"]
-    assert [row.name for row in report.workers if row.busy_us] == ["actor_rank0", "rollout0_rank0"]
-
-
 def test_an_engine_without_a_request_has_lost_nothing(tmp_path: Path) -> None:
     """Nothing ran on its device."""
     report = report_of(
@@ -134,10 +126,3 @@ def test_an_engine_without_a_request_has_lost_nothing(tmp_path: Path) -> None:
         ),
     )
     assert report.coverage.unrecorded == []
-
-
-def test_check_finds_such_a_step_whole(tmp_path: Path) -> None:
-    """What was written is there and can be read; the report says what it does not hold."""
-    report_of(tmp_path, lost)
-    [folder] = tmp_path.glob("step_*")
-    assert check(folder).ok

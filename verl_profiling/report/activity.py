@@ -111,7 +111,7 @@ class LaneReader:
         self.unrecorded = step.unrecorded_device(sources[0])
         self._sources, self._limits = sources, inputs.limits
         self._is_captured = step.manifest is not None
-        self._windows = sorted(step.windows_of(sources[0]), key=lambda window: window[1])
+        self._stages = step.stages_of(sources[0])
         self._between = (step.begin_ns, step.end_ns) if inputs.capture else None
         workers = [worker for worker in step.workers if worker.name == sources[0].worker]
         marks = {span.name for worker in workers for span in worker.stages}  # operators, in torch_npu
@@ -378,7 +378,7 @@ class LaneReader:
     def _ops(self, rows: Rows) -> dict[tuple[str, str], tuple[int, int]]:
         """Return calls and self time (ns) by name and stage, which is that in which a call begins."""
         own = nested_times(rows.spans, rows.threads)
-        edges = np.array([window[1:] for window in self._windows], np.int64).reshape(-1, 2)
+        edges = np.array([(stage.begin_ns, stage.end_ns) for stage in self._stages], np.int64).reshape(-1, 2)
         at = np.searchsorted(edges[:, 0], rows.spans[:, 0], side="right") - 1
         inside = (at >= 0) & (rows.spans[:, 0] < np.append(edges[:, 1], 0)[at])
         stages = np.where(inside, at, len(edges))
@@ -387,8 +387,8 @@ class LaneReader:
         found: dict[tuple[str, str], tuple[int, int]] = {}
         for place, calls, self_ns in totals:
             stage, number = divmod(place, len(self._keys))
-            name = (self._windows[stage][0] if stage < len(edges) else "", self._keys[number].name)
-            before = found.get(name, (0, 0))  # a stage that ran twice has two windows
+            name = (self._stages[stage].name if stage < len(edges) else "", self._keys[number].name)
+            before = found.get(name, (0, 0))  # a stage may run twice
             found[name] = (before[0] + calls, before[1] + int(self_ns))
         return found
 

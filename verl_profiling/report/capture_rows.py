@@ -45,10 +45,8 @@ def costs(manifest: Manifest, directory: Path) -> list[CostRow]:
     return [
         CostRow(
             worker=worker.name,
-            start_s=worker.cost.start_s,
-            stop_s=worker.cost.stop_s,
-            export_s=worker.cost.export_s,
             bytes=sum(_size(directory, artifact) for artifact in worker.artifacts),
+            **msgspec.structs.asdict(worker.cost),
         )
         for worker in manifest.workers
         if worker.status != "skipped"

@@ -26,9 +26,6 @@ from verl_profiling.report.rows import RequestRow
 from verl_profiling.timeline.step import Source
 from verl_profiling.units import duration
 
-Window = tuple[str, int, int]
-"""Name, begin and end (ns) of a stage."""
-
 
 @dataclass(kw_only=True, eq=False)
 class Lane:
@@ -166,12 +163,12 @@ class Step:
         """Return whether the capture ended before the stage, so that the stage's duration is unknown."""
         return span.failed and span.end_ns >= self.end_ns
 
-    def windows_of(self, source: Source) -> list[Window]:
-        """Return the outermost stages that divide a trace: the worker's, else the controller's."""
+    def stages_of(self, source: Source) -> list[StageSpan]:
+        """Return the outermost stages that divide a trace, in order: the worker's, else the controller's."""
         worker = self.worker_of(source)
-        own = [s for s in worker.stages if s.depth == 0] if worker else []
-        outer = own or [s for s in self.stages if s.depth == 0]
-        return [(s.name, s.begin_ns, s.end_ns) for s in outer]
+        own = [span for span in worker.stages if span.depth == 0] if worker else []
+        outer = own or [span for span in self.stages if span.depth == 0]
+        return sorted(outer, key=lambda span: span.begin_ns)
 
     def unrecorded_device(self, source: Source) -> str:
         """Return the kind of a lane's device if it was in use and a trace has no event of it, else nothing.

@@ -101,12 +101,16 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
     claims["other_stages"] = step.during()
     claims["between_stages"] = subtract(step.whole, step.during()) if step.manifest else EMPTY
     claims["unexplained"] = lane.observed
-    left = subtract(lane.observed, lane.busy)
-    result = {}
-    for cause in CAUSES:
-        result[cause] = intersection(left, claims[cause])
-        left = subtract(left, claims[cause])
-    return result
+    return partition(subtract(lane.observed, lane.busy), claims)
+
+
+def partition(time: Spans, claims: Mapping[str, Spans]) -> dict[str, Spans]:
+    """Divide a time among causes; of several claims to an instant, the first counts."""
+    found = {}
+    for cause, claim in claims.items():
+        found[cause] = intersection(time, claim)
+        time = subtract(time, claim)
+    return found
 
 
 def _done(step: Step, tail: Tail | None) -> tuple[int, int]:

@@ -50,7 +50,7 @@ from verl_profiling.report.intervals import (
     union,
 )
 from verl_profiling.report.lanes import Lane, Step
-from verl_profiling.report.lost import CAUSES, ROLLOUT, working_spans
+from verl_profiling.report.lost import CAUSES, ROLLOUT, partition, working_spans
 from verl_profiling.report.model import OTHER_RANKS, Percentiles, Tail, Throughput
 from verl_profiling.report.rows import DeviceRow, EngineRow, KernelRow, WorkerRow
 
@@ -270,11 +270,8 @@ def lost_of_device(lanes: Sequence[Lane]) -> Mapping[str, Spans]:
     if len(lanes) == 1:
         return lanes[0].idle
     busy = union(*(intersection(lane.busy, lane.observed) for lane in lanes))
-    left = subtract(union(*(lane.observed for lane in lanes)), busy)
-    found = {}
-    for cause in _TURNS:
-        found[cause] = intersection(left, union(*(lane.idle[cause] for lane in lanes)))
-        left = subtract(left, found[cause])
+    idle = subtract(union(*(lane.observed for lane in lanes)), busy)
+    found = partition(idle, {cause: union(*(lane.idle[cause] for lane in lanes)) for cause in _TURNS})
     return {cause: found[cause] for cause in CAUSES}
 
 
