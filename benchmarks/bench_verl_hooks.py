@@ -170,12 +170,10 @@ def pairs() -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
             _callback=ProfilingCallback(settings),
             _generating=False,
             _policy_version=0,
-            _folders={},
         )
-        profiler._activate()
-        for name in ("step", "gen", "adv"):
-            yield with_timer(marked_timer, name), with_timer(timers.marked_timer, name)
-        profiler._deactivate()
+        with profiler.activated():
+            for name in ("step", "gen", "adv"):
+                yield with_timer(marked_timer, name), with_timer(timers.marked_timer, name)
     actor, worker = type("Actor", (Plain,), {}), type("Worker", (Plain,), {})
     workers.hook_stages(SimpleNamespace(ActorRolloutRefWorker=actor, TrainingWorker=worker))
     plain, hooked = Plain(), worker()
@@ -201,7 +199,6 @@ def in_trajectories(module: SimpleNamespace) -> Iterator[Callable[[], Any]]:
         trainer.hook_transfer_queue,
     ):
         hook(module)
-    trajectories._prepare_client(module.LLMServerClient)
     first, *others = calls_of_a_trajectory(module)
     yield first
     with trajectory(group="group"):

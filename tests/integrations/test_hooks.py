@@ -91,17 +91,17 @@ def test_a_module_that_is_not_imported_here_is_no_problem(monkeypatch: pytest.Mo
     hook = Hook(module="xml.sax.xmlreader", put_in="any:hook", records="nothing")
     monkeypatch.delitem(sys.modules, hook.module, raising=False)
     hook.await_module()
-    assert (hook.missing, misfits(), usable({})) == (None, [], True)
+    assert (hook.missing, misfits(), usable({""})) == (None, [], True)
 
 
 def test_only_what_all_else_depends_on_switches_profiling_off(framework: Framework) -> None:
     """A run is recorded without what it can do without, and without what it does not use."""
-    hook = framework(RENAMED_METHOD, used_by=lambda config: config["engine"] == "own")
-    assert usable({"engine": "own"})
+    hook = framework(RENAMED_METHOD, part="rewards")
+    assert usable({"rewards"})
     hook.needed = True
-    assert not usable({"engine": "own"})
-    assert usable({"engine": "other"})
-    assert misfits({"engine": "other"}) == []
+    assert not usable({"rewards"})
+    assert usable({"other"})
+    assert misfits({"other"}) == []
 
 
 def test_a_hook_that_fails_does_not_reach_the_framework(

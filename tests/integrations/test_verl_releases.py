@@ -29,7 +29,7 @@ def program(*modules: str) -> str:
     """Return a program that imports the hooked classes and says what does not fit."""
     lines = [*(f"import {module}" for module in modules), f"import {PLUGIN} as plugin"]
     lines += ["from verl_profiling.integrations.hooks import misfits, usable"]
-    lines += ["print(plugin.untested(), misfits(), usable({}))"]
+    lines += ["print(plugin.untested(), misfits(), usable(plugin.parts_of({})))"]
     return "\n".join(lines)
 
 
@@ -108,7 +108,7 @@ def test_the_check_ends_with_what_will_be_captured_and_leaves_nothing(tmp_path: 
     assert "warning: profiling.select.stages: verl's workers have no stage 'update_acotr'" in run.stdout
     assert "did you mean 'update_actor'?" in run.stdout
     assert "warning: profiling.roles.critic.stages: verl's workers have no stage 'vallues'" in run.stdout
-    assert "warning: profiling.schedule.steps: step 9 never comes" in run.stdout
+    assert "warning: profiling.schedule.steps: step 9: after trainer.total_training_steps=8" in run.stdout
     assert run.stdout.splitlines()[-1].startswith(
         "will be captured: step 2 of actor, rollout, agent_loop, reward"
     )

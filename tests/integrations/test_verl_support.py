@@ -17,9 +17,8 @@ from verl_profiling.integrations.hooks import Hook
 from verl_profiling.integrations.verl import notices
 from verl_profiling.integrations.verl.notices import (
     can_be_profiled,
-    check_request,
     notes_on,
-    remember_request,
+    say_no_trainer_is_hooked,
 )
 from verl_profiling.integrations.verl.profiler import active_profiler
 from verl_profiling.integrations.verl.trainer import TrainerProfiler
@@ -38,7 +37,6 @@ def hook(missing: list[str], *, needed: bool) -> Hook:
 @pytest.fixture(autouse=True)
 def nothing_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin as a new process that runs an unknown verl."""
-    monkeypatch.setattr(notices, "_decided", False)
     monkeypatch.setattr(notices, "untested", lambda: "verl 9.9 was not tested")
     monkeypatch.setattr(hooks, "_awaiting", [])
 
@@ -78,25 +76,16 @@ def test_one_warning_names_what_all_processes_said(caplog: pytest.LogCaptureFixt
         notes_on([LOST], strict=True)
 
 
-def tracking(config: Any) -> SimpleNamespace:
-    """Return verl's ``Tracking`` as a trainer makes it."""
-    made = SimpleNamespace()
-    remember_request(lambda *args, **kwargs: None, made, "project", "experiment", ["console"], config)
-    return made
-
-
 @pytest.mark.parametrize("asked", [{"enable": True}, "verl", {"enable": True, "strict": True}])
 def test_a_trainer_that_no_hook_reaches_says_that_it_is_not_profiled(
     asked: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is said once, with what to do, at the first step that it logs; strict settings end the run."""
-    trackers = tracking({"profiling": asked})
+    """With what to do; strict settings end the run."""
     if "strict" in asked:
         with pytest.raises(ToolUnavailableError, match="not profiled"):
-            check_request(trackers)
+            say_no_trainer_is_hooked({"profiling": asked})
         return
-    for _ in range(3):
-        check_request(trackers)
+    say_no_trainer_is_hooked({"profiling": asked})
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert "ProfilingTrainerMixin" in record.getMessage()
@@ -104,11 +93,8 @@ def test_a_trainer_that_no_hook_reaches_says_that_it_is_not_profiled(
 
 @pytest.mark.parametrize("config", [None, {}, {"profiling": None}, {"profiling": {"enable": False}}, "text"])
 def test_a_run_that_asks_for_nothing_hears_nothing(config: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever a trainer gives its trackers, and one that is hooked, whose profiler has decided already."""
-    check_request(tracking(config))
-    check_request(SimpleNamespace())
-    assert can_be_profiled(CONFIG, settings())
-    check_request(tracking({"profiling": {"enable": True}}))
+    """Whatever a trainer gives its trackers."""
+    say_no_trainer_is_hooked(config)
     assert caplog.records == []
 
 
@@ -152,13 +138,13 @@ def test_a_trainer_that_does_not_count_its_steps_goes_on(
     """Its first step says so, and no hook is called any more; strict settings raise."""
     trainer = SimpleNamespace(fit=lambda: None, config=CONFIG)
     profiler = TrainerProfiler(trainer, settings(strict=strict, schedule={"steps": [1]}))
-    profiler._activate()
-    step, update = (profiler.timed(name, nullcontext()) for name in ("step", "update_weights"))
-    if strict:
-        with pytest.raises(ToolUnavailableError, match="no global_steps"):
-            step.__enter__()
-    else:
-        with step, update:
-            pass
-        assert "training goes on: SimpleNamespace has no global_steps" in caplog.text
-    assert active_profiler() is None
+    with profiler.activated():
+        step, update = (profiler.timed(name, nullcontext()) for name in ("step", "update_weights"))
+        if strict:
+            with pytest.raises(ToolUnavailableError, match="no global_steps"):
+                step.__enter__()
+        else:
+            with step, update:
+                pass
+            assert "training goes on: SimpleNamespace has no global_steps" in caplog.text
+        assert active_profiler() is None

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from verl_profiling import ProfilingConfig, span
+from verl_profiling import ProfilingCallback, ProfilingConfig, span
 from verl_profiling.integrations.hooks import noting
 from verl_profiling.integrations.verl import trajectories as hooked
-from verl_profiling.integrations.verl.processes import Processes
+from verl_profiling.integrations.verl.profiler import Profiler
 from verl_profiling.trajectories.log import OpenLog
 from verl_profiling.trajectories.spans import start_log, stop_log
 from verl_profiling.trajectory_log import SpanRecord, TrajectoryLog, TrajectoryRecord
@@ -184,26 +184,6 @@ def test_outputs_of_any_kind_do_not_end_a_trajectory(verl: SimpleNamespace) -> N
     assert (found.status, found.error) == ("failed", "ValueError: no page")
 
 
-def test_a_client_of_ones_own_is_recorded_once(verl: SimpleNamespace) -> None:
-    """A subclass that makes other ids, or finds servers in its own way, has its own on the span."""
-
-    class Own(verl.LLMServerClient):  # type: ignore[misc, name-defined]
-        def _vllm_request_id(self, request_id: str) -> str:
-            return f"own-{super()._vllm_request_id(request_id)}"
-
-        async def _acquire_server(self, request_id: str) -> str:
-            found: str = await super()._acquire_server(request_id)
-            return found
-
-    async def run() -> Any:
-        await Own().generate("r")
-        return output()
-
-    log = one_trajectory(verl, run)
-    assert names(log) == ["generate", "wait:server"]
-    assert log.spans[0].request == "own-r-0"
-
-
 def test_an_aborted_request_that_is_resumed_is_a_pause(verl: SimpleNamespace) -> None:
     """Each attempt is a request of its own, and the wait between them has a name; the trajectory is done."""
     client = verl.FullyAsyncLLMServerClient("aborted", "aborted", "stop")
@@ -327,33 +307,17 @@ class Handle:
         return ["not recorded: tokenizing"]
 
 
-@pytest.fixture
-def added(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """Return what was added to a callback; Ray answers what the handles say."""
+def test_actors_that_cannot_be_captured_do_not_end_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class of one's own without the methods, and a worker that fails, are named in every manifest."""
 
     def get(handles: list[Handle]) -> list[list[str]]:
         return [handle.answer() for handle in handles]
 
     monkeypatch.setattr("ray.get", get)
-    return []
-
-
-def add(
-    added: list[tuple[str, Any]], handles: list[Any], misfits: list[str] | None = None, **settings: Any
-) -> None:
-    callback = SimpleNamespace(add_workers=lambda role, workers: added.append((role, workers)))
-    config = ProfilingConfig.from_any({"enable": True, **settings})
-    processes = Processes(callback, config)  # type: ignore[arg-type]
-    processes.misfits = [] if misfits is None else misfits
-    processes.add_actors("agent_loop", handles)
-
-
-def test_actors_that_cannot_be_captured_do_not_end_training(added: list[tuple[str, Any]]) -> None:
-    """A class of one's own without the methods, and a worker that fails, are named in every manifest."""
-    misfits: list[str] = []
-    add(added, [Handle(), object()], misfits)
-    add(added, [Handle(RuntimeError("no disk"))], misfits)
+    callback = ProfilingCallback({"enable": True})
+    profiler = Profiler(None, callback.config, callback)
+    profiler.add_actors("agent_loop", [Handle(), object()])
+    profiler.add_actors("agent_loop", [Handle(RuntimeError("no disk"))])
     lost = "not recorded: the role agent_loop, because"
-    assert misfits[0].startswith(f"{lost} its workers have no capture methods")
-    assert misfits[1] == f"{lost} RuntimeError: no disk"
-    assert added == []
+    assert profiler.misfits[0].startswith(f"{lost} its workers have no capture methods")
+    assert profiler.misfits[1] == f"{lost} RuntimeError: no disk"

@@ -139,19 +139,18 @@ def test_every_face_has_both_steps(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_trackers_get_each_step_under_its_number(tmp_path: Path) -> None:
     """91 tokens per second of a capture is a number of no step."""
 
-    class Tracking:
-        logger = {"file": None}
-
+    class Tracker:
         def __init__(self) -> None:
             self.logged: dict[int, dict[str, float]] = {}
 
-        def log(self, data: dict[str, float], step: int, backend: list[str]) -> None:
+        def log(self, data: dict[str, float], step: int) -> None:
             self.logged[step] = data
 
-    tracking = Tracking()
-    log_reports(tracking, {3: capture(tmp_path)}, 3)
-    assert {step: data["profiling/step_s"] for step, data in tracking.logged.items()} == {2: 5.0, 3: 2.0}
-    assert [data["profiling/tokens_per_s"] for data in tracking.logged.values()] == [100.0, 320.0]
+    file, wandb = Tracker(), Tracker()
+    log_reports({"file": file, "wandb": wandb}, capture(tmp_path).parent, 5)
+    assert wandb.logged == {5: file.logged[3]}
+    assert {step: data["profiling/step_s"] for step, data in file.logged.items()} == {2: 5.0, 3: 2.0}
+    assert [data["profiling/tokens_per_s"] for data in file.logged.values()] == [100.0, 320.0]
 
 
 def test_a_continuous_capture_is_compared_step_by_step(

@@ -33,7 +33,7 @@ SPOOL_PARENT = ".engines"
 EngineTool = TorchTool | NpuTool | NsysTool
 """The tools with which an engine's own processes record."""
 
-_RESTRICTED: dict[tuple[str, str], dict[str, tuple[object, ...]]] = {
+ENGINE_OPTIONS: dict[tuple[str, str], dict[str, tuple[object, ...]]] = {
     ("vLLM", "npu"): {
         "activities": (["cpu", "npu"],),
         "level": ("level1",),
@@ -169,7 +169,7 @@ def engine_tool(role: RoleConfig, engine: str) -> EngineTool | None:
         why = f"{engine} engines have no mini-batches (see rollout.count)"
         refuse_option(role.role, "mini_batches", "null", why, tool=tool.name)
     where = " on an NPU" if isinstance(tool, NpuTool) else ""
-    for name, possible in _RESTRICTED.get((engine, tool.name), {}).items():
+    for name, possible in ENGINE_OPTIONS.get((engine, tool.name), {}).items():
         value = getattr(tool.options, name)
         if (sorted(value) if isinstance(value, tuple) else value) in possible:
             continue

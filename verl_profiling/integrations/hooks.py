@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -108,7 +108,7 @@ class Hook:
         put_in: Function that is called with the module, as ``module:function`` of ``integrations.verl``.
         records: The part of a run that it records, in a user's words.
         needed: Whether nothing at all is recorded without this hook.
-        used_by: Returns whether a run with a configuration uses the module.
+        part: The part of the framework that the module is in; runs that do not use it ignore the hook.
         missing: Functions that the module lacks or has in another form; ``None`` until it is imported.
     """
 
@@ -116,7 +116,7 @@ class Hook:
     put_in: str
     records: str
     needed: bool = False
-    used_by: Callable[[Any], bool] = lambda config: True
+    part: str = ""
     missing: list[str] | None = None
 
     def await_module(self) -> None:
@@ -163,19 +163,19 @@ class Hook:
 _awaiting: list[Hook] = []
 
 
-def misfits(config: Any = None) -> list[str]:
-    """Return the parts that are not recorded in this process, each with the reason.
+def misfits(parts: Container[str] | None = None) -> list[str]:
+    """Return what is not recorded in this process, each with the reason.
 
     Args:
-        config: The framework's configuration; hooks that such a run does not use are left out.
+        parts: The parts of the framework that the run uses; ``None``: all.
     """
-    used = [hook for hook in _awaiting if config is None or hook.used_by(config)]
+    used = [hook for hook in _awaiting if parts is None or hook.part in parts]
     return list(dict.fromkeys(hook.misfit for hook in used if hook.misfit is not None))
 
 
-def usable(config: Any) -> bool:
+def usable(parts: Container[str]) -> bool:
     """Return whether all needed hooks of such a run fit, as far as this process knows."""
-    return all(hook.problem is None for hook in _awaiting if hook.needed and hook.used_by(config))
+    return all(hook.problem is None for hook in _awaiting if hook.needed and hook.part in parts)
 
 
 def _exists(module: str) -> bool:

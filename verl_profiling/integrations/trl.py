@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerCallback
 from verl_profiling.capture.session import stage
 from verl_profiling.controller.callback import ProfilingCallback
 from verl_profiling.errors import CaptureStateError
-from verl_profiling.integrations.hooks import mark, wrap
+from verl_profiling.integrations.hooks import mark, noting, wrap
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.workers import CaptureMixin
 
@@ -97,14 +97,15 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
             "_prepare_inputs": self._then_update,
             "_get_per_token_logps_and_entropies": self._log_probs,
         }
-        missing = [name for name in (*marked, *wrapped) if not callable(getattr(trainer, name, None))]
+        missing: list[str] = []
+        with noting(missing):
+            for name, opened in marked.items():
+                mark(trainer, name, opened)
+            for name, wrapper in wrapped.items():
+                wrap(trainer, name, wrapper)
         if missing:
             kind = f"{type(trainer).__module__}.{type(trainer).__qualname__}"
             logger.warning("profiling: %s has no %s; what it does is not recorded", kind, ", ".join(missing))
-        for name, opened in marked.items():
-            mark(trainer, name, opened)
-        for name, wrapper in wrapped.items():
-            wrap(trainer, name, wrapper)
         if (engine := getattr(trainer, "vllm_generation", None)) is not None:
             mark(engine, "sync_weights", partial(self._stage, "update_weights"))
         setattr(trainer, _MARKED, self)

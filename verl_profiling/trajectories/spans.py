@@ -144,7 +144,7 @@ class Trajectory(Span, gc=True):
     running_loop: Any = None
 
     def __enter__(self) -> Self:
-        self.parent = _innermost()
+        self.parent = current_span()
         self.begin_ns = clock.now_ns()
         self.end_ns = 0
         self.thread = get_ident()
@@ -247,9 +247,17 @@ def count(name: str, value: int | float) -> None:
         _log.counts.append(Counted(str(name), clock.now_ns(), value))
 
 
+def current_span() -> Span | None:
+    """Return the innermost open span or trajectory of this task or thread, or ``None``."""
+    node = _current.get()
+    while node is not None and node.end_ns:
+        node = node.parent
+    return node
+
+
 def current_trajectory() -> Trajectory | None:
     """Return the innermost open trajectory of this task or thread, or ``None``."""
-    node = _innermost()
+    node = current_span()
     return node.trajectory if node is not None else None
 
 
@@ -312,13 +320,6 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-
-
-def _innermost() -> Span | None:
-    node = _current.get()
-    while node is not None and node.end_ns:
-        node = node.parent
-    return node
 
 
 def _leave(ended: Span) -> None:

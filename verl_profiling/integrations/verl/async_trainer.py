@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from verl_profiling.controller.callback import AsyncProfilingCallback
 from verl_profiling.integrations.hooks import mark, missing
-from verl_profiling.integrations.verl.processes import ROLLOUTER, add_actor_methods, rollout_processes
+from verl_profiling.integrations.verl.actors import ROLLOUTER, add_actor_methods, rollout_processes
 from verl_profiling.integrations.verl.profiler import Profiler, active_profiler
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.trajectories import Span, count, span
@@ -67,17 +66,13 @@ class AsyncTrainerProfiler(Profiler):
         self._generating = self._by_version
         self._generated_by = self._batch_version = 0
 
-    async def __aenter__(self) -> None:
-        await self._callback.__aenter__()
-        self._activate()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._deactivate()
-        await self._callback.__aexit__(kind, error, trace)
-        if error is None:
-            await asyncio.to_thread(self.log_rest)
+    @asynccontextmanager
+    async def profiling(self) -> AsyncIterator[None]:
+        """Profile the steps of the block; log what remains when it ends, unless it raises."""
+        async with self._callback:
+            with self.activated():
+                yield
+        await asyncio.to_thread(self.log_rest)
 
     def begins(self, name: str) -> AbstractContextManager[None]:
         """Return the stage of a timer; generation in the background is recorded by another hook."""
@@ -118,7 +113,6 @@ class AsyncTrainerProfiler(Profiler):
             metrics["policy_version/batch"] = self._batch_version
         await self._callback.on_rollout_end()
         await self._callback.on_step_end(metrics)
-        self._note_folder(self._step)
 
     def generation(self, runs: bool) -> None:
         """Begin or end the generation of the next batch. It awaits nothing, so generation is not delayed."""
@@ -196,8 +190,8 @@ def start_capture(self: Any, request: Any) -> Any:
     return reply
 
 
-def rollout_processes_of(self: Any) -> tuple[list[Any], list[Any]]:
-    """Return the handles of the agent loop workers, and of the reward loop workers."""
+def rollout_processes_of(self: Any) -> dict[str, list[Any]]:
+    """Return the handles of the agent loop workers and of the reward loop workers, by role."""
     return rollout_processes(self, self.async_rollout_manager)
 
 

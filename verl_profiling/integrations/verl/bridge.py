@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_profiling.engines.adapter import engine_tool
+from verl_profiling.engines.adapter import ENGINE_OPTIONS, engine_tool
 from verl_profiling.engines.sglang import SGLangAdapter, check_sglang
-from verl_profiling.engines.vllm import VLLMAdapter, check_vllm, vllm_engine_args
-from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
+from verl_profiling.engines.vllm import VLLMAdapter, check_vllm
+from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.limits import EVERY_RANK
@@ -40,31 +40,26 @@ _REPLICA_SIZES = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_
 _CONTENTS = ("stack", "shapes", "memory")
 _DEVICES = {"torch": "cuda", "npu": "npu"}
 """Tools with a choice of ``contents``, and the entry there that selects the device's events."""
-_OPTIONS_OF_ENGINES = {
-    ("torch", "vllm"): ("stack", "shapes", "memory"),
-    ("torch", "sglang"): ("stack", "shapes"),
-    ("npu", "vllm"): ("modules", "memory", "analysis"),
-    ("npu", "sglang"): ("stack", "shapes", "analysis"),
-}
-"""Options of a tool that each engine supports; verl's own profiler is limited to the same."""
-
-_ROLLOUT = (ROLLOUT_ROLE,)
 _ALWAYS = "always so: every artifact is in the folder of its step"
-_OF_ENGINES = "a window of engine iterations is for the rollout only"
-_NO_COMMANDS = "servers run no command, under verl neither"
-_WITHOUT_COUNTERPART: tuple[tuple[str, tuple[str, ...], Any, str], ...] = (
-    # field of the block (* is its tool); roles; default of the field, if not empty; reason
-    ("relocate_results", _EVERYWHERE, None, _ALWAYS),
-    ("save_path", _EVERYWHERE, None, "all roles write to global_profiler.save_path"),
-    ("finish_hook_cmd", _ROLLOUT, None, _NO_COMMANDS),
-    ("finish_hook_all_ranks", _ROLLOUT, None, _NO_COMMANDS),
-    ("finish_hook_ranks", _ROLLOUT, None, _NO_COMMANDS),
-    ("tool_config.*.profile_token_start", TRAINING_ROLES, None, _OF_ENGINES),
-    ("tool_config.*.profile_token_end", TRAINING_ROLES, None, _OF_ENGINES),
-    ("tool_config.torch.schedule.active", _ROLLOUT, None, "engines have no mini-batches"),
-    ("tool_config.torch.schedule.repeat", TRAINING_ROLES, 1, "one window of mini-batches is recorded"),
-    ("tool_config.torch_memory.stack_depth", _EVERYWHERE, 32, "torch keeps whole stacks"),
+_WITHOUT_COUNTERPART: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
+    # fields of a block (* is its tool); roles; reason
+    (("relocate_results",), _EVERYWHERE, _ALWAYS),
+    (("save_path",), _EVERYWHERE, "all roles write to global_profiler.save_path"),
+    (
+        ("finish_hook_cmd", "finish_hook_all_ranks", "finish_hook_ranks"),
+        (ROLLOUT_ROLE,),
+        "servers run no command, under verl neither",
+    ),
+    (
+        ("tool_config.*.profile_token_start", "tool_config.*.profile_token_end"),
+        TRAINING_ROLES,
+        "a window of engine iterations is for the rollout only",
+    ),
+    (("tool_config.torch.schedule.active",), (ROLLOUT_ROLE,), "engines have no mini-batches"),
+    (("tool_config.torch.schedule.repeat",), TRAINING_ROLES, "one window of mini-batches is recorded"),
+    (("tool_config.torch_memory.stack_depth",), _EVERYWHERE, "torch keeps whole stacks"),
 )
+_DEFAULTS = {"tool_config.torch.schedule.repeat": 1, "tool_config.torch_memory.stack_depth": 32}
 _FINISH_ENVIRONMENT = 'VERL_PROFILE_SAVE_PATH="$VERL_PROFILING_RUN" ' + " ".join(
     f'VERL_PROFILE_{name}="$VERL_PROFILING_{name}"' for name in ("RANK", "PID", "ROLE")
 )
@@ -165,20 +160,6 @@ def expected_ranges(config: Any, settings: ProfilingConfig) -> dict[str, int]:
     return found
 
 
-def check_installed_engine(config: Any, settings: ProfilingConfig) -> str:
-    """Check the settings against the installed vLLM; return why that was impossible, or an empty string.
-
-    Raises:
-        ConfigError: The installed vLLM cannot record what the settings say.
-    """
-    if config.actor_rollout_ref.rollout.name == "vllm":
-        try:
-            vllm_engine_args(settings, ROLLOUT_ROLE)
-        except ToolUnavailableError as error:  # vLLM may be installed only where the run happens
-            return str(error)
-    return ""
-
-
 def _check_rollout(config: Any, settings: ProfilingConfig) -> None:
     """Refuse engines, tools and windows with which the servers would refuse to start.
 
@@ -240,7 +221,7 @@ def _bridged(config: Any, notes: list[str]) -> dict[str, Any]:
     blocks = {
         role: OmegaConf.to_container(given, resolve=True)
         for role, path in _BLOCKS.items()
-        if (given := OmegaConf.select(config, path)) is not None and _plays(config, role)
+        if (given := OmegaConf.select(config, path)) is not None and plays(config, role)
     }
     steps = list(common.get("steps") or ())
     if common.get("relocate_results"):
@@ -268,15 +249,14 @@ def _role(
         return {"enable": False}
     where, rollout = _BLOCKS[role], config.actor_rollout_ref.rollout
     tool = _tool(f"{where}.tool", block.get("tool"))
-    for field, roles, default, why in _WITHOUT_COUNTERPART:
-        field = field.replace("*", tool)
-        used = role in roles and (not field.startswith("tool_config.") or f".{tool}." in field)
-        # A role inherits from global_profiler, and the rollout's finish hook from the actor's.
-        inherited = [default, _at(common, field)]
-        if role == ROLLOUT_ROLE and field.startswith("finish_hook"):
-            inherited.append(_at(config.actor_rollout_ref.actor.get("profiler") or {}, field))
-        if used and (value := _at(block, field)) and value not in inherited:
-            notes.append(f"{where}.{field.removesuffix('.active')}: {why}")
+    # A role inherits from global_profiler, and the rollout's finish hook from the actor's.
+    parents = [common, config.actor_rollout_ref.actor.get("profiler") if role == ROLLOUT_ROLE else None]
+    for names, roles, why in _WITHOUT_COUNTERPART:
+        for field in (name.replace("*", tool) for name in names):
+            used = role in roles and (not field.startswith("tool_config.") or f".{tool}." in field)
+            inherited = [_DEFAULTS.get(field), *(_at(parent, field) for parent in parents)]
+            if used and (value := _at(block, field)) and value not in inherited:
+                notes.append(f"{where}.{field.removesuffix('.active')}: {why}")
     of_engines = "npu" if _device(config) == "npu" else "torch"
     if role == ROLLOUT_ROLE and tool != of_engines:
         notes.append(f"{where}.tool={tool}: rollout engines record with {of_engines}; left out")
@@ -284,13 +264,14 @@ def _role(
     given = (block.get("tool_config") or {}).get(tool) or {}
     options = _options(tool, given)
     if role == ROLLOUT_ROLE:
-        contents = given.get("contents") or ()
-        if tool == "torch" and "activities" in options:
-            notes.append(f"{where}.tool_config.torch.contents: engines record all activities that there are")
+        if options.pop("activities", None):
+            notes.append(f"{where}.tool_config.{tool}.contents: engines record all activities that there are")
+        options.pop("mini_batches", None)
         if tool == "npu":  # as verl passes them on to engines
+            contents = given.get("contents") or ()
             options["stack"] = options["modules"] = not {"stack", "module"}.isdisjoint(contents)
-        kept = _OPTIONS_OF_ENGINES.get((tool, rollout.name), ())
-        options = dict.fromkeys(_CONTENTS, False) | {name: options[name] for name in kept}
+        allowed = ENGINE_OPTIONS.get((_ENGINES.get(rollout.name, ""), tool), {})
+        options |= {name: values[-1] for name, values in allowed.items() if name in options}
     elif tool == "torch_memory":
         options["oom_folder"] = str(Path(common["save_path"], "oom").absolute())
     found: dict[str, Any] = {
@@ -368,7 +349,7 @@ def _finish_commands(blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _plays(config: Any, role: str) -> bool:
+def plays(config: Any, role: str) -> bool:
     """Return whether a run has a role; for ``ref`` and ``critic``, verl's own functions decide."""
     if role not in ("ref", "critic") or config.get("algorithm") is None:
         return True

@@ -13,16 +13,18 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
 import hydra
 
+from verl_profiling.engines.vllm import vllm_engine_args
 from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
+from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.integrations.hooks import Hook, misfits, usable
-from verl_profiling.integrations.verl import HOOKS, untested
-from verl_profiling.integrations.verl.bridge import check_installed_engine, expected_ranges, settings_of
+from verl_profiling.integrations.verl import HOOKS, parts_of, untested
+from verl_profiling.integrations.verl.bridge import expected_ranges, plays, settings_of
 from verl_profiling.integrations.verl.launch import injection_notice
 from verl_profiling.integrations.verl.notices import captured_steps, why_nothing
 from verl_profiling.integrations.verl.workers import WORKER_STAGES
@@ -35,7 +37,6 @@ _MAINS = (
     "verl.experimental.one_step_off_policy.main_ppo",
     "verl.experimental.fully_async_policy.fully_async_main",
 )
-_SFT = ("verl.trainer.sft_trainer", "verl.trainer.sft_trainer_ray")
 _PLUGIN = "verl_profiling.integrations.verl"
 
 
@@ -45,11 +46,6 @@ def main() -> None:
     if sys.argv[1:2] == ["-m"]:
         module = sys.argv[2] if len(sys.argv) > 2 else ""
         del sys.argv[1:3]
-    if module in _SFT:
-        sys.exit(
-            f"profiling: {module} is not profiled: this package records loops of reinforcement learning; "
-            "use verl's own profiler there (profiler.enable, trainer.profile_interval)"
-        )
     checked = _checked_main(module)
     print(shlex.join(["python", "-m", module, *sys.argv[1:]]), flush=True)
     with tempfile.TemporaryDirectory() as outputs:  # for the files that Hydra writes for every command
@@ -92,27 +88,22 @@ def check(module: str, config: Any) -> None:
         module: The command's main module.
         config: The composed configuration.
     """
-    from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
     if "actor_rollout_ref" not in config:
-        sys.exit(f"-m {module}: is no trainer of verl: its configuration has no actor_rollout_ref")
+        sys.exit(
+            f"-m {module}: is no RL trainer of verl: its configuration has no actor_rollout_ref; SFT is "
+            "profiled by verl's own profiler (profiler.enable, trainer.profile_interval)"
+        )
     if config.get("profiling") is not None:
         _check_hooks(config)
-    roles = {
-        "actor": True,
-        "ref": need_reference_policy(config),
-        "critic": need_critic(config),
-        "rollout": True,
-        "agent_loop": True,
-        "reward": True,
-        "rollouter": (by_version := "async_training" in config),
-    }
+    by_version = "async_training" in config
+    possible = ("actor", "ref", "critic", "rollout", "agent_loop", "reward", *["rollouter"] * by_version)
+    roles = [role for role in possible if plays(config, role)]
     if not by_version:  # verl does not validate fully asynchronous configurations
-        validate_config(config=config, use_reference_policy=roles["ref"], use_critic=roles["critic"])
+        validate_config(config=config, use_reference_policy="ref" in roles, use_critic="critic" in roles)
     try:
         settings = settings_of(config)
-        unchecked = "" if settings is None else check_installed_engine(config, settings)
     except (ConfigError, ToolUnavailableError) as error:
         sys.exit(f"profiling: {str(error).removeprefix('profiling: ')}")
     if settings is None:
@@ -120,29 +111,41 @@ def check(module: str, config: Any) -> None:
         if why := why_nothing(config):
             print(f"warning: nothing is profiled: {why}")
         return
-    if unchecked:
-        print(f"not checked: {unchecked}")
-    enabled = [role for role, exists in roles.items() if exists and settings.for_role(role).enable]
-    print(f"config ok; {settings.mode} profile of {', '.join(enabled)} in {settings.save_path}")
+    _check_engine(config, settings)
+    roles = [role for role in roles if settings.for_role(role).enable]
+    named = ", ".join(roles) or "no role"
+    print(f"config ok; {settings.mode} profile of {named} in {settings.save_path}")
     if notice := injection_notice(settings):
         print(notice)
     ranges = expected_ranges(config, settings)
-    if under_nsys := [f"{role} ({ranges[role]} ranges)" for role in enabled if role in ranges]:
+    if under_nsys := [f"{role} ({ranges[role]} ranges)" for role in roles if role in ranges]:
         print(f"started under Nsight Systems: {', '.join(under_nsys)}")
     # Steps of fully asynchronous trainers are parameter versions, and this is no number of versions.
     last_step = None if by_version else config.trainer.get("total_training_steps")
     for text in without_effect(settings, last_step):
         print(f"warning: {text}")
-    print(forecast(settings, enabled, last_step))
+    print(f"will be captured: {captured_steps(settings.schedule, last_step)} of {named}")
+
+
+def _check_engine(config: Any, settings: ProfilingConfig) -> None:
+    """Exit with an error if the installed vLLM cannot record what the settings say."""
+    try:
+        if config.actor_rollout_ref.rollout.name == "vllm":
+            vllm_engine_args(settings, ROLLOUT_ROLE)
+    except ToolUnavailableError as error:  # vLLM may be installed only where the run happens
+        print(f"not checked: {error}")
+    except ConfigError as error:
+        sys.exit(f"profiling: {error}")
 
 
 def _check_hooks(config: Any) -> None:
     """Print whether this verl is tested and which hooks fit it; exit if nothing would be recorded."""
     print(f"warning: {text}" if (text := untested()) else "a tested version of verl")
+    parts = parts_of(config)
     for hook in HOOKS:
-        if hook.used_by(config):
+        if hook.part in parts:
             print(f"{_state(hook):16} {hook.module} ({hook.name}): {hook.records}")
-    for text in misfits(config):
+    for text in misfits(parts):
         print(f"warning: {text}")
     program = f"import sys, verl; sys.exit({_PLUGIN!r} not in sys.modules)"
     if subprocess.run([sys.executable, "-c", program], check=False).returncode:
@@ -150,7 +153,7 @@ def _check_hooks(config: Any) -> None:
             "profiling: verl does not load verl_profiling, and would not profile; install the package into "
             f"verl's environment, or set VERL_USE_EXTERNAL_MODULES={_PLUGIN}"
         )
-    if not usable(config):
+    if not usable(parts):
         sys.exit("profiling: nothing would be recorded")
 
 
@@ -180,28 +183,7 @@ def without_effect(settings: ProfilingConfig, last_step: int | None) -> Iterator
             hint = choices_hint(stage, WORKER_STAGES)
             yield f"{key}: verl's workers have no stage {stage!r} (your own may); {hint}"
     if never := [step for step in settings.schedule.steps or () if last_step and step > last_step]:
-        come = "comes" if len(never) == 1 else "come"
-        yield f"profiling.schedule.steps: {step_list(never)} never {come}; {_end(last_step)}"
-
-
-def forecast(settings: ProfilingConfig, roles: Sequence[str], last_step: int | None) -> str:
-    """Return which steps of which roles will be captured, or that nothing will be, as a sentence.
-
-    Args:
-        settings: What to profile.
-        roles: The roles that the run has and that are profiled.
-        last_step: Number of the run's last step, if the configuration says it.
-    """
-    if not roles:
-        return "nothing will be captured: no role of this run is selected"
-    steps = captured_steps(settings.schedule, last_step)
-    if not steps:
-        return f"nothing will be captured: {settings.schedule.in_words()}; {_end(last_step)}"
-    return f"will be captured: {steps} of {', '.join(roles)}"
-
-
-def _end(last_step: int | None) -> str:
-    return "" if last_step is None else f"the last step is trainer.total_training_steps={last_step}"
+        yield f"profiling.schedule.steps: {step_list(never)}: after trainer.total_training_steps={last_step}"
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from typing import Any
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.integrations.hooks import wrap
+from verl_profiling.integrations.verl.actors import settings_of
 from verl_profiling.integrations.verl.bridge import TRAINING_ROLES, settings_without_checks
-from verl_profiling.integrations.verl.servers import settings_of
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.tools.devices import NO_INJECTION, VARIABLE, injected_cupti
 from verl_profiling.tools.nsys import nsys_runtime_env

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.integrations.hooks import misfits, usable
-from verl_profiling.integrations.verl import untested
+from verl_profiling.integrations.verl import parts_of, untested
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.schedule import Action, Schedule
 from verl_profiling.units import step_list
@@ -21,10 +21,9 @@ _NO_HOOK = (
     "profiling: the configuration asks for it, and this trainer is not profiled: no method of it is hooked. "
     "A trainer class of your own inherits verl_profiling.integrations.verl.trainer.ProfilingTrainerMixin"
 )
+OFF = "profiling is switched off, training goes on: %s"
 _MOST_NAMED = 10
 _FAR = 100_000
-
-_decided = False
 
 
 def can_be_profiled(config: Any, settings: ProfilingConfig) -> bool:
@@ -33,25 +32,12 @@ def can_be_profiled(config: Any, settings: ProfilingConfig) -> bool:
     Raises:
         ToolUnavailableError: A part cannot be recorded, and the settings are strict.
     """
-    global _decided
-    _decided = True
-    found = misfits(config)
-    _refuse(found, strict=settings.strict)
-    if usable(config):
-        return True
-    give_up("; ".join(_with_version(found)), strict=settings.strict)
-    return False
-
-
-def give_up(why: str, *, strict: bool) -> None:
-    """Log that nothing is recorded from now on.
-
-    Raises:
-        ToolUnavailableError: The settings are strict.
-    """
-    if strict:
-        raise ToolUnavailableError(f"profiling.strict is true, and nothing can be recorded: {why}")
-    logger.error("profiling is switched off, training goes on: %s", why)
+    parts = parts_of(config)
+    notes = _sentences(misfits(parts), strict=settings.strict)
+    if not usable(parts):
+        logger.error(OFF, "; ".join(notes))
+        return False
+    return True
 
 
 def notes_on(found: Iterable[str], *, strict: bool) -> list[str]:
@@ -64,9 +50,7 @@ def notes_on(found: Iterable[str], *, strict: bool) -> list[str]:
     Raises:
         ToolUnavailableError: There is such a part, and the settings are strict.
     """
-    notes = list(dict.fromkeys(found))
-    _refuse(notes, strict=strict)
-    notes = _with_version(notes)
+    notes = _sentences(found, strict=strict)
     let_lines_through()
     if notes:
         logger.warning("profiling: %s", "; ".join(notes))
@@ -87,25 +71,18 @@ def let_lines_through() -> None:
         package.addHandler(handler)
 
 
-def remember_request(init: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the constructor of ``Tracking``, to keep the ``profiling`` of the trainer's configuration."""
-    init(self, *args, **kwargs)
-    self._verl_profiling_asked = _asked(kwargs.get("config", args[3] if len(args) > 3 else None))
-
-
-def check_request(tracking: Any) -> None:
-    """Log once if the configuration requests profiling and no trainer of this process is hooked.
+def say_no_trainer_is_hooked(config: Any) -> None:
+    """Log that a run whose configuration switches profiling on is not profiled.
 
     Raises:
-        ToolUnavailableError: No trainer is hooked, and the settings are strict.
+        ToolUnavailableError: The settings are strict.
     """
-    global _decided
-    asked = getattr(tracking, "_verl_profiling_asked", None)
-    if _decided or asked is None:
+    given = config.get("profiling") if isinstance(config, Mapping) else None
+    settings = {"enable": True} if isinstance(given, str) else given
+    if not isinstance(settings, Mapping) or not settings.get("enable"):
         return
-    _decided = True
-    text = "; ".join([_NO_HOOK, *_with_version(misfits())])
-    if asked.get("strict"):
+    text = "; ".join([_NO_HOOK, *_sentences(misfits(), strict=False)])
+    if settings.get("strict"):
         raise ToolUnavailableError(text)
     logger.error("%s", text)
 
@@ -138,35 +115,30 @@ def why_nothing(config: Any) -> str:
 
 
 def captured_steps(schedule: Schedule, last_step: int | None) -> str:
-    """Return which steps will be captured, e.g. ``steps 2, 3``; empty if none will be.
+    """Return which steps will be captured, e.g. ``steps 2, 3``, or ``no step (schedule.every=10)``.
 
     Args:
         schedule: The schedule.
         last_step: Number of the run's last step, if it is known.
     """
     last = schedule.last_step(last_step)
-    numbered = range(1, _FAR if last is None else last + 1)
-    steps = numbered if schedule.steps is None else sorted(schedule.steps)
+    steps = range(1, _FAR if last is None else last + 1) if schedule.steps is None else sorted(schedule.steps)
     recorded = (step for step in steps if step <= (last or _FAR) and schedule.action(step) is Action.RECORD)
     found = list(islice(recorded, _MOST_NAMED + 1))
-    more = " and more" if len(found) > _MOST_NAMED else ""
-    return f"{step_list(found[:_MOST_NAMED])}{more}" if found else ""
+    if not found:
+        return f"no step ({schedule.in_words()})"
+    return step_list(found[:_MOST_NAMED]) + " and more" * (len(found) > _MOST_NAMED)
 
 
-def _asked(config: Any) -> Mapping[str, Any] | None:
-    """Return the ``profiling`` of a configuration if it switches profiling on."""
-    given = config.get("profiling") if isinstance(config, Mapping) else None
-    if isinstance(given, str):
-        return {}
-    return given if isinstance(given, Mapping) and given.get("enable", False) else None
+def _sentences(found: Iterable[str], *, strict: bool) -> list[str]:
+    """Return each sentence once, behind one on an untested version of verl.
 
-
-def _refuse(found: list[str], *, strict: bool) -> None:
-    if found and strict:
-        said = "; ".join(_with_version(found))
-        raise ToolUnavailableError(f"profiling.strict is true, and not all can be recorded: {said}")
-
-
-def _with_version(found: list[str]) -> list[str]:
-    version = untested()
-    return found if version is None else [version, *found]
+    Raises:
+        ToolUnavailableError: There are sentences, and the settings are strict.
+    """
+    notes = list(dict.fromkeys(found))
+    said = [note for note in (untested(), *notes) if note is not None]
+    if notes and strict:
+        problem = "profiling.strict is true, and not all can be recorded"
+        raise ToolUnavailableError(f"{problem}: {'; '.join(said)}")
+    return said

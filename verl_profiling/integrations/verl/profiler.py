@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from verl_profiling.controller.callback import AsyncProfilingCallback, ProfilingCallback
-from verl_profiling.errors import TraceFormatError
+from verl_profiling.errors import ToolUnavailableError, TraceFormatError
 from verl_profiling.integrations.hooks import misfits
-from verl_profiling.integrations.verl.notices import give_up, notes_on
-from verl_profiling.integrations.verl.processes import Processes
+from verl_profiling.integrations.verl import parts_of
+from verl_profiling.integrations.verl.actors import ROLLOUTER, rollout_processes
+from verl_profiling.integrations.verl.notices import OFF, notes_on
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.watch.values import PREFIX, values_of
@@ -28,6 +29,11 @@ _ONWARD_ONLY = ("wandb", "vemlp_wandb")
 """Trackers that reject a step lower than the last one logged."""
 _CONSOLE = "console"
 _MOST_WAITING = 1000
+_GROUPS = (("actor", "actor_rollout_wg"), ("ref", "ref_policy_wg"), ("critic", "critic_wg"))
+_NO_METHODS = (
+    "its workers have no capture methods; let their class inherit verl's own, or a mixin of "
+    "verl_profiling.workers"
+)
 
 _active: Profiler | None = None
 
@@ -52,6 +58,7 @@ class Profiler:
         trainer: The trainer.
         settings: What to profile.
         summaries: Step summaries of the watch that are logged with verl's next steps.
+        misfits: The parts that are not recorded, each with the reason.
     """
 
     stages: Mapping[str, str] = _STAGES
@@ -63,13 +70,11 @@ class Profiler:
         self.trainer = trainer
         self.settings = settings
         self._callback = callback
-        self._processes = Processes(callback, settings)
+        self.misfits: list[str] = []
         self._policy_version = 0
-        self._folders: dict[int, Path] = {}
         self._tracking: Any = None
         self._logged_step = 0
         self.summaries: deque[StepSummary] = deque(maxlen=_MOST_WAITING)
-        self._failed_trackers: set[str] = set()
 
     @contextmanager
     def timed(self, name: str, timer: AbstractContextManager[None]) -> Iterator[None]:
@@ -101,12 +106,86 @@ class Profiler:
         Raises:
             ToolUnavailableError: A part is not recorded, and the settings are strict.
         """
-        self._processes.add(self.trainer, agent_loops)
+        self._add_groups()
+        rollouter = getattr(self.trainer, "rollouter", None)
+        if self.settings.for_role("rollout").enable:
+            self._add_servers(rollouter)
+        processes = rollout_processes(self.trainer, agent_loops) if rollouter is None else {}
+        if rollouter is not None and hasattr(rollouter, "rollout_processes"):
+            import ray
+
+            processes = {**ray.get(rollouter.rollout_processes.remote()), ROLLOUTER: [rollouter]}
+        for role, handles in processes.items():
+            self.add_actors(role, handles)
         if (watch := self._callback.watch) is not None:
             watch.listeners.append(self.summaries.append)
-        found = [*misfits(self.trainer.config), *self._processes.misfits]
+        found = [*misfits(parts_of(self.trainer.config)), *self.misfits]
         for note in notes_on(found, strict=self.settings.strict):
             self._callback.add_note(note)
+
+    def _add_groups(self) -> None:
+        """Add the worker groups; of groups that share processes, a profiled one comes first."""
+        groups = [
+            (role, getattr(self.trainer, name)) for role, name in _GROUPS if hasattr(self.trainer, name)
+        ]
+        groups.sort(key=lambda item: not self.settings.for_role(item[0]).enable)
+        set_up: list[Any] = []
+        for role, group in groups:
+            if not hasattr(group, "init_capture"):
+                self._leave_out(role, _NO_METHODS)
+                continue
+            if not any(group is other for other in set_up):
+                self.misfits += _joined(group.init_capture(self.settings, role))
+                set_up.append(group)
+            self._callback.add_workers(role, group)
+
+    def _add_servers(self, rollouter: Any) -> None:
+        """Add the rollout servers, if they have the capture methods."""
+        import ray
+
+        try:
+            if rollouter is None:
+                replicas = _replicas(self.trainer)
+            else:
+                replicas = ray.get(rollouter.get_replicas.remote())
+            servers = [replica.servers[0] for replica in replicas]
+            if not servers:
+                return
+            self.misfits += _joined(ray.get([server.capture_misfits.remote() for server in servers]))
+        except AttributeError as error:
+            self._leave_out("rollout", f"its servers do not fit ({error})")
+            return
+        self._callback.add_rollout(servers)
+
+    def add_actors(self, role: str, handles: Sequence[Any]) -> None:
+        """Set actors up and add them to the callback, if all of them can be captured.
+
+        Args:
+            role: Their role.
+            handles: Their handles, in order of rank.
+        """
+        if not handles or not self.settings.for_role(role).enable:
+            return
+        if not all(hasattr(handle, "init_capture") for handle in handles):
+            self._leave_out(role, _NO_METHODS)
+            return
+        try:
+            import ray
+
+            # Training waits for these actors as well, however long they take to come up.
+            size = len(handles)
+            calls = [
+                handle.init_capture.remote(self.settings, rank=rank, world_size=size)
+                for rank, handle in enumerate(handles)
+            ]
+            self.misfits += _joined(ray.get(calls))
+        except Exception as error:
+            self._leave_out(role, f"{type(error).__name__}: {error}")
+            return
+        self._callback.add_workers(role, handles)
+
+    def _leave_out(self, role: str, why: str) -> None:
+        self.misfits.append(f"not recorded: the role {role}, because {why}")
 
     def logged(self, tracking: Any, data: Mapping[str, Any], step: int) -> None:
         """Keep the metrics that verl logs after a step, and log one of the watch's summaries with them."""
@@ -116,26 +195,21 @@ class Profiler:
 
     def _log_summary(self, step: int) -> None:
         """Log a summary to verl's trackers but the console, under the summary's step if accepted."""
-        if not self.summaries:
-            return
-        summary = self.summaries.popleft()
-        values = {f"{PREFIX}step": summary.step, **values_of(summary)}
-        for name, tracker in self._tracking.logger.items():
-            if name == _CONSOLE or name in self._failed_trackers:
-                continue
-            try:
-                tracker.log(data=values, step=step if name in _ONWARD_ONLY else summary.step)
-            except Exception as error:
-                self._failed_trackers.add(name)
-                logger.warning("watch: %s gets nothing more: %s: %s", name, type(error).__name__, error)
+        if self.summaries:
+            summary = self.summaries.popleft()
+            values = {f"{PREFIX}step": summary.step, **values_of(summary)}
+            trackers = {name: one for name, one in self._tracking.logger.items() if name != _CONSOLE}
+            log_values(trackers, values, summary.step, step)
 
-    def _activate(self) -> None:
+    @contextmanager
+    def activated(self) -> Iterator[None]:
+        """Make this the profiler of the trainer whose ``fit`` runs in this process."""
         global _active
         _active = self
-
-    def _deactivate(self) -> None:
-        global _active
-        _active = None
+        try:
+            yield
+        finally:
+            _active = None
 
     def _give_up(self, why: str) -> None:
         """Let training go on without this profiler.
@@ -143,32 +217,30 @@ class Profiler:
         Raises:
             ToolUnavailableError: The settings are strict.
         """
-        self._deactivate()
-        give_up(why, strict=self.settings.strict)
-
-    def _note_folder(self, step: int) -> None:
-        """Remember the step folder, if a new one has been written."""
-        folder = self._callback.last_folder
-        if folder is not None and folder not in self._folders.values():
-            self._folders[step] = folder
+        global _active
+        _active = None
+        if self.settings.strict:
+            raise ToolUnavailableError(f"profiling.strict is true, and nothing can be recorded: {why}")
+        logger.error(OFF, why)
 
     def log_rest(self) -> None:
         """Log the remaining summaries and the numbers of the reports, when training has ended."""
-        while self._tracking is not None and self.summaries:
+        if self._tracking is None:
+            return
+        while self.summaries:
             self._log_summary(self._logged_step)
-        if self._tracking is not None and self._folders:
-            log_reports(self._tracking, self._folders, self._logged_step)
+        if (folder := self._callback.last_folder) is not None:
+            log_reports(self._tracking.logger, folder.parent, self._logged_step)
 
 
-def log_reports(tracking: Any, folders: Mapping[int, Path], last_step: int) -> None:
+def log_reports(trackers: Mapping[str, Any], run_folder: Path, last_step: int) -> None:
     """Report on the profiled steps, and log the numbers as ``profiling/...`` under their own steps.
 
-    This reads traces, which takes a while, so it is called at the end of training. Trackers that reject
-    earlier steps get the numbers of the last profiled step only, under ``last_step``.
+    This reads traces, which takes a while, so it is called at the end of training.
 
     Args:
-        tracking: The run's ``Tracking``.
-        folders: Step folders by step; the folder of a continuous capture holds several steps.
+        trackers: Trackers of the run's ``Tracking`` by name.
+        run_folder: The folder of the step folders.
         last_step: Number of the last step that was logged.
     """
     from verl_profiling.report.build import build_report
@@ -176,19 +248,24 @@ def log_reports(tracking: Any, folders: Mapping[int, Path], last_step: int) -> N
     from verl_profiling.timeline.inputs import find_steps
     from verl_profiling.timeline.step import one_by_one
 
-    onward = [name for name in tracking.logger if name in _ONWARD_ONLY]
-    anywhere = [name for name in tracking.logger if name not in _ONWARD_ONLY]
-    data: dict[str, float] = {}
-    for last, folder in sorted(folders.items()):
-        try:
-            (capture,) = find_steps(folder)
+    try:
+        for capture in find_steps(run_folder):
             for inputs in one_by_one(capture):
-                data = {f"profiling/{name}": value for name, value in scalars(build_report(inputs))}
-                tracking.log(data, inputs.step, backend=anywhere)
-        except (TraceFormatError, OSError) as error:
-            logger.warning("step %d cannot be reported on: %s", last, error)
-    if data and onward:
-        tracking.log(data, last_step, backend=onward)
+                values = {f"profiling/{name}": value for name, value in scalars(build_report(inputs))}
+                log_values(trackers, values, inputs.step, last_step)
+    except (TraceFormatError, OSError) as error:
+        logger.warning("%s cannot be reported on: %s", run_folder, error)
+
+
+def log_values(
+    trackers: Mapping[str, Any], values: Mapping[str, float | int], step: int | None, last_step: int
+) -> None:
+    """Log values under their step. Trackers that reject earlier steps get them under ``last_step``."""
+    for name, tracker in trackers.items():
+        try:
+            tracker.log(data=values, step=last_step if name in _ONWARD_ONLY else step)
+        except Exception as error:
+            logger.warning("%s: step %s is not logged: %s: %s", name, step, type(error).__name__, error)
 
 
 def trainer_stage(name: str) -> AbstractContextManager[None]:
@@ -199,3 +276,18 @@ def trainer_stage(name: str) -> AbstractContextManager[None]:
     if _active is None or asyncio._get_running_loop() is not None:
         return nullcontext()
     return _active.stage(name)
+
+
+def _replicas(trainer: Any) -> list[Any]:
+    """Return a trainer's rollout replicas; in each, the first node's server acts for the other nodes."""
+    if hasattr(trainer, "_rollout_server_managers"):
+        managers = trainer._rollout_server_managers()
+    else:  # V0 trainers, and verl 0.9.0
+        named = ("llm_server_manager", "standalone_server_manager")
+        managers = [getattr(trainer, name) for name in named if hasattr(trainer, name)]
+    return [replica for manager in managers for replica in manager.get_replicas()]
+
+
+def _joined(replies: Iterable[Sequence[str] | None]) -> list[str]:
+    """Return the sentences from the replies of several processes."""
+    return [text for reply in replies for text in reply or ()]

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from verl_profiling.controller.callback import ProfilingCallback
 from verl_profiling.integrations.hooks import mark, missing, wrap
+from verl_profiling.integrations.verl.actors import SETTINGS_KEY
 from verl_profiling.integrations.verl.async_trainer import (
     COROUTINES,
     AsyncTrainerProfiler,
@@ -33,12 +33,10 @@ from verl_profiling.integrations.verl.launch import start_workers_under_nsys
 from verl_profiling.integrations.verl.notices import (
     can_be_profiled,
     captured_steps,
-    check_request,
-    remember_request,
+    say_no_trainer_is_hooked,
     say_nothing_is_profiled,
 )
 from verl_profiling.integrations.verl.profiler import Profiler, active_profiler, trainer_stage
-from verl_profiling.integrations.verl.servers import SETTINGS_KEY
 from verl_profiling.manifest import POLLING
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.trajectories import span
@@ -48,6 +46,10 @@ logger = logging.getLogger(__name__)
 _STEP, _ROLLOUT = "step", "gen"
 _ATTRIBUTE = "_verl_profiler"
 _LAST_STEP = "total_training_steps"
+
+_hooked = False
+"""Whether a trainer of this process is hooked."""
+
 _TRANSFER_QUEUE = {
     "kv_batch_get": "transfer_queue_get",
     "kv_batch_put": "transfer_queue_put",
@@ -81,17 +83,12 @@ class TrainerProfiler(Profiler):
             mark(trainer, "on_sample_end", partial(trainer_stage, "on_sample_end"))
         self._generating = False
 
-    def __enter__(self) -> None:
-        self._callback.__enter__()
-        self._activate()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._deactivate()
-        self._callback.__exit__(kind, error, trace)
-        if error is None:
-            self.log_rest()
+    @contextmanager
+    def profiling(self) -> Iterator[None]:
+        """Profile the steps of the block; log what remains when it ends, unless it raises."""
+        with self._callback, self.activated():
+            yield
+        self.log_rest()
 
     def begins(self, name: str) -> AbstractContextManager[None]:
         """Begin the step or the rollout; return the stage of any other timer."""
@@ -108,7 +105,6 @@ class TrainerProfiler(Profiler):
         super().ends(name)
         if name == _STEP and self is active_profiler():
             self._callback.on_step_end({"policy_version/end": self._policy_version})
-            self._note_folder(self.trainer.global_steps)
         elif name == _ROLLOUT:
             self._generating = False
             self._callback.on_rollout_end()
@@ -145,18 +141,21 @@ def _timed(
 
 def hook_tracking(module: Any) -> None:
     """Store the metrics that verl logs for a profiled step with its capture."""
-    wrap(module.Tracking, "__init__", remember_request)
+    wrap(module.Tracking, "__init__", _checked)
     wrap(module.Tracking, "log", _stored)
+
+
+def _checked(init: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    init(self, *args, **kwargs)
+    if not _hooked:
+        say_no_trainer_is_hooked(kwargs.get("config", args[3] if len(args) > 3 else None))
 
 
 def _stored(
     log: Callable[..., Any], self: Any, data: Mapping[str, Any], step: int, *args: Any, **kwargs: Any
 ) -> None:
-    profiler = active_profiler()
-    if profiler is not None:
+    if (profiler := active_profiler()) is not None:
         profiler.logged(self, data, step)
-    else:
-        check_request(self)
     log(self, data, step, *args, **kwargs)
 
 
@@ -238,6 +237,8 @@ class ProfilingTrainerMixin:
 
 
 def _made(init: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    global _hooked
+    _hooked = True
     init(self, *args, **kwargs)
     prepare(self)
 
@@ -266,16 +267,16 @@ def prepare(trainer: Any) -> None:
 
 def _profiled(fit: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     profiler = begin_profiling(self, args, kwargs)
-    with profiler or nullcontext():
+    with nullcontext() if profiler is None else profiler.profiling():
         return fit(self, *args, **kwargs)
 
 
 async def _profiled_coroutine(fit: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     profiler = begin_profiling(self, args, kwargs)
     if isinstance(profiler, AsyncTrainerProfiler):
-        async with profiler:
+        async with profiler.profiling():
             return await fit(self, *args, **kwargs)
-    with profiler or nullcontext():
+    with nullcontext() if profiler is None else profiler.profiling():
         return await fit(self, *args, **kwargs)
 
 
@@ -302,8 +303,7 @@ def _say_on(trainer: Any, settings: ProfilingConfig) -> None:
     # If steps are parameter versions, total_training_steps is not the number of the last step.
     last_step = None if hasattr(trainer, "current_param_version") else getattr(trainer, _LAST_STEP, None)
     steps = captured_steps(settings.schedule, last_step)
-    what = f"{settings.mode} captures of {steps}" if steps else f"no step: {settings.schedule.in_words()}"
-    logger.info("profiling is on in %s: %s", settings.save_path, what)
+    logger.info("profiling is on in %s: %s captures of %s", settings.save_path, settings.mode, steps)
 
 
 def _hand_to_servers(config: Any, settings: ProfilingConfig) -> None:

@@ -15,9 +15,10 @@ from numbers import Integral, Real
 from typing import Any
 
 from verl_profiling.capture.session import process_session
-from verl_profiling.integrations.hooks import mark, missing, wrap
-from verl_profiling.integrations.verl.processes import AGENT_LOOP, REWARD, add_actor_methods
+from verl_profiling.integrations.hooks import mark, wrap
+from verl_profiling.integrations.verl.actors import AGENT_LOOP, REWARD, add_actor_methods
 from verl_profiling.trajectories import current_trajectory, span, trajectory
+from verl_profiling.trajectories.spans import current_span
 
 _TOKENIZING = (
     "ct_build_initial_tokens",
@@ -34,10 +35,9 @@ _STARTS_NOTHING = "verl.tools.base_tool"
 _ABORTED = ("aborted", "abort")
 
 _request_name: ContextVar[str] = ContextVar("verl_profiling_request_name", default="generate")
-_open_request: ContextVar[Any] = ContextVar("verl_profiling_open_request", default=None)
 _pause: ContextVar[ExitStack | None] = ContextVar("verl_profiling_pause", default=None)
 _prepared: set[type[Any]] = set()
-"""Classes of tools and clients, users' own included, that are hooked: each at its first use."""
+"""Classes of tools, users' own included, that are hooked: each at its first use."""
 
 
 def hook_agent_loops(module: Any) -> None:
@@ -64,10 +64,9 @@ def hook_simple_timer(module: Any) -> None:
 
 def hook_clients(module: Any) -> None:
     """Record the requests of ``LLMServerClient``, and of clients that resume aborted requests."""
-    for name in ("_acquire_server", "_vllm_request_id"):
-        if not hasattr(module.LLMServerClient, name):
-            missing(module.LLMServerClient, name)
     wrap(module.LLMServerClient, "generate", _as_request)
+    wrap(module.LLMServerClient, "_vllm_request_id", _noted_id)
+    mark(module.LLMServerClient, "_acquire_server", partial(span, "wait:server"))
     resuming = getattr(module, "FullyAsyncLLMServerClient", None)
     if resuming is not None and "generate" in vars(resuming):
         wrap(resuming, "generate", _with_pauses)
@@ -171,17 +170,12 @@ def _timed(simple_timer: Callable[..., Any], name: str, *args: Any, **kwargs: An
         yield
 
 
-async def _as_request(generate: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    _prepare_client(type(self))
+async def _as_request(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     pause = _pause.get()
     if pause is not None:
         pause.close()
-    with span(_request_name.get()) as opened:
-        token = _open_request.set(opened)
-        try:
-            output = await generate(self, *args, **kwargs)
-        finally:
-            _open_request.reset(token)
+    with span(_request_name.get()):
+        output = await generate(*args, **kwargs)
     aborted = getattr(output, "stop_reason", None) in _ABORTED
     if aborted and pause is not None:
         pause.enter_context(span("wait:resume"))
@@ -201,20 +195,9 @@ async def _with_pauses(generate: Callable[..., Any], *args: Any, **kwargs: Any) 
             _pause.reset(token)
 
 
-def _prepare_client(client_class: type[Any]) -> None:
-    """Hook the parts of a request in a class of clients."""
-    if client_class in _prepared:
-        return
-    _prepared.add(client_class)
-    if hasattr(client_class, "_acquire_server"):
-        mark(client_class, "_acquire_server", partial(span, "wait:server"))
-    if hasattr(client_class, "_vllm_request_id"):
-        wrap(client_class, "_vllm_request_id", _noted_id)
-
-
 def _noted_id(make_id: Callable[..., str], *args: Any, **kwargs: Any) -> str:
     made = make_id(*args, **kwargs)
-    if (request := _open_request.get()) is not None:
+    if (request := current_span()) is not None:
         request.request = str(made)
     return made
 

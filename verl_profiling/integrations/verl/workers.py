@@ -12,7 +12,7 @@ from typing import Any
 
 from verl_profiling.capture.session import process_session, stage
 from verl_profiling.integrations.hooks import mark, misfits, wrap
-from verl_profiling.integrations.verl.processes import add_capture_methods
+from verl_profiling.integrations.verl.actors import add_capture_methods
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.workers import CaptureTimers, FSDPCaptureMixin, MegatronCaptureMixin
 

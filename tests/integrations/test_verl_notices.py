@@ -8,33 +8,23 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from verl_profiling import ProfilingConfig
-from verl_profiling.integrations.verl.dry_run import forecast
-from verl_profiling.integrations.verl.notices import say_nothing_is_profiled, why_nothing
-
-ROLES = ("actor", "rollout")
-
-
-def settings(**given: Any) -> ProfilingConfig:
-    """Return settings that profile in discrete mode."""
-    return ProfilingConfig.from_any({"enable": True, "mode": "discrete", **given})
+from verl_profiling.integrations.verl.notices import captured_steps, say_nothing_is_profiled, why_nothing
+from verl_profiling.settings.schedule import Schedule
 
 
 @pytest.mark.parametrize(
-    ("given", "roles", "last", "says"),
+    ("schedule", "last", "says"),
     [
-        ({"schedule": {"steps": [2, 3, 30]}}, ROLES, 8, "will be captured: steps 2, 3 of actor, rollout"),
-        ({"schedule": {"every": 10}}, ROLES, None, "and more of actor, rollout"),
-        ({"schedule": {"steps": [30]}}, ROLES, 8, "nothing will be captured: schedule.steps=(30,); the last"),
-        ({"schedule": {"every": 10}}, ROLES, 8, "nothing will be captured: schedule.every=10"),
-        ({}, (), 8, "nothing will be captured: no role of this run is selected"),
+        ({"steps": [2, 3, 30]}, 8, "steps 2, 3"),
+        ({"every": 10}, None, "and more"),
+        ({"every": 10}, 8, "no step (schedule.every=10)"),
     ],
 )
-def test_the_last_line_says_what_will_be_captured(
-    given: dict[str, Any], roles: tuple[str, ...], last: int | None, says: str
+def test_the_steps_that_will_be_captured_are_named(
+    schedule: dict[str, Any], last: int | None, says: str
 ) -> None:
-    """Steps and roles that will be captured are named, or that nothing will be."""
-    assert says in forecast(settings(**given), roles, last)
+    """Those that the run has, or that there are none."""
+    assert says in captured_steps(Schedule(**schedule), last)
 
 
 @pytest.mark.parametrize(
