@@ -152,22 +152,22 @@ def test_a_reading_carries_them_and_a_fork_forgets_them(session: Session) -> Non
     """In an agent loop or reward; another worker counts nothing, nor does one whose watch is off."""
     worker = AgentLoopCaptureMixin()
     worker.init_capture({**WATCHED, "watch": {"enable": False}})
-    assert recorder._make_span is None
+    assert recorder._totals is None
     session.reset()
     session.register(ProfilingConfig.from_any({**WATCHED, "tool": "spans"}), WorkerIdentity(role="actor"))
-    assert recorder._make_span is None
+    assert recorder._totals is None
     worker.init_capture(WATCHED)
     with span("generate"):
         pass
     child = os.fork()
     if not child:
-        os._exit(0 if recorder._make_span is None else 1)
+        os._exit(0 if recorder._totals is None else 1)
     assert os.waitpid(child, 0)[1] == 0
     reading = worker.read_watch(WatchQuestion(steps=[(0, 1 << 62)], offsets_ns={clock.domain(): 0}))
     [use] = reading.uses()
     assert [(found.name, found.runs) for found in use.spans] == [("generate", 1)]
     session.reset()
-    assert recorder._make_span is None
+    assert recorder._totals is None
 
 
 def test_spans_of_one_name_in_two_roles_are_not_counted_twice() -> None:

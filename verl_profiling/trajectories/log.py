@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,30 +43,18 @@ class OpenLog:
         self._begin_ns = clock.now_ns()
         self._end_ns = 0
         self._threads: dict[int | None, int | None] = {}
-        self._spans_left_out = 0
-        self._trajectories_left_out = 0
+        self._left_out: Counter[type[Span]] = Counter()
 
-    def add_span(self, span: Span) -> None:
-        """Keep a span that begins."""
+    def add(self, span: Span) -> None:
+        """Keep a span or trajectory that begins, or was open when recording began."""
         facts = span.facts
         if facts:
             _shorten(facts)
-        spans = self.spans
-        if len(spans) < self.max_spans:
-            spans.append(span)
+        kept: list[Any] = self.trajectories if type(span) is Trajectory else self.spans
+        if len(kept) < self.max_spans:
+            kept.append(span)
         else:
-            self._spans_left_out += 1
-
-    def add_trajectory(self, trajectory: Trajectory) -> None:
-        """Keep a trajectory that begins, or was open when recording began."""
-        _shorten(trajectory.facts)
-        if len(self.trajectories) < self.max_spans:
-            self.trajectories.append(trajectory)
-        else:
-            self._trajectories_left_out += 1
-        loop = trajectory.running_loop
-        if loop is not None and trajectory.thread == threading.get_ident() and loop.is_running():
-            trajectory.loop = self.lag.measure(loop)
+            self._left_out[type(span)] += 1
 
     def span_of(self, task: object) -> int:
         """Return the number of a task's innermost open span; the sampling thread calls this."""
@@ -101,8 +90,8 @@ class OpenLog:
             blocks=self.lag.blocks,
             statuses=self.statuses,
             counts=self.counts,
-            spans_left_out=self._spans_left_out,
-            trajectories_left_out=self._trajectories_left_out,
+            spans_left_out=self._left_out[Span],
+            trajectories_left_out=self._left_out[Trajectory],
         )
 
     def _trajectory(self, found: Trajectory, numbers: Mapping[int, int]) -> TrajectoryRecord:
@@ -158,16 +147,9 @@ def _fact(value: Any) -> Fact:
     """Return a value of a type that JSON has; other types as text."""
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, str):
-        return _text(value)
-    try:
-        if isinstance(value, numbers.Integral):
-            return int(value) if abs(int(value)) < 1 << 63 else str(int(value))
-        if isinstance(value, numbers.Real):
-            return float(value)
-    except Exception:
-        return type(value).__name__
-    return _text(value)
+    if isinstance(value, numbers.Integral):
+        return int(value) if abs(int(value)) < 1 << 63 else str(int(value))
+    return float(value) if isinstance(value, numbers.Real) else _text(value)
 
 
 def _text(value: object) -> str:

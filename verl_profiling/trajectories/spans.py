@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
+import traceback
 from asyncio import _get_running_loop, current_task
 from contextvars import ContextVar
 from threading import get_ident
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -58,7 +58,6 @@ class Span(msgspec.Struct, eq=False, gc=False):
     loop: LoopState | None = None
     task: Any = None
     failed: bool = False
-    entered_ns: int = 0
 
     @property
     def trajectory(self) -> Trajectory | None:
@@ -73,9 +72,6 @@ class Span(msgspec.Struct, eq=False, gc=False):
         self.facts.update(facts)
 
     def __enter__(self) -> Self:
-        if self.begin_ns:  # entered again: one span, from the first begin to the last end
-            self.end_ns, self.entered_ns = 0, clock.now_ns()
-            return self
         log = _log
         self.thread = thread = get_ident()
         measured = None
@@ -91,10 +87,10 @@ class Span(msgspec.Struct, eq=False, gc=False):
             measured = None if running is None else log.lag.measure(running)
         _current.set(self)
         _open[id(self)] = self
-        self.begin_ns = self.entered_ns = begin_ns = clock.now_ns()
+        self.begin_ns = begin_ns = clock.now_ns()
         if log is None:
             return self
-        log.add_span(self)
+        log.add(self)
         if measured is not None:
             self.loop = measured
             self.task = current_task(measured.loop)
@@ -102,9 +98,7 @@ class Span(msgspec.Struct, eq=False, gc=False):
                 measured.ask(begin_ns)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self.begin_ns and not self.end_ns:
             self.end_ns = end_ns = clock.now_ns()
             _open.pop(id(self), None)
@@ -119,15 +113,13 @@ class Span(msgspec.Struct, eq=False, gc=False):
             else:
                 _leave(self)
             if _totals is not None:
-                _totals.add(self.name, self.entered_ns, end_ns, kind is not None)
+                _totals.add(self.name, self.begin_ns, end_ns, self.failed)
 
     async def __aenter__(self) -> Self:  # awaits nothing, so that no other task runs
         return self.__enter__()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.__exit__(kind, error, trace)
+    async def __aexit__(self, *exception: Any) -> None:
+        self.__exit__(*exception)
 
 
 class Trajectory(Span, gc=True):
@@ -144,29 +136,16 @@ class Trajectory(Span, gc=True):
     running_loop: Any = None
 
     def __enter__(self) -> Self:
-        self.parent = current_span()
-        self.begin_ns = clock.now_ns()
-        self.end_ns = 0
-        self.thread = get_ident()
         self.running_loop = _get_running_loop()
-        _open[id(self)] = self
-        _current.set(self)
-        if _log is not None:
-            _log.add_trajectory(self)
-        return self
+        return super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if kind is not None and not self.status:
             self.status = _status(kind)
             if self.status == _FAILED:
-                self.error = f"{kind.__name__}: {_said(error)}"
-        self.end_ns = clock.now_ns()
-        _open.pop(id(self), None)
-        _leave(self)
-        if _totals is not None:
-            _totals.add(TRAJECTORY, self.begin_ns, self.end_ns, self.status == _FAILED)
+                self.error = traceback.format_exception_only(kind, error)[0].strip()
+        self.failed = self.status == _FAILED
+        super().__exit__(None, None, None)
 
 
 class _Idle(Trajectory):
@@ -188,8 +167,6 @@ class _Idle(Trajectory):
 _current: ContextVar[Span | None] = ContextVar("verl_profiling_innermost_span", default=None)
 """The span that began last in this thread or task; if it has ended, a parent is the innermost open one."""
 _IDLE: Final = _Idle("", "", {})
-_make_span: type[Span] | None = None
-"""The class of new spans; ``None`` while neither a log nor the watch uses them."""
 
 
 def trajectory(group: object = "", sample: int | str | None = None, **facts: Any) -> Trajectory:
@@ -221,7 +198,7 @@ def span(name: str, /, *, request: str = "", **facts: Any) -> Span:
         request: The engine's id of the request that it waits for.
         **facts: Numbers, texts and truth values to keep.
     """
-    return _IDLE if _make_span is None else _make_span(name, request, facts)
+    return _IDLE if _log is None and _totals is None else Span(name, request, facts)
 
 
 def trajectory_status(group: object, status: str, sample: int | str | None = None) -> None:
@@ -276,13 +253,9 @@ def start_log(log: Any) -> None:
     global _log
     keep_trajectories()
     for running in list(_open.values()):
-        if isinstance(running, Trajectory):
-            log.add_trajectory(running)
-        else:
-            running.loop = None
-            log.add_span(running)
+        running.loop = None
+        log.add(running)
     _log = log
-    _choose_span()
 
 
 def stop_log(log: Any) -> None:
@@ -290,7 +263,6 @@ def stop_log(log: Any) -> None:
     global _log
     if _log is log:
         _log = None
-        _choose_span()
 
 
 def total_spans(totals: Any) -> None:
@@ -303,12 +275,6 @@ def total_spans(totals: Any) -> None:
     if totals is not None:
         keep_trajectories()
     _totals = totals
-    _choose_span()
-
-
-def _choose_span() -> None:
-    global _make_span
-    _make_span = None if _log is None and _totals is None else Span
 
 
 def _forget() -> None:
@@ -329,14 +295,6 @@ def _leave(ended: Span) -> None:
         node = node.parent
     if node is ended:
         _current.set(ended.parent)
-
-
-def _said(error: BaseException | None) -> str:
-    """Return an exception's text, or a note if ``str()`` raises; the exception still propagates."""
-    try:
-        return str(error)
-    except Exception as problem:
-        return f"(its text raised {type(problem).__name__})"
 
 
 def _status(kind: type[BaseException]) -> str:
