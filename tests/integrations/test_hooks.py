@@ -7,14 +7,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from verl_profiling.integrations import hooks
 from verl_profiling.integrations.hooks import Hook, misfits, noting, usable, wrap
-from verl_profiling.integrations.verl import trajectories
 
 AS_EXPECTED = """
 class RewardLoopWorker:
@@ -85,15 +83,6 @@ def test_a_module_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
     assert misfits() == ["not recorded: telegrams, because there is no email.telegrams"]
 
 
-def test_a_module_that_is_not_imported_here_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process imports only some of the modules: what it does not need is not missing."""
-    monkeypatch.setattr(hooks, "_awaiting", [])
-    hook = Hook(module="xml.sax.xmlreader", put_in="any:hook", records="nothing")
-    monkeypatch.delitem(sys.modules, hook.module, raising=False)
-    hook.await_module()
-    assert (hook.missing, misfits(), usable({""})) == (None, [], True)
-
-
 def test_only_what_all_else_depends_on_switches_profiling_off(framework: Framework) -> None:
     """A run is recorded without what it can do without, and without what it does not use."""
     hook = framework(RENAMED_METHOD, part="rewards")
@@ -102,18 +91,6 @@ def test_only_what_all_else_depends_on_switches_profiling_off(framework: Framewo
     assert not usable({"rewards"})
     assert usable({"other"})
     assert misfits({"other"}) == []
-
-
-def test_a_hook_that_fails_does_not_reach_the_framework(
-    framework: Framework, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An import that the hook needs, and a version does not have, is named like what is missing."""
-
-    def failing(module: ModuleType) -> None:
-        raise ImportError("cannot import name 'Dispatch' from 'framework.decorator'")
-
-    monkeypatch.setattr(trajectories, "hook_reward_loops", failing)
-    assert framework(AS_EXPECTED).missing == ["cannot import name 'Dispatch' from 'framework.decorator'"]
 
 
 def test_more_arguments_than_the_hook_reads_fit() -> None:

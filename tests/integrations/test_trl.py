@@ -140,17 +140,6 @@ def test_a_step_is_an_update_however_often_is_generated(
     assert names_of(manifest_of(tmp_path).stages) == stages
 
 
-def test_samples_of_an_older_policy_have_their_old_log_probs(tmp_path: Path) -> None:
-    """Where one rollout is for two steps, the policy's pass over it has the name it has elsewhere."""
-    train(
-        settings(
-            tmp_path, "profiling.tool=spans", "profiling.schedule.steps=[3]", "+grpo.steps_per_generation=4"
-        )
-    )
-    stages = ["rollout", "old_log_prob", "ref_log_prob", "reward", "advantage", "update_actor"]
-    assert names_of(manifest_of(tmp_path, 3).stages) == stages
-
-
 def test_the_reference_of_an_adapter_is_told_from_the_policy(tmp_path: Path) -> None:
     """PEFT computes both with one model, whose adapter is switched off for the reference."""
     config = settings(
@@ -174,21 +163,6 @@ def test_validation_is_a_stage_of_its_own(tmp_path: Path) -> None:
     )
     train(config)
     assert names_of(manifest_of(tmp_path).stages) == [*ROUND, "validate", *ROUND]
-
-
-def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
-    """A step has the number that the trainer gives it; a checkpoint between two of one capture is a stage."""
-    config = settings(tmp_path, "profiling.tool=spans", "profiling.schedule.steps=[1,2,3]")
-    config.profiling.schedule.continuous = True
-    first = make_trainer(config)
-    first.args.save_strategy, first.args.save_steps, first.args.max_steps = "steps", 1, 2
-    train(config, first)
-    assert names_of(manifest_of(tmp_path, 1).stages) == [*ROUND, "save_checkpoint"] * 2
-    again = make_trainer(config)
-    again.add_callback(TRLProfilingCallback(again, config.profiling))
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    resumed = [read_manifest(path.parent) for path in tmp_path.rglob("step_000003/manifest.json")]
-    assert [names_of(manifest.stages) for manifest in resumed] == [ROUND]
 
 
 def test_rloo_has_the_same_stages(tmp_path: Path) -> None:

@@ -11,9 +11,7 @@ import pytest
 
 from integrations.counted_tools import FILE
 from integrations.verl_runs import PLUGINS, ROOT, Run, run_verl
-from verl_profiling.report.watch_frame import logged_steps
 from verl_profiling.trajectory_log import SpanRecord, TrajectoryLog, TrajectoryRecord
-from verl_profiling.watch_log import WatchLogReader
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(1200)]
 
@@ -149,32 +147,3 @@ def test_the_blocking_tool_is_named(run: AgentRun) -> None:
     parses = [function for name, function in blocked if name == "tool:parse"]
     assert parses
     assert all(".parse (tools.py:" in function for function in parses)
-
-
-def test_the_watch_has_the_totals_of_every_step(run: AgentRun) -> None:
-    """Captured or not: each tool as often as it counted itself, and all trajectories."""
-    steps = logged_steps(WatchLogReader(run.run.save_path).read())
-    assert [step.step for step in steps] == [1, 2, 3]
-    found: Counter[str] = Counter()
-    for step in steps:
-        found.update({spans.name: spans.runs for spans in step.spans})
-        assert all(spans.seconds > 0 for spans in step.spans)
-    calls = {name.removeprefix("tool:"): runs for name, runs in found.items() if name.startswith("tool:")}
-    assert calls == Counter(run.tools)
-    assert found["trajectory"] == 3 * PROMPTS * SAMPLES
-    assert found["reward"] >= found["trajectory"]
-    assert found["generate"] > found["trajectory"]
-
-
-def test_scoring_takes_no_longer_in_the_reward_process(run: AgentRun) -> None:
-    """Each trajectory is scored once there, inside of the time that its agent loop waits for it."""
-    waits = {
-        (t.group, str(t.sample)): span
-        for log in run.logs(3)
-        for t in log.trajectories
-        for span in log.spans
-        if span.trajectory == t.id and span.name == "reward"
-    }
-    scores = run.run.trajectories(3, "reward").spans
-    assert len(scores) == len(waits) == PROMPTS * SAMPLES
-    assert seconds(scores) <= seconds(waits.values())

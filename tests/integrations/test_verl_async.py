@@ -116,13 +116,6 @@ class TestOneStepOff:
         requests = [r for r in served if r.policy_version == 2 and r.begin_ns < ended_ns]
         assert len(requests) == PROMPTS * SAMPLES
 
-    def test_windows_of_the_engines(self, run: Run) -> None:
-        """The step is one, in both modes, because generation runs beside it."""
-        rollout = run.worker(2, "rollout")
-        (artifact,) = rollout.artifacts
-        assert artifact.stage == (None if rollout.mode == "e2e" else "rollout")
-        assert rollout.policy_versions == artifact.policy_versions == [1, 2]
-
 
 class TestFullyAsync:
     """A step is a parameter version, made of two batches; samples come through a queue."""
@@ -158,15 +151,6 @@ class TestFullyAsync:
             counted = [*last, *of_name(manifest.stages, stage)[:-1]]
             measured = manifest.metrics[f"timing_s/{TIMERS[stage]}"]
             assert seconds(counted) == pytest.approx(measured, abs=BATCHES * MS)
-
-    def test_a_window_belongs_to_the_versions_that_it_spans(self, run: Run) -> None:
-        """The engine's artifact of a step names its own version and the one before."""
-        for step in (2, 3):
-            rollout = run.worker(step, "rollout")
-            assert rollout.policy_versions == [step - 1, step]
-            assert [artifact.step for artifact in rollout.artifacts] == [step]
-            assert rollout.artifacts[0].policy_versions == [step - 1, step]
-            assert {request.policy_version for request in rollout.requests} <= {step - 1, step}
 
     def test_the_rollouter_is_a_lane(self, run: Run) -> None:
         """Its samples and pauses, and over time its queue and how many samples are stale."""

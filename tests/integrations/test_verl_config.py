@@ -126,17 +126,6 @@ def test_another_word_is_refused() -> None:
         settings_of(verl_config(profiling="torch"))
 
 
-@pytest.mark.parametrize(("engine", "refused"), [("vllm", False), ("sglang", False), ("trtllm", True)])
-def test_engines_without_an_adapter_are_refused(engine: str, refused: bool) -> None:
-    """An engine that cannot be captured is an error with its remedy, which works."""
-    config = verl_config(engine=engine, profiling={"enable": True})
-    if refused:
-        with pytest.raises(ConfigError, match=r"trtllm.*roles\.rollout\.enable=false"):
-            settings_of(config)
-        config.profiling.roles = {"rollout": {"enable": False}}
-    assert settings_of(config) is not None
-
-
 def test_split_replicas_are_refused() -> None:
     """A replica of prefill and decode servers is not captured in part."""
     config = verl_config(profiling={"enable": True})
@@ -247,12 +236,6 @@ def test_finish_commands_become_hooks() -> None:
     assert (other.roles, other.ranks) == (("critic",), "all")
 
 
-def test_other_tools_are_refused() -> None:
-    """A tool of verl's that this package does not have is an error that names the key."""
-    with pytest.raises(ConfigError, match=r"global_profiler\.tool.*precision_debugger"):
-        settings_from_verl(verl_config(steps=[1], tool="precision_debugger"))
-
-
 @pytest.mark.parametrize(
     ("engine", "options"),
     [("vllm", {"modules": True, "memory": True}), ("sglang", {"stack": True, "shapes": True})],
@@ -278,13 +261,6 @@ def test_the_tool_of_the_rollout_has_to_fit_the_device(device: str, tool: str, r
         settings_of(verl_config(device=device, profiling=profiling))
 
 
-def test_an_option_that_the_engine_on_an_npu_has_not_is_refused() -> None:
-    """As the servers would when they start."""
-    profiling = {"enable": True, "tool": "npu", "tools": {"npu": {"shapes": True}}}
-    with pytest.raises(ConfigError, match="does not record shapes on an NPU"):
-        settings_of(verl_config(device="npu", profiling=profiling))
-
-
 @pytest.mark.parametrize(
     ("engine", "settings", "key"),
     [
@@ -307,24 +283,6 @@ def test_what_servers_would_refuse_is_refused_before_they_start(
         settings_of(config)
     config.profiling.roles = {"rollout": {"enable": False}}
     assert settings_of(config) is not None
-
-
-def test_a_token_window_of_sglang_is_refused_by_the_bridge() -> None:
-    """The engine counts from its own start, so ``profile_token_start`` has no meaning there."""
-    rollout = role(enable=True, torch={"profile_token_start": 30, "profile_token_end": 60})
-    with pytest.raises(ConfigError, match=r"rollout\.start: SGLang"):
-        settings_of(verl_config(rollout=rollout, engine="sglang", profiling="verl", steps=[2]))
-
-
-@pytest.mark.parametrize("device", ["cpu", "xpu"])
-def test_activities_that_would_end_an_sglang_server_are_refused(device: str) -> None:
-    """The device is the engine's own, if it has one that differs from the trainer's."""
-    settings = {"enable": True, "tools": {"torch": {"activities": ["cpu", "cuda"]}}}
-    config = verl_config(engine="sglang", profiling=settings)
-    assert settings_of(config) is not None
-    config.actor_rollout_ref.rollout.engine_kwargs = {"sglang": {"device": device}}
-    with pytest.raises(ConfigError, match=f"cuda ends an SGLang that runs on {device}"):
-        settings_of(config)
 
 
 def test_memory_histories_are_bridged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from integrations.wheels import ROOT, run_python, sources
 from verl_profiling import CaptureStateError
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import process_session
-from verl_profiling.integrations.verl import workers as verl_workers
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]
 
@@ -45,21 +44,6 @@ def test_verl_finds_the_installed_plugin(tmp_path: Path) -> None:
         check=False,
     )
     assert run.stdout.splitlines()[-1:] == ["True"], run.stderr
-
-
-@pytest.mark.parametrize("name", ["ActorRolloutRefWorker", "TrainingWorker"])
-def test_worker_groups_bind_the_capture_methods(name: str) -> None:
-    """Verl's dispatch sends each call to every rank; only setting up is waited for there."""
-    import verl_profiling.integrations.verl  # noqa: F401
-
-    workers = pytest.importorskip("verl.workers.engine_workers")
-    from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
-
-    worker_class = getattr(workers, name)
-    for method, waits in (("init_capture", True), ("start_capture", False), ("stop_capture", False)):
-        registered = getattr(getattr(worker_class, method), MAGIC_ATTR)
-        assert registered["dispatch_mode"] is Dispatch.ONE_TO_ALL
-        assert registered["blocking"] is waits
 
 
 ACTOR = ("compute_log_prob", "compute_ref_log_prob", "update_actor", "update_weights")
@@ -138,12 +122,6 @@ def test_the_actor_without_its_adapter_is_the_reference(
             worker.compute_log_prob(tensordict_utils.get_tensordict(tensors, non_tensor_dict=facts))
     assert len(computed) == 3
     assert marked == ["old_log_prob", "old_log_prob", "ref_log_prob"]
-
-
-@pytest.mark.parametrize("data", [None, object(), {}])
-def test_a_batch_of_an_own_kind_is_the_actors(data: Any) -> None:
-    """What a trainer of one's own hands over is looked at, and never in the way."""
-    assert not verl_workers._without_adapter(data)
 
 
 @pytest.mark.parametrize("model_type", ["value_model", "language_model"])

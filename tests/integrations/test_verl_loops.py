@@ -139,32 +139,6 @@ def test_an_exception_inside_the_coroutine_passes(error: BaseException, tmp_path
     assert of_name(found, "update_actor")[0].failed
 
 
-async def test_a_cancelled_task_closes_its_capture(tmp_path: Path) -> None:
-    """``task.cancel()``, which is how Ray cancels an actor's coroutine, ends the capture and the hooks."""
-    from verl_profiling.integrations.verl.profiler import active_profiler
-
-    async def fit(self: Any) -> None:
-        for self.global_steps in (1, 2):
-            await self.fit_step()
-
-    async def fit_step(self: Any) -> None:
-        with timer("step", self.timing):
-            await asyncio.sleep(60)
-
-    trainer = trainer_class(BASES[0], True, fit=fit, fit_step=fit_step)(config_of(tmp_path))
-    task = asyncio.create_task(trainer.fit())
-    while not (tmp_path / "step_000001" / "manifest.json").exists():
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert active_profiler() is None
-    found = manifest(tmp_path, 1)
-    assert found.state == "written"
-    assert not found.complete
-
-
 ONE_STEP_OFF = "verl.experimental.one_step_off_policy.ray_trainer:OneStepOffRayTrainer"
 
 
@@ -195,21 +169,3 @@ def test_the_wait_for_a_batch_that_does_not_come_is_no_step(tmp_path: Path) -> N
     config = config_of(tmp_path, watch={"enable": True}, schedule={"steps": [100]})
     asyncio.run(trainer_class(ONE_STEP_OFF, False, **members)(config).fit())
     assert {line.step for line in WatchLogReader(tmp_path).read()} == {1, 2}
-
-
-def test_nothing_is_silent_where_profiling_is_strict(tmp_path: Path) -> None:
-    """An exception out of ``fit_step`` reaches the caller, and the profiler is gone afterwards."""
-    from verl_profiling.integrations.verl.profiler import active_profiler
-
-    async def fit(self: Any) -> None:
-        self.global_steps = 1
-        await self.fit_step()
-
-    async def broken(self: Any) -> None:
-        raise ValueError("broken")
-
-    trainer = trainer_class(ONE_STEP_OFF, False, fit=fit, fit_step=broken)(config_of(tmp_path, strict=True))
-    with pytest.raises(ValueError, match="broken"):
-        asyncio.run(trainer.fit())
-    assert active_profiler() is None
-    assert not manifest(tmp_path, 1).complete

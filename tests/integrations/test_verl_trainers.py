@@ -127,15 +127,6 @@ def test_step_and_policy_version_are_on_every_rollout_artifact(separate: Run) ->
         assert {request.policy_version for request in rollout.requests} <= {step - 1}
 
 
-def test_every_update_between_two_weight_updates_is_shown(separate: Run) -> None:
-    """The trainer goes through the stages twice before it hands over its weights."""
-    names = [span.name for span in separate.manifest(3).stages]
-    assert names.count("update_actor") == names.count("rollout") == 2
-    assert names[-1] == "update_weights"
-    stages = [a.stage for a in separate.worker(3, "actor").artifacts]
-    assert stages.count("update_actor") == 2
-
-
 def test_the_first_trainer_with_a_critic(v0: Run) -> None:
     """V0 is captured like V1; the critic's stages are with the process that it shares."""
     assert v0.code == 0, v0.output[-4000:]
@@ -154,9 +145,3 @@ def test_the_first_trainer_with_a_critic(v0: Run) -> None:
         "update_weights",
     }
     assert {request.policy_version for request in v0.worker(3, "rollout").requests} == {2}
-
-
-def test_the_critic_shares_its_process_and_is_driven_once(v0: Run) -> None:
-    """Two worker groups on the same processes get one start and one stop per step, as all others do."""
-    rpcs = [(rpc.worker, rpc.method) for rpc in v0.manifest(3).rpcs]
-    assert len(rpcs) == len(set(rpcs)) == 8

@@ -169,21 +169,6 @@ def test_several_outputs_of_one_trajectory_are_added(verl: SimpleNamespace) -> N
     assert (facts["min_version"], facts["max_version"]) == (4, 6)
 
 
-def test_outputs_of_any_kind_do_not_end_a_trajectory(verl: SimpleNamespace) -> None:
-    """What is not as verl has it is left out, and the loop's own error is the one that is seen."""
-
-    async def strange() -> Any:
-        return SimpleNamespace(extra_fields=None, num_turns="many")
-
-    assert only(one_trajectory(verl, strange)).facts["turns"] == 0
-
-    async def raises() -> Any:
-        raise ValueError("no page")
-
-    found = only(one_trajectory(verl, raises))
-    assert (found.status, found.error) == ("failed", "ValueError: no page")
-
-
 def test_an_aborted_request_that_is_resumed_is_a_pause(verl: SimpleNamespace) -> None:
     """Each attempt is a request of its own, and the wait between them has a name; the trajectory is done."""
     client = verl.FullyAsyncLLMServerClient("aborted", "aborted", "stop")
@@ -231,14 +216,6 @@ def test_tool_calls_have_the_names_of_tools(verl: SimpleNamespace) -> None:
     assert sorted(names(log)) == ["tool:(unknown)", "tool:search", "tool:search"]
     assert len(named(log, "tool:(unknown)")[0].facts["asked"]) == 120  # type: ignore[arg-type]
     assert only(log).facts["tool_calls"] == 3
-
-
-def test_only_tools_of_the_sample_have_names(verl: SimpleNamespace) -> None:
-    """A sample may have a selection of tools; one that is not in it is not there."""
-    loop = verl.ToolAgentLoop()
-    data = SimpleNamespace(_active_tools={"sandbox": object()})
-    log = recorded(*(loop._call_tool(SimpleNamespace(name=name), {}, data) for name in ("search", "sandbox")))
-    assert names(log) == ["tool:(unknown)", "tool:sandbox"]
 
 
 def test_starting_a_tool_is_an_environment(verl: SimpleNamespace) -> None:

@@ -104,15 +104,3 @@ def test_steps_that_are_not_profiled_make_no_call(without: Run, profiled: Run) -
         "start_capture": 3,  # engine, agent loop, reward
         "stop_capture": 3,
     }
-
-
-def test_two_profilers_are_refused_when_the_trainer_is_built(tmp_path: Any) -> None:
-    """A run with verl's own profiler on too fails before it trains, and says what to change."""
-    run = run_verl(
-        tmp_path, "profiling=e2e", "global_profiler.steps=[2]", "actor_rollout_ref.actor.profiler.enable=true"
-    )
-    assert run.code != 0
-    assert "verl's own profiler is switched on too (global_profiler.steps=[2])" in run.output
-    assert "set global_profiler.steps=null, or +profiling=verl" in run.output
-    assert "Training Progress" not in run.output
-    assert not run.save_path.exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from integrations.asking_verl import ANSWERS, REQUESTS, SLOW, SLOW_ROLLOUT
 from integrations.verl_runs import PLUGINS, ROOT, Run, run_verl
 from verl_profiling.analysis import open_step
 from verl_profiling.capture_request import Demand
-from verl_profiling.cli import main
 from verl_profiling.commands.trigger import Answer, Job
 from verl_profiling.remote import LocalFolder
 from verl_profiling.run_files import read_run
@@ -181,16 +179,6 @@ class TestSynchronous:
         assert late[f"{PREFIX}update_actor/leader_rank"] == 1
         assert late[f"{PREFIX}memory/actor/peak_bytes"] > 1e8
 
-    def test_verls_own_numbers_are_as_they_were(self, run: Watched) -> None:
-        """Each step is logged once, under its number, and has nothing of the watch in it."""
-        own = [(step, data) for step, data in run.logged if "training/global_step" in data]
-        assert [step for step, _ in own] == list(range(1, STEPS + 1))
-        for step, data in own:
-            assert not [name for name in data if name.startswith("profiling/")]
-            if not run.steps[step].captured:
-                assert data["timing_s/step"] == pytest.approx(run.steps[step].seconds, abs=0.05)
-        assert not any(name.startswith(PREFIX) for name in run.run.output.split())
-
     def test_what_is_asked_in_a_validation_waits_for_the_next_step(self, run: Watched) -> None:
         """It is answered with the step behind, as a whole, of which the validation is no part."""
         answer = run.answer("validation", VALIDATED)
@@ -218,16 +206,6 @@ class TestSynchronous:
         [artifact] = manifest.workers[0].artifacts
         assert artifact.bytes > 10_000
 
-    def test_a_request_can_be_aimed_at_a_replica(self, run: Watched) -> None:
-        """The other engine and the training ranks are not missing: nobody asked for them."""
-        answer = run.answer("validation", 2 * VALIDATED)
-        assert (answer.state, answer.complete) == ("done", True)
-        assert [(worker.name, worker.status) for worker in answer.workers] == [("rollout1", "ok")]
-        manifest = run.run.manifest(2 * VALIDATED + 1)
-        assert manifest.complete
-        assert len(manifest.workers[0].requests) > 1
-        assert main(["check", str(run.run.save_path)]) == 0
-
     def test_a_rank_that_becomes_late_is_noticed_and_captured(self, run: Watched) -> None:
         """After two or three steps, with its peer, and the report begins with it."""
         captured = {step.step: step.captured for step in run.steps.values() if step.captured}
@@ -251,18 +229,6 @@ class TestSynchronous:
         assert row.suspect.startswith("actor_rank1")
         assert row.value - row.peer_value > 0.5 * SLOW_S
         assert rows_of(run.steps[noticed])["update_actor"].lead_ns > 0.9e9 * SLOW_S
-
-    def test_people_can_read_it(self, run: Watched, capsys: pytest.CaptureFixture[str]) -> None:
-        """``top`` shows the late rank and all captures, and the run's page every step."""
-        assert main(["top", str(run.run.save_path), "--once"]) == 0
-        frame = capsys.readouterr().out
-        assert f"step {STEPS}:" in frame
-        assert "4 captures" in frame
-        assert "actor_rank1" in frame
-        assert "roles=actor, ranks=1" in frame
-        assert main(["report", str(run.run.save_path), "--save"]) == 0
-        page = (run.run.save_path / "index.html").read_text()
-        assert all(f"step_{step:06d}" in page for step in (5, 6, 9))
 
 
 def test_a_slow_reward_is_noticed_and_captured(tmp_path: Path) -> None:
@@ -327,10 +293,3 @@ class TestAsynchronous:
             if number > 1:  # the first one waits for its whole batch
                 assert rows["update_actor"].exposed_ns > 0.2 * 1e9 * run.steps[number].seconds
             assert run.steps[number].policy_version == number - 1
-
-    def test_the_wait_names_who_it_was_for(self, run: Watched) -> None:
-        """The first step waits for its whole batch, and a later one for what is not there in time."""
-        waits = [(step.seconds, rows_of(step)["wait:rollout"]) for step in run.steps.values()]
-        long = [row for seconds, row in waits if row.exposed_ns > 0.1e9 * seconds]
-        assert long
-        assert Counter(row.role for row in long).keys() <= {"agent_loop", "rollout", "reward", "rollouter"}

@@ -67,18 +67,9 @@ def test_settings_survive_json() -> None:
     assert ProfilingConfig.from_any(config.to_dict()) == config
 
 
-def test_settings_cannot_be_changed() -> None:
-    """Nobody changes settings behind a worker's back."""
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        on().mode = "discrete"  # type: ignore[misc]
-
-
 WRONG: list[tuple[Any, str, str]] = [
     # settings, dotted key, part of the message
     ({"enbale": True}, "enbale", "did you mean 'enable'?"),
-    ({"schedule": {"step": [1]}}, "schedule.step", "did you mean 'steps'?"),
-    ({"roles": {"actor": {"rank": 0}}}, "roles.actor.rank", "did you mean 'ranks'?"),
-    ({"rollout": {"tokens": 3}}, "rollout.tokens", "choose from: "),
     ({"rollout": {"sglang": {"start": 1}}}, "rollout.sglang.start", "did you mean 'start_step'?"),
     ({"tools": {"torch": {"stacks": True}}}, "tools.torch.stacks", "did you mean 'stack'?"),
     ({"roles": {"actor": {"tools": {"torch": {"a": 1}}}}}, "roles.actor.tools.torch.a", "choose from: "),
@@ -86,45 +77,28 @@ WRONG: list[tuple[Any, str, str]] = [
     ({"tools": {"nsight": {}}}, "tools.nsight", "no tool of that name is used"),
     ({"tool": "troch"}, "tool", "did you mean 'torch'?"),
     ({"tool": "no_such_module:Tool"}, "tool", "No module named 'no_such_module'"),
-    ({"tool": "verl_profiling:Tool"}, "tool", "cannot be imported"),
     ({"tool": "pathlib:Path"}, "tool", "is not a subclass of verl_profiling.tools.Tool"),
-    ({"tool": ":"}, "tool", "cannot be imported"),
-    ({"tool": ".tools:Tool"}, "tool", "cannot be imported"),
     ({"tool": []}, "tool", "is empty"),
     ({"tool": ["torch", "torch"]}, "tool", "names a tool twice"),
     ({"tool": ["nsys", "torch"]}, "tool", "nsys cannot record together with torch"),
-    ({"tool": ["npu", "torch"]}, "tool", "npu cannot record together with torch"),
-    ({"tool": ["npu", "nsys"]}, "tool", "npu cannot record together with nsys"),
-    *(
-        ({"tool": [other, "precision"]}, "tool", f"precision cannot record together with {other}")
-        for other in ("torch", "torch_memory", "nsys", "npu")
-    ),
+    ({"tool": ["torch", "precision"]}, "tool", "precision cannot record together with torch"),
     *(
         ({"tool": tool, "tools": {tool: options}}, f"tools.{tool}.{key}", part)
         for tool, options, key, part in (
             ("nsys", {"arguments": {"o": "x"}}, "arguments.o", "is set by the tool itself"),
-            ("nsys", {"arguments": {"capture-range-end": "x"}}, "arguments.capture-range-end", "is set by"),
             ("npu", {"activities": []}, "activities", "is empty"),
             ("npu", {"export": ["db"]}, "export", "must contain 'text'"),
             ("npu", {"level": "level3"}, "level", "choose from: none, level0, level1, level2"),
             ("npu", {"level": "level0", "aic_metrics": "Memory"}, "aic_metrics", "needs level1 or level2"),
             ("npu", {"level": "none", "mstx": False}, "level", "mstx is false"),
-            ("npu", {"analysis_s": 0}, "analysis_s", "must be greater than 0"),
-            ("npu", {"mini_batches": {"active": 0}}, "mini_batches.active", "must be at least 1"),
             ("precision", {"task": "overflow_check"}, "task", "choose from: statistics, tensor, structure"),
-            ("precision", {"level": "L2"}, "level", "choose from: L0, L1, mix"),
             ("precision", {"task": "structure"}, "level", "must be L0 or mix"),
             ("trajectories", {"max_spans": 0}, "max_spans", "at least 1"),
-            ("torch_memory", {"max_entries": 0}, "max_entries", "must be at least 1"),
-            ("torch_memory", {"steps": 0}, "steps", "must be at least 1, is 0"),
         )
     ),
     ({"roles": {"actor": {"tool": "x"}}}, "roles.actor.tool", "unknown tool 'x'"),
-    ({"roles": {"actor": {"tool": []}}}, "roles.actor.tool", "is empty"),
     ({"mode": "both"}, "mode", "choose from: e2e, discrete"),
-    ({"roles": {"actor": {"mode": "both"}}}, "roles.actor.mode", "choose from: e2e, discrete"),
     ({"save_path": ""}, "save_path", "is empty"),
-    ({"save_path": 3}, "save_path", "Expected `str`"),
     ({"strict": "yes"}, "strict", "Expected `bool`"),
     ({"schedule": []}, "schedule", "must be a mapping, is list"),
     ({"schedule": {"steps": "2,3"}}, "schedule.steps", "Expected `array"),
@@ -132,83 +106,46 @@ WRONG: list[tuple[Any, str, str]] = [
     ({"watch": {"sinks": "tensorboard"}}, "watch.sinks", "write a list: [tensorboard]"),
     ({"watch": {"sinks": ["wandb"]}}, "watch.sinks", "choose from: tensorboard"),
     (
-        {"watch": {"trigger": {"slow_step": float("inf")}}},
-        "watch.trigger.slow_step",
-        "at most 1000000, is inf",
-    ),
-    (
         {"watch": {"trigger": {"slow_stage": float("nan")}}},
         "watch.trigger.slow_stage",
         "greater than 1, is nan",
     ),
-    ({"watch": {"trigger": {"leader": 1}}}, "watch.trigger.leader", "less than 1, is 1"),
-    ({"watch": {"trigger": {"leader": float("nan")}}}, "watch.trigger.leader", "greater than 0, is nan"),
-    ({"watch": {"trigger": {"memory": float("inf")}}}, "watch.trigger.memory", "at most 1000000, is inf"),
     ({"schedule": {"steps": [-1]}}, "schedule.steps", "must be at least 0, is [-1]"),
     ({"schedule": {"steps": [1], "every": 2}}, "schedule.steps", "excludes schedule.every"),
-    ({"schedule": {"steps": [1], "warmup": 2}}, "schedule.steps", "excludes schedule.warmup"),
     ({"schedule": {"every": 2, "wait": 2}}, "schedule.every", "excludes schedule.wait"),
     ({"schedule": {"every": 0}}, "schedule.every", "must be at least 1, is 0"),
-    ({"schedule": {"active": 0}}, "schedule.active", "must be at least 1, is 0"),
-    ({"schedule": {"skip_first": -1}}, "schedule.skip_first", "must be at least 0, is -1"),
     ({"schedule": {"continuous": True}}, "schedule.continuous", "one capture without an end"),
-    ({"select": {"ranks": "0-"}}, "select.ranks", 'write e.g. "0,8-15"'),
     ({"select": {"ranks": "a"}}, "select.ranks", "'a' is not a list of ranks"),
-    ({"select": {"ranks": ""}}, "select.ranks", "is not a list of ranks"),
     ({"select": {"ranks": "5-2"}}, "select.ranks", "'5-2' is not a range of ranks"),
     ({"select": {"ranks": "0-99999999999"}}, "select.ranks", "is not a range of ranks"),
     ({"select": {"ranks": []}}, "select.ranks", "selects nothing"),
     ({"select": {"ranks": -1}}, "select.ranks", "rank -1 is negative"),
-    ({"select": {"ranks": [0, -2]}}, "select.ranks", "rank -2 is negative"),
     ({"select": {"ranks": 1.5}}, "select.ranks", "Expected `int | str | array"),
-    ({"select": {"ranks": True}}, "select.ranks", "Expected `int | str | array"),
-    ({"select": {"replicas": "x"}}, "select.replicas", "is not a list of ranks"),
     ({"select": {"roles": "actor"}}, "select.roles", "Expected `array"),
     ({"roles": {"actor": {"ranks": "x"}}}, "roles.actor.ranks", "is not a list of ranks"),
-    ({"roles": {"actor": {"replicas": "x"}}}, "roles.actor.replicas", "is not a list of ranks"),
     ({"roles": {"actor": 3}}, "roles.actor", "must be a mapping, is int"),
-    ({"roles": 3}, "roles", "Expected `object`"),
-    ({"tools": {"torch": 3}}, "tools.torch", "Expected `object`"),
     ({"tools": {"torch": {"stack": 1}}}, "tools.torch.stack", "Expected `bool`"),
     ({"tools": {"torch": {"activities": ["gpu"]}}}, "tools.torch.activities", "choose from: cpu, cuda, xpu"),
-    ({"tools": {"torch": {"activities": []}}}, "tools.torch.activities", "is empty"),
-    (
-        {"tools": {"torch": {"mini_batches": {"active": 0}}}},
-        "tools.torch.mini_batches.active",
-        "must be at least 1, is 0",
-    ),
     ({"timeouts": {"stop_s": 0}}, "timeouts.stop_s", "must be greater than 0, is 0"),
-    ({"timeouts": {"stop_s": float("nan")}}, "timeouts.stop_s", "must be greater than 0, is nan"),
     ({"timeouts": {"start_s": float("inf")}}, "timeouts.start_s", "must be at most"),
-    ({"timeouts": {"finish_s": 1e300}}, "timeouts.finish_s", "must be at most"),
-    ({"rollout": {"stop_s": float("inf")}}, "rollout.stop_s", "must be at most"),
     ({"save_path": "a\0b"}, "save_path", "holds a NUL character"),
     ({"save_path": "$NO_SUCH_VARIABLE/x"}, "save_path", "$NO_SUCH_VARIABLE in"),
-    ({"save_path": "${NO_SUCH_VARIABLE}/x"}, "save_path", "${NO_SUCH_VARIABLE} in"),
     ({"save_path": "~nobody-of-that-name/x"}, "save_path", "~ in"),
-    ({"timeouts": {"stop_s": "long"}}, "timeouts.stop_s", "Expected `float`"),
     ({"rollout": {"count": 0}}, "rollout.count", "must be at least 1, is 0"),
-    ({"rollout": {"start": -1}}, "rollout.start", "must be at least 0, is -1"),
     ({"rollout": {"by_stage": True}}, "rollout.by_stage", "needs rollout.count"),
     ({"rollout": {"by_stage": True, "count": 1, "start": 1}}, "rollout.by_stage", ""),
-    ({"rollout": {"max_window_s": 0}}, "rollout.max_window_s", ""),
     ({"run_id": "a\0b"}, "run_id", "holds a NUL character"),
     ({"run_id": ""}, "run_id", "is empty"),
     ({"limits": {"min_free_bytes": "much"}}, "limits.min_free_bytes", "'much' is not a size"),
-    ({"limits": {"min_free_bytes": "-1GB"}}, "limits.min_free_bytes", "is not a size"),
     ({"limits": {"min_free_bytes": 1.5}}, "limits.min_free_bytes", "Expected `int"),
-    ({"limits": {"min_free_bytes": True}}, "limits.min_free_bytes", "Expected `int"),
     ({"limits": {"min_free_bytes": -1}}, "limits.min_free_bytes", "must be at least 0, is -1"),
-    ({"limits": {"min_free_bytes": None}}, "limits.min_free_bytes", "Expected `int`"),
     ({"limits": {"keep_last": 0}}, "limits.keep_last", "must be at least 1, is 0"),
     ({"limits": {"memory_share": 0}}, "limits.memory_share", "must be greater than 0, is 0"),
-    ({"limits": {"keep": 2}}, "limits.keep", "unknown key"),
     *(
         ({"after": {"x": {"command": ["a"], **hook}}}, f"after.x.{key}", "")
         for hook, key in (
             ({"command": []}, "command"),
             ({"ranks": "x"}, "ranks"),
-            ({"timeout_s": 0}, "timeout_s"),
             ({"roles": []}, "roles"),
         )
     ),
@@ -217,19 +154,13 @@ WRONG: list[tuple[Any, str, str]] = [
         ({"tool": "spans", "save_path": "memory://bucket/run", **given}, key, part)
         for given, key, part in (
             ({"tool": "nsys"}, "tool", "nsys writes when processes have ended"),
-            ({"roles": {"critic": {"tool": "nsys"}}}, "roles.critic.tool", ""),
             ({"limits": {"keep_last": 3}}, "limits.keep_last", "counts files of a folder"),
             ({"remote": {"staging": "here"}}, "remote.staging", ""),
-            ({"remote": {"retry_s": 0}}, "remote.retry_s", ""),
         )
     ),
-    *(
-        ({"select": {key: value}}, f"select.{key}", "")
-        for key, value in (("pp", "x"), ("tp", []), ("cp", "0-"))
-    ),
+    ({"select": {"pp": "x"}}, "select.pp", ""),
     ({1: 2}, "1", "unknown key"),
     (3, "", "must be a mapping, is int"),
-    ([], "", "must be a mapping, is list"),
 ]
 
 
@@ -255,7 +186,6 @@ def test_a_wrong_value_names_its_key_and_the_remedy(settings: Any, key: str, par
         ({"tool": 3}, "tool"),
         ({"save_path": None}, "save_path"),
         ({"schedule": [1, 2]}, "schedule"),
-        ({"roles": {"actor": {"mode": "both"}}}, "roles.actor.mode"),
         ({"select": Selection(ranks=1.5)}, "select.ranks"),  # type: ignore[arg-type]
         ({"roles": {"actor": RoleOverride(mode="both")}}, "roles.actor.mode"),  # type: ignore[arg-type]
     ],
@@ -294,21 +224,6 @@ def test_settings_that_cannot_do_what_they_say_are_a_caution(
     assert all(part in caution for part in parts), caution
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"watch": {"enable": True, "trigger": {"window": 500}}, "schedule": {"steps": []}},
-        {"watch": {"enable": True, "trigger": {}}, "schedule": {"every": 2}},
-        {"watch": {"enable": True, "trigger": {}}, "schedule": {"repeat": 3}},
-        {"watch": {"enable": True, "steps": 20}},
-        {},
-    ],
-)
-def test_settings_that_do_what_they_say_are_none(settings: dict[str, Any]) -> None:
-    """Also a schedule that leaves steps to the watch, or ends."""
-    assert on(**settings).cautions(has_engines=False) == []
-
-
 def test_a_disabled_config_loads_no_tool() -> None:
     """``enable: false`` builds nothing, so a tool that is not installed does no harm."""
     assert not ProfilingConfig.from_any({"enable": False, "tool": "not_installed:Tool"}).enable
@@ -344,13 +259,6 @@ def test_a_role_overrides_what_it_names_and_nothing_else() -> None:
     assert critic.ranks == frozenset(range(4))
 
 
-def test_selected_roles_are_the_only_ones_enabled() -> None:
-    """``select.roles`` switches all others off."""
-    config = on(select={"roles": ["actor"]})
-    assert config.for_role("actor").enable
-    assert not config.for_role("ref").enable
-
-
 def test_a_worker_is_selected_by_rank_and_replica() -> None:
     """Ranks and replicas both have to match, where they are given."""
     role = on(select={"ranks": "0,8-15", "replicas": "1"}).for_role("rollout")
@@ -379,24 +287,11 @@ def test_a_hundred_thousand_ranks_are_no_problem() -> None:
     assert as_list.ranks == frozenset(range(100_000))
 
 
-def test_many_huge_ranges_are_refused_before_they_fill_the_memory() -> None:
-    """The bound holds for the whole selection, not for each part of it."""
-    with pytest.raises(ConfigError, match="ranks"):
-        parse_ranks(",".join(f"{n}000000-{n + 1}000000" for n in range(100)), "ranks")
-
-
 def test_an_omegaconf_config_is_taken_with_its_interpolations() -> None:
     """A ``DictConfig`` is resolved and gives the same settings as the plain dict."""
     plain = {"enable": True, "save_path": "runs/x", "schedule": {"steps": [2, 3]}}
     node = OmegaConf.create({"root": "runs", "p": {**plain, "save_path": "${root}/x"}})
     assert ProfilingConfig.from_any(node.p) == ProfilingConfig.from_any(plain)
-
-
-def test_omegaconf_nodes_inside_a_dict_are_taken_too() -> None:
-    """A plain dict may hold nodes that were cut out of a ``DictConfig``."""
-    node = OmegaConf.create({"steps": [2, 3]})
-    assert on(schedule=node).schedule.steps == (2, 3)
-    assert on(schedule={"steps": node.steps}).schedule.steps == (2, 3)
 
 
 def test_a_broken_interpolation_is_a_config_error() -> None:
@@ -501,17 +396,6 @@ def test_any_input_gives_settings_or_a_config_error(settings: Any) -> None:
     except ConfigError:
         return
     assert ProfilingConfig.from_any(config.to_dict()) == config
-
-
-@given(st.text(max_size=12) | st.text("0123456789,- ", max_size=12))
-def test_any_text_is_ranks_or_a_config_error(text: str) -> None:
-    """What is accepted as ranks are numbers that are not negative."""
-    try:
-        ranks = parse_ranks(text, "select.ranks")
-    except ConfigError:
-        return
-    assert ranks
-    assert min(ranks) >= 0
 
 
 def test_a_save_path_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

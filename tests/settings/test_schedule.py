@@ -79,22 +79,6 @@ def test_without_continuous_every_step_is_a_capture_of_its_own() -> None:
     assert schedule.step_range(4) == StepRange(4, 4)
 
 
-@pytest.mark.parametrize("schedule", [Schedule(steps=(3, 4, 6), continuous=True)])
-def test_continuous_steps_share_a_capture(schedule: Schedule) -> None:
-    """Consecutive steps are one window, whichever of them is asked for."""
-    assert schedule.step_range(3) == schedule.step_range(4) == StepRange(3, 4)
-    assert schedule.step_range(5) is None
-    assert schedule.step_range(6) == StepRange(6, 6)
-
-
-def test_a_warmup_is_a_capture_apart() -> None:
-    """A continuous capture starts after its warm-up, which is one capture as well."""
-    schedule = Schedule(wait=1, warmup=2, active=2, continuous=True)
-    assert schedule.step_range(2) == schedule.step_range(3) == StepRange(2, 3, Action.WARMUP)
-    assert schedule.step_range(4) == schedule.step_range(5) == StepRange(4, 5)
-    assert schedule.step_range(6) is None
-
-
 @given(
     st.builds(
         Schedule,

@@ -148,29 +148,6 @@ def test_a_loop_that_waits_is_not_blocked(run: Callable[[Body], TrajectoryLog]) 
     assert any(blocks == [] for blocks in tries), "a machine that is busy may stop the loop now and then"
 
 
-def test_a_loop_that_nobody_runs_is_not_blocked() -> None:
-    """A loop that is run piece by piece, as synchronous workers do."""
-    log = OpenLog(100)
-    start_log(log)
-    loop = asyncio.new_event_loop()
-
-    async def piece() -> None:
-        with span("piece"):
-            await asyncio.sleep(0.01)
-
-    try:
-        loop.run_until_complete(piece())
-        time.sleep(0.3)
-        loop.run_until_complete(piece())
-    finally:
-        loop.close()
-        stop_log(log)
-        log.end()
-        found = log.close("here")
-    assert found.blocks == []
-    assert [record.id for record in found.loops] == [0]
-
-
 def test_a_block_that_lasts_when_recording_ends_is_kept() -> None:
     """It ends with the log, which another thread closes."""
     log = OpenLog(100)

@@ -7,17 +7,15 @@ import concurrent.futures
 import contextvars
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from verl_profiling import current_trajectory, span, trajectory, trajectory_status
+from verl_profiling import span, trajectory, trajectory_status
 from verl_profiling.testing import record_step
 from verl_profiling.trajectories import count
 from verl_profiling.trajectories import spans as recorder
@@ -186,39 +184,6 @@ def test_a_span_that_outlives_its_trajectory_ends_with_it() -> None:
     assert (named(log, "later").trajectory, named(log, "later").parent) == (-1, -1)
 
 
-def test_a_generator_may_end_whenever_it_likes() -> None:
-    """One that is finished late, or never, does not become the parent of what comes after it."""
-
-    def tokens() -> Iterator[int]:
-        with span("generator"):
-            yield 1
-            yield 2
-
-    async def stream() -> AsyncIterator[int]:
-        async with span("async generator"):
-            yield 1
-            yield 2
-
-    async def body() -> None:
-        kept = tokens()
-        with span("first"):
-            next(kept)
-        with span("second"):
-            pass
-        kept.close()
-        other = stream()
-        await anext(other)
-        await asyncio.create_task(other.aclose())  # type: ignore[attr-defined]
-        with span("third"):
-            pass
-
-    log = ran(body())
-    assert named(log, "generator").parent == named(log, "first").id
-    assert named(log, "second").parent == -1
-    assert named(log, "third").parent == -1
-    assert all(found.end_ns >= found.begin_ns for found in log.spans)
-
-
 def test_what_is_open_when_recording_ends_is_kept() -> None:
     """The trajectory is still running, and its span ends with the log; the next log shows it again."""
     with trajectory(group="long") as t:
@@ -259,40 +224,11 @@ def test_nothing_is_kept_while_nothing_records() -> None:
     assert recorded(lambda: idle.__enter__()).spans == []
 
 
-def test_the_current_trajectory_is_known_inside(tmp_path: Path) -> None:
-    """From spans too; and outside of one there is none."""
-
-    def body() -> None:
-        assert current_trajectory() is None
-        with trajectory(group="g") as t:
-            with span("x"):
-                assert current_trajectory() is t
-            assert current_trajectory() is t
-        assert current_trajectory() is None
-
-    recorded(body)
-
-
 class Unprintable:
     def __str__(self) -> str:
         raise RuntimeError("no")
 
     __repr__ = __str__
-
-
-class UnprintableError(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no")
-
-
-def test_an_exception_without_a_text_passes_through_as_it_is() -> None:
-    """What cannot be said of it does not take its place."""
-
-    def body() -> None:
-        with pytest.raises(UnprintableError), trajectory(group="g"):
-            raise UnprintableError
-
-    assert only(recorded(body)).error == "trajectories.test_spans.UnprintableError: <exception str() failed>"
 
 
 def test_facts_of_any_kind_are_kept_as_far_as_json_has_them(tmp_path: Path) -> None:
@@ -338,35 +274,3 @@ def test_a_forked_child_records_nothing() -> None:
         stop_log(log)
         log.end()
         log.close("here")
-
-
-@settings(max_examples=25)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans()), max_size=12))
-def test_any_program_of_spans_leaves_a_log_that_is_in_order(program: list[tuple[int, int, bool]]) -> None:
-    """No negative span, none outside of its trajectory, none with a parent of another trajectory."""
-
-    async def run(depth: int, breadth: int, fails: bool) -> None:
-        with span("s"):
-            if depth:
-                await asyncio.gather(
-                    *(run(depth - 1, breadth, fails and place == 1) for place in range(breadth)),
-                    return_exceptions=True,
-                )
-            await asyncio.sleep(0)
-            if fails:
-                raise ValueError
-
-    async def one(depth: int, breadth: int, fails: bool) -> None:
-        async with trajectory(group="g"):
-            await run(depth, breadth, fails)
-
-    async def body() -> None:
-        await asyncio.gather(*(one(*part) for part in program), return_exceptions=True)
-
-    log = ran(body(), most=10_000)
-    assert len(log.trajectories) == len(program)
-    for found in log.spans:
-        owner = log.trajectories[found.trajectory]
-        assert owner.begin_ns <= found.begin_ns <= found.end_ns <= owner.end_ns
-        if found.parent != -1:
-            assert log.spans[found.parent].trajectory == found.trajectory
