@@ -33,7 +33,6 @@ CODE = (
     "verl_profiling/integrations/verl/__init__.py",
     "verl_profiling/integrations/verl/trainer.py",
     "verl_profiling/integrations/verl/workers.py",
-    "verl_profiling/integrations/verl/actors.py",
 )
 UNPROFILED, PROFILED = 24, 5
 MODES = ("e2e", "discrete")
@@ -47,7 +46,6 @@ CAPTURES = (
     "verl_profiling/tools/torch_profiler.py",
     "verl_profiling/engines/recorder.py",
     "verl_profiling/engines/vllm.py",
-    "verl_profiling/integrations/verl/actors.py",
 )
 
 

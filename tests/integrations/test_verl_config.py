@@ -11,7 +11,13 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from verl_profiling import ConfigError
-from verl_profiling.integrations.verl.bridge import settings_from_verl, settings_of
+from verl_profiling.integrations.verl.bridge import (
+    captured_steps,
+    settings_from_verl,
+    settings_of,
+    why_nothing,
+)
+from verl_profiling.settings.schedule import Schedule
 
 TORCH = {
     "contents": [],
@@ -294,3 +300,35 @@ def test_memory_histories_are_bridged(tmp_path: Path, monkeypatch: pytest.Monkey
     [tool] = settings.for_role("actor").tools
     assert (tool.options.max_entries, tool.options.steps) == (500, 3)
     assert tool.options.oom_folder == str(tmp_path / "out/oom")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "last", "says"),
+    [
+        ({"steps": [2, 3, 30]}, 8, "steps 2, 3"),
+        ({"every": 10}, None, "and more"),
+        ({"every": 10}, 8, "no step (schedule.every=10)"),
+    ],
+)
+def test_the_steps_that_will_be_captured_are_named(
+    schedule: dict[str, Any], last: int | None, says: str
+) -> None:
+    """Those that the run has, or that there are none."""
+    assert says in captured_steps(Schedule(**schedule), last)
+
+
+@pytest.mark.parametrize(
+    ("profiling", "steps", "says"),
+    [
+        ({"schedule": {"steps": [2]}, "mode": "e2e"}, None, "has settings (schedule, mode) and does not say"),
+        ("verl", None, "global_profiler.steps names no step"),
+        ("verl", [2], "no role's profiler.enable is true"),
+        ({"enable": False}, None, ""),
+        ({}, None, ""),
+    ],
+)
+def test_a_block_that_profiles_nothing_says_why(profiling: Any, steps: Any, says: str) -> None:
+    """A recipe's own block that replaces the chosen group is loud; what is switched off is silent."""
+    config = OmegaConf.create({"profiling": profiling, "global_profiler": {"steps": steps}})
+    assert says in why_nothing(config)
+    assert bool(says) == bool(why_nothing(config))

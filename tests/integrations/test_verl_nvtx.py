@@ -10,7 +10,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from integrations.wheels import run_python
-from verl_profiling.integrations.verl.bridge import settings_without_checks
 from verl_profiling.integrations.verl.launch import hook_runtime_env, injection_notice
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.tools.devices import NO_INJECTION, VARIABLE
@@ -71,18 +70,6 @@ def test_verls_way_to_keep_the_inherited_value_is_kept(monkeypatch: pytest.Monke
     assert injection_notice(settings) == ""
     monkeypatch.setenv(VARIABLE, "/usr/lib/libcupti.so")
     assert injection_notice(settings).startswith("warning: VERL_KEEP_NVTX_INJECTION=1")
-
-
-def test_reading_the_settings_early_changes_nothing() -> None:
-    """``profiling=verl`` switches verl's own profiler off when the run begins, and not before."""
-    config = config_of("verl")
-    config.global_profiler.update(tool="torch", steps=[2])
-    config.actor_rollout_ref.actor = {"profiler": {"enable": True, "tool": "torch", "all_ranks": True}}
-    before = OmegaConf.to_container(config)
-    settings = settings_without_checks(config)
-    assert settings is not None
-    assert settings.enable
-    assert OmegaConf.to_container(config) == before
 
 
 @pytest.mark.verl

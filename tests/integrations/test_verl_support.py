@@ -14,14 +14,9 @@ import pytest
 from verl_profiling import ProfilingConfig, ToolUnavailableError
 from verl_profiling.integrations import hooks
 from verl_profiling.integrations.hooks import Hook
-from verl_profiling.integrations.verl import notices
-from verl_profiling.integrations.verl.notices import (
-    can_be_profiled,
-    notes_on,
-    say_no_trainer_is_hooked,
-)
-from verl_profiling.integrations.verl.profiler import active_profiler
-from verl_profiling.integrations.verl.trainer import TrainerProfiler
+from verl_profiling.integrations.verl import profiler as profilers
+from verl_profiling.integrations.verl.profiler import active_profiler, can_be_profiled, notes_on
+from verl_profiling.integrations.verl.trainer import TrainerProfiler, say_no_trainer_is_hooked
 
 CONFIG: dict[str, Any] = {}
 LOST = "not recorded: requests, because verl.clients has no Client.generate"
@@ -37,7 +32,7 @@ def hook(missing: list[str], *, needed: bool) -> Hook:
 @pytest.fixture(autouse=True)
 def nothing_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin as a new process that runs an unknown verl."""
-    monkeypatch.setattr(notices, "untested", lambda: "verl 9.9 was not tested")
+    monkeypatch.setattr(profilers, "untested", lambda: "verl 9.9 was not tested")
     monkeypatch.setattr(hooks, "_awaiting", [])
 
 
@@ -100,7 +95,7 @@ def test_a_run_that_asks_for_nothing_hears_nothing(config: Any, caplog: pytest.L
 
 LOGGING = """
 import logging
-from verl_profiling.integrations.verl.notices import let_lines_through
+from verl_profiling.integrations.verl.profiler import let_lines_through
 
 for _ in range(2):
     let_lines_through()

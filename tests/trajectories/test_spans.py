@@ -7,7 +7,7 @@ import concurrent.futures
 import contextvars
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -182,6 +182,39 @@ def test_a_span_that_outlives_its_trajectory_ends_with_it() -> None:
     assert named(log, "background").open
     assert not named(log, "background").failed
     assert (named(log, "later").trajectory, named(log, "later").parent) == (-1, -1)
+
+
+def test_a_generator_may_end_whenever_it_likes() -> None:
+    """One that is finished late, or never, does not become the parent of what comes after it."""
+
+    def tokens() -> Iterator[int]:
+        with span("generator"):
+            yield 1
+            yield 2
+
+    async def stream() -> AsyncIterator[int]:
+        async with span("async generator"):
+            yield 1
+            yield 2
+
+    async def body() -> None:
+        kept = tokens()
+        with span("first"):
+            next(kept)
+        with span("second"):
+            pass
+        kept.close()
+        other = stream()
+        await anext(other)
+        await asyncio.create_task(other.aclose())  # type: ignore[attr-defined]
+        with span("third"):
+            pass
+
+    log = ran(body())
+    assert named(log, "generator").parent == named(log, "first").id
+    assert named(log, "second").parent == -1
+    assert named(log, "third").parent == -1
+    assert all(found.end_ns >= found.begin_ns for found in log.spans)
 
 
 def test_what_is_open_when_recording_ends_is_kept() -> None:

@@ -81,11 +81,11 @@ _RECORDS = {
         "workers:hook_offloading": "what Megatron engines move between host and device",
     },
     ("verl.workers.rollout.vllm_rollout.vllm_async_server", "vllm"): {
-        "actors:hook_vllm_server": "the role rollout and its policy versions, with vLLM",
+        "workers:hook_vllm_server": "the role rollout and its policy versions, with vLLM",
         "launch:hook_vllm_replica": "vLLM engines with tool nsys",
     },
     ("verl.workers.rollout.sglang_rollout.async_sglang_server", "sglang"): {
-        "actors:hook_sglang_server": "the role rollout and its policy versions, with SGLang",
+        "workers:hook_sglang_server": "the role rollout and its policy versions, with SGLang",
     },
     ("verl.experimental.agent_loop.agent_loop", EVERY): {
         "trajectories:hook_agent_loops": "trajectories (role agent_loop)",

@@ -12,6 +12,7 @@ import logging
 import math
 import shlex
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.limits import EVERY_RANK
+from verl_profiling.settings.schedule import Action, Schedule
 from verl_profiling.tools import nsys
 from verl_profiling.tools.nsys import NsysTool
+from verl_profiling.units import step_list
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,8 @@ _SWITCHED_OFF = "set profiling.roles.rollout.enable=false"
 _EVERYWHERE = (*TRAINING_ROLES, ROLLOUT_ROLE)
 _BLOCKS = {role: f"actor_rollout_ref.{role}.profiler" for role in ("actor", "ref", ROLLOUT_ROLE)}
 _BLOCKS["critic"] = "critic.profiler"
+_MOST_NAMED = 10
+_FAR = 100_000
 _TOOLS = ("torch", "torch_memory", "npu", "nsys")
 _REPLICA_SIZES = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
 
@@ -107,18 +112,6 @@ def settings_of(config: Any) -> ProfilingConfig | None:
     )
 
 
-def settings_without_checks(config: Any) -> ProfilingConfig | None:
-    """Return the settings in a verl configuration unchecked; change nothing there, and log nothing.
-
-    Raises:
-        ConfigError: They are wrong.
-    """
-    given = config.get("profiling")
-    if given is None:
-        return None
-    return ProfilingConfig.from_any(_bridged(config, []) if isinstance(given, str) else given)
-
-
 def settings_from_verl(config: Any) -> ProfilingConfig:
     """Return the settings that correspond to the profiler blocks of a verl configuration.
 
@@ -135,6 +128,42 @@ def settings_from_verl(config: Any) -> ProfilingConfig:
     for note in notes:
         logger.warning("%s", note)
     return settings
+
+
+def why_nothing(config: Any) -> str:
+    """Return why a configuration with ``profiling`` profiles nothing; empty if it is switched off on purpose.
+
+    Args:
+        config: A whole verl configuration that yields no settings.
+    """
+    given = config.get("profiling")
+    if isinstance(given, Mapping) and given and "enable" not in given:
+        return (
+            f"profiling has settings ({', '.join(map(str, given))}) and does not say enable; if a group was "
+            "chosen (profiling=verl), this block replaced it. Set profiling.enable=true, or remove the block "
+            "where it is defined"
+        )
+    if given == "verl":
+        named = config.global_profiler.get("steps")
+        why = "no role's profiler.enable is true" if named else "global_profiler.steps names no step"
+        return f"profiling=verl takes the settings of verl's own profiler, and {why}"
+    return ""
+
+
+def captured_steps(schedule: Schedule, last_step: int | None) -> str:
+    """Return which steps will be captured, e.g. ``steps 2, 3``, or ``no step (schedule.every=10)``.
+
+    Args:
+        schedule: The schedule.
+        last_step: Number of the run's last step, if it is known.
+    """
+    last = schedule.last_step(last_step)
+    steps = range(1, _FAR if last is None else last + 1) if schedule.steps is None else sorted(schedule.steps)
+    recorded = (step for step in steps if step <= (last or _FAR) and schedule.action(step) is Action.RECORD)
+    found = list(islice(recorded, _MOST_NAMED + 1))
+    if not found:
+        return f"no step ({schedule.in_words()})"
+    return step_list(found[:_MOST_NAMED]) + " and more" * (len(found) > _MOST_NAMED)
 
 
 def expected_ranges(config: Any, settings: ProfilingConfig) -> dict[str, int]:

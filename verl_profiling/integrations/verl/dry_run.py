@@ -24,9 +24,14 @@ from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hin
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.integrations.hooks import Hook, misfits, usable
 from verl_profiling.integrations.verl import HOOKS, parts_of, untested
-from verl_profiling.integrations.verl.bridge import expected_ranges, plays, settings_of
+from verl_profiling.integrations.verl.bridge import (
+    captured_steps,
+    expected_ranges,
+    plays,
+    settings_of,
+    why_nothing,
+)
 from verl_profiling.integrations.verl.launch import injection_notice
-from verl_profiling.integrations.verl.notices import captured_steps, why_nothing
 from verl_profiling.integrations.verl.workers import WORKER_STAGES
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.units import step_list

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,10 +13,9 @@ from typing import Any
 
 from verl_profiling.controller.callback import AsyncProfilingCallback, ProfilingCallback
 from verl_profiling.errors import ToolUnavailableError, TraceFormatError
-from verl_profiling.integrations.hooks import misfits
-from verl_profiling.integrations.verl import parts_of
-from verl_profiling.integrations.verl.actors import ROLLOUTER, rollout_processes
-from verl_profiling.integrations.verl.notices import OFF, notes_on
+from verl_profiling.integrations.hooks import misfits, usable
+from verl_profiling.integrations.verl import parts_of, untested
+from verl_profiling.integrations.verl.workers import ROLLOUTER, rollout_processes
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.watch.values import PREFIX, values_of
@@ -29,6 +29,7 @@ _ONWARD_ONLY = ("wandb", "vemlp_wandb")
 """Trackers that reject a step lower than the last one logged."""
 _CONSOLE = "console"
 _MOST_WAITING = 1000
+_OFF = "profiling is switched off, training goes on: %s"
 _GROUPS = (("actor", "actor_rollout_wg"), ("ref", "ref_policy_wg"), ("critic", "critic_wg"))
 _NO_METHODS = (
     "its workers have no capture methods; let their class inherit verl's own, or a mixin of "
@@ -221,7 +222,7 @@ class Profiler:
         _active = None
         if self.settings.strict:
             raise ToolUnavailableError(f"profiling.strict is true, and nothing can be recorded: {why}")
-        logger.error(OFF, why)
+        logger.error(_OFF, why)
 
     def log_rest(self) -> None:
         """Log the remaining summaries and the numbers of the reports, when training has ended."""
@@ -291,3 +292,62 @@ def _replicas(trainer: Any) -> list[Any]:
 def _joined(replies: Iterable[Sequence[str] | None]) -> list[str]:
     """Return the sentences from the replies of several processes."""
     return [text for reply in replies for text in reply or ()]
+
+
+def can_be_profiled(config: Any, settings: ProfilingConfig) -> bool:
+    """Return whether anything of a run can be recorded; log the reason if not.
+
+    Raises:
+        ToolUnavailableError: A part cannot be recorded, and the settings are strict.
+    """
+    parts = parts_of(config)
+    notes = sentences(misfits(parts), strict=settings.strict)
+    if not usable(parts):
+        logger.error(_OFF, "; ".join(notes))
+        return False
+    return True
+
+
+def notes_on(found: Iterable[str], *, strict: bool) -> list[str]:
+    """Log once which parts are not recorded in some process, and return them for the manifests.
+
+    Args:
+        found: Sentences from all processes, with repetitions.
+        strict: Whether such a part ends the run.
+
+    Raises:
+        ToolUnavailableError: There is such a part, and the settings are strict.
+    """
+    notes = sentences(found, strict=strict)
+    let_lines_through()
+    if notes:
+        logger.warning("profiling: %s", "; ".join(notes))
+    return notes
+
+
+def let_lines_through() -> None:
+    """Print this package's log lines from ``INFO`` up, unless its logger has a level of its own.
+
+    verl sets the root logger to ``WARNING``. Importing vLLM's server sets it and its handlers to ``ERROR``.
+    """
+    package = logging.getLogger(__name__.partition(".")[0])
+    package.setLevel(package.level or logging.INFO)
+    passing = min((handler.level for handler in logging.getLogger().handlers), default=sys.maxsize)
+    if passing > package.level and not package.handlers:
+        handler = logging.StreamHandler()
+        handler.addFilter(lambda record: record.levelno < passing)
+        package.addHandler(handler)
+
+
+def sentences(found: Iterable[str], *, strict: bool) -> list[str]:
+    """Return each sentence once, behind one on an untested version of verl.
+
+    Raises:
+        ToolUnavailableError: There are sentences, and the settings are strict.
+    """
+    notes = list(dict.fromkeys(found))
+    said = [note for note in (untested(), *notes) if note is not None]
+    if notes and strict:
+        problem = "profiling.strict is true, and not all can be recorded"
+        raise ToolUnavailableError(f"{problem}: {'; '.join(said)}")
+    return said

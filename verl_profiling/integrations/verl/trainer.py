@@ -19,8 +19,8 @@ from functools import partial
 from typing import Any
 
 from verl_profiling.controller.callback import ProfilingCallback
-from verl_profiling.integrations.hooks import mark, missing, wrap
-from verl_profiling.integrations.verl.actors import SETTINGS_KEY
+from verl_profiling.errors import ToolUnavailableError
+from verl_profiling.integrations.hooks import mark, misfits, missing, wrap
 from verl_profiling.integrations.verl.async_trainer import (
     COROUTINES,
     AsyncTrainerProfiler,
@@ -28,15 +28,17 @@ from verl_profiling.integrations.verl.async_trainer import (
     hook_rollouter,
     makes_samples,
 )
-from verl_profiling.integrations.verl.bridge import settings_of
+from verl_profiling.integrations.verl.bridge import captured_steps, settings_of, why_nothing
 from verl_profiling.integrations.verl.launch import start_workers_under_nsys
-from verl_profiling.integrations.verl.notices import (
+from verl_profiling.integrations.verl.profiler import (
+    Profiler,
+    active_profiler,
     can_be_profiled,
-    captured_steps,
-    say_no_trainer_is_hooked,
-    say_nothing_is_profiled,
+    let_lines_through,
+    sentences,
+    trainer_stage,
 )
-from verl_profiling.integrations.verl.profiler import Profiler, active_profiler, trainer_stage
+from verl_profiling.integrations.verl.workers import SETTINGS_KEY
 from verl_profiling.manifest import POLLING
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.trajectories import span
@@ -46,6 +48,11 @@ logger = logging.getLogger(__name__)
 _STEP, _ROLLOUT = "step", "gen"
 _ATTRIBUTE = "_verl_profiler"
 _LAST_STEP = "total_training_steps"
+
+_NO_HOOK = (
+    "profiling: the configuration asks for it, and this trainer is not profiled: no method of it is hooked. "
+    "A trainer class of your own inherits verl_profiling.integrations.verl.trainer.ProfilingTrainerMixin"
+)
 
 _hooked = False
 """Whether a trainer of this process is hooked."""
@@ -151,6 +158,22 @@ def _checked(init: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> 
         say_no_trainer_is_hooked(kwargs.get("config", args[3] if len(args) > 3 else None))
 
 
+def say_no_trainer_is_hooked(config: Any) -> None:
+    """Log that a run whose configuration switches profiling on is not profiled.
+
+    Raises:
+        ToolUnavailableError: The settings are strict.
+    """
+    given = config.get("profiling") if isinstance(config, Mapping) else None
+    settings = {"enable": True} if isinstance(given, str) else given
+    if not isinstance(settings, Mapping) or not settings.get("enable"):
+        return
+    text = "; ".join([_NO_HOOK, *sentences(misfits(), strict=False)])
+    if settings.get("strict"):
+        raise ToolUnavailableError(text)
+    logger.error("%s", text)
+
+
 def _stored(
     log: Callable[..., Any], self: Any, data: Mapping[str, Any], step: int, *args: Any, **kwargs: Any
 ) -> None:
@@ -254,7 +277,9 @@ def prepare(trainer: Any) -> None:
         return
     settings = settings_of(trainer.config)
     if settings is None:
-        say_nothing_is_profiled(trainer.config)
+        if why := why_nothing(trainer.config):
+            let_lines_through()
+            logger.warning("profiling: nothing is profiled: %s", why)
         return
     if not can_be_profiled(trainer.config, settings):
         return

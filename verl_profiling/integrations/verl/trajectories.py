@@ -16,7 +16,7 @@ from typing import Any
 
 from verl_profiling.capture.session import process_session
 from verl_profiling.integrations.hooks import mark, wrap
-from verl_profiling.integrations.verl.actors import AGENT_LOOP, REWARD, add_actor_methods
+from verl_profiling.integrations.verl.workers import AGENT_LOOP, REWARD, add_actor_methods
 from verl_profiling.trajectories import current_trajectory, span, trajectory
 from verl_profiling.trajectories.spans import current_span
 
