@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -19,13 +18,9 @@ REQUESTS = "ASKING_VERL_REQUESTS"
 SLOW = "ASKING_VERL_SLOW"
 """JSON: ``rank`` of the actor, ``first`` update that is slow, and how many ``seconds`` longer that takes, or
 how many ``times`` as long, if that is more: other work may make all of it slow."""
-SLOW_ROLLOUT = "ASKING_VERL_SLOW_ROLLOUT"
-"""JSON: ``flag``, a file that is made when update ``after`` ends; from then on each sample is rated in
-``reward_s`` more seconds."""
 ANSWERS = "asked.jsonl"
 
 updates = 0
-slow_rollout: dict[str, Any] = json.loads(os.environ.get(SLOW_ROLLOUT, "{}"))
 
 
 def ask(when: str, step: int) -> None:
@@ -71,8 +66,6 @@ def asking_in_checkpoints(module: Any) -> None:
         begin_s = time.monotonic()
         output = train(self, data)
         took_s = time.monotonic() - begin_s
-        if slow_rollout and self.rank == 0 and updates == slow_rollout["after"]:
-            Path(slow_rollout["flag"]).touch()
         slow = json.loads(os.environ.get(SLOW, "{}"))
         if slow and self.rank == slow["rank"] and updates >= slow["first"]:
             time.sleep(max(slow["seconds"], slow["times"] * took_s))
@@ -84,19 +77,6 @@ def asking_in_checkpoints(module: Any) -> None:
     module.TrainingWorker.train_mini_batch = trained
 
 
-def slow_to_rate(module: Any) -> None:
-    """Have each sample rated late."""
-    rate = module.NaiveRewardManager.run_single
-
-    async def rated(self: Any, data: Any) -> Any:
-        if slow_rollout and Path(slow_rollout["flag"]).exists():
-            await asyncio.sleep(slow_rollout["reward_s"])
-        return await rate(self, data)
-
-    module.NaiveRewardManager.run_single = rated
-
-
-if {REQUESTS, SLOW, SLOW_ROLLOUT} & os.environ.keys():  # a run, not the tests that start it
+if {REQUESTS, SLOW} & os.environ.keys():  # a run, not the tests that start it
     register_post_import_hook(asking_in_validation, "verl.trainer.ppo.v1.trainer_base")
     register_post_import_hook(asking_in_checkpoints, "verl.workers.engine_workers")
-    register_post_import_hook(slow_to_rate, "verl.experimental.reward_loop.reward_manager.naive")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -203,20 +201,6 @@ def test_an_exception_is_the_users_and_costs_no_recording(tmp_path: Path) -> Non
     assert [worker.status for worker in manifest.workers] == ["ok"]
     trainer.train()
     assert trainer.state.global_step == 3
-
-
-async def test_a_notebook_trains_on_another_thread(tmp_path: Path) -> None:
-    """Where an event loop runs, training is refused before it begins, with what to write instead."""
-    config = settings(tmp_path)
-    trainer = make_trainer(config)
-    trainer.add_callback(TRLProfilingCallback(trainer, config.profiling))
-    with pytest.raises(CaptureStateError, match=re.escape("await asyncio.to_thread(trainer.train)")):
-        trainer.train()
-    assert trainer.state.global_step == 0
-    await asyncio.to_thread(trainer.train)
-    manifest = manifest_of(tmp_path)
-    assert [worker.status for worker in manifest.workers] == ["ok"]
-    assert names_of(manifest.stages) == ROUND
 
 
 def test_switched_off_the_trainer_is_as_it_was(tmp_path: Path, session: Session) -> None:

@@ -132,14 +132,6 @@ def test_another_word_is_refused() -> None:
         settings_of(verl_config(profiling="torch"))
 
 
-def test_split_replicas_are_refused() -> None:
-    """A replica of prefill and decode servers is not captured in part."""
-    config = verl_config(profiling={"enable": True})
-    config.actor_rollout_ref.rollout.disaggregation = {"enabled": True}
-    with pytest.raises(ConfigError, match="prefill and decode"):
-        settings_of(config)
-
-
 def test_roles_and_ranks_are_bridged() -> None:
     """A role that verl profiles is profiled on the same ranks, rank 0 where none are named."""
     settings = settings_from_verl(
@@ -174,13 +166,6 @@ def test_contents_are_bridged(contents: list[str], expected: dict[str, Any]) -> 
         verl_config(actor=role(enable=True, torch={"contents": contents}), steps=[1])
     )
     assert settings.roles["actor"].tools["torch"] == expected
-
-
-@pytest.mark.parametrize(("engine", "memory"), [("vllm", True), ("sglang", False)])
-def test_engines_get_what_they_have(engine: str, memory: bool) -> None:
-    """Contents that an engine does not have are left out for it, so that taking over does not fail."""
-    settings = settings_from_verl(verl_config(rollout=role(enable=True), engine=engine, steps=[1]))
-    assert settings.roles["rollout"].tools["torch"] == {"stack": True, "shapes": True, "memory": memory}
 
 
 def test_windows_are_bridged() -> None:
@@ -289,17 +274,6 @@ def test_what_servers_would_refuse_is_refused_before_they_start(
         settings_of(config)
     config.profiling.roles = {"rollout": {"enable": False}}
     assert settings_of(config) is not None
-
-
-def test_memory_histories_are_bridged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps of a history, and snapshots of allocations that fail in any step, under verl's folder."""
-    monkeypatch.chdir(tmp_path)
-    given = {"trace_alloc_max_entries": 500, "stack_depth": 32, "memory_snapshot_num_steps": 3}
-    actor = role(enable=True, tool="torch_memory", tool_config={"torch_memory": given})
-    settings = settings_from_verl(verl_config(actor=actor, steps=[1, 2, 3], tool="torch_memory"))
-    [tool] = settings.for_role("actor").tools
-    assert (tool.options.max_entries, tool.options.steps) == (500, 3)
-    assert tool.options.oom_folder == str(tmp_path / "out/oom")
 
 
 @pytest.mark.parametrize(

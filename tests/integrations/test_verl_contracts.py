@@ -124,29 +124,6 @@ def test_the_actor_without_its_adapter_is_the_reference(
     assert marked == ["old_log_prob", "old_log_prob", "ref_log_prob"]
 
 
-@pytest.mark.parametrize("model_type", ["value_model", "language_model"])
-def test_checkpoints_are_stages_of_the_worker_that_the_trainer_calls(
-    model_type: str, marked: list[str]
-) -> None:
-    """A critic's are its own; an actor's are those of the worker around it, once."""
-    workers = pytest.importorskip("verl.workers.engine_workers")
-    training = object.__new__(workers.TrainingWorker)
-    saved: list[Any] = []
-    training.config = SimpleNamespace(model_type=model_type)
-    training.engine = SimpleNamespace(
-        save_checkpoint=lambda *args: saved.append(args), load_checkpoint=lambda *args: saved.append(args)
-    )
-    if model_type == "value_model":
-        worker = training
-    else:
-        worker = object.__new__(workers.ActorRolloutRefWorker)
-        worker.role, worker.actor = "actor", training
-    worker.save_checkpoint("here", None, 3, max_ckpt_to_keep=1)
-    worker.load_checkpoint("here", del_local_after_load=True)
-    assert saved == [("here", None, 3, 1), ("here", None, True)]
-    assert marked == ["save_checkpoint", "load_checkpoint"]
-
-
 def test_what_is_moved_to_the_host_and_back_is_a_stage(marked: list[str]) -> None:
     """With offloading, an FSDP engine's model and optimizer are moved by functions with a stage each."""
     module = pytest.importorskip("verl.workers.engine.fsdp.transformer_impl")

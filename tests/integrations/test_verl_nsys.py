@@ -110,19 +110,3 @@ def test_a_vllm_server(cluster: Path, settings: ProfilingConfig, monkeypatch: py
         assert variables["OF_VERL"] == "1"
         assert variables.get("VERL_PROFILING_NSYS_RANGES") == expected
     assert started(cluster)[-1]["trace-fork-before-exec"] == "true"
-
-
-def test_verl_has_what_is_hooked() -> None:
-    """The names of it: the group's options, and the place where servers are launched."""
-    import inspect
-
-    from verl.single_controller.ray import base
-    from verl.workers.rollout.vllm_rollout import vllm_async_server
-
-    group = inspect.getsource(base.RayWorkerGroup)
-    for name in ("profile_steps", "worker_nsight_options", "worker_env"):
-        assert f'kwargs.get("{name}"' in group
-    assert '"nsight": self.worker_nsight_options' in group
-    launch = inspect.getsource(inspect.unwrap(vllm_async_server.vLLMReplica.launch_servers))
-    assert "self.server_class.options(" in launch
-    assert 'runtime_env={"env_vars": env_vars}' in launch

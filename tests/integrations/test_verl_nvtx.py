@@ -56,11 +56,6 @@ def test_the_variable_is_set_where_torch_records(profiling: Any, expected: bool)
     assert environment(profiling)["NCCL_DEBUG"] == "WARN"
 
 
-def test_what_verl_sets_itself_stays() -> None:
-    """With ``global_profiler.tool=torch`` verl has set it already."""
-    assert environment({"enable": True}, {VARIABLE: "verl's own"})[VARIABLE] == "verl's own"
-
-
 def test_verls_way_to_keep_the_inherited_value_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The notice then says what is wrong with that value, if it is CUPTI."""
     settings = ProfilingConfig.from_any({"enable": True})
@@ -70,17 +65,6 @@ def test_verls_way_to_keep_the_inherited_value_is_kept(monkeypatch: pytest.Monke
     assert injection_notice(settings) == ""
     monkeypatch.setenv(VARIABLE, "/usr/lib/libcupti.so")
     assert injection_notice(settings).startswith("warning: VERL_KEEP_NVTX_INJECTION=1")
-
-
-@pytest.mark.verl
-def test_verls_own_environment_has_it() -> None:
-    """The real function, in a process in which verl loaded the plugin."""
-    import verl_profiling.integrations.verl  # noqa: F401
-
-    constants = pytest.importorskip("verl.trainer.constants_ppo")
-    variables = constants.get_ppo_ray_runtime_env(config_of({"enable": True}))["env_vars"]
-    assert variables[VARIABLE] == NO_INJECTION
-    assert VARIABLE not in constants.get_ppo_ray_runtime_env(config_of(None))["env_vars"]
 
 
 PROGRAM = """

@@ -6,21 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
 
 from integrations.verl_runs import search_path
-from verl_profiling import ProfilingConfig
-from verl_profiling.integrations.verl.bridge import settings_from_verl
 from verl_profiling.run_files import read_manifest
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
-ACTOR, REF = "actor_rollout_ref.actor.profiler", "actor_rollout_ref.ref.profiler"
-ROLES = ("actor", "ref", "critic", "rollout")
 
 
 def run_script(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -32,12 +26,6 @@ def run_script(*command: str, **environment: str) -> subprocess.CompletedProcess
         text=True,
         check=False,
     )
-
-
-def verl_settings(*overrides: str) -> ProfilingConfig:
-    """Return the bridge's settings for verl's real configuration with these overrides."""
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return settings_from_verl(compose("ppo_trainer", list(overrides)))
 
 
 @pytest.mark.parametrize(
@@ -162,37 +150,6 @@ def test_dry_runs_refuse_what_would_fail(override: str, says: str, tmp_path: Pat
     run = run_script(str(script), f"hydra.run.dir={tmp_path}", override, DRY_RUN="1")
     assert run.returncode != 0
     assert says in run.stderr
-
-
-@pytest.mark.parametrize("discrete", [True, False])
-def test_the_npu_examples_are_bridged(discrete: bool) -> None:
-    """The values of verl's examples/profile/run_qwen3_8b_npu_profile_{discrete,e2e}.sh keep their meaning."""
-    overrides = ["actor_rollout_ref.rollout.name=vllm", "trainer.device=npu"]
-    overrides += ["actor_rollout_ref.actor.use_kl_loss=True"]
-    overrides += ["global_profiler.tool=npu", "global_profiler.steps=[2,4]", "global_profiler.save_path=here"]
-    for role in (ACTOR, REF):
-        overrides += [
-            f"{role}.enable=True",
-            *([f"{role}.ranks=[1,2]", f"{role}.all_ranks=False"] if discrete else [f"{role}.all_ranks=True"]),
-            f"{role}.tool_config.npu.discrete={discrete}",
-            f"{role}.tool_config.npu.contents=['npu','cpu']",
-            f"{role}.tool_config.npu.level=level0",
-            f"{role}.tool_config.npu.analysis=True",
-        ]
-    settings = verl_settings(*overrides)
-    assert settings.schedule.steps == (2, 4)
-    # In verl, the rollout is profiled where the actor is.
-    assert [role for role in ROLES if settings.for_role(role).enable] == ["actor", "ref", "rollout"]
-    [of_engines] = settings.for_role("rollout").tools
-    assert of_engines.name == "npu"
-    for name in ("actor", "ref"):
-        role_settings = settings.for_role(name)
-        (tool,) = role_settings.tools
-        options: Any = tool.options
-        assert role_settings.mode == ("discrete" if discrete else "e2e")
-        assert role_settings.ranks == (frozenset({1, 2}) if discrete else None)
-        assert (tool.name, options.level, options.analysis) == ("npu", "level0", True)
-        assert (options.stack, options.shapes, options.memory, options.modules) == (False,) * 4
 
 
 def test_a_worker_of_ones_own_is_profiled(tmp_path: Path) -> None:

@@ -8,9 +8,6 @@ import pytest
 
 from integrations.run_contract import inside
 from integrations.verl_runs import REFERENCE, Run, run_verl
-from verl_profiling import ProfilingConfig
-from verl_profiling.cli import main
-from verl_profiling.run_files import read_run
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(2400)]
 
@@ -44,29 +41,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
     )
     second = run_verl(folder, *SETTINGS, checkpoints, "profiling.schedule.steps=[2,3,60]")
     return first, replace(second, save_path=second.save_path / "run_2")
-
-
-def test_each_run_has_a_file_of_its_own(runs: tuple[Run, Run]) -> None:
-    """With the settings that each had, and the steps that it came to."""
-    assert [run.code for run in runs] == [0, 0], runs[-1].output[-4000:]
-    infos = [info for run in runs if (info := read_run(run.save_path)) is not None]
-    assert [ProfilingConfig.from_any(info.config).schedule.steps for info in infos] == [
-        (1, 2, 3, 50),
-        (2, 3, 60),
-    ]
-    assert [(info.first_step, info.last_step) for info in infos] == [(1, 2), (3, 3)]
-    assert [runs[number].manifest(step).complete for number, step in STEPS] == [True] * len(STEPS)
-
-
-def test_steps_that_never_came_are_said(runs: tuple[Run, Run], capsys: pytest.CaptureFixture[str]) -> None:
-    """At the end of each run, and by the check; step 2 came before the second run began."""
-    first, second = runs
-    assert "schedule.steps: steps 3, 50 never came; the loop ran from step 1 to step 2" in first.output
-    assert "schedule.steps: step 60 never came; the loop ran from step 3 to step 3" in second.output
-    assert main(["check", str(second.save_path)]) == 1
-    said = "run.json  step 60 of schedule.steps never came; the loop ran from step 3 to step 3"
-    lines = [line for line in capsys.readouterr().out.splitlines()[:-1] if not line.startswith("ok")]
-    assert lines == [f"missing     {said}"]
 
 
 def test_the_reference_of_lora_is_the_worker_without_its_adapter(runs: tuple[Run, Run]) -> None:

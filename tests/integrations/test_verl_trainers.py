@@ -88,26 +88,6 @@ def test_a_capture_across_weight_updates_says_so(colocate: Run) -> None:
     assert names.count("rollout") == names.count("update_weights") == 2
 
 
-def test_requests_of_the_asynchronous_trainer_lie_between_its_updates(colocate: Run) -> None:
-    """A request carries the version of the weights that were in the engine when it began."""
-    updates = [span for span in colocate.manifest(2).stages if span.name == "update_weights"]
-    for request in colocate.worker(2, "rollout").requests:
-        before = sum(update.end_ns <= request.begin_ns for update in updates)
-        during = sum(update.begin_ns <= request.begin_ns <= update.end_ns for update in updates)
-        assert request.policy_version is not None
-        assert before <= request.policy_version - 1 <= before + during
-
-
-def test_validation_is_told_apart(colocate: Run) -> None:
-    """Its trajectories lie in the stage of that name, and say what they are for."""
-    found = colocate.trajectories(2).trajectories
-    validated = [t for t in found if t.facts["validate"]]
-    assert len(validated) == VALIDATED
-    (stage,) = [span for span in colocate.manifest(2).stages if span.name == "validate"]
-    assert all(stage.begin_ns <= t.begin_ns <= t.end_ns <= stage.end_ns for t in validated)
-    assert sum(not t.facts["validate"] for t in found) >= 2 * PROMPTS * SAMPLES
-
-
 def test_step_and_policy_version_are_on_every_rollout_artifact(separate: Run) -> None:
     """Each window of generation is a separate artifact, with its step and the version of its weights."""
     assert separate.code == 0, separate.output[-4000:]

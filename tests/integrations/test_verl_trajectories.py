@@ -218,31 +218,6 @@ def test_tool_calls_have_the_names_of_tools(verl: SimpleNamespace) -> None:
     assert only(log).facts["tool_calls"] == 3
 
 
-def test_starting_a_tool_is_an_environment(verl: SimpleNamespace) -> None:
-    """A tool class with a ``create`` of its own starts something; verl's own only makes an id."""
-
-    class Sandbox:
-        async def create(self) -> str:
-            return "id"
-
-    class Plain:
-        async def create(self) -> str:
-            return "id"
-
-    Plain.create.__module__ = "verl.tools.base_tool"
-    loop = verl.ToolAgentLoop()
-    loop.tools = {"sandbox": Sandbox(), "plain": Plain(), "function": object()}
-
-    async def run() -> Any:
-        for name in [*loop.tools, "sandbox"]:
-            await loop._call_tool(SimpleNamespace(name=name), {}, None)
-        return output()
-
-    log = one_trajectory(verl, run)
-    started = named(log, "environment:start")
-    assert [log.spans[found.parent].name for found in started] == ["tool:sandbox", "tool:sandbox"]
-
-
 def test_a_custom_loop_gets_spans_by_verls_timers_and_its_own(verl: SimpleNamespace) -> None:
     """Timers have verl's names in a trajectory and none outside; a span of the loop's own is inside."""
     timing: dict[str, float] = {}
