@@ -248,7 +248,10 @@ def test_engines_on_an_npu_record_with_its_tool(engine: str, options: dict[str, 
 def test_the_tool_of_the_rollout_has_to_fit_the_device(device: str, tool: str, right: str) -> None:
     """A tool that would see nothing of the engines is refused before anything starts."""
     profiling = {"enable": True, "tool": "spans", "roles": {"rollout": {"tool": tool}}}
-    with pytest.raises(ConfigError, match=f"set profiling.roles.rollout.tool={right}"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^roles\.rollout\.tool: {tool} records nothing of vLLM on {device}; set it to {right}",
+    ):
         settings_of(verl_config(device=device, profiling=profiling))
 
 

@@ -55,18 +55,6 @@ def test_a_dict_sets_every_level() -> None:
     assert config.timeouts == Timeouts(start_s=5.0)
 
 
-def test_settings_survive_json() -> None:
-    """What ``to_dict`` returns builds the same settings again."""
-    config = on(
-        tool=["torch", "spans"],
-        schedule={"steps": [2, 3]},
-        select={"ranks": "0,8-15"},
-        roles={"rollout": {"mode": "discrete", "tools": {"torch": {"stack": True}}}},
-        tools={"torch": {"mini_batches": {"wait": 1}}},
-    )
-    assert ProfilingConfig.from_any(config.to_dict()) == config
-
-
 WRONG: list[tuple[Any, str, str]] = [
     # settings, dotted key, part of the message
     ({"enbale": True}, "enbale", "did you mean 'enable'?"),
@@ -275,16 +263,6 @@ def test_ranks_are_written_in_three_ways() -> None:
     assert parse_ranks(3, "k") == frozenset({3})
     assert parse_ranks((1, 2, 2), "k") == frozenset({1, 2})
     assert parse_ranks(None, "k") is None
-
-
-def test_a_hundred_thousand_ranks_are_no_problem() -> None:
-    """Lists as long as the largest clusters are parsed at once, and looked up in constant time."""
-    role = on(select={"ranks": "0-99999,200000"}).for_role("actor")
-    assert role.selects(99_999)
-    assert role.selects(200_000)
-    assert not role.selects(100_000)
-    as_list = on(select={"ranks": list(range(100_000))}).for_role("actor")
-    assert as_list.ranks == frozenset(range(100_000))
 
 
 def test_an_omegaconf_config_is_taken_with_its_interpolations() -> None:

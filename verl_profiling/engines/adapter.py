@@ -194,17 +194,16 @@ def role_of_capture(config: ProfilingConfig, role: str, request: CaptureRequest,
     return aimed
 
 
-def check_device(tool: EngineTool, engine: EngineAdapter, role: str) -> None:
+def check_device(tool: EngineTool, engine: str, device: str, role: str) -> None:
     """Check that a tool can record on the device of an engine: ``npu`` on an NPU, the others elsewhere.
 
     Raises:
         ConfigError: The tool cannot.
     """
-    if (engine.device == "npu") != isinstance(tool, NpuTool):
+    if (device == "npu") != isinstance(tool, NpuTool):
+        right = NpuTool.name if device == "npu" else TorchTool.name
         raise ConfigError(
-            f"roles.{role}.tool",
-            f"{tool.name} records nothing of {engine.name} on {engine.device}; "
-            f"set it to {NpuTool.name if engine.device == 'npu' else TorchTool.name}",
+            f"roles.{role}.tool", f"{tool.name} records nothing of {engine} on {device}; set it to {right}"
         )
 
 

@@ -138,7 +138,7 @@ def make_recorder(
         _watch(engine, package, log, identity)
     if adapter is None or tool is None:
         return SessionRecorder(config, identity, log, adapter_class.name if adapter_class else "")
-    check_device(tool, adapter, role)
+    check_device(tool, adapter.name, adapter.device, role)
     first = replica * adapter.ranks if rank is None else rank
     identity = msgspec.structs.replace(identity, rank=first, world_size=adapter.ranks)
     if isinstance(tool, NsysTool):

@@ -124,7 +124,7 @@ class OpenLog:
             found.begin_ns,
             found.end_ns if ended else max(limit_ns, found.begin_ns),
             self._threads.get(found.thread) or found.thread,
-            NO_SPAN if found.loop is None else found.loop.number,
+            NO_SPAN if found.loop is None else found.loop.record.id,
             found.failed and ended,
             _text(found.request),
             _facts(found.facts),

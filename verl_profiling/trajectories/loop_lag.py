@@ -76,7 +76,7 @@ class LoopLag:
     def number(self, loop: asyncio.AbstractEventLoop | None) -> int:
         """Return the number of a loop that was measured, or -1."""
         state = self._states.get(id(loop))
-        return NO_SPAN if state is None else state.number
+        return NO_SPAN if state is None else state.record.id
 
     def end(self) -> None:
         """Stop measuring; a block that still lasts ends now."""
@@ -87,7 +87,7 @@ class LoopLag:
 
     def loops(self) -> list[LoopRecord]:
         """Return one record per measured loop."""
-        return [LoopRecord(state.number, state.native_id, state.name) for state in self._states.values()]
+        return [state.record for state in self._states.values()]
 
     def _look(self) -> None:
         """Sample all loops every ``LOOK_S`` seconds, until measuring ends."""
@@ -102,18 +102,14 @@ class LoopState:
 
     Attributes:
         loop: The loop.
-        number: Its number.
-        native_id: Native id of its thread.
-        name: Name of that thread.
+        record: Its number and its thread, as in the file.
         next_ns: Earliest time at which the begin or end of a span measures the lag again.
         ended: Whether measuring has ended.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, number: int, lag: LoopLag) -> None:
         thread = threading.current_thread()
-        self.number = number
-        self.native_id = thread.native_id or 0
-        self.name = thread.name
+        self.record = LoopRecord(number, thread.native_id or 0, thread.name)
         self.next_ns = 0
         self.ended = False
         self.loop = loop
@@ -175,10 +171,10 @@ class LoopState:
         lag, late_ns = self._lag, max(now_ns - self._due_ns, 0)
         late = late_ns >= WORTH_NS
         if (late or self._was_late) and len(lag.lags) < MOST_RECORDS:
-            lag.lags.append(Lag(self.number, now_ns, late_ns))
+            lag.lags.append(Lag(self.record.id, now_ns, late_ns))
         self._was_late = late
         if late_ns >= BLOCKED_NS and len(lag.blocks) < MOST_RECORDS:
-            lag.blocks += _blocks(self.number, self._due_ns, now_ns, samples)
+            lag.blocks += _blocks(self.record.id, self._due_ns, now_ns, samples)
 
 
 def _blocks(loop: int, due_ns: int, end_ns: int, samples: list[_Sample]) -> Iterator[Block]:

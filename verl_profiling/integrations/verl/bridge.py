@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from verl_profiling.engines.adapter import ENGINE_OPTIONS, engine_tool
+from verl_profiling.engines.adapter import ENGINE_OPTIONS, check_device, engine_tool
 from verl_profiling.engines.sglang import SGLangAdapter, check_sglang
 from verl_profiling.engines.vllm import VLLMAdapter, check_vllm
 from verl_profiling.errors import ConfigError, choices_hint
@@ -177,14 +177,9 @@ def expected_ranges(config: Any, settings: ProfilingConfig) -> dict[str, int]:
         chosen = settings.for_role(role)
         if not chosen.enable or chosen.launched_tool is None:
             continue
-        key, device = f"roles.{role}.tool", _device(config)
-        if device != "cuda":
-            raise ConfigError(key, f"nsys records CUDA devices, and trainer.device is {device!r}")
-        engine = config.actor_rollout_ref.rollout.name
-        if role == ROLLOUT_ROLE and engine != "vllm":
-            raise ConfigError(
-                key, f"nsys records vLLM engines, not {engine}; set profiling.roles.rollout.tool=torch"
-            )
+        if (device := _device(config)) != "cuda":
+            why = f"nsys records CUDA devices, and trainer.device is {device!r}"
+            raise ConfigError(f"roles.{role}.tool", why)
         found[role] = nsys.expected_ranges(chosen, settings.schedule)
     return found
 
@@ -209,13 +204,7 @@ def _check_rollout(config: Any, settings: ProfilingConfig) -> None:
     tool = engine_tool(chosen, engine)
     if tool is None:
         return
-    if (device == "npu") != (tool.name == "npu"):
-        right = "npu" if device == "npu" else "torch"
-        raise ConfigError(
-            f"roles.{ROLLOUT_ROLE}.tool",
-            f"{tool.name} records nothing of {engine} where trainer.device is {device!r}; set "
-            f"profiling.roles.rollout.tool={right}, or profiling.roles.rollout.enable=false",
-        )
+    check_device(tool, engine, device, ROLLOUT_ROLE)
     if rollout.name == "vllm":
         check_vllm(tool, settings.rollout)
     elif not isinstance(tool, NsysTool):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -291,36 +291,35 @@ def prepare(trainer: Any) -> None:
 
 
 def _profiled(fit: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    profiler = begin_profiling(self, args, kwargs)
-    with nullcontext() if profiler is None else profiler.profiling():
+    with profiling_of(self, args, kwargs):
         return fit(self, *args, **kwargs)
 
 
 async def _profiled_coroutine(fit: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    profiler = begin_profiling(self, args, kwargs)
-    if isinstance(profiler, AsyncTrainerProfiler):
-        async with profiler.profiling():
+    profiling = profiling_of(self, args, kwargs)
+    if isinstance(profiling, AbstractAsyncContextManager):
+        async with profiling:
             return await fit(self, *args, **kwargs)
-    with nullcontext() if profiler is None else profiler.profiling():
+    with profiling:
         return await fit(self, *args, **kwargs)
 
 
-def begin_profiling(trainer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Add all workers to a trainer's profiler and return it; ``None`` without one, or if it is active.
+def profiling_of(trainer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Add all workers to a trainer's profiler; return the context manager in which it profiles ``fit``.
 
     Args:
-        trainer: The trainer.
+        trainer: The trainer. Without a profiler, or if it is active already, nothing is profiled.
         args: Positional arguments of the call of ``fit``.
         kwargs: Its keyword arguments.
     """
-    profiler: Profiler | None = getattr(trainer, _ATTRIBUTE, None)
+    profiler = getattr(trainer, _ATTRIBUTE, None)
     if profiler is None or profiler is active_profiler():
-        return None
+        return nullcontext()
     # V1 passes the agent loop manager to fit; a V0 trainer has it as an attribute.
     handed = kwargs.get("agent_loop_manager", args[0] if args else None)
     profiler.begin(handed if handed is not None else getattr(trainer, "async_rollout_manager", None))
     _say_on(trainer, profiler.settings)
-    return profiler
+    return profiler.profiling()
 
 
 def _say_on(trainer: Any, settings: ProfilingConfig) -> None:
