@@ -90,9 +90,8 @@ class ProfilingConfig:
         for name, kind in field_types(ProfilingConfig).items():
             object.__setattr__(self, name, value_of(kind, getattr(self, name), name))
         object.__setattr__(self, "save_path", _expanded("save_path", self.save_path))
-        if self.run_id is not None and (not self.run_id or "\0" in self.run_id):
-            problem = "holds a NUL character" if self.run_id else "is empty; leave it out, or name the run"
-            raise ConfigError("run_id", problem)
+        if self.run_id == "":
+            raise ConfigError("run_id", "is empty; leave it out, or name the run")
         if self.schedule.steps == () and not self.watch.enable:
             raise ConfigError(
                 "schedule.steps",
@@ -216,14 +215,11 @@ class ProfilingConfig:
             has_engines: Whether rollout engines take part.
         """
         found = self.watch.cautions(self.schedule.records_every_step)
-        return [*found, *self._cautions_of_rollout()] if has_engines else found
-
-    def _cautions_of_rollout(self) -> list[str]:
         rollout = self.for_role(ROLLOUT_ROLE)
-        options = [getattr(tool.options, "stack", None) for tool in rollout.tools if tool.name == "torch"]
-        if not (rollout.enable and options):
-            return []
-        return [caution] if (caution := self.rollout.caution(bool(options[0]))) else []
+        stacks = [getattr(tool.options, "stack", None) for tool in rollout.tools if tool.name == "torch"]
+        if has_engines and rollout.enable and stacks:
+            found += self.rollout.cautions(bool(stacks[0]))
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain, JSON-compatible values, as :meth:`from_any` takes them."""

@@ -71,16 +71,16 @@ class RolloutOptions:
         """
         return self if self.count is not None else replace(self, count=_COUNT_WITH_STACKS)
 
-    def caution(self, stacks: bool) -> str:
+    def cautions(self, stacks: bool) -> list[str]:
         """Return why a recording that ends with the rollout may kill its engine; empty if it is bounded."""
         risky = (self.count or 0) > _MANY_WITH_STACKS if stacks else self.count is None
         if self.max_window_s is not None or not risky:
-            return ""
-        return (
+            return []
+        return [
             f"rollout.max_window_s is null, and rollout.count is {self.count or 'null'}: a small model has "
             "about 450 events an iteration and rank, with stacks 2,700. Each takes 1.4 kB of the engine's "
             "memory when it stops, and engines were killed by this. Set max_window_s, or a lower count"
-        )
+        ]
 
     @property
     def bounded(self) -> bool:

@@ -37,11 +37,6 @@ from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.units import step_list
 
 _MAIN = "verl.trainer.main_ppo"
-_MAINS = (
-    _MAIN,
-    "verl.experimental.one_step_off_policy.main_ppo",
-    "verl.experimental.fully_async_policy.fully_async_main",
-)
 _PLUGIN = "verl_profiling.integrations.verl"
 
 
@@ -77,7 +72,7 @@ def _checked_main(module: str) -> Callable[[], None]:
     try:
         names = vars(import_module(module)).values()
     except (ImportError, ValueError) as error:
-        sys.exit(f"-m {module}: cannot be imported: {error}; main modules of verl: {', '.join(_MAINS)}")
+        sys.exit(f"-m {module}: cannot be imported: {error}; verl's own is {_MAIN}")
     finally:
         hydra.main = decorator
     for main in reversed(found):
