@@ -17,7 +17,7 @@ from verl_profiling.report.findings import find
 from verl_profiling.report.intervals import EMPTY, intersection, length
 from verl_profiling.report.lanes import Step
 from verl_profiling.report.model import Coverage, Report
-from verl_profiling.report.rollout_section import few_causes, rollout_of
+from verl_profiling.report.rollout_section import rollout_of
 from verl_profiling.report.suspects import asked_of
 from verl_profiling.timeline.merge import zero_ns
 from verl_profiling.timeline.step import Source, StepInputs
@@ -99,7 +99,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
     if explanation is not None:
         for cause in lost.BEHIND_TRAJECTORIES:
             window = np.concatenate((EMPTY, *(causes[cause] for _, causes in devices)))
-            parts[cause] = few_causes(explanation.of(window))
+            parts[cause] = explanation.of(window)
     nobody = [lane.idle["other_stages"] for lane in step.lanes]
     asked, suspects = asked_of(step, calls)
     engines = [numbers.engine_row(lane, step) for lane in step.lanes if lane.is_engine]

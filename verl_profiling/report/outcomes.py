@@ -11,7 +11,7 @@ import numpy as np
 
 from verl_profiling.manifest import Request
 from verl_profiling.report.intervals import Axes, Ints, Sharing, length, overlaps, percentiles, union
-from verl_profiling.report.records import OTHERS, Blocks, Pieces, Records, Trajectory
+from verl_profiling.report.records import Pieces, Records, Trajectory
 from verl_profiling.report.rows import (
     BlockRow,
     CallRow,
@@ -27,32 +27,22 @@ from verl_profiling.timeline.processes import shortened
 KEPT = ("done", "running")
 """Statuses of trajectories that are used, or may still be."""
 _NONE_RAN = "no trajectory"  # time of the tail in which none of its trajectories ran
-
-_MOST_CALLS = 50
-_MOST_BLOCKS = 200
-_MOST_FAILURES = 10
-_FEW = 20
+_MOST_GROUPS = 20
 
 
 def call_rows(records: Records) -> list[CallRow]:
     """Return one row per process role and span name, the largest total time first.
 
-    Durations include nested spans, and are clipped to the step. Beyond 50 rows, the rest is one row,
-    ``(all others)``.
+    Durations include nested spans, and are clipped to the step.
     """
-    spans = records.spans
     roles = list(dict.fromkeys(role for _, role in records.processes))
     role_of = np.array([roles.index(role) for _, role in records.processes], dtype=np.int64)
-    keys = role_of[spans.process] * max(len(records.names), 1) + spans.name
-    known, place = np.unique(keys, return_inverse=True)
-    took = np.bincount(place, weights=spans.end - spans.begin, minlength=len(known))
-    most = np.argsort(-took, kind="stable")[:_MOST_CALLS]
+    keys = role_of[records.spans.process] * len(records.names) + records.spans.name
     rows = []
-    for at in most.tolist():
-        role, name = divmod(int(known[at]), len(records.names))
-        rows.append(_call_row(roles[role], records.names[name], np.flatnonzero(place == at), records))
-    rest = np.flatnonzero(~np.isin(place, most))
-    return [*rows, _call_row("", OTHERS, rest, records)] if len(rest) else rows
+    for key in np.unique(keys).tolist():
+        role, name = divmod(key, len(records.names))
+        rows.append(_call_row(roles[role], records.names[name], np.flatnonzero(keys == key), records))
+    return sorted(rows, key=lambda row: -row.seconds)
 
 
 def _call_row(role: str, name: str, rows: Ints, records: Records) -> CallRow:
@@ -77,42 +67,34 @@ def _call_row(role: str, name: str, rows: Ints, records: Records) -> CallRow:
     )
 
 
-def block_rows(blocks: Blocks, lag: Pieces) -> list[BlockRow]:
+def block_rows(records: Records, lag: Pieces) -> list[BlockRow]:
     """Return the functions and spans that blocked event loops, longest first, with the delayed trajectories.
 
-    Only the 20 names with the longest total over all processes are kept.
-
     Args:
-        blocks: The blocks.
+        records: The recorded trajectories.
         lag: Intervals of the trajectories' loop lag.
     """
-    took = np.bincount(blocks.what, weights=blocks.end - blocks.begin, minlength=len(blocks.named))
+    blocks = records.blocks
     axes = Axes(int(blocks.loop.max(initial=0)) + 1, blocks.begin, blocks.end, lag.begin, lag.end)
-    held, asked = (axes.put(one.loop, one.begin, one.end) for one in (blocks, lag))
-    by_name = Counter[str]()
-    for (_, name, _), spent in zip(blocks.named, took.astype(np.int64).tolist(), strict=True):
-        by_name[name] += spent
-    most = {name for name, _ in by_name.most_common(_FEW)}
+    held, stood = (axes.put(one.loop, one.begin, one.end) for one in (blocks, lag))
     rows = []
-    ranked = [what for what in np.argsort(-took, kind="stable") if blocks.named[what][1] in most]
-    for what in ranked[:_MOST_BLOCKS]:
+    for what, (lane, name, function) in enumerate(records.blockers):
         mine = blocks.what == what
-        beside = np.flatnonzero(np.isin(lag.loop, np.unique(blocks.loop[mine])))
-        still = overlaps(asked[beside], union(held[mine]))
-        lane, name, function = blocks.named[what]
+        took = (blocks.end - blocks.begin)[mine]
+        still = overlaps(stood, union(held[mine]))
         rows.append(
             BlockRow(
                 lane=lane,
                 what=name,
                 function=function,
-                blocks=int(mine.sum()),
-                seconds=float(took[what]) / 1e9,
-                longest_s=int((blocks.end[mine] - blocks.begin[mine]).max()) / 1e9,
-                trajectories=len(np.unique(lag.owner[beside[still > 0]])),
+                blocks=len(took),
+                seconds=int(took.sum()) / 1e9,
+                longest_s=int(took.max()) / 1e9,
+                trajectories=len(np.unique(lag.owner[still > 0])),
                 stood_still_s=int(still.sum()) / 1e9,
             )
         )
-    return rows
+    return sorted(rows, key=lambda row: -row.seconds)
 
 
 def group_rows(
@@ -128,10 +110,10 @@ def group_rows(
         pieces: Time of the trajectories by cause.
         begin_ns: Begin of the step (unix ns).
     """
-    groups: dict[str, list[int]] = {}
+    groups = defaultdict[str, list[int]](list)
     for number, one in enumerate(trajectories):
         if one.said.group and not one.validate:
-            groups.setdefault(one.said.group, []).append(number)
+            groups[one.said.group].append(number)
     found = []
     for group, members in groups.items():
         if len(members) > 1:
@@ -139,11 +121,10 @@ def group_rows(
             found.append((max(ends) * len(ends) - sum(ends), group, members, min(ends), max(ends)))
     found.sort(key=lambda item: (-item[0], item[1]))
     rows = []
-    for waited, group, members, first, last in found[:_FEW]:
+    for waited, group, members, first, last in found[:_MOST_GROUPS]:
         slowest = next(member for member in members if trajectories[member].end_ns == last)
         mine = pieces.of(np.flatnonzero(pieces.owner == slowest))
-        took = np.maximum(mine.end - np.maximum(mine.begin, first), 0)
-        by_cause = np.bincount(mine.cause, weights=took, minlength=len(pieces.causes))
+        causes = mine.seconds(np.maximum(mine.end - np.maximum(mine.begin, first), 0))
         rows.append(
             GroupRow(
                 group=shortened(group),
@@ -151,7 +132,7 @@ def group_rows(
                 first_s=(first - begin_ns) / 1e9,
                 last_s=(last - begin_ns) / 1e9,
                 waited_s=waited / 1e9,
-                last_cause=pieces.causes[int(by_cause.argmax())] if by_cause.any() else "",
+                last_cause=max(causes, key=lambda cause: causes[cause], default=""),
                 whole=not any(trajectories[member].cut_end for member in members),
             )
         )
@@ -165,59 +146,57 @@ def group_rows(
 
 
 def status_rows(records: Records, served: Mapping[int, Request]) -> list[StatusRow]:
-    """Return one row per status, training before validation, the largest total time first."""
+    """Return one row per status, training before validation, the largest total time first.
+
+    Counts are those of the loop, else those of the requests and spans.
+    """
     spans = records.spans
     tools = [number for number, name in enumerate(records.names) if name.startswith("tool:")]
-    owners = spans.trajectory[np.isin(spans.name, tools)]
-    calls = np.bincount(owners[owners >= 0], minlength=len(records.trajectories))
+    calls = Counter(spans.trajectory[np.isin(spans.name, tools)].tolist())
     generated = Counter[int]()
     for span, request in served.items():
         generated[int(spans.trajectory[span])] += request.response_tokens
-    common = {status for status, _ in Counter(one.status for one in records.trajectories).most_common(_FEW)}
     seconds: dict[tuple[bool, str], float] = defaultdict(float)
     counts: dict[tuple[bool, str], Counter[str]] = defaultdict(Counter)
     for number, one in enumerate(records.trajectories):
-        key = (one.validate, one.status if one.status in common else OTHERS)
+        key = (one.validate, one.status)
         seconds[key] += (one.end_ns - one.begin_ns) / 1e9
-        tokens, made = one.number("response_tokens"), one.number("tool_calls")
         counts[key].update(
             trajectories=1,
-            response_tokens=generated[number] if tokens is None else tokens,
-            turns=one.number("turns") or 0,
-            tool_calls=int(calls[number]) if made is None else made,
+            response_tokens=one.number("response_tokens", generated[number]),
+            turns=one.number("turns", 0),
+            tool_calls=one.number("tool_calls", calls[number]),
         )
     whole = {kind: sum(took for key, took in seconds.items() if key[0] is kind) for kind in (False, True)}
-    ranked = sorted(seconds.items(), key=lambda item: (item[0][0], -item[1], item[0][1]))
     return [
         StatusRow(
-            validate=key[0],
-            status=key[1],
+            validate=validate,
+            status=status,
             seconds=took,
-            share=took / whole[key[0]] if whole[key[0]] else 0.0,
-            **counts[key],
+            share=took / whole[validate] if took else 0.0,
+            **counts[validate, status],
         )
-        for key, took in ranked
+        for (validate, status), took in sorted(seconds.items(), key=lambda row: (row[0][0], -row[1]))
     ]
 
 
 def failure_rows(trajectories: Sequence[Trajectory]) -> list[FailureRow]:
-    """Return the 10 most frequent errors of failed and cancelled trajectories, then ``(all others)``."""
-    counts = Counter[tuple[bool, str, str, str]]()
-    examples: dict[tuple[bool, str, str, str], str] = {}
+    """Return the errors of failed and cancelled trajectories, the most frequent first, validation last."""
+    examples: dict[tuple[bool, str, str, str], list[str]] = defaultdict(list)
     for one in trajectories:
         if one.failed_in is not None:
             error = shortened(" ".join(one.said.error.split()))
             key = (one.validate, one.said.status, error, one.failed_in)
             sample = "" if one.said.sample is None else f"/{one.said.sample}"
-            counts[key] += 1
-            examples.setdefault(key, shortened(f"{one.said.group}{sample}"))
-    ranked = sorted(counts.items(), key=lambda item: (item[0][0], -item[1], item[0]))
-    found: list[tuple[Any, ...]] = [(*key, count, examples[key]) for key, count in ranked[:_MOST_FAILURES]]
-    for validate in (False, True):
-        rest = sum(count for key, count in ranked[_MOST_FAILURES:] if key[0] is validate)
-        found += [(validate, "", OTHERS, "", rest, "")] if rest else []
-    names = ("validate", "status", "error", "span", "trajectories", "example")
-    return [FailureRow(**dict(zip(names, row, strict=True))) for row in found]
+            examples[key].append(shortened(f"{one.said.group}{sample}"))
+    return [
+        FailureRow(
+            validate=validate, status=status, error=error, trajectories=len(of), example=of[0], span=span
+        )
+        for (validate, status, error, span), of in sorted(
+            examples.items(), key=lambda item: (item[0][0], -len(item[1]), item[0])
+        )
+    ]
 
 
 def version_rows(
@@ -234,7 +213,7 @@ def version_rows(
         trained: Version that the step trains, if known.
     """
     segments, tokens = Counter[int](), Counter[int]()
-    of_requests: defaultdict[int, set[int]] = defaultdict(set)
+    of_requests = defaultdict[int, set[int]](set)
     for span, request in served.items():
         owner, version = int(records.spans.trajectory[span]), request.policy_version
         if version is not None and owner >= 0 and not records.trajectories[owner].validate:
@@ -244,13 +223,12 @@ def version_rows(
     oldest, newest = Counter[int](), Counter[int]()
     partial = 0
     for number, one in enumerate(records.trajectories):
-        said = [one.number("min_version"), one.number("max_version")]
-        versions = {version for version in said if version is not None} or of_requests.get(number)
+        said = [one.number("min_version", None), one.number("max_version", None)]
+        versions = {version for version in said if version is not None} or of_requests[number]
         if versions and not one.validate:
             oldest[min(versions)] += 1
             newest[max(versions)] += 1
             partial += min(versions) < max(versions)
-    known = sorted({*oldest, *newest, *segments}, reverse=True)
     rows = [
         VersionRow(
             version=version,
@@ -260,7 +238,7 @@ def version_rows(
             segments=segments[version],
             segment_tokens=tokens[version],
         )
-        for version in known[:_FEW]
+        for version in sorted({*oldest, *newest, *segments}, reverse=True)
     ]
     return rows, oldest.total(), partial
 
@@ -290,20 +268,23 @@ def last_trajectories(
     gain = (ends[-1] - done) / wall - sizes / len(ends)
     size = int(gain[: max(len(ends) // 2, 1)].argmax()) + 1
     since, until = int(done[size - 1]), int(ends[-1])
-    mine = np.isin(pieces.owner, numbers[order[len(order) - size :]]) & (pieces.end > since)
-    tail = pieces.of(np.flatnonzero(mine))
-    took = Sharing(np.zeros_like(tail.owner), tail.begin, tail.end).shares(np.array([[since, until]]))
-    by_cause = np.bincount(tail.cause, weights=took, minlength=len(pieces.causes)) / 1e9
+    tail = pieces.of(np.flatnonzero(np.isin(pieces.owner, numbers[order[-size:]])))
+    sharing = Sharing(np.zeros_like(tail.owner), tail.begin, tail.end)
+    parts = tail.seconds(sharing.shares(np.array([[since, until]])))
     seconds = (until - since) / 1e9
-    parts = [(pieces.causes[cause], float(by_cause[cause])) for cause in np.argsort(-by_cause, kind="stable")]
-    parts = [(cause, spent) for cause, spent in parts[:_FEW] if spent > 0]
-    rest = seconds - float(by_cause.sum())
-    parts += [(_NONE_RAN, rest)] if rest > 1e-9 else []
+    if (rest := seconds - sum(parts.values())) > 1e-9:
+        parts[_NONE_RAN] = rest
     return LastTrajectories(
         trajectories=size,
         of=len(ends),
         begin_s=(since - step_ns) / 1e9,
         seconds=seconds,
         share=(until - since) / wall,
-        parts=[PartRow(cause=name, seconds=spent, share=spent / (seconds or 1.0)) for name, spent in parts],
+        parts=part_rows(parts),
     )
+
+
+def part_rows(seconds: Mapping[str, float]) -> list[PartRow]:
+    """Return seconds by cause as rows, whose shares add up to 1."""
+    whole = sum(seconds.values()) or 1.0
+    return [PartRow(cause=cause, seconds=took, share=took / whole) for cause, took in seconds.items()]

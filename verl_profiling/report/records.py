@@ -15,9 +15,10 @@ bound, except where the engine's request has an end.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,12 +29,26 @@ from verl_profiling.timeline.processes import shortened
 from verl_profiling.timeline.step import Source
 from verl_profiling.trajectory_log import NO_SPAN, Block, SpanRecord, TrajectoryLog, TrajectoryRecord
 
+_Default = TypeVar("_Default")
+
 UNKNOWN = "unknown"
 """Name of a block for which there is no stack sample."""
 OTHERS = "(all others)"
-"""Name of the row that adds up all rows not shown."""
+"""Name of all spans whose name is not one of the first hundred."""
 
+TO_THE_ENGINE, FROM_THE_ENGINE = "to the engine", "from the engine"
+_PARTS = (TO_THE_ENGINE, "queued", "first token", "prefill", "generate", "decode", FROM_THE_ENGINE)
+"""Causes of a request's time, named as in :meth:`~verl_profiling.manifest.Request.parts`."""
+GENERATE, LOOP_LAG, OWN_CODE, UNEXPLAINED = "generate", "loop lag", "own code", "unexplained"
+BEFORE = "began before the capture"
+_CAUSES = (*_PARTS, LOOP_LAG, OWN_CODE, BEFORE, UNEXPLAINED)
+"""Causes that are not span names."""
+
+_NUMBERS = {name: number for number, name in enumerate(_CAUSES)}
+_RESERVED = {*_CAUSES} - {GENERATE}
+_ON_THE_WAY = (_NUMBERS[TO_THE_ENGINE], _NUMBERS[FROM_THE_ENGINE])
 _WITH_ERROR = ("failed", "cancelled")
+_MOST_NAMES = 100  # of causes, if names of spans hold ids
 
 
 class Trajectory(NamedTuple):
@@ -71,12 +86,10 @@ class Trajectory(NamedTuple):
         """Final status of the trajectory."""
         return shortened(self.said.status)
 
-    def number(self, fact: str) -> int | None:
-        """Return a fact of the trajectory if it is an integer, else ``None``."""
+    def number(self, fact: str, default: _Default) -> int | _Default:
+        """Return a fact of the trajectory if it is an integer, else the default."""
         value = self.said.facts.get(fact)
-        if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53:
-            return value
-        return None
+        return value if type(value) is int else default
 
 
 class SpanTable(NamedTuple):
@@ -88,11 +101,11 @@ class SpanTable(NamedTuple):
         name: Index in :attr:`Records.names`.
         begin: Begin (unix ns).
         end: End (unix ns).
-        parent: Number of the enclosing span, or -1.
         loop: Number of the event loop, or -1.
         failed: 1 if an exception left the span.
         open: 1 if the span went on after ``end``: it was still open in the log, or ``end`` is clipped.
-        requests: The engine's request id, by the number of the span that made the request.
+        parent: Number of the innermost span around it that is open when it begins, or -1.
+        reach: End (unix ns), or that of a span inside that outlives it.
     """
 
     trajectory: Ints
@@ -100,11 +113,11 @@ class SpanTable(NamedTuple):
     name: Ints
     begin: Ints
     end: Ints
-    parent: Ints
     loop: Ints
     failed: Ints
     open: Ints
-    requests: dict[int, str]
+    parent: Ints
+    reach: Ints
 
 
 class Blocks(NamedTuple):
@@ -115,9 +128,7 @@ class Blocks(NamedTuple):
         begin: Begin (unix ns).
         end: End (unix ns).
         trajectory: Number of the trajectory whose task blocked the loop, or -1.
-        what: Index in ``named`` of the blocking span.
-        named: (lane, span, function). Without a span, its place has the function, else ``unknown``. Of
-            several functions in one span, it is the one that blocked longest.
+        what: Index in :attr:`Records.blockers`.
     """
 
     loop: Ints
@@ -125,7 +136,6 @@ class Blocks(NamedTuple):
     end: Ints
     trajectory: Ints
     what: Ints
-    named: list[tuple[str, str, str]]
 
 
 class Records:
@@ -139,29 +149,33 @@ class Records:
     Attributes:
         processes: Lane and role of each process.
         trajectories: The trajectories.
-        names: Names of spans.
+        names: Causes of a trajectory's time: those that are no span's name, then the names of spans.
         spans: Spans of the trajectories, and spans outside trajectories.
+        requests: The engine's request id, by the number of the span that made the request.
         blocks: Intervals in which event loops were blocked.
+        blockers: (lane, span, function) of blocks. Without a span, its place has the function, else
+            ``unknown``. Of several functions in one span, it is the one that blocked longest.
     """
 
     def __init__(self, logs: Iterable[tuple[Source, TrajectoryLog]], begin_ns: int, end_ns: int) -> None:
         self.processes: list[tuple[str, str]] = []
         self.trajectories: list[Trajectory] = []
-        self._names: dict[str, int] = {}
+        self.requests: dict[int, str] = {}
+        self._names = dict(_NUMBERS)
         self._blockers: dict[tuple[str, str], tuple[int, Counter[str]]] = {}
-        self._spans: list[Ints] = [np.empty((0, 9), np.int64)]
+        self._spans: list[Ints] = [np.empty((0, 8), np.int64)]
+        self._parents, self._ends, self._reach = array("q"), array("q"), array("q")
         self._blocks: list[Ints] = [np.empty((0, 5), np.int64)]
-        self._requests: dict[int, str] = {}
-        self._count = self._loops = 0
+        self._loops = 0
         for source, log in logs:
             first_ns, last_ns = log.begin_ns - source.offset_ns, log.end_ns - source.offset_ns
             window = (max(begin_ns, first_ns), min(end_ns, last_ns))
             if window[1] > window[0]:
                 self._add(source, log, window)
-        self.names = list(self._names)
-        self.spans = SpanTable._make((*np.concatenate(self._spans).T, self._requests))
-        named = [(*key, most.most_common(1)[0][0]) for key, (_, most) in self._blockers.items()]
-        self.blocks = Blocks._make((*np.concatenate(self._blocks).T, named))
+        columns = (*np.concatenate(self._spans).T, np.array(self._parents), np.array(self._reach))
+        self.spans, self.names = SpanTable(*columns), list(self._names)
+        self.blocks = Blocks(*np.concatenate(self._blocks).T)
+        self.blockers = [(*key, most.most_common(1)[0][0]) for key, (_, most) in self._blockers.items()]
 
     def _add(self, source: Source, log: TrajectoryLog, window: tuple[int, int]) -> None:
         """Add the records of a log that overlap a window."""
@@ -198,7 +212,7 @@ class Records:
     def _add_spans(self, log: TrajectoryLog, numbers: dict[int, int]) -> dict[int, int]:
         """Add the spans of a log; return the trajectory number of each kept span, by span id."""
         rows: list[tuple[int, ...]] = []
-        kept: dict[int, int] = {NO_SPAN: NO_SPAN}
+        kept: dict[int, int] = {NO_SPAN: NO_SPAN}  # of a span that is not kept, the one around it
         owners: dict[int, int] = {}
         for span in sorted(log.spans, key=lambda span: (span.begin_ns, span.id)):
             number = numbers.get(span.trajectory)
@@ -206,38 +220,56 @@ class Records:
                 continue
             own = self.trajectories[number] if number != NO_SPAN else None
             begin, end = self._clipped(span, (own.begin_ns, own.end_ns) if own else self._window)
-            around = kept.get(span.parent, NO_SPAN)
+            around = kept[span.id] = self._open_around(kept.get(span.parent, NO_SPAN), begin, end)
             if end < begin:
-                kept[span.id] = around
                 continue
-            row = kept[span.id] = self._count + len(rows)
+            row = kept[span.id] = len(self._ends)
             owners[span.id] = number
             if span.request:
-                self._requests[row] = span.request
-            name = self._names.setdefault(shortened(span.name), len(self._names))
-            loop, goes_on = (
-                self._loop_of.get(span.loop, NO_SPAN),
-                span.open or span.end_ns - self._offset > end,
+                self.requests[row] = span.request
+            name = f"span {span.name}" if span.name in _RESERVED else shortened(span.name)
+            if name not in self._names and len(self._names) >= _MOST_NAMES:
+                name = OTHERS
+            self._parents.append(around)
+            self._ends.append(end)
+            self._reach.append(end)
+            rows.append(
+                (
+                    number,
+                    len(self.processes) - 1,
+                    self._names.setdefault(name, len(self._names)),
+                    begin,
+                    end,
+                    self._loop_of.get(span.loop, NO_SPAN),
+                    span.failed,
+                    span.open or span.end_ns - self._offset > end,
+                )
             )
-            process = len(self.processes) - 1
-            rows.append((number, process, name, begin, end, around, loop, span.failed, goes_on))
-        self._spans.append(np.array(rows, dtype=np.int64).reshape(-1, 9))
-        self._count += len(rows)
+        self._spans.append(np.array(rows, dtype=np.int64).reshape(-1, 8))
         return owners
 
+    def _open_around(self, span: int, begin: int, end: int) -> int:
+        """Return the innermost open span around an interval, from a span on; all around it reach its end."""
+        while span != NO_SPAN and self._ends[span] <= begin:
+            span = self._parents[span]
+        around = span
+        while around != NO_SPAN and self._reach[around] < end:
+            self._reach[around] = end
+            around = self._parents[around]
+        return span
+
     def _add_blocks(self, lane: str, log: TrajectoryLog, owners: dict[int, int]) -> None:
-        blocking = {block.span for block in log.blocks}
-        names = {span.id: span.name for span in log.spans if span.id in blocking}
+        names = {span.id: span.name for span in log.spans} if log.blocks else {}
         rows = []
         for block in log.blocks:
             begin, end = self._clipped(block, self._window)
-            if end <= begin or block.loop not in self._loop_of:
-                continue
-            who = (names.get(block.span) or block.function) if block.function else UNKNOWN
-            key = (lane, shortened(who))
-            number, functions = self._blockers.setdefault(key, (len(self._blockers), Counter()))
-            functions[shortened(block.function)] += end - begin
-            rows.append((self._loop_of[block.loop], begin, end, owners.get(block.span, NO_SPAN), number))
+            if end > begin and block.loop in self._loop_of:
+                who = (names.get(block.span) or block.function) if block.function else UNKNOWN
+                key = (lane, shortened(who))
+                number, functions = self._blockers.setdefault(key, (len(self._blockers), Counter()))
+                functions[shortened(block.function)] += end - begin
+                owner = owners.get(block.span, NO_SPAN)
+                rows.append((self._loop_of[block.loop], begin, end, owner, number))
         self._blocks.append(np.array(rows, dtype=np.int64).reshape(-1, 5))
 
 
@@ -257,17 +289,6 @@ DRAIN_NS = 50_000_000
 """Time after a block in which the loop runs the tasks that became ready during the block."""
 
 _TOGETHER_NS = 10_000_000  # blocks with gaps up to this are one block: other tasks run for a moment between
-
-TO_THE_ENGINE, FROM_THE_ENGINE = "to the engine", "from the engine"
-_PARTS = (TO_THE_ENGINE, "queued", "first token", "prefill", "generate", "decode", FROM_THE_ENGINE)
-"""Causes of a request's time, named as in :meth:`~verl_profiling.manifest.Request.parts`."""
-GENERATE, LOOP_LAG, OWN_CODE, UNEXPLAINED = "generate", "loop lag", "own code", "unexplained"
-BEFORE = "began before the capture"
-_CAUSES = (*_PARTS, LOOP_LAG, OWN_CODE, BEFORE, UNEXPLAINED)
-"""Causes that are not span names."""
-
-_NUMBERS = {name: number for number, name in enumerate(_CAUSES)}
-_ON_THE_WAY = (_NUMBERS[TO_THE_ENGINE], _NUMBERS[FROM_THE_ENGINE])
 
 
 class Pieces(NamedTuple):
@@ -295,6 +316,21 @@ class Pieces(NamedTuple):
         """Return the intervals at the given indices."""
         return Pieces._make((*(column[rows] for column in self[:-1]), self.causes))
 
+    def seconds(self, took: NDArray[Any]) -> dict[str, float]:
+        """Return the seconds of each cause as :func:`ranked` does, given those of each interval (ns)."""
+        return ranked(self.causes, np.bincount(self.cause, weights=took, minlength=len(self.causes)))
+
+
+def ranked(causes: Sequence[str], took: NDArray[Any]) -> dict[str, float]:
+    """Return the seconds of causes by name, the largest first and ``unexplained`` last.
+
+    Args:
+        causes: Their names.
+        took: Their times (ns); causes without any are left out.
+    """
+    found = [(cause, ns / 1e9) for cause, ns in zip(causes, took.tolist(), strict=True) if ns > 0]
+    return dict(sorted(found, key=lambda item: (item[0] == UNEXPLAINED, -item[1])))
+
 
 def pieces_of(records: Records, served: Mapping[int, Request]) -> tuple[Pieces, Pieces]:
     """Return the time of trajectories by cause, and the time of processes outside trajectories.
@@ -311,42 +347,18 @@ def pieces_of(records: Records, served: Mapping[int, Request]) -> tuple[Pieces, 
         served: The request of each span, by the span's number.
     """
     spans = records.spans
-    causes, of_name = _causes(records)
-    index, first, last = _innermost(records)
-    cause = of_name[spans.name[index]]
-    certain, inside = np.zeros(len(index), dtype=bool), spans.trajectory[index] >= 0
-    every = Pieces(spans.process[index], first, last, cause, spans.loop[index], certain, causes)
-    index, first, last, cause = (column[inside] for column in (index, first, last, cause))
-    index, first, last, cause = _divided(index, first, last, cause, served, records)
+    inside = np.flatnonzero(spans.parent >= 0)
+    around = spans.parent[inside]
+    index, first, last = without(spans.begin, spans.end, around, spans.begin[inside], spans.reach[inside])
+    cause, certain = spans.name[index], np.zeros(len(index), dtype=bool)
+    every = Pieces(spans.process[index], first, last, cause, spans.loop[index], certain, records.names)
+    own = spans.trajectory[index] >= 0
+    index, first, last, cause = _divided(index[own], first[own], last[own], cause[own], served, records)
     goes_on = (spans.open[index] > 0) & (last == spans.end[index])
     held = (cause < len(_PARTS)) & ~np.isin(cause, _ON_THE_WAY)  # in the engine: no block delays the request
     waits = (spans.trajectory[index], first, last, cause, np.where(held | goes_on, -1, spans.loop[index]))
     columns = [np.concatenate(pair) for pair in zip(waits, _gaps(records), strict=True)]
-    return _with_lag(records, causes, *columns), every.of(np.flatnonzero(~inside))
-
-
-def _causes(records: Records) -> tuple[list[str], Ints]:
-    """Return the names of all causes, and for each span name the index of its cause."""
-    taken = set(_CAUSES) - {GENERATE}
-    numbers = dict(_NUMBERS)
-    named = (f"span {name}" if name in taken else name for name in records.names)
-    of = [numbers.setdefault(name, len(numbers)) for name in named]
-    return list(numbers), np.array(of, dtype=np.int64)
-
-
-def _innermost(records: Records) -> tuple[Ints, Ints, Ints]:
-    """Return the intervals in which a span has no open child: span numbers, begins, ends.
-
-    If a span's parent has ended, the nearest open ancestor is its parent. Parents that begin later, or
-    belong to another trajectory or process, are ignored, so there are no cycles.
-    """
-    spans = records.spans
-    owner = np.where(spans.trajectory >= 0, spans.trajectory, -1 - spans.process)
-    inside = np.flatnonzero(spans.parent >= 0)
-    around, reach = _nested(owner, spans.begin, spans.end, spans.parent, inside)
-    held = around >= 0
-    children, parents = inside[held], around[held]
-    return without(spans.begin, spans.end, parents, spans.begin[children], reach[children])
+    return _with_lag(records, *columns), every.of(np.flatnonzero(~own))
 
 
 def _divided(
@@ -398,9 +410,7 @@ def _gaps(records: Records) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     return of, first, last, cause, loop[of]
 
 
-def _with_lag(
-    records: Records, causes: list[str], owner: Ints, begin: Ints, end: Ints, cause: Ints, loop: Ints
-) -> Pieces:
+def _with_lag(records: Records, owner: Ints, begin: Ints, end: Ints, cause: Ints, loop: Ints) -> Pieces:
     """Cut loop lag out of the intervals, and append it as intervals with the cause ``loop lag``."""
     number, low, high = _standing_still(owner, loop, begin, end, records.blocks)
     left, first, last = without(begin, end, number, low, high)
@@ -413,7 +423,7 @@ def _with_lag(
         cause=np.where(lagged, _NUMBERS[LOOP_LAG], cause[rows]),
         loop=loop[rows],
         uncertain=lagged & (cause[rows] != _NUMBERS[FROM_THE_ENGINE]),
-        causes=causes,
+        causes=records.names,
     )
 
 
@@ -456,24 +466,3 @@ def _without_own(
     row, hole = np.concatenate(rows), np.concatenate(holes)
     left, begin, end = without(low, high, row, blocks.begin[hole], blocks.end[hole])
     return number[left], begin, end
-
-
-def _nested(owner: Ints, begin: Ints, end: Ints, parent: Ints, inside: Ints) -> tuple[Ints, Ints]:
-    """Return the nearest open ancestor of each selected span, and each span's end including descendants."""
-    begins, ends, reach = begin.tolist(), end.tolist(), end.tolist()
-    up, owners = np.where(parent < np.arange(len(parent)), parent, -1).tolist(), owner.tolist()
-    found = []
-    for child in inside.tolist():
-        # Spans come in order of begin, so an ended span stays ended: later spans skip it (path compression).
-        around, way = up[child], []
-        while around >= 0 and ends[around] <= begins[child]:
-            way.append(around)
-            around = up[around]
-        for passed in way:
-            up[passed] = around
-        found.append(around if around >= 0 and owners[around] == owners[child] else -1)
-        up[child] = found[-1]
-    for child, around in zip(reversed(inside.tolist()), reversed(found), strict=True):
-        if around >= 0 and reach[child] > reach[around]:
-            reach[around] = reach[child]
-    return np.array(found, dtype=np.int64), np.array(reach, dtype=np.int64)

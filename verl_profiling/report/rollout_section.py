@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from verl_profiling.manifest import POLLING, StageSpan
@@ -29,6 +31,7 @@ from verl_profiling.report.outcomes import (
     failure_rows,
     group_rows,
     last_trajectories,
+    part_rows,
     status_rows,
     version_rows,
 )
@@ -36,19 +39,18 @@ from verl_profiling.report.records import (
     BEFORE,
     GENERATE,
     LOOP_LAG,
-    OTHERS,
     UNEXPLAINED,
     Pieces,
     Records,
     pieces_of,
+    ranked,
 )
-from verl_profiling.report.rows import CauseRow, PartRow, Polling, Rollout
+from verl_profiling.report.rows import CauseRow, Polling, Rollout
 from verl_profiling.timeline.processes import joined, requests_by_id
 from verl_profiling.timeline.step import Source
 from verl_profiling.trajectory_log import TrajectoryLog
 
 _NO_TRAJECTORY = "requests of no trajectory"
-_MOST_CAUSES, _MOST_PARTS = 100, 20
 
 
 def rollout_of(
@@ -66,31 +68,26 @@ def rollout_of(
     found, spans = records.trajectories, records.spans
     if not found and not len(spans.begin):
         return None
-    generate = records.names.index(GENERATE) if GENERATE in records.names else -1
     served = joined(
         (
             (number, id, int(spans.begin[number]), int(spans.end[number]))
-            for number, id in spans.requests.items()
-            if spans.name[number] == generate
+            for number, id in records.requests.items()
+            if records.names[spans.name[number]] == GENERATE
         ),
         requests_by_id(step.manifest),
     )
     pieces, of_processes = pieces_of(records, served)
     explanation = Explanation(pieces, of_processes, step.stages, union(*step.served.values()))
-    begin = np.array([one.begin_ns for one in found], dtype=np.int64)
-    end = np.array([one.end_ns for one in found], dtype=np.int64)
-    validate = np.array([one.validate for one in found], dtype=bool)
-    training = np.flatnonzero(~validate)
+    columns = [(one.begin_ns, one.end_ns, one.validate) for one in found]
+    begin, end, validate = np.array(columns, dtype=np.int64).reshape(-1, 3).T
+    training = np.flatnonzero(validate == 0)
     whole = [number for number in training if not (found[number].cut_begin or found[number].cut_end)]
     p50, p99 = percentiles((end - begin)[whole] / 1e9, 50, 99)
     shares = Sharing(pieces.owner, pieces.begin, pieces.end).shares()
-    uncertain = pieces.uncertain & ~validate[pieces.owner]
     window = step.during(ROLLOUT)
-    if not len(window) and len(begin):
-        window = spans_of([(int(begin.min()), int(end.max()))])
-    went_on = few_causes(explanation.of(window))
-    whole_s = sum(went_on.values()) or 1.0
-    time = [PartRow(cause=cause, seconds=took, share=took / whole_s) for cause, took in went_on.items()]
+    if not len(window):
+        window = spans_of([(int(begin.min(initial=step.end_ns)), int(end.max(initial=0)))])
+    time = part_rows(explanation.of(window))
     groups, of_groups = group_rows(found, pieces, step.begin_ns)
     versions, versioned, partial = version_rows(records, served, step.manifest.policy_version)
     first = int(begin[training].min()) if len(training) else step.begin_ns
@@ -104,13 +101,13 @@ def rollout_of(
         p99_s=p99,
         begin_s=(first - step.begin_ns) / 1e9,
         wall_s=(int(end[training].max()) - first) / 1e9 if len(training) else 0.0,
-        causes=[row for kind in (False, True) for row in _causes(pieces, shares, validate, kind)],
-        uncertain_lag_s=float(shares[uncertain].sum()) / 1e9,
+        causes=[row for kind in (0, 1) for row in _causes(pieces, shares, validate, kind)],
+        uncertain_lag_s=float(shares[pieces.uncertain & (validate[pieces.owner] == 0)].sum()) / 1e9,
         time=time,
         explained=sum(part.share for part in time if part.cause not in (BEFORE, UNEXPLAINED)),
         last=last_trajectories(training, begin[training], end[training], pieces, step.begin_ns),
         calls=call_rows(records),
-        blocks=block_rows(records.blocks, lag),
+        blocks=block_rows(records, lag),
         groups=groups,
         **of_groups,
         statuses=status_rows(records, served),
@@ -123,24 +120,14 @@ def rollout_of(
     return rollout, explanation
 
 
-def _causes(
-    pieces: Pieces, shares: NDArray[np.float64], validate: NDArray[np.bool_], kind: bool
-) -> list[CauseRow]:
+def _causes(pieces: Pieces, shares: NDArray[np.float64], validate: Ints, kind: int) -> list[CauseRow]:
     """Return the time of training or validation trajectories by cause; causes add up to the total time."""
     rows = np.flatnonzero((validate[pieces.owner] == kind) & (shares > 0))
-    took = np.bincount(pieces.cause[rows], weights=shares[rows], minlength=len(pieces.causes)) / 1e9
-    pairs = np.unique(pieces.cause[rows] * len(validate) + pieces.owner[rows])
-    members = np.bincount(pairs // max(len(validate), 1), minlength=len(pieces.causes))
-    whole = float(took.sum())
-    found = zip(took.tolist(), members.tolist(), pieces.causes, strict=True)
-    ranked = [row for row in found if row[0]]
-    ranked.sort(key=lambda row: (row[2] == UNEXPLAINED, -row[0]))
-    if rest := ranked[_MOST_CAUSES:]:
-        most = (sum(row[0] for row in rest), max(row[1] for row in rest), OTHERS)
-        ranked = [*ranked[:_MOST_CAUSES], most]
+    pairs = set(zip(pieces.cause[rows].tolist(), pieces.owner[rows].tolist(), strict=True))
+    members = Counter(pieces.causes[cause] for cause, _ in pairs)
     return [
-        CauseRow(validate=kind, cause=cause, seconds=seconds, share=seconds / whole, trajectories=count)
-        for seconds, count, cause in ranked
+        CauseRow(validate=bool(kind), trajectories=members[part.cause], **structs.asdict(part))
+        for part in part_rows(pieces.of(rows).seconds(shares[rows]))
     ]
 
 
@@ -214,21 +201,8 @@ class Explanation:
         took = np.zeros(len(self._names))
         for cause, sharing in self._levels:
             took += np.bincount(cause, weights=sharing.shares(window), minlength=len(self._names))
-        found = dict(zip(self._names, (took / 1e9).tolist(), strict=True))
-        found.pop(UNEXPLAINED)
-        largest = sorted(found.items(), key=lambda item: -item[1])
-        ordered = {name: seconds for name, seconds in largest if seconds > 0}
-        rest = length(window) / 1e9 - sum(found.values())
-        return {**ordered, UNEXPLAINED: rest} if rest > 0 else ordered
-
-
-def few_causes(seconds: dict[str, float]) -> dict[str, float]:
-    """Return the 20 largest causes, then ``(all others)``, then ``unexplained``."""
-    named = [name for name in seconds if name != UNEXPLAINED]
-    few = {name: seconds[name] for name in named[:_MOST_PARTS]}
-    if rest := named[_MOST_PARTS:]:
-        few[OTHERS] = sum(seconds[name] for name in rest)
-    return few | {name: took for name, took in seconds.items() if name == UNEXPLAINED}
+        took[self._names.index(UNEXPLAINED)] += length(window) - took.sum()
+        return ranked(self._names, took)
 
 
 def _sharing(begin: Ints, end: Ints, hidden: Spans) -> Sharing:

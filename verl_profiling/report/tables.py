@@ -177,6 +177,7 @@ def cell(field: str, row: Any) -> Cell:
 
 
 _CURVES = ("load", "communication_load", "waiting_load")
+_LEAST_PART = 0.0005  # share that is shown: 0.1% and more
 _LOST = {cause: f"lost_{cause}_us" for cause in (*CAUSES, OTHER_RANKS)}
 
 
@@ -222,8 +223,9 @@ def _lost(report: Report) -> list[_Part]:
     for row in report.lost:
         found.append(_Part(cause_name(row.cause), row.seconds, row.share, f"k-{row.cause}"))
         for name, seconds in sorted(row.parts.items(), key=lambda part: -part[1]):
-            share = row.share * seconds / row.seconds if row.seconds else 0.0
-            found.append(_Part(name, seconds, share, cause_key(name), depth=1))
+            share = row.share * seconds / (row.seconds or 1.0)
+            if share >= _LEAST_PART:
+                found.append(_Part(name, seconds, share, cause_key(name), depth=1))
     return found
 
 
@@ -324,6 +326,7 @@ TABLES: Mapping[str, Table] = {
             "lane, by=what, +function, times=blocks, for=seconds, longest_s, stood still=trajectories, "
             "added up=stood_still_s",
             "What blocked event loops, and how many trajectories stood still meanwhile.",
+            most=100,
             field="blocks",
         ),
         Table(
@@ -344,12 +347,14 @@ TABLES: Mapping[str, Table] = {
             "trajectory_statuses",
             "status, validation=validate, trajectories, time=seconds, share, tokens=response_tokens, "
             "+turns, tool_calls",
+            most=100,
             field="statuses",
         ),
         Table(
             "trajectory_failures",
             "error, validation=validate, trajectories, status, in=span, e.g.=example",
             brief=40,
+            most=100,
             field="failures",
         ),
         Table(
