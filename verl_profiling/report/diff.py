@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from statistics import median
+from typing import ClassVar
 
 import msgspec
 from rich.console import Console
@@ -15,11 +16,12 @@ from rich.markup import escape
 
 from verl_profiling.report.anatomy import CAPTURE_CALLS
 from verl_profiling.report.model import Report
-from verl_profiling.report.tables import Table, named, without_middle
+from verl_profiling.report.tables import cells, named, without_middle
 from verl_profiling.report.terminal import fitting_console, print_table
 from verl_profiling.units import duration
 
 _SMALLEST_SHARE = 0.01
+_SHOWN = 12  # changes of a kind
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +39,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         noise_s: Half the range over the steps, the larger of both sides; ``None`` unless both
             sides have several steps.
     """
+
+    columns: ClassVar[str] = "name, before_s, after_s, change_s, relative=change_share, noise"
 
     kind: str
     name: str
@@ -62,22 +66,16 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         return abs(self.change_s) > (self.noise_s or 0.0)
 
 
-_TABLES = {
-    kind: Table(
-        name,
-        "name, before_s, after_s, change_s, relative=change_share, noise",
-        brief=12,
-    )
-    for kind, name in {
-        "step": "Step",
-        "stage": "Stages",
-        "outside": "Outside",
-        "lost": "Lost lane-seconds",
-        "trajectory": "Trajectory causes (training)",
-        "worker": "Workers, busy time",
-        "kernel": "Kernels, self time",
-    }.items()
+_TITLES = {
+    "step": "Step",
+    "stage": "Stages",
+    "outside": "Outside",
+    "lost": "Lost lane-seconds",
+    "trajectory": "Trajectory causes (training)",
+    "worker": "Workers, busy time",
+    "kernel": "Kernels, self time",
 }
+"""Kinds of changes, in the order of their tables."""
 
 
 class Diff(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,7 +130,7 @@ def compare(before: Sequence[Report], after: Sequence[Report]) -> Diff:
     left, right = ([dict(_numbers_of(report)) for report in side] for side in (before, after))
     keys = dict.fromkeys(key for numbers in (*left, *right) for key in numbers)
     changes = [_change(key, left, right) for key in keys]
-    order = list(_TABLES)
+    order = list(_TITLES)
     changes.sort(key=lambda change: (order.index(change.kind), -abs(change.change_s)))
     return Diff(before=len(before), after=len(after), changes=changes, notes=list(_notes(changes)))
 
@@ -187,10 +185,10 @@ def _notes(changes: list[Change]) -> Iterator[str]:
         ("after", sorted(lane.name for lane in lanes if lane.before_s is None)),
     ):
         if missing:
-            named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             yield (
-                f"{len(missing)} of the lanes {'is' if len(missing) == 1 else 'are'} only {side} ({named}): "
-                "lost time is a sum over devices, kernels are one over lanes"
+                f"lanes only {side}: {', '.join(missing[:3])}{more}; lost time is a sum over devices, "
+                "kernels are one over lanes"
             )
 
 
@@ -200,11 +198,10 @@ def print_diff(diff: Diff, console: Console) -> None:
     console.print(diff.basis)
     for note in diff.notes:
         console.print(f"[yellow]note:[/yellow] {escape(note)}")
-    for kind, table in _TABLES.items():
+    for kind, title in _TITLES.items():
         rows = [change for change in diff.changes if change.kind == kind]
-        headings, cells = table.cells(rows[: table.brief])
-        for line in cells:
+        headings, lines = cells(rows[:_SHOWN])
+        for line in lines:
             line[0] = named(without_middle(line[0].text))
-        more = f"{len(rows) - table.brief:,} more, with smaller changes: --json"
-        dim = [not change.stands_out for change in rows]
-        print_table(console, table.name, headings, cells, more if len(rows) > table.brief else "", dim)
+        more = f"{len(rows) - _SHOWN:,} more, with smaller changes: --json" if len(rows) > _SHOWN else ""
+        print_table(console, title, headings, lines, more, [not change.stands_out for change in rows])

@@ -14,7 +14,7 @@ import msgspec
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.report.picture import picture
 from verl_profiling.report.sentences import Figure, asked_sentences, figures, rollout_sentences, sentences
-from verl_profiling.report.tables import TABLES, Cell, cause_key, without_middle
+from verl_profiling.report.tables import TABLES, Cell, cause_key, cells, without_middle
 from verl_profiling.units import duration
 
 _PICTURE = ("d3.min.js", "picture.js")
@@ -192,7 +192,7 @@ def _sections(report: Report) -> Iterator[str]:
     for name, spec in TABLES.items():
         yield before.get(name, "")
         found = spec.rows_shown(report)
-        headings, cells = spec.cells(found[: spec.most])
+        headings, lines = cells(found[: spec.most])
         keys = [spec.key(row) for row in found[: spec.most]] if spec.key else []
         bar = ""
         if name == "lost":
@@ -200,14 +200,14 @@ def _sections(report: Report) -> Iterator[str]:
             bar = stacked((f"k-{row.cause}", row.seconds / (total or 1.0), row.cause) for row in report.lost)
         more = f"{len(found) - spec.most:,} more are in report.json and in the CSV."
         note = " ".join(filter(None, (spec.note_on(report), more if len(found) > spec.most else "")))
-        yield section(spec.title, bar * bool(cells) + table(spec.title, headings, cells, keys), note)
+        yield section(spec.title, bar * bool(lines) + table(spec.title, headings, lines, keys), note)
     yield _reported(report)
-    lines = [
+    about = [
         *sentences(report),
         *(f"missing: {sentence}" for sentence in report.coverage.missing),
         *(f"note: {note}" for note in report.notes),
     ]
-    yield section("About this step", f"<ul>{_listed(lines, 'li')}</ul>")
+    yield section("About this step", f"<ul>{_listed(about, 'li')}</ul>")
 
 
 def _listed(lines: Iterable[str], tag: str) -> str:

@@ -1,11 +1,14 @@
 """The row classes of the report, one per table.
 
+``columns`` of a class lists what the terminal and the page show: ``heading=field``, or ``field`` if the
+heading is its name without the unit; a leading ``+`` means on the page only.
+
 All times are microseconds (``_us``) unless a name says otherwise; shares are fractions of 1.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -28,6 +31,8 @@ class StageRow(msgspec.Struct, frozen=True, kw_only=True):
         side_by_side_us: Part of ``duration_us`` in which another stage of the same depth ran too.
         idle_us: Part of ``duration_us`` in which every lane was idle and no worker was in a stage of its own.
     """
+
+    columns: ClassVar[str] = "stage=name, runs, time=duration_us, share"
 
     name: str
     runs: int
@@ -125,6 +130,13 @@ class WorkerRow(UseRow, frozen=True, kw_only=True):
         traces: The lane's trace files, relative to the folder of the report.
     """
 
+    columns: ClassVar[str] = (
+        "name, +device=accelerator, observed=span_us, busy_us, busy_share, +idle_us, "
+        "host-bound=host_bound_us, compute_us, +communication_us, "
+        "exposed comm=exposed_communication_us, +waiting_us, +overlap_us, copies=memcpy_us, "
+        "unrecognised_us, +files=traces"
+    )
+
     role: str
     rank: int
     replica: int | None
@@ -145,6 +157,11 @@ class DeviceRow(UseRow, frozen=True, kw_only=True):
         uuid: UUID of the device; empty if unknown.
         place: Host, and number of the device on it; empty if unknown.
     """
+
+    columns: ClassVar[str] = (
+        "lanes=name, observed=span_us, busy_us, busy_share, +idle_us, host-bound=host_bound_us, "
+        "exposed comm=exposed_communication_us, +waiting_us, device=located"
+    )
 
     lanes: list[str]
     roles: list[str]
@@ -173,6 +190,11 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
         decode_tokens: Tokens generated.
         finish_us: End of the last iteration, relative to the begin of the rollout.
     """
+
+    columns: ClassVar[str] = (
+        "name, iterations, prefill_us, decode_us, prompt tokens=prefill_tokens, "
+        "new tokens=decode_tokens, queueing_us, finish_us"
+    )
 
     name: str
     replica: int
@@ -203,6 +225,10 @@ class StragglerRow(msgspec.Struct, frozen=True, kw_only=True):
             wait so much less.
     """
 
+    columns: ClassVar[str] = (
+        "stage, +role, +workers, slowest, time=slowest_us, median_us, others waited=wait_us"
+    )
+
     stage: str
     role: str
     workers: int
@@ -229,6 +255,11 @@ class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
         late_share: Share of the calls in which ``late`` arrived last.
     """
 
+    columns: ClassVar[str] = (
+        "collective=name, +role, ranks=group, calls, median_us, waiting=wait_us, "
+        "most often last=late, of calls=late_share"
+    )
+
     name: str
     role: str
     calls: int
@@ -250,6 +281,8 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
         share: Share of the self time of all kernels.
     """
 
+    columns: ClassVar[str] = "stage, name, calls, self time=self_us, share"
+
     name: str
     stage: str
     calls: int
@@ -266,6 +299,8 @@ class PartRow(msgspec.Struct, frozen=True, kw_only=True):
         seconds: Time of the cause; for the rollout, wall time.
         share: Share of the whole.
     """
+
+    columns: ClassVar[str] = "cause, time=seconds, share"
 
     cause: str
     seconds: float
@@ -375,6 +410,14 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
         validation: Number of requests sent during validation.
     """
 
+    columns: ClassVar[str] = (
+        "name=worker, requests, +failed, +queued_p50_us, +queued_p90_us, queued_p99_us, "
+        "1st token p50=to_first_token_p50_us, +1st token p90=to_first_token_p90_us, "
+        "1st token p99=to_first_token_p99_us, a token p50=per_token_p50_us, "
+        "+a token p90=per_token_p90_us, +a token p99=per_token_p99_us, cached=cache_hit_share, "
+        "preempted=preemptions"
+    )
+
     worker: str
     replica: int
     requests: int
@@ -403,6 +446,8 @@ class MeasureRow(msgspec.Struct, frozen=True, kw_only=True):
         value: The number; the largest, if the stage ran several times.
     """
 
+    columns: ClassVar[str] = "worker, stage, number=name, value"
+
     worker: str
     stage: str
     name: str
@@ -426,6 +471,8 @@ class CounterRow(msgspec.Struct, frozen=True, kw_only=True):
         max: The largest sample.
     """
 
+    columns: ClassVar[str] = "of=lane, count=name, last, mean, largest=max, +counted=samples"
+
     lane: str
     name: str
     samples: int
@@ -445,6 +492,8 @@ class CostRow(msgspec.Struct, frozen=True, kw_only=True):
         bytes: Size of the worker's artifacts on disk; artifacts of unknown size count 0.
     """
 
+    columns: ClassVar[str] = "worker, start_s, stop_s, writing=export_s, on disk=bytes"
+
     worker: str
     start_s: float
     stop_s: float
@@ -463,6 +512,8 @@ class AnchorRow(msgspec.Struct, frozen=True, kw_only=True):
         set_us: Change of unix time minus change of monotonic time between the readings. More than a few
             microseconds mean that the clock was set, or slewed by NTP.
     """
+
+    columns: ClassVar[str] = "worker, host, watched for=watched_us, was set by=set_us"
 
     worker: str
     host: str
@@ -490,6 +541,8 @@ class SuspectRow(msgspec.Struct, frozen=True, kw_only=True):
         peer_value: Value of the peers; ``None`` if they have none.
     """
 
+    columns: ClassVar[str] = "suspect, what=kind, name, suspect's=value, peers, peers'=peer_value, difference"
+
     suspect: str
     peers: str
     kind: Literal["stage", "time", "kernel", "memory"]
@@ -515,6 +568,8 @@ class CauseRow(PartRow, frozen=True, kw_only=True):
         trajectories: Number of trajectories with this cause.
     """
 
+    columns: ClassVar[str] = "cause, validation=validate, time=seconds, share, trajectories"
+
     validate: bool
     trajectories: int
 
@@ -535,6 +590,11 @@ class CallRow(msgspec.Struct, frozen=True, kw_only=True):
         mean_running: Mean number of concurrent spans, over the time in which at least one ran.
         most_running: Largest number of concurrent spans.
     """
+
+    columns: ClassVar[str] = (
+        "name, +role, calls, failed, time=seconds, p50_s, p90_s, p99_s, longest_s, "
+        "+at once=mean_running, most at once=most_running"
+    )
 
     role: str
     name: str
@@ -563,6 +623,11 @@ class BlockRow(msgspec.Struct, frozen=True, kw_only=True):
         stood_still_s: Total delay of these trajectories.
     """
 
+    columns: ClassVar[str] = (
+        "lane, by=what, +function, times=blocks, for=seconds, longest_s, stood still=trajectories, "
+        "added up=stood_still_s"
+    )
+
     lane: str
     what: str
     function: str
@@ -585,6 +650,10 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
         last_cause: Largest cause of the last trajectory's time after the first end.
         whole: Whether all trajectories of the group ended in the step.
     """
+
+    columns: ClassVar[str] = (
+        "group, members, first done=first_s, last done=last_s, waited_s, the last's cause=last_of"
+    )
 
     group: str
     members: int
@@ -614,6 +683,11 @@ class StatusRow(msgspec.Struct, frozen=True, kw_only=True):
         tool_calls: Number of tool calls.
     """
 
+    columns: ClassVar[str] = (
+        "status, validation=validate, trajectories, time=seconds, share, tokens=response_tokens, "
+        "+turns, tool_calls"
+    )
+
     validate: bool
     status: str
     trajectories: int
@@ -636,6 +710,8 @@ class FailureRow(msgspec.Struct, frozen=True, kw_only=True):
         span: Last span that failed, else the last open span; empty if there is none.
     """
 
+    columns: ClassVar[str] = "error, validation=validate, trajectories, status, in=span, e.g.=example"
+
     validate: bool
     status: str
     error: str
@@ -656,6 +732,10 @@ class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
         segments: Number of requests served with this version.
         segment_tokens: Tokens generated by these requests.
     """
+
+    columns: ClassVar[str] = (
+        "version, behind=distance, oldest of=oldest, newest of=newest, segments, tokens=segment_tokens"
+    )
 
     version: int
     behind: int | None

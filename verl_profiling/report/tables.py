@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, ClassVar, NamedTuple, get_args, get_type_hints
 from zlib import crc32
 
 import msgspec
@@ -90,8 +90,6 @@ class Table(NamedTuple):
 
     Attributes:
         name: Name of the JSON field, the CSV file, the frame and (capitalized) the heading.
-        columns: ``heading=field`` for each shown column, or ``field`` if the heading is its name without
-            the unit; a leading ``+`` means on the page only.
         note: A sentence below the table.
         brief: Number of rows on the terminal.
         most: Number of rows on the page.
@@ -101,7 +99,6 @@ class Table(NamedTuple):
     """
 
     name: str
-    columns: str
     note: str | Callable[[Report], str] = ""
     brief: int = 8
     most: int = 1000
@@ -134,18 +131,19 @@ class Table(NamedTuple):
         """Return the sentence below the table."""
         return self.note if isinstance(self.note, str) else self.note(report)
 
-    def cells(self, found: Sequence[Any], *, brief: bool = False) -> tuple[list[str], list[list[Cell]]]:
-        """Return headings and cells of some rows, without empty columns.
 
-        Args:
-            found: The rows.
-            brief: Leave out the columns marked as on the page only.
-        """
-        listed = [column for column in self.columns.split(", ") if not (brief and column[0] == "+")]
-        wanted = [_heading_and_field(column.lstrip("+")) for column in listed]
-        lines = [[cell(field, row) for _, field in wanted] for row in found]
-        kept = [at for at in range(len(wanted)) if any(line[at].value for line in lines)]
-        return [wanted[at][0] for at in kept], [[line[at] for at in kept] for line in lines]
+def cells(rows: Sequence[Any], *, brief: bool = False) -> tuple[list[str], list[list[Cell]]]:
+    """Return headings and cells of some rows, without empty columns.
+
+    Args:
+        rows: The rows.
+        brief: Leave out the columns marked as on the page only.
+    """
+    listed = rows[0].columns.split(", ") if rows else []
+    wanted = [_heading_and_field(column.lstrip("+")) for column in listed if not (brief and column[0] == "+")]
+    lines = [[cell(field, row) for _, field in wanted] for row in rows]
+    kept = [at for at in range(len(wanted)) if any(line[at].value for line in lines)]
+    return [wanted[at][0] for at in kept], [[line[at] for at in kept] for line in lines]
 
 
 def _heading_and_field(column: str) -> tuple[str, str]:
@@ -187,7 +185,7 @@ def fields_of(row: type[msgspec.Struct]) -> dict[str, Any]:
     ``lost_us`` of a worker becomes one column for each cause, and its traces one text.
     """
     found: dict[str, Any] = {"step": int | None}
-    for name, kind in get_type_hints(row).items():
+    for name, kind in ((field.name, field.type) for field in msgspec.structs.fields(row)):
         if name == "lost_us":
             found |= dict.fromkeys(_LOST.values(), float)
         elif name not in _CURVES:
@@ -207,33 +205,45 @@ def flat_rows(step: int | None, found: Iterable[msgspec.Struct]) -> Iterator[dic
         yield {"step": step, **fields, **{column: lost[cause] for cause, column in _LOST.items() if lost}}
 
 
-class _Part(NamedTuple):
-    """A row of the tables ``lost`` and ``outside``, or one part of such a row."""
+class _Lost(msgspec.Struct, frozen=True):
+    """A row of the table ``lost``: a cause, or a part of one."""
+
+    columns: ClassVar[str] = "cause=name, time=seconds, of observed=share"
 
     name: str
     seconds: float
-    share: float = 0.0
-    key: str = ""
+    share: float
+    key: str
+    depth: int = 0
+
+
+class _Outside(msgspec.Struct, frozen=True):
+    """A row of the table ``outside``: a pause or a stage, or a part of one."""
+
+    columns: ClassVar[str] = "what=name, runs, time=seconds"
+
+    name: str
+    seconds: float
     runs: int | None = None
     depth: int = 0
 
 
-def _lost(report: Report) -> list[_Part]:
+def _lost(report: Report) -> list[_Lost]:
     found = []
     for row in report.lost:
-        found.append(_Part(cause_name(row.cause), row.seconds, row.share, f"k-{row.cause}"))
+        found.append(_Lost(cause_name(row.cause), row.seconds, row.share, f"k-{row.cause}"))
         for name, seconds in sorted(row.parts.items(), key=lambda part: -part[1]):
             share = row.share * seconds / (row.seconds or 1.0)
             if share >= _LEAST_PART:
-                found.append(_Part(name, seconds, share, cause_key(name), depth=1))
+                found.append(_Lost(name, seconds, share, cause_key(name), depth=1))
     return found
 
 
-def _outside(report: Report) -> list[_Part]:
+def _outside(report: Report) -> list[_Outside]:
     found = []
     for row in report.outside:
-        found.append(_Part(row.name, row.duration_us / 1e6, runs=row.runs))
-        found += [_Part(name, seconds, depth=1) for name, seconds in row.parts.items()]
+        found.append(_Outside(row.name, row.duration_us / 1e6, row.runs))
+        found += [_Outside(name, seconds, depth=1) for name, seconds in row.parts.items()]
     return found
 
 
@@ -269,164 +279,83 @@ def _of_costs(report: Report) -> str:
     )
 
 
+def _key(row: Any) -> str:
+    return cause_key(row.cause)
+
+
 def _on_cpus(note: str) -> Callable[[Report], str]:
     return lambda report: "" if any(row.device for row in report.workers) else note
 
 
-TABLES: Mapping[str, Table] = {
-    table.name: table
-    for table in (
-        Table(
-            "suspects",
-            "suspect, what=kind, name, suspect's=value, peers, peers'=peer_value, difference",
-            "Time in a stage is without waiting for other ranks; the rest of the time is in its parts.",
-            brief=40,
-        ),
-        Table(
-            "stages",
-            "stage=name, runs, time=duration_us, share",
-            _side_by_side,
-            brief=40,
-            key=lambda row: stage_class(row.name),
-        ),
-        Table(
-            "lost",
-            "cause=name, time=seconds, of observed=share",
-            lambda report: f"{report.whose.capitalize()}-seconds idle, or waiting for other ranks.",
-            brief=40,
-            key=lambda row: row.key,
-            shown=_lost,
-        ),
-        Table(
-            "trajectory_causes",
-            "cause, validation=validate, time=seconds, share, trajectories",
-            "What trajectories waited for.",
-            brief=12,
-            key=lambda row: cause_key(row.cause),
-            field="causes",
-        ),
-        Table(
-            "rollout_time",
-            "cause, time=seconds, share",
-            "What went on in the rollout, on the wall clock.",
-            key=lambda row: cause_key(row.cause),
-            field="time",
-        ),
-        Table(
-            "trajectory_calls",
-            "name, +role, calls, failed, time=seconds, p50_s, p90_s, p99_s, longest_s, "
-            "+at once=mean_running, most at once=most_running",
-            "Tools and other spans.",
-            brief=12,
-            key=lambda row: cause_key(row.name),
-            field="calls",
-        ),
-        Table(
-            "loop_blocks",
-            "lane, by=what, +function, times=blocks, for=seconds, longest_s, stood still=trajectories, "
-            "added up=stood_still_s",
-            "What blocked event loops, and how many trajectories stood still meanwhile.",
-            most=100,
-            field="blocks",
-        ),
-        Table(
-            "trajectory_groups",
-            "group, members, first done=first_s, last done=last_s, waited_s, the last's cause=last_of",
-            "Groups whose members waited most for their last one.",
-            brief=6,
-            field="groups",
-        ),
-        Table(
-            "trajectory_versions",
-            "version, behind=distance, oldest of=oldest, newest of=newest, segments, tokens=segment_tokens",
-            "Versions of the weights that made the training trajectories.",
-            brief=6,
-            field="versions",
-        ),
-        Table(
-            "trajectory_statuses",
-            "status, validation=validate, trajectories, time=seconds, share, tokens=response_tokens, "
-            "+turns, tool_calls",
-            most=100,
-            field="statuses",
-        ),
-        Table(
-            "trajectory_failures",
-            "error, validation=validate, trajectories, status, in=span, e.g.=example",
-            brief=40,
-            most=100,
-            field="failures",
-        ),
-        Table(
-            "workers",
-            "name, +device=accelerator, observed=span_us, busy_us, busy_share, +idle_us, "
-            "host-bound=host_bound_us, compute_us, +communication_us, "
-            "exposed comm=exposed_communication_us, +waiting_us, +overlap_us, copies=memcpy_us, "
-            "unrecognised_us, +files=traces",
-            _on_cpus("CPU traces: busy means that operators or collectives ran on any thread."),
-            brief=64,
-        ),
-        Table(
-            "devices",
-            "lanes=name, observed=span_us, busy_us, busy_share, +idle_us, host-bound=host_bound_us, "
-            "exposed comm=exposed_communication_us, +waiting_us, device=located",
-            "Lanes that share a device count once.",
-            brief=64,
-            shown=lambda report: report.devices if report.shares_devices else (),
-        ),
-        Table(
-            "engines",
-            "name, iterations, prefill_us, decode_us, prompt tokens=prefill_tokens, "
-            "new tokens=decode_tokens, queueing_us, finish_us",
-            brief=64,
-        ),
-        Table(
-            "replicas",
-            "name=worker, requests, +failed, +queued_p50_us, +queued_p90_us, queued_p99_us, "
-            "1st token p50=to_first_token_p50_us, +1st token p90=to_first_token_p90_us, "
-            "1st token p99=to_first_token_p99_us, a token p50=per_token_p50_us, "
-            "+a token p90=per_token_p90_us, +a token p99=per_token_p99_us, cached=cache_hit_share, "
-            "preempted=preemptions",
-            _of_requests,
-        ),
-        Table(
-            "stragglers",
-            "stage, +role, +workers, slowest, time=slowest_us, median_us, others waited=wait_us",
-        ),
-        Table(
-            "collectives",
-            "collective=name, +role, ranks=group, calls, median_us, waiting=wait_us, most often last=late, "
-            "of calls=late_share",
-        ),
-        Table(
-            "kernels",
-            "stage, name, calls, self time=self_us, share",
-            _on_cpus("Operators stand in for kernels."),
-            most=40,
-        ),
-        Table(
-            "measures",
-            "worker, stage, number=name, value",
-            "Of a stage that ran several times, the largest.",
-        ),
-        Table(
-            "counters",
-            "of=lane, count=name, last, mean, largest=max, +counted=samples",
-            "Each holds until the next; the mean is over time.",
-        ),
-        Table(
-            "outside",
-            "what=name, runs, time=seconds",
-            "Before the step and until the next one: no part of the numbers above and below. In its pauses "
-            "the loop waits for the capture to start and to stop.",
-            shown=_outside,
-        ),
-        Table("costs", "worker, start_s, stop_s, writing=export_s, on disk=bytes", _of_costs),
-        Table(
-            "anchors",
-            "worker, host, watched for=watched_us, was set by=set_us",
-            "How far unix time ran ahead of monotonic time during the capture.",
-        ),
-    )
-}
+_TABLES = (
+    Table(
+        "suspects",
+        "Time in a stage is without waiting for other ranks; the rest of the time is in its parts.",
+        brief=40,
+    ),
+    Table("stages", _side_by_side, brief=40, key=lambda row: stage_class(row.name)),
+    Table(
+        "lost",
+        lambda report: f"{report.whose.capitalize()}-seconds idle, or waiting for other ranks.",
+        brief=40,
+        key=lambda row: row.key,
+        shown=_lost,
+    ),
+    Table("trajectory_causes", "What trajectories waited for.", brief=12, key=_key, field="causes"),
+    Table("rollout_time", "What went on in the rollout, on the wall clock.", key=_key, field="time"),
+    Table(
+        "trajectory_calls",
+        "Tools and other spans.",
+        brief=12,
+        key=lambda row: cause_key(row.name),
+        field="calls",
+    ),
+    Table(
+        "loop_blocks",
+        "What blocked event loops, and how many trajectories stood still meanwhile.",
+        most=100,
+        field="blocks",
+    ),
+    Table(
+        "trajectory_groups",
+        "Groups whose members waited most for their last one.",
+        brief=6,
+        field="groups",
+    ),
+    Table(
+        "trajectory_versions",
+        "Versions of the weights that made the training trajectories.",
+        brief=6,
+        field="versions",
+    ),
+    Table("trajectory_statuses", most=100, field="statuses"),
+    Table("trajectory_failures", brief=40, most=100, field="failures"),
+    Table(
+        "workers",
+        _on_cpus("CPU traces: busy means that operators or collectives ran on any thread."),
+        brief=64,
+    ),
+    Table(
+        "devices",
+        "Lanes that share a device count once.",
+        brief=64,
+        shown=lambda report: report.devices if report.shares_devices else (),
+    ),
+    Table("engines", brief=64),
+    Table("replicas", _of_requests),
+    Table("stragglers"),
+    Table("collectives"),
+    Table("kernels", _on_cpus("Operators stand in for kernels."), most=40),
+    Table("measures", "Of a stage that ran several times, the largest."),
+    Table("counters", "Each holds until the next; the mean is over time."),
+    Table(
+        "outside",
+        "Before the step and until the next one: no part of the numbers above and below. In its pauses "
+        "the loop waits for the capture to start and to stop.",
+        shown=_outside,
+    ),
+    Table("costs", _of_costs),
+    Table("anchors", "How far unix time ran ahead of monotonic time during the capture."),
+)
+TABLES: Mapping[str, Table] = {table.name: table for table in _TABLES}
 """The tables, in the order in which they are shown."""

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import asked_sentences, figures, rollout_sentences, sentences
-from verl_profiling.report.tables import TABLES, Cell, without_middle
+from verl_profiling.report.tables import TABLES, Cell, cells, without_middle
 
 _WIDTH = 100
 _BAR_CELLS = 24
@@ -130,13 +130,13 @@ def _print_table(report: Report, name: str, console: Console, *, everything: boo
     brief = table.brief if everything else _FIRST[name]
     if not everything:
         found = [row for row in found if not (getattr(row, "depth", 0) or getattr(row, "validate", False))]
-    headings, cells = table.cells(found[:brief], brief=True)
+    headings, lines = cells(found[:brief], brief=True)
     if name == "stages":
         headings.append("of the step")
-        for row, line in zip(found, cells, strict=False):
+        for row, line in zip(found, lines, strict=False):
             line.append(Cell("", "█" * round(min(row.share, 1.0) * _BAR_CELLS)))
     more = f"{len(found) - brief:,} more: --csv, --json." if len(found) > brief else ""
-    print_table(console, table.title, headings, cells, " ".join(filter(None, (table.note_on(report), more))))
+    print_table(console, table.title, headings, lines, " ".join(filter(None, (table.note_on(report), more))))
 
 
 def _print_findings(report: Report, console: Console, most: int | None) -> None:
