@@ -56,9 +56,13 @@ def step_list(steps: Sequence[int], most: int = 10) -> str:
         steps: Numbers of steps.
         most: How many are named.
     """
-    listed = ", ".join(map(str, steps[:most]))
-    more = f" and {len(steps) - most} more" if len(steps) > most else ""
-    return f"{'step' if len(steps) == 1 else 'steps'} {listed}{more}"
+    return f"{'step' if len(steps) == 1 else 'steps'} {listed(list(map(str, steps)), most)}"
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names, and the number of the others: ``a, b, c and 2 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def _unit(value: float, units: tuple[tuple[str, float], ...]) -> tuple[str, float]:

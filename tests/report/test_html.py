@@ -48,12 +48,7 @@ def test_what_the_loop_reported_is_on_the_page(report: Report) -> None:
 
 HOSTILE = [
     '</script><img src=x onerror=alert(1)>"&',
-    "</title></style></textarea><svg onload=alert(1)>",
-    "<!--<script>",
-    "]]>'`${alert(1)}\\",
-    "\u202egnp.exe\u2066 \u2028\u2029",
-    "\x00\x1b[31m\x7f\r\n",
-    "a" * 5000,
+    "<!--<script>\u202egnp.exe\u2066 \u2028\u2029\x00\x1b[31m" + "a" * 5000,
 ]
 
 

@@ -41,15 +41,6 @@ def causes_of(
     return {row.cause: pytest.approx(row.seconds * 1000, abs=1e-3) for row in rows if row.seconds > 1e-9}
 
 
-def test_an_instant_is_of_the_innermost_span(tmp_path: Path) -> None:
-    """What is around it waits for it; what is in no span is the trajectory's own code."""
-    log = drawn((0, 100))
-    turn = log.span("turn", 10, 90, 0)
-    search = log.span("tool:search", 20, 40, 0, turn)
-    log.span("tool:http", 25, 30, 0, search)
-    assert causes_of(tmp_path, log) == {OWN_CODE: 20, "turn": 60, "tool:search": 15, "tool:http": 5}
-
-
 @pytest.mark.parametrize(
     ("trajectory", "begin", "found"),
     [
@@ -64,23 +55,6 @@ def test_what_a_trajectory_was_in_before_recording_began_is_not_its_own_code(
     log = drawn(trajectory)
     log.span("tool:a", 60, 90, 0)
     assert causes_of(tmp_path, log, begin=begin) == found
-
-
-def test_spans_side_by_side_share_their_time(tmp_path: Path) -> None:
-    """Two tools at once have half of it each."""
-    log = DrawnLog(end=END, unit_ns=MS)
-    log.trajectory(0, 100, ("tool:a", 0, 60), ("tool:b", 40, 100))
-    assert causes_of(tmp_path, log) == {"tool:a": 50, "tool:b": 50}
-
-
-def test_what_outlives_the_span_around_it_is_still_inside_the_next(tmp_path: Path) -> None:
-    """A task that a tool left behind runs inside the turn that the tool was in."""
-    log = drawn((0, 100))
-    turn = log.span("turn", 0, 100, 0)
-    tool = log.span("tool:a", 0, 50, 0, turn)
-    left = log.span("left behind", 40, 70, 0, tool)
-    log.span("later", 80, 90, 0, left)
-    assert causes_of(tmp_path, log) == {"tool:a": 40, "left behind": 30, "later": 10, "turn": 20}
 
 
 def request(begin: float, end: float, **marks: float) -> Request:
@@ -116,20 +90,6 @@ def test_a_generate_span_divides_by_its_request(
     log = drawn((10, 90))
     log.span("generate", 10, 90, 0, request="r")
     assert causes_of(tmp_path, log, made) == found
-
-
-def test_of_several_requests_with_one_id_it_is_the_one_at_that_time(tmp_path: Path) -> None:
-    """Turns of a conversation may keep their id."""
-    log = drawn((0, 250))
-    for begin in (0, 100, 200):
-        log.span("generate", begin, begin + 50, 0, request="r")
-    requests = [request(begin + 10, begin + 40) for begin in (0, 100, 200)]
-    assert causes_of(tmp_path, log, *requests) == {
-        "to the engine": 30,
-        "generate": 90,
-        "from the engine": 30,
-        OWN_CODE: 100,
-    }
 
 
 def test_a_blocked_loop_stops_what_was_due_and_nothing_else(tmp_path: Path) -> None:

@@ -68,13 +68,10 @@ def test_captures_that_were_asked_for_are_not_compared(steps: list[Report], tmp_
     assert 'href="step_000013/report.html"' in page
     few = text_of(page_of(mixed[2:5], tmp_path), "findings")
     assert "What changed is said of three captured steps or more." in few
-    by_schedule = Asked(kind="schedule", reason="", sign="slow_step")
-    both = [msgspec.structs.replace(r, asked=by_schedule) for r in steps]
-    assert "Changed first: rollout in Step 13" in text_of(page_of(both, tmp_path), "findings")
 
 
 def test_steps_that_stay_in_their_range_have_no_change(steps: list[Report], tmp_path: Path) -> None:
-    """What left it is the stage, or else the cause of lost time; one that became shorter did, too."""
+    """What left it is the stage, or else the cause of lost time."""
     none = "No stage and no cause of lost time left its range."
     assert none in text_of(page_of([steps[0]] * 5, tmp_path), "findings")
     lost = [
@@ -84,8 +81,6 @@ def test_steps_that_stay_in_their_range_have_no_change(steps: list[Report], tmp_
     waits = msgspec.structs.replace(steps[0], step=12, lost=lost)
     said = text_of(page_of([*steps[:2], waits], tmp_path), "findings")
     assert "Changed first: lost time, waiting for rollout in Step 12" in said
-    shorter = page_of([steps[3], steps[3], steps[0]], tmp_path)
-    assert "Changed first: rollout in Step 10" in text_of(shorter, "findings")
 
 
 def test_steps_that_leave_their_range_by_little_have_no_change(steps: list[Report], tmp_path: Path) -> None:
@@ -132,12 +127,6 @@ def test_hostile_names_stay_text(steps: list[Report], tmp_path: Path) -> None:
     assert elements.open == []
     assert "img" not in elements.tags
     assert set(elements.outside) == {"x/r.html", "%22%3E%3Cimg%3E/r.html"}
-
-
-def test_hundreds_of_steps_stay_below_1_mb(steps: list[Report], tmp_path: Path) -> None:
-    """The page of a long run is small."""
-    many = [msgspec.structs.replace(steps[i % 6], step=i) for i in range(500)]
-    assert len(page_of(many, tmp_path).encode()) < 1_000_000
 
 
 def test_the_command_writes_it_into_the_folder_of_the_run(tmp_path: Path) -> None:
@@ -246,14 +235,10 @@ class TestEveryStep:
         )
         shutil.rmtree(run / "step_000012")
         assert main(["report", str(run), "--save"]) == 0
-        bare = text_of((run / "index.html").read_text(), "figures")
-        assert "Step, median8.50 sof 21 steps, from 8.50 s to 60.0 s" in bare
-        assert "SlowestStep 2060.0 s, +51.5 s over the median" in bare
+        assert text_of((run / "index.html").read_text(), "figures") == figures
 
-    def test_a_first_step_that_warms_up_flattens_no_chart(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """The axis ends with the other steps; the page, its figures and the terminal say both."""
+    def test_a_first_step_that_warms_up_flattens_no_chart(self, tmp_path: Path) -> None:
+        """The axis ends with the other steps; the figures say both."""
         log = WatchLog(tmp_path)
         for number in range(1, 21):
             ms = {1: 56_500.0, 12: 9000.0}.get(number, 5000.0)
@@ -263,11 +248,6 @@ class TestEveryStep:
         assert '<div class="trend"><span>12.5 s</span>' in page
         said = "SlowestStep 1212.5 s, +4.00 s over the median; the first took 60.0 s"
         assert said in text_of(page, "figures")
-        build_step(tmp_path, step=12)
-        capsys.readouterr()
-        assert main(["report", str(tmp_path)]) == 0
-        said = "median 8.50 s, longest step 1 with 60.0 s, then step 12 with 12.5 s (rollout +4.00 s)"
-        assert said in capsys.readouterr().out
 
     def test_a_long_run_has_a_bounded_page(self, run: Path) -> None:
         """All captured steps are on it, and the longest of the others, with and without them beside it."""

@@ -35,13 +35,6 @@ def test_lost_time_has_the_cause_of_the_first_finding(
     assert fault != "slow weight sync" or "Where:" not in text, "a list of every lane says no more"
 
 
-def test_waiting_for_a_slow_rank_is_lost(tmp_path: Path) -> None:
-    """Fifteen ranks wait three seconds each, although their devices are busy with waiting."""
-    healthy, slow = (seen(tmp_path / name, name) for name in ("healthy", "slow rank"))
-    assert "Lost 104 lane-seconds" in healthy
-    assert "Lost 168 lane-seconds" in slow
-
-
 def test_a_healthy_step_is_calm(tmp_path: Path) -> None:
     """Nothing is found, and the lost time has its largest cause."""
     text = seen(tmp_path)

@@ -109,7 +109,7 @@ def test_the_report_does_not_take_it_for_a_capture_of_cpus(tmp_path: Path) -> No
     report = report_of(tmp_path, lost)
     finding, *others = report.findings
     assert finding.rule == "device_unrecorded"
-    assert "actor_rank0 and 2 more lanes" in finding.text
+    assert "on actor_rank0, actor_rank1, rollout0_rank0, although" in finding.text
     assert VARIABLE in finding.advice
     assert finding.lanes == report.coverage.unrecorded == LANES
     assert all("no event of cuda" in sentence for sentence in report.coverage.missing)

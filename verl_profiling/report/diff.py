@@ -18,7 +18,7 @@ from verl_profiling.report.anatomy import CAPTURE_CALLS
 from verl_profiling.report.model import Report
 from verl_profiling.report.tables import cells, named, without_middle
 from verl_profiling.report.terminal import fitting_console, print_table
-from verl_profiling.units import duration
+from verl_profiling.units import duration, listed
 
 _SMALLEST_SHARE = 0.01
 _SHOWN = 12  # changes of a kind
@@ -185,11 +185,7 @@ def _notes(changes: list[Change]) -> Iterator[str]:
         ("after", sorted(lane.name for lane in lanes if lane.before_s is None)),
     ):
         if missing:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            yield (
-                f"lanes only {side}: {', '.join(missing[:3])}{more}; lost time is a sum over devices, "
-                "kernels are one over lanes"
-            )
+            yield f"lanes only {side}: {listed(missing)}; lost time is a sum over devices, kernels over lanes"
 
 
 def print_diff(diff: Diff, console: Console) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.report.model import Report
-from verl_profiling.report.outcomes import KEPT
+from verl_profiling.report.rollout_section import KEPT
 from verl_profiling.report.tables import TABLES, fields_of, flat_rows
 from verl_profiling.run_files import EventFile, naming
 

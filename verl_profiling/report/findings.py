@@ -30,7 +30,7 @@ from verl_profiling.report.rollout_findings import (
     polling,
 )
 from verl_profiling.report.rows import DeviceRow, StragglerRow
-from verl_profiling.units import duration
+from verl_profiling.units import duration, listed
 
 LIMIT = 5
 _RECORD_LESS = "record less: fewer ranks, no stacks or shapes, the other mode, or the spans tool"
@@ -103,10 +103,9 @@ def _missing(report: Report) -> Iterator[Found]:
 
 def _unrecorded(report: Report) -> Iterator[Found]:
     if lost := report.coverage.unrecorded:
-        listed = f"{lost[0]} and {len(lost) - 1} more lanes" if len(lost) > 2 else " and ".join(lost)
         text = (
-            f"No event of a device was recorded on {listed}, although it was in use: the traces hold the "
-            "host alone, and nothing is known of what the device did."
+            f"No event of a device was recorded on {listed(lost)}, although it was in use: the traces hold "
+            "the host alone, and nothing is known of what the device did."
         )
         advice = (
             "another profiler or NVTX holds CUPTI: start workers with NVTX_INJECTION64_PATH set to a "
@@ -277,12 +276,7 @@ def _host_bound(report: Report) -> Iterator[Found]:
     usual = {roles: median_low(values) for roles, values in by_role.items()}
     engines_us = sum(row.host_bound_us for row in report.workers if row.replica is not None)
     engines = bool(report.replicas) and engines_us > sum(row.host_bound_us for row in report.workers) / 2
-    if engines:
-        where = "between iterations of engines that had requests"
-    elif any(span.lane != "controller" and span.kind == "stage" for span in report.gantt):
-        where = "inside their own stages"
-    else:
-        where = "between their iterations" if report.captured else "while operators ran on their hosts"
+    where = "between iterations of engines that had requests" if engines else "while their hosts were at work"
     text = f"had nothing to run {where}: the host did not launch work in time"
     larger = "more requests at once" if engines else "larger micro-batches"
     advice = f"{larger}, graphs of kernels (CUDA graphs), torch.compile"
@@ -297,11 +291,8 @@ def _host_bound(report: Report) -> Iterator[Found]:
 
 def _unexplained(report: Report) -> Iterator[Found]:
     text, advice = "were idle for no reason that the capture shows", "look at the lanes in the timeline"
-    if not report.captured and _on_devices(report):
-        text = "were idle while nothing ran on their hosts, as far as the traces show"
-        advice = "record Python stacks, which say what the hosts did (loading data, waiting for others)"
-    elif not report.captured:
-        text = "ran no operator: they were in Python, waited for data, or for a core"
+    if not report.captured:
+        text = "were idle while no operator or call ran: they were in Python, waited for data, or for a core"
         advice = "record Python stacks, which say what it was"
     yield _of_cause(report, "unexplained", text, advice)
 

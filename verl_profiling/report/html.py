@@ -15,13 +15,12 @@ from verl_profiling.report.model import Finding, Report
 from verl_profiling.report.picture import picture
 from verl_profiling.report.sentences import Figure, asked_sentences, figures, rollout_sentences, sentences
 from verl_profiling.report.tables import TABLES, Cell, cause_key, cells, without_middle
-from verl_profiling.units import duration
+from verl_profiling.units import duration, listed
 
 _PICTURE = ("d3.min.js", "picture.js")
 _TOP = 10  # rows of a folded table, as in page.css
 _LONGEST_NAME = 64
 _INDENT = "\N{NO-BREAK SPACE}"
-_WHERE = 3
 _FINISHES = 400  # points of the curve of what is done
 
 
@@ -179,8 +178,7 @@ def _sentence(finding: Finding, lanes: int) -> str:
     """Return a finding with its advice; lanes missing from its text are listed, unless it is about all."""
     words = re.findall(r"\w+", finding.text)
     named = [name for name in finding.lanes if name not in words] if len(finding.lanes) < lanes else []
-    listed = ", ".join(named[:_WHERE]) + (f" and {len(named) - _WHERE} more" if len(named) > _WHERE else "")
-    where = f" <span>Where: {escape(listed)}.</span>" if listed else ""
+    where = f" <span>Where: {escape(listed(named))}.</span>" if named else ""
     return f"{escape(finding.text)}{where} <span>Try: {escape(finding.advice)}.</span>"
 
 

@@ -16,8 +16,10 @@ bound, except where the engine's request has an end.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -46,7 +48,8 @@ _CAUSES = (*_PARTS, LOOP_LAG, OWN_CODE, BEFORE, UNEXPLAINED)
 
 _NUMBERS = {name: number for number, name in enumerate(_CAUSES)}
 _RESERVED = {*_CAUSES} - {GENERATE}
-_ON_THE_WAY = (_NUMBERS[TO_THE_ENGINE], _NUMBERS[FROM_THE_ENGINE])
+_IN_ENGINE = range(1, len(_PARTS) - 1)
+"""Numbers of the causes in which an engine has the request: no block of a loop delays it."""
 _WITH_ERROR = ("failed", "cancelled")
 _MOST_NAMES = 100  # of causes, if names of spans hold ids
 
@@ -300,7 +303,7 @@ class Pieces(NamedTuple):
         end: End (unix ns).
         cause: Index of the cause in ``causes``.
         loop: Number of the event loop, or -1.
-        uncertain: Whether the interval is loop lag with an unknown begin (an upper bound).
+        uncertain: 1 if the interval is loop lag with an unknown begin (an upper bound).
         causes: Names of the causes.
     """
 
@@ -309,8 +312,14 @@ class Pieces(NamedTuple):
     end: Ints
     cause: Ints
     loop: Ints
-    uncertain: NDArray[np.bool_]
+    uncertain: Ints
     causes: Sequence[str]
+
+    @classmethod
+    def made(cls, intervals: Iterable[_Interval], records: Records) -> Pieces:
+        """Return intervals as columns."""
+        columns = np.array(list(intervals), dtype=np.int64).reshape(-1, 6).T
+        return cls._make((*columns, records.names))
 
     def of(self, rows: Ints) -> Pieces:
         """Return the intervals at the given indices."""
@@ -326,9 +335,9 @@ def ranked(causes: Sequence[str], took: NDArray[Any]) -> dict[str, float]:
 
     Args:
         causes: Their names.
-        took: Their times (ns); causes without any are left out.
+        took: Their times (ns); causes of less than a nanosecond are left out.
     """
-    found = [(cause, ns / 1e9) for cause, ns in zip(causes, took.tolist(), strict=True) if ns > 0]
+    found = [(cause, ns / 1e9) for cause, ns in zip(causes, took.tolist(), strict=True) if ns >= 0.5]
     return dict(sorted(found, key=lambda item: (item[0] == UNEXPLAINED, -item[1])))
 
 
@@ -350,119 +359,99 @@ def pieces_of(records: Records, served: Mapping[int, Request]) -> tuple[Pieces, 
     inside = np.flatnonzero(spans.parent >= 0)
     around = spans.parent[inside]
     index, first, last = without(spans.begin, spans.end, around, spans.begin[inside], spans.reach[inside])
-    cause, certain = spans.name[index], np.zeros(len(index), dtype=bool)
-    every = Pieces(spans.process[index], first, last, cause, spans.loop[index], certain, records.names)
     own = spans.trajectory[index] >= 0
-    index, first, last, cause = _divided(index[own], first[own], last[own], cause[own], served, records)
-    goes_on = (spans.open[index] > 0) & (last == spans.end[index])
-    held = (cause < len(_PARTS)) & ~np.isin(cause, _ON_THE_WAY)  # in the engine: no block delays the request
-    waits = (spans.trajectory[index], first, last, cause, np.where(held | goes_on, -1, spans.loop[index]))
-    columns = [np.concatenate(pair) for pair in zip(waits, _gaps(records), strict=True)]
-    return _with_lag(records, *columns), every.of(np.flatnonzero(~own))
+    of_processes = [
+        _Interval(int(spans.process[number]), begin, end, int(spans.name[number]))
+        for number, begin, end in _rows(index[~own], first[~own], last[~own])
+    ]
+    waits = chain(_in_spans(records, served, index[own], first[own], last[own]), _in_no_span(records))
+    return Pieces.made(_with_lag(waits, records.blocks), records), Pieces.made(of_processes, records)
 
 
-def _divided(
-    index: Ints, first: Ints, last: Ints, cause: Ints, served: Mapping[int, Request], records: Records
-) -> tuple[Ints, Ints, Ints, Ints]:
-    """Divide the intervals of ``generate`` spans by the parts of their requests.
+class _Interval(NamedTuple):
+    """An interval of one cause, as in :class:`Pieces`; ``loop`` is -1 if no block of a loop delays it."""
+
+    owner: int
+    begin: int
+    end: int
+    cause: int
+    loop: int = -1
+    uncertain: bool = False
+
+
+def _rows(*columns: Ints) -> Iterator[tuple[int, ...]]:
+    return zip(*(column.tolist() for column in columns), strict=True)
+
+
+def _in_spans(
+    records: Records, served: Mapping[int, Request], index: Ints, first: Ints, last: Ints
+) -> Iterator[_Interval]:
+    """Yield intervals of spans, those of ``generate`` divided by the parts of their requests."""
+    spans = records.spans
+    columns = (index, first, last, spans.trajectory[index], spans.name[index], spans.loop[index])
+    open_ends = np.where(spans.open > 0, spans.end, -1)[index]
+    for number, begin, end, owner, name, loop, open_end in _rows(*columns, open_ends):
+        request = served.get(number)
+        for cause, low, high in _divided(request, begin, end) if request else [(name, begin, end)]:
+            delayed = cause not in _IN_ENGINE and high != open_end
+            yield _Interval(owner, low, high, cause, loop if delayed else -1)
+
+
+def _divided(request: Request, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the parts of a request in an interval of its span: cause, begin, end.
 
     Time before the request's begin is ``to the engine``, time after its end ``from the engine``.
     """
-    if not served:
-        return index, first, last, cause
-    begin, end = records.spans.begin, records.spans.end
-    edges: list[list[int]] = []  # per request, from the span's begin to its end (unix ns)
-    labels: list[list[int]] = []  # per request, the cause between each two edges
-    row_of = np.full(len(begin), -1, dtype=np.int64)
-    for row, (number, request) in enumerate(served.items()):
-        row_of[number] = row
-        parts: list[tuple[str, int]] = [(name, until) for name, _, until in request.parts()]
-        if not parts or parts[0][0] != TO_THE_ENGINE:  # the request's arrival is not known
-            parts.insert(0, (TO_THE_ENGINE, request.begin_ns))
-        rest = len(_PARTS) - len(parts)
-        edges.append([begin[number], *(until for _, until in parts), *[end[number]] * rest])
-        labels.append([*(_NUMBERS[name] for name, _ in parts), *[_NUMBERS[FROM_THE_ENGINE]] * rest])
-    marks = np.array(edges, dtype=np.int64)
-    marks = np.clip(np.maximum.accumulate(marks, axis=1), marks[:, :1], marks[:, -1:])
-    asked = row_of[index] >= 0
-    rows = row_of[index[asked]]
-    marks = np.clip(marks[rows], first[asked, None], last[asked, None])
-    low, high, label = marks[:, :-1].ravel(), marks[:, 1:].ravel(), np.array(labels)[rows].ravel()
-    some = high > low
-    whole = (index[~asked], first[~asked], last[~asked], cause[~asked])
-    parted = (np.repeat(index[asked], len(_PARTS))[some], low[some], high[some], label[some])
-    index, first, last, cause = (np.concatenate(pair) for pair in zip(whole, parted, strict=True))
-    return index, first, last, cause
+    parts: list[tuple[str, int]] = [(name, until) for name, _, until in request.parts()]
+    if not parts or parts[0][0] != TO_THE_ENGINE:  # the request's arrival is not known
+        parts.insert(0, (TO_THE_ENGINE, request.begin_ns))
+    for name, until in (*parts, (FROM_THE_ENGINE, end)):
+        if (until := min(until, end)) > begin:
+            yield _NUMBERS[name], begin, until
+            begin = until
 
 
-def _gaps(records: Records) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Return the intervals of trajectories without an open span: trajectory, begin, end, cause, loop."""
-    spans = records.spans
-    columns = [
-        (one.begin_ns, one.end_ns, one.loop, one.whole_log, one.unseen_begin) for one in records.trajectories
-    ]
-    from_ns, until_ns, loop, whole_log, unseen = np.array(columns, dtype=np.int64).reshape(-1, 5).T
+def _in_no_span(records: Records) -> Iterator[_Interval]:
+    """Yield the intervals of trajectories without an open span."""
+    spans, trajectories = records.spans, records.trajectories
+    times = np.array([(one.begin_ns, one.end_ns) for one in trajectories], dtype=np.int64).reshape(-1, 2)
     rows = np.flatnonzero(spans.trajectory >= 0)
     holes = (spans.trajectory[rows], spans.begin[rows], spans.end[rows])
-    of, first, last = without(from_ns, until_ns, *holes)
-    cause = np.where(whole_log[of] > 0, _NUMBERS[OWN_CODE], _NUMBERS[UNEXPLAINED])
-    cause[(unseen[of] > 0) & (first == from_ns[of])] = _NUMBERS[BEFORE]
-    return of, first, last, cause, loop[of]
+    for number, begin, end in _rows(*without(times[:, 0], times[:, 1], *holes)):
+        one = trajectories[number]
+        cause = OWN_CODE if one.whole_log else UNEXPLAINED
+        if one.unseen_begin and begin == one.begin_ns:
+            cause = BEFORE
+        yield _Interval(number, begin, end, _NUMBERS[cause], one.loop)
 
 
-def _with_lag(records: Records, owner: Ints, begin: Ints, end: Ints, cause: Ints, loop: Ints) -> Pieces:
-    """Cut loop lag out of the intervals, and append it as intervals with the cause ``loop lag``."""
-    number, low, high = _standing_still(owner, loop, begin, end, records.blocks)
-    left, first, last = without(begin, end, number, low, high)
-    rows = np.concatenate((left, number))
-    lagged = np.arange(len(rows)) >= len(left)
-    return Pieces(
-        owner=owner[rows],
-        begin=np.concatenate((first, low)),
-        end=np.concatenate((last, high)),
-        cause=np.where(lagged, _NUMBERS[LOOP_LAG], cause[rows]),
-        loop=loop[rows],
-        uncertain=lagged & (cause[rows] != _NUMBERS[FROM_THE_ENGINE]),
-        causes=records.names,
-    )
+def _with_lag(waits: Iterable[_Interval], blocks: Blocks) -> Iterator[_Interval]:
+    """Yield the intervals, and instead of the loop lag in them intervals with the cause ``loop lag``."""
+    stalls, own = {}, defaultdict[int, list[tuple[int, int]]](list)
+    for loop in np.unique(blocks.loop).tolist():
+        mine = np.flatnonzero(blocks.loop == loop)
+        stalls[loop] = union(np.stack((blocks.begin, blocks.end + _TOGETHER_NS), axis=1)[mine]).T.tolist()
+    for owner, begin, end in sorted(_rows(blocks.trajectory, blocks.begin, blocks.end)):
+        own[owner].append((begin, end))
+    for wait in waits:
+        lag: list[tuple[int, int]] = []
+        begins, ends = stalls.get(wait.loop, ((), ()))
+        if at := bisect_left(begins, wait.end):
+            until = ends[at - 1] - _TOGETHER_NS
+            if wait.end <= until + DRAIN_NS:
+                lag = list(_without(max(begins[at - 1], wait.begin), min(until, wait.end), own[wait.owner]))
+        for begin, end in lag:
+            uncertain = wait.cause != _NUMBERS[FROM_THE_ENGINE]
+            yield wait._replace(begin=begin, end=end, cause=_NUMBERS[LOOP_LAG], uncertain=uncertain)
+        for begin, end in _without(wait.begin, wait.end, lag):
+            yield wait._replace(begin=begin, end=end)
 
 
-def _standing_still(
-    trajectory: Ints, loop: Ints, begin: Ints, end: Ints, blocks: Blocks
-) -> tuple[Ints, Ints, Ints]:
-    """Return the loop lag inside the intervals: indices of the intervals, begins, ends.
-
-    Args:
-        trajectory: Trajectory of each interval.
-        loop: Event loop of each interval, or -1.
-        begin: Begin of each interval (unix ns).
-        end: End of each interval (unix ns).
-        blocks: The blocks of all loops.
-    """
-    found = [np.empty((3, 0), np.int64)]
-    for one in np.unique(blocks.loop):
-        stalls = union(np.stack((blocks.begin, blocks.end + _TOGETHER_NS), axis=1)[blocks.loop == one])
-        stalls -= [0, _TOGETHER_NS]
-        mine = np.flatnonzero((loop == one) & (end > stalls[0, 0]))
-        first, last = stalls[np.searchsorted(stalls[:, 0], end[mine]) - 1].T
-        low, high = np.maximum(first, begin[mine]), np.minimum(last, end[mine])
-        found.append(np.stack((mine, low, high))[:, (end[mine] <= last + DRAIN_NS) & (high > low)])
-    number, low, high = np.concatenate(found, axis=1)
-    return _without_own(number, low, high, trajectory, blocks)
-
-
-def _without_own(
-    number: Ints, low: Ints, high: Ints, trajectory: Ints, blocks: Blocks
-) -> tuple[Ints, Ints, Ints]:
-    """Subtract from each interval of lag the blocks by its own trajectory."""
-    own = np.flatnonzero(blocks.trajectory >= 0)
-    order = np.argsort(trajectory[number], kind="stable")
-    edges = (np.searchsorted(trajectory[number][order], blocks.trajectory[own], s) for s in ("left", "right"))
-    rows, holes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for block, first, last in zip(own, *edges, strict=True):
-        of = order[first:last]
-        rows.append(of[(low[of] < blocks.end[block]) & (high[of] > blocks.begin[block])])
-        holes.append(np.full(len(rows[-1]), block))
-    row, hole = np.concatenate(rows), np.concatenate(holes)
-    left, begin, end = without(low, high, row, blocks.begin[hole], blocks.end[hole])
-    return number[left], begin, end
+def _without(begin: int, end: int, holes: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the parts of an interval that are in no hole; holes are sorted by begin."""
+    for low, high in holes:
+        if begin < min(low, end):
+            yield begin, min(low, end)
+        begin = max(begin, high)
+    if begin < end:
+        yield begin, end

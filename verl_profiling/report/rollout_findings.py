@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from verl_profiling.report.capture_rows import slow_replica
 from verl_profiling.report.model import Report
-from verl_profiling.report.outcomes import KEPT
 from verl_profiling.report.records import BEFORE, LOOP_LAG, OWN_CODE, UNEXPLAINED, UNKNOWN
+from verl_profiling.report.rollout_section import KEPT
 from verl_profiling.report.rows import BlockRow, Rollout
-from verl_profiling.units import duration
+from verl_profiling.report.sentences import counted
+from verl_profiling.units import duration, listed
 
-_FEW_LANES = 3
 _LOOP_BLOCKED = 0.02
 POLLS = 0.05
 """Share of the step lost to polling above which the polling trainer is a finding."""
@@ -86,9 +86,9 @@ def _blocked(report: Report, rollout: Rollout) -> Iterator[Found]:
         many = f", {blocks} times" if blocks > 1 else ""
         where = f" (in {longest.function})" if longest.function not in ("", what) else ""
         text = (
-            f"{who} blocked the event {_loops(lanes)} for {duration(sum(row.seconds for row in rows))}"
-            f"{many}{where}: {stopped} trajector{'ies' if stopped > 1 else 'y'} stood still, "
-            f"{duration(_stood_still(rows))} added up."
+            f"{who} blocked the event loop{'s' * (len(lanes) > 1)} of {listed(lanes)} for "
+            f"{duration(sum(row.seconds for row in rows))}{many}{where}: {counted(stopped, 'trajectory')} "
+            f"stood still, {duration(_stood_still(rows))} added up."
         )
         seconds = min(longest.seconds, rollout.wall_s)
         yield Found(_stood_still(rows) / rollout.seconds, seconds, lanes, text, advice)
@@ -100,15 +100,6 @@ def _loops_are_blocked(report: Report) -> bool:
 
 def _stood_still(rows: Sequence[BlockRow]) -> float:
     return sum(row.stood_still_s for row in rows)
-
-
-def _loops(lanes: Sequence[str]) -> str:
-    """Return ``loop of a``, ``loops of a and b``, or ``loops of a, b and 6 other processes``."""
-    if len(lanes) == 1:
-        return f"loop of {lanes[0]}"
-    if len(lanes) <= _FEW_LANES:
-        return f"loops of {', '.join(lanes[:-1])} and {lanes[-1]}"
-    return f"loops of {', '.join(lanes[:2])} and {len(lanes) - 2} other processes"
 
 
 @_of_rollout

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
 
 import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from verl_profiling.manifest import POLLING, StageSpan
+from verl_profiling.manifest import POLLING, Request, StageSpan
 from verl_profiling.report.intervals import (
     EMPTY,
+    Axes,
     Ints,
     Sharing,
     Spans,
     intersection,
     length,
+    overlaps,
     percentiles,
     spans_of,
     subtract,
@@ -25,16 +29,6 @@ from verl_profiling.report.intervals import (
 )
 from verl_profiling.report.lanes import Step
 from verl_profiling.report.lost import ROLLOUT
-from verl_profiling.report.outcomes import (
-    block_rows,
-    call_rows,
-    failure_rows,
-    group_rows,
-    last_trajectories,
-    part_rows,
-    status_rows,
-    version_rows,
-)
 from verl_profiling.report.records import (
     BEFORE,
     GENERATE,
@@ -42,14 +36,31 @@ from verl_profiling.report.records import (
     UNEXPLAINED,
     Pieces,
     Records,
+    Trajectory,
     pieces_of,
     ranked,
 )
-from verl_profiling.report.rows import CauseRow, Polling, Rollout
-from verl_profiling.timeline.processes import joined, requests_by_id
+from verl_profiling.report.rows import (
+    BlockRow,
+    CallRow,
+    CauseRow,
+    FailureRow,
+    GroupRow,
+    LastTrajectories,
+    PartRow,
+    Polling,
+    Rollout,
+    StatusRow,
+    VersionRow,
+)
+from verl_profiling.timeline.processes import joined, requests_by_id, shortened
 from verl_profiling.timeline.step import Source
 from verl_profiling.trajectory_log import TrajectoryLog
 
+KEPT = ("done", "running")
+"""Statuses of trajectories that are used, or may still be."""
+_NONE_RAN = "no trajectory"  # time of the tail in which none of its trajectories ran
+_MOST_GROUPS = 20
 _NO_TRAJECTORY = "requests of no trajectory"
 
 
@@ -87,9 +98,9 @@ def rollout_of(
     window = step.during(ROLLOUT)
     if not len(window):
         window = spans_of([(int(begin.min(initial=step.end_ns)), int(end.max(initial=0)))])
-    time = part_rows(explanation.of(window))
-    groups, of_groups = group_rows(found, pieces, step.begin_ns)
-    versions, versioned, partial = version_rows(records, served, step.manifest.policy_version)
+    time = _part_rows(explanation.of(window))
+    groups, of_groups = _group_rows(found, pieces, step.begin_ns)
+    versions, versioned, partial = _version_rows(records, served, step.manifest.policy_version)
     first = int(begin[training].min()) if len(training) else step.begin_ns
     lag = pieces.of(np.flatnonzero(pieces.cause == pieces.causes.index(LOOP_LAG)))
     rollout = Rollout(
@@ -102,16 +113,16 @@ def rollout_of(
         begin_s=(first - step.begin_ns) / 1e9,
         wall_s=(int(end[training].max()) - first) / 1e9 if len(training) else 0.0,
         causes=[row for kind in (0, 1) for row in _causes(pieces, shares, validate, kind)],
-        uncertain_lag_s=float(shares[pieces.uncertain & (validate[pieces.owner] == 0)].sum()) / 1e9,
+        uncertain_lag_s=float(shares[(pieces.uncertain > 0) & (validate[pieces.owner] == 0)].sum()) / 1e9,
         time=time,
         explained=sum(part.share for part in time if part.cause not in (BEFORE, UNEXPLAINED)),
-        last=last_trajectories(training, begin[training], end[training], pieces, step.begin_ns),
-        calls=call_rows(records),
-        blocks=block_rows(records, lag),
+        last=_last_trajectories(training, begin[training], end[training], pieces, step.begin_ns),
+        calls=_call_rows(records),
+        blocks=_block_rows(records, lag),
         groups=groups,
         **of_groups,
-        statuses=status_rows(records, served),
-        failures=failure_rows(found),
+        statuses=_status_rows(records, served),
+        failures=_failure_rows(found),
         versions=versions,
         versioned=versioned,
         partial=partial,
@@ -127,7 +138,7 @@ def _causes(pieces: Pieces, shares: NDArray[np.float64], validate: Ints, kind: i
     members = Counter(pieces.causes[cause] for cause, _ in pairs)
     return [
         CauseRow(validate=bool(kind), trajectories=members[part.cause], **structs.asdict(part))
-        for part in part_rows(pieces.of(rows).seconds(shares[rows]))
+        for part in _part_rows(pieces.of(rows).seconds(shares[rows]))
     ]
 
 
@@ -207,3 +218,263 @@ class Explanation:
 
 def _sharing(begin: Ints, end: Ints, hidden: Spans) -> Sharing:
     return Sharing(np.zeros(len(begin), dtype=np.int64), begin, end, hidden)
+
+
+def _call_rows(records: Records) -> list[CallRow]:
+    """Return one row per process role and span name, the largest total time first.
+
+    Durations include nested spans, and are clipped to the step.
+    """
+    roles = list(dict.fromkeys(role for _, role in records.processes))
+    role_of = np.array([roles.index(role) for _, role in records.processes], dtype=np.int64)
+    keys = role_of[records.spans.process] * len(records.names) + records.spans.name
+    rows = []
+    for key in np.unique(keys).tolist():
+        role, name = divmod(key, len(records.names))
+        rows.append(_call_row(roles[role], records.names[name], np.flatnonzero(keys == key), records))
+    return sorted(rows, key=lambda row: -row.seconds)
+
+
+def _call_row(role: str, name: str, rows: Ints, records: Records) -> CallRow:
+    begin, end = records.spans.begin[rows], records.spans.end[rows]
+    took = (end - begin) / 1e9
+    p50, p90, p99 = percentiles(took, 50, 90, 99)
+    covered = length(union(np.stack((begin, end), axis=1)))
+    ran = end > begin  # a span that begins when another ends does not overlap it
+    before = np.searchsorted(np.sort(end[ran]), np.sort(begin[ran]), side="right")
+    return CallRow(
+        role=role,
+        name=name,
+        calls=len(rows),
+        failed=int(records.spans.failed[rows].sum()),
+        seconds=float(took.sum()),
+        p50_s=p50,
+        p90_s=p90,
+        p99_s=p99,
+        longest_s=float(took.max()),
+        mean_running=float(took.sum()) * 1e9 / covered if covered else 0.0,
+        most_running=int((np.arange(1, ran.sum() + 1) - before).max(initial=0)),
+    )
+
+
+def _block_rows(records: Records, lag: Pieces) -> list[BlockRow]:
+    """Return the functions and spans that blocked event loops, longest first, with the delayed trajectories.
+
+    Args:
+        records: The recorded trajectories.
+        lag: Intervals of the trajectories' loop lag.
+    """
+    blocks = records.blocks
+    axes = Axes(int(blocks.loop.max(initial=0)) + 1, blocks.begin, blocks.end, lag.begin, lag.end)
+    held, stood = (axes.put(one.loop, one.begin, one.end) for one in (blocks, lag))
+    rows = []
+    for what, (lane, name, function) in enumerate(records.blockers):
+        mine = blocks.what == what
+        took = (blocks.end - blocks.begin)[mine]
+        still = overlaps(stood, union(held[mine]))
+        rows.append(
+            BlockRow(
+                lane=lane,
+                what=name,
+                function=function,
+                blocks=len(took),
+                seconds=int(took.sum()) / 1e9,
+                longest_s=int(took.max()) / 1e9,
+                trajectories=len(np.unique(lag.owner[still > 0])),
+                stood_still_s=int(still.sum()) / 1e9,
+            )
+        )
+    return sorted(rows, key=lambda row: -row.seconds)
+
+
+def _group_rows(
+    trajectories: Sequence[Trajectory], pieces: Pieces, begin_ns: int
+) -> tuple[list[GroupRow], dict[str, Any]]:
+    """Return groups of two or more training trajectories, sorted by the time members waited for the last.
+
+    The second result has totals over all groups: their count, the time waited, and median and maximum of
+    the spread (seconds from a group's first end to its last).
+
+    Args:
+        trajectories: All trajectories.
+        pieces: Time of the trajectories by cause.
+        begin_ns: Begin of the step (unix ns).
+    """
+    groups = defaultdict[str, list[int]](list)
+    for number, one in enumerate(trajectories):
+        if one.said.group and not one.validate:
+            groups[one.said.group].append(number)
+    found = []
+    for group, members in groups.items():
+        if len(members) > 1:
+            ends = [trajectories[member].end_ns for member in members]
+            found.append((max(ends) * len(ends) - sum(ends), group, members, min(ends), max(ends)))
+    found.sort(key=lambda item: (-item[0], item[1]))
+    rows = []
+    for waited, group, members, first, last in found[:_MOST_GROUPS]:
+        slowest = next(member for member in members if trajectories[member].end_ns == last)
+        mine = pieces.of(np.flatnonzero(pieces.owner == slowest))
+        causes = mine.seconds(np.maximum(mine.end - np.maximum(mine.begin, first), 0))
+        rows.append(
+            GroupRow(
+                group=shortened(group),
+                members=len(members),
+                first_s=(first - begin_ns) / 1e9,
+                last_s=(last - begin_ns) / 1e9,
+                waited_s=waited / 1e9,
+                last_cause=max(causes, key=lambda cause: causes[cause], default=""),
+                whole=not any(trajectories[member].cut_end for member in members),
+            )
+        )
+    spreads = [(last - first) / 1e9 for _, _, _, first, last in found] or [0.0]
+    return rows, {
+        "groups_seen": len(found),
+        "group_waited_s": sum(item[0] for item in found) / 1e9,
+        "group_spread_p50_s": median(spreads),
+        "group_spread_max_s": max(spreads),
+    }
+
+
+def _status_rows(records: Records, served: Mapping[int, Request]) -> list[StatusRow]:
+    """Return one row per status, training before validation, the largest total time first.
+
+    Counts are those of the loop, else those of the requests and spans.
+    """
+    spans = records.spans
+    tools = [number for number, name in enumerate(records.names) if name.startswith("tool:")]
+    calls = Counter(spans.trajectory[np.isin(spans.name, tools)].tolist())
+    generated = Counter[int]()
+    for span, request in served.items():
+        generated[int(spans.trajectory[span])] += request.response_tokens
+    seconds: dict[tuple[bool, str], float] = defaultdict(float)
+    counts: dict[tuple[bool, str], Counter[str]] = defaultdict(Counter)
+    for number, one in enumerate(records.trajectories):
+        key = (one.validate, one.status)
+        seconds[key] += (one.end_ns - one.begin_ns) / 1e9
+        counts[key].update(
+            trajectories=1,
+            response_tokens=one.number("response_tokens", generated[number]),
+            turns=one.number("turns", 0),
+            tool_calls=one.number("tool_calls", calls[number]),
+        )
+    whole = {kind: sum(took for key, took in seconds.items() if key[0] is kind) for kind in (False, True)}
+    return [
+        StatusRow(
+            validate=validate,
+            status=status,
+            seconds=took,
+            share=took / whole[validate] if took else 0.0,
+            **counts[validate, status],
+        )
+        for (validate, status), took in sorted(seconds.items(), key=lambda row: (row[0][0], -row[1]))
+    ]
+
+
+def _failure_rows(trajectories: Sequence[Trajectory]) -> list[FailureRow]:
+    """Return the errors of failed and cancelled trajectories, the most frequent first, validation last."""
+    examples: dict[tuple[bool, str, str, str], list[str]] = defaultdict(list)
+    for one in trajectories:
+        if one.failed_in is not None:
+            error = shortened(" ".join(one.said.error.split()))
+            key = (one.validate, one.said.status, error, one.failed_in)
+            sample = "" if one.said.sample is None else f"/{one.said.sample}"
+            examples[key].append(shortened(f"{one.said.group}{sample}"))
+    return [
+        FailureRow(
+            validate=validate, status=status, error=error, trajectories=len(of), example=of[0], span=span
+        )
+        for (validate, status, error, span), of in sorted(
+            examples.items(), key=lambda item: (item[0][0], -len(item[1]), item[0])
+        )
+    ]
+
+
+def _version_rows(
+    records: Records, served: Mapping[int, Request], trained: int | None
+) -> tuple[list[VersionRow], int, int]:
+    """Return policy versions, newest first, and two counts of training trajectories.
+
+    The counts are the trajectories of known version, and those generated with several versions. Versions
+    come from the loop (``min_version``, ``max_version``), else from the trajectory's requests.
+
+    Args:
+        records: The recorded trajectories.
+        served: The request of each span, by the span's number.
+        trained: Version that the step trains, if known.
+    """
+    segments, tokens = Counter[int](), Counter[int]()
+    of_requests = defaultdict[int, set[int]](set)
+    for span, request in served.items():
+        owner, version = int(records.spans.trajectory[span]), request.policy_version
+        if version is not None and owner >= 0 and not records.trajectories[owner].validate:
+            of_requests[owner].add(version)
+            segments[version] += 1
+            tokens[version] += request.response_tokens
+    oldest, newest = Counter[int](), Counter[int]()
+    partial = 0
+    for number, one in enumerate(records.trajectories):
+        said = [one.number("min_version", None), one.number("max_version", None)]
+        versions = {version for version in said if version is not None} or of_requests[number]
+        if versions and not one.validate:
+            oldest[min(versions)] += 1
+            newest[max(versions)] += 1
+            partial += min(versions) < max(versions)
+    rows = [
+        VersionRow(
+            version=version,
+            behind=None if trained is None else trained - version,
+            oldest=oldest[version],
+            newest=newest[version],
+            segments=segments[version],
+            segment_tokens=tokens[version],
+        )
+        for version in sorted({*oldest, *newest, *segments}, reverse=True)
+    ]
+    return rows, oldest.total(), partial
+
+
+def _last_trajectories(
+    numbers: Ints, begin: Ints, end: Ints, pieces: Pieces, step_ns: int
+) -> LastTrajectories | None:
+    """Return the tail: the time in which only the last ``k`` of ``n`` trajectories still ran.
+
+    ``k`` is at most ``n / 2``. It maximizes the tail's share of the rollout minus ``k / n``, i.e. it is
+    where the curve of finished trajectories bends.
+
+    Args:
+        numbers: Numbers of the trajectories.
+        begin: Begin of each trajectory (unix ns).
+        end: End of each trajectory (unix ns).
+        pieces: Time of all trajectories by cause.
+        step_ns: Begin of the step (unix ns).
+    """
+    if not len(numbers):
+        return None
+    order = np.argsort(end, kind="stable")
+    ends, first = end[order], int(begin.min())
+    done = np.concatenate(([first], ends[:-1]))[::-1]  # time at which all but the last 1, 2, ... had ended
+    sizes = np.arange(1, len(ends) + 1)
+    wall = max(int(ends[-1]) - first, 1)
+    gain = (ends[-1] - done) / wall - sizes / len(ends)
+    size = int(gain[: max(len(ends) // 2, 1)].argmax()) + 1
+    since, until = int(done[size - 1]), int(ends[-1])
+    tail = pieces.of(np.flatnonzero(np.isin(pieces.owner, numbers[order[-size:]])))
+    sharing = Sharing(np.zeros_like(tail.owner), tail.begin, tail.end)
+    parts = tail.seconds(sharing.shares(np.array([[since, until]])))
+    seconds = (until - since) / 1e9
+    if (rest := seconds - sum(parts.values())) > 1e-9:
+        parts[_NONE_RAN] = rest
+    return LastTrajectories(
+        trajectories=size,
+        of=len(ends),
+        begin_s=(since - step_ns) / 1e9,
+        seconds=seconds,
+        share=(until - since) / wall,
+        parts=_part_rows(parts),
+    )
+
+
+def _part_rows(seconds: Mapping[str, float]) -> list[PartRow]:
+    """Return seconds by cause as rows, whose shares add up to 1."""
+    whole = sum(seconds.values()) or 1.0
+    return [PartRow(cause=cause, seconds=took, share=took / whole) for cause, took in seconds.items()]

@@ -88,14 +88,11 @@ def asked_sentences(asked: Asked | None) -> Iterator[str]:
 def sentences(report: Report) -> Iterator[str]:
     """Yield what stands in no table: how the rollout ended, weight sync, clocks."""
     if tail := report.tail:
-        last = duration(tail.last_finish_us / 1e6)
-        if tail.replicas == 1:
-            yield f"rollout: the only replica was done after {last}"
-        else:
-            yield (
-                f"rollout: the last of {tail.replicas} replicas was done after {last}, {tail.ratio:.2f} "
-                f"times the median; {tail.tail_share:.1%} of the step lies between"
-            )
+        yield (
+            f"rollout: the last of {counted(tail.replicas, 'replica')} was done after "
+            f"{duration(tail.last_finish_us / 1e6)}, {tail.ratio:.2f} times the median; "
+            f"{tail.tail_share:.1%} of the step lies between"
+        )
         if tail.latency_s and tail.response_tokens:
             latency, tokens = tail.latency_s, tail.response_tokens
             yield (
@@ -105,10 +102,8 @@ def sentences(report: Report) -> Iterator[str]:
     if report.weight_sync_share:
         yield f"weight sync: {report.weight_sync_share:.1%} of the step"
     for clock in report.clocks:
-        offset, error, drift = (
-            duration(us / 1e6) for us in (clock.offset_us, clock.error_us, clock.drift_us)
-        )
-        yield f"clock of {clock.host}: corrected by {offset}, accurate to {error}, drift {drift}"
+        offset, *rest = (duration(us / 1e6) for us in (clock.offset_us, clock.error_us, clock.drift_us))
+        yield f"clock of {clock.host}: corrected by {offset}, accurate to {rest[0]}, drift {rest[1]}"
     yield (
         f"{report.coverage.read} of {report.coverage.expected} traces read, "
         f"{report.coverage.events:,} events{report.of_capture}"
@@ -123,23 +118,21 @@ def rollout_sentences(rollout: Rollout) -> Iterator[str]:
         took = f": p50 {duration(rollout.p50_s)}, p99 {duration(rollout.p99_s)}"
     whole = duration(sum(part.seconds for part in rollout.time))
     yield (
-        f"{_trajectories(rollout.trajectories)}{also}{took}; {rollout.explained:.1%} of the {whole} of the "
-        "rollout is attributed to a cause"
+        f"{counted(rollout.trajectories, 'trajectory')}{also}{took}; {rollout.explained:.1%} of the {whole} "
+        "of the rollout is attributed to a cause"
     )
     if rollout.cut:
-        were, are = ("was", "is") if rollout.cut == 1 else ("were", "are")
-        yield f"{_trajectories(rollout.cut)} {were} recorded, or {are} in the step, in part: that part counts"
+        yield f"{counted(rollout.cut, 'trajectory')} only in part recorded, or in the step: that part counts"
     if (last := rollout.last) and last.parts:
         parts = ", ".join(f"{part.cause} {part.share:.0%}" for part in last.parts[:3])
         yield (
-            f"last: {last.trajectories:,} of {_trajectories(last.of)} ({last.trajectories / last.of:.1%}) "
-            f"{'takes' if last.trajectories == 1 else 'take'} {duration(last.seconds)}, {last.share:.1%} of "
-            f"{rollout.of_trajectories}: {parts}"
+            f"last: {last.trajectories:,} of {counted(last.of, 'trajectory')} "
+            f"({last.trajectories / last.of:.1%}) in {duration(last.seconds)}, {last.share:.1%} "
+            f"of {rollout.of_trajectories}: {parts}"
         )
     if polling := rollout.polling:
-        times = "once" if polling.pauses == 1 else f"{polling.pauses:,} times"
         yield (
-            f"polling the replay buffer: every {duration(polling.interval_s)}, {times}; the "
+            f"polling the replay buffer: {polling.pauses:,} times, every {duration(polling.interval_s)}; the "
             f"trainer slept {duration(polling.late_s)} ({polling.late_share:.1%} of the step) after the last "
             "response was there"
         )
@@ -150,22 +143,17 @@ def rollout_sentences(rollout: Rollout) -> Iterator[str]:
             f"members waited {duration(rollout.group_waited_s)} for their last one"
         )
     if rollout.versioned:
-        were = "was" if rollout.partial == 1 else "were"
-        yield (
-            f"{rollout.partial:,} of {_trajectories(rollout.versioned)} {were} made with several versions of "
-            "the weights"
-        )
+        made = f"{rollout.partial:,} of {counted(rollout.versioned, 'trajectory')}"
+        yield f"made with several versions of the weights: {made}"
     if rollout.uncertain_lag_s:
         yield f"of loop lag, {duration(rollout.uncertain_lag_s)} are an upper bound"
 
 
 def counted(count: int, what: str) -> str:
-    """Return ``1 lane`` or ``2 lanes``."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
-def _trajectories(count: int) -> str:
-    return f"{count:,} trajector{'y' if count == 1 else 'ies'}"
+    """Return ``1 lane`` or ``2 lanes``, ``1 trajectory`` or ``2 trajectories``."""
+    if count != 1:
+        what = f"{what[:-1]}ies" if what.endswith("y") else f"{what}s"
+    return f"{count:,} {what}"
 
 
 def axis_top(values: Sequence[float]) -> float:

@@ -29,13 +29,6 @@ function element(tag, properties = {}, ...children) {
   return made;
 }
 
-function onWidth(container, draw) {
-  const wide = (width) => { container.style.width = width; draw(); };
-  new ResizeObserver(draw).observe(container);
-  addEventListener("beforeprint", () => wide(`${PAPER}px`));
-  addEventListener("afterprint", () => wide(""));
-}
-
 function makeTip(container) {
   const tip = element("div", { className: "tip", hidden: true });
   tip.setAttribute("role", "status");
@@ -305,7 +298,10 @@ function makePicture(container, tools) {
   tools.append(legend, buttons);
   container.after(element("p", { className: "note hint", textContent: "Click into the picture, then the wheel zooms and dragging pans; Ctrl and wheel zoom at once." }));
   build();
-  onWidth(container, layout);
+  const wide = (width) => { container.style.width = width; layout(); };
+  new ResizeObserver(layout).observe(container);
+  addEventListener("beforeprint", () => wide(`${PAPER}px`));
+  addEventListener("afterprint", () => wide(""));
 }
 
 makePicture(document.getElementById("picture"), document.getElementById("tools"));
