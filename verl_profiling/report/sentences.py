@@ -88,11 +88,9 @@ def asked_sentences(asked: Asked | None) -> Iterator[str]:
 def sentences(report: Report) -> Iterator[str]:
     """Yield what stands in no table: how the rollout ended, weight sync, clocks."""
     if tail := report.tail:
-        yield (
-            f"rollout: the last of {counted(tail.replicas, 'replica')} was done after "
-            f"{duration(tail.last_finish_us / 1e6)}, {tail.ratio:.2f} times the median; "
-            f"{tail.tail_share:.1%} of the step lies between"
-        )
+        done = f"{counted(tail.replicas, 'replica')} was done after {duration(tail.last_finish_us / 1e6)}"
+        late = f", {tail.ratio:.2f} times the median; {tail.tail_share:.1%} of the step lies between"
+        yield f"rollout: the last of {done}{late}" if tail.replicas > 1 else f"rollout: {done}"
         if tail.latency_s and tail.response_tokens:
             latency, tokens = tail.latency_s, tail.response_tokens
             yield (
