@@ -318,8 +318,8 @@ class Pieces(NamedTuple):
     @classmethod
     def made(cls, intervals: Iterable[_Interval], records: Records) -> Pieces:
         """Return intervals as columns."""
-        columns = np.array(list(intervals), dtype=np.int64).reshape(-1, 6).T
-        return cls._make((*columns, records.names))
+        rows = np.fromiter(chain.from_iterable(intervals), dtype=np.int64).reshape(-1, 6)
+        return cls._make((*rows.T, records.names))
 
     def of(self, rows: Ints) -> Pieces:
         """Return the intervals at the given indices."""
@@ -440,6 +440,9 @@ def _with_lag(waits: Iterable[_Interval], blocks: Blocks) -> Iterator[_Interval]
             until = ends[at - 1] - _TOGETHER_NS
             if wait.end <= until + DRAIN_NS:
                 lag = list(_without(max(begins[at - 1], wait.begin), min(until, wait.end), own[wait.owner]))
+        if not lag:
+            yield wait
+            continue
         for begin, end in lag:
             uncertain = wait.cause != _NUMBERS[FROM_THE_ENGINE]
             yield wait._replace(begin=begin, end=end, cause=_NUMBERS[LOOP_LAG], uncertain=uncertain)
