@@ -25,8 +25,18 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_profiling.manifest import Request
-from verl_profiling.report.intervals import Ints, union, without
+from verl_profiling.manifest import Request, StageSpan
+from verl_profiling.report.intervals import (
+    EMPTY,
+    Ints,
+    Sharing,
+    Spans,
+    length,
+    subtract,
+    time_of,
+    union,
+    without,
+)
 from verl_profiling.timeline.processes import shortened
 from verl_profiling.timeline.step import Source
 from verl_profiling.trajectory_log import NO_SPAN, Block, SpanRecord, TrajectoryLog, TrajectoryRecord
@@ -51,6 +61,7 @@ _RESERVED = {*_CAUSES} - {GENERATE}
 _IN_ENGINE = range(1, len(_PARTS) - 1)
 """Numbers of the causes in which an engine has the request: no block of a loop delays it."""
 _WITH_ERROR = ("failed", "cancelled")
+_NO_TRAJECTORY = "requests of no trajectory"
 _MOST_NAMES = 100  # of causes, if names of spans hold ids
 
 
@@ -458,3 +469,51 @@ def _without(begin: int, end: int, holes: Iterable[tuple[int, int]]) -> Iterator
         begin = max(begin, high)
     if begin < end:
         yield begin, end
+
+
+class Explanation:
+    """Attributes any time window to causes.
+
+    An instant is divided equally among the causes of all trajectories that run then. If none runs, it goes
+    to spans outside trajectories; else to the controller's innermost nested stage; else to requests that
+    run in an engine; else it is unexplained.
+
+    Args:
+        trajectories: Time of the trajectories by cause.
+        processes: Time of the processes outside trajectories by cause.
+        stages: The controller's stages.
+        requests: Intervals in which an engine had a request.
+    """
+
+    def __init__(
+        self, trajectories: Pieces, processes: Pieces, stages: Sequence[StageSpan], requests: Spans
+    ) -> None:
+        nested = sorted((span for span in stages if span.depth), key=lambda span: (-span.depth, span.name))
+        inner = {name: time_of(nested, name) for name in dict.fromkeys(span.name for span in nested)}
+        self._names = [*trajectories.causes, *(f"controller: {name}" for name in inner), _NO_TRAJECTORY]
+        self._levels: list[tuple[Ints, Sharing]] = []
+        taken = EMPTY
+        for pieces in (trajectories, processes):
+            self._levels.append((pieces.cause, _sharing(pieces.begin, pieces.end, taken)))
+            taken = union(taken, np.stack((pieces.begin, pieces.end), axis=1))
+        for number, spans in enumerate((*inner.values(), requests), start=len(trajectories.causes)):
+            left = subtract(spans, taken)
+            cause = np.full(len(left), number, dtype=np.int64)
+            self._levels.append((cause, _sharing(left[:, 0], left[:, 1], EMPTY)))
+            taken = union(taken, left)
+
+    def of(self, window: Spans) -> dict[str, float]:
+        """Return seconds by cause, largest first and ``unexplained`` last; they add up to the window.
+
+        Args:
+            window: Intervals of time; an instant in two intervals counts twice.
+        """
+        took = np.zeros(len(self._names))
+        for cause, sharing in self._levels:
+            took += np.bincount(cause, weights=sharing.shares(window), minlength=len(self._names))
+        took[self._names.index(UNEXPLAINED)] += length(window) - took.sum()
+        return ranked(self._names, took)
+
+
+def _sharing(begin: Ints, end: Ints, hidden: Spans) -> Sharing:
+    return Sharing(np.zeros(len(begin), dtype=np.int64), begin, end, hidden)

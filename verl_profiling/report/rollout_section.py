@@ -11,20 +11,16 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from verl_profiling.manifest import POLLING, Request, StageSpan
+from verl_profiling.manifest import POLLING, Request
 from verl_profiling.report.intervals import (
-    EMPTY,
     Axes,
     Ints,
     Sharing,
-    Spans,
     intersection,
     length,
     overlaps,
     percentiles,
     spans_of,
-    subtract,
-    time_of,
     union,
 )
 from verl_profiling.report.lanes import Step
@@ -34,11 +30,11 @@ from verl_profiling.report.records import (
     GENERATE,
     LOOP_LAG,
     UNEXPLAINED,
+    Explanation,
     Pieces,
     Records,
     Trajectory,
     pieces_of,
-    ranked,
 )
 from verl_profiling.report.rows import (
     BlockRow,
@@ -61,7 +57,6 @@ KEPT = ("done", "running")
 """Statuses of trajectories that are used, or may still be."""
 _NONE_RAN = "no trajectory"  # time of the tail in which none of its trajectories ran
 _MOST_GROUPS = 20
-_NO_TRAJECTORY = "requests of no trajectory"
 
 
 def rollout_of(
@@ -170,54 +165,6 @@ def _polling(step: Step, ends: Ints) -> Polling | None:
         late_s=late_ns / 1e9,
         late_share=late_ns / max(step.span_ns, 1),
     )
-
-
-class Explanation:
-    """Attributes any time window to causes.
-
-    An instant is divided equally among the causes of all trajectories that run then. If none runs, it goes
-    to spans outside trajectories; else to the controller's innermost nested stage; else to requests that
-    run in an engine; else it is unexplained.
-
-    Args:
-        trajectories: Time of the trajectories by cause.
-        processes: Time of the processes outside trajectories by cause.
-        stages: The controller's stages.
-        requests: Intervals in which an engine had a request.
-    """
-
-    def __init__(
-        self, trajectories: Pieces, processes: Pieces, stages: Sequence[StageSpan], requests: Spans
-    ) -> None:
-        nested = sorted((span for span in stages if span.depth), key=lambda span: (-span.depth, span.name))
-        inner = {name: time_of(nested, name) for name in dict.fromkeys(span.name for span in nested)}
-        self._names = [*trajectories.causes, *(f"controller: {name}" for name in inner), _NO_TRAJECTORY]
-        self._levels: list[tuple[Ints, Sharing]] = []
-        taken = EMPTY
-        for pieces in (trajectories, processes):
-            self._levels.append((pieces.cause, _sharing(pieces.begin, pieces.end, taken)))
-            taken = union(taken, np.stack((pieces.begin, pieces.end), axis=1))
-        for number, spans in enumerate((*inner.values(), requests), start=len(trajectories.causes)):
-            left = subtract(spans, taken)
-            cause = np.full(len(left), number, dtype=np.int64)
-            self._levels.append((cause, _sharing(left[:, 0], left[:, 1], EMPTY)))
-            taken = union(taken, left)
-
-    def of(self, window: Spans) -> dict[str, float]:
-        """Return seconds by cause, largest first and ``unexplained`` last; they add up to the window.
-
-        Args:
-            window: Intervals of time; an instant in two intervals counts twice.
-        """
-        took = np.zeros(len(self._names))
-        for cause, sharing in self._levels:
-            took += np.bincount(cause, weights=sharing.shares(window), minlength=len(self._names))
-        took[self._names.index(UNEXPLAINED)] += length(window) - took.sum()
-        return ranked(self._names, took)
-
-
-def _sharing(begin: Ints, end: Ints, hidden: Spans) -> Sharing:
-    return Sharing(np.zeros(len(begin), dtype=np.int64), begin, end, hidden)
 
 
 def _call_rows(records: Records) -> list[CallRow]:
