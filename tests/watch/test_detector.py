@@ -75,14 +75,14 @@ def test_a_host_that_is_busy_for_some_steps_is_no_news() -> None:
         assert detector.observe(summary(at, busy if at % 30 < 3 else USUAL)) is None
 
 
-def test_a_fault_soon_after_a_short_one_is_noticed() -> None:
-    """The short one was noticed, and is over for a step; what lasts longer is another one."""
+def test_a_fault_after_a_short_one_is_noticed() -> None:
+    """The short one was noticed, and four quiet steps end it."""
     detector = Detector(Anomaly())
     step = quiet(detector)
     assert slow_twice(detector, step, times=longer("update_actor", 3)) is not None
-    assert detector.observe(summary(step + 2)) is None
-    lasting = [detector.observe(summary(at, longer("update_actor", 2))) for at in range(step + 3, step + 40)]
-    assert [at for at, each in enumerate(lasting) if each is not None] == [2]
+    step = quiet(detector, 4, step + 2)
+    lasting = [detector.observe(summary(at, longer("update_actor", 2))) for at in range(step, step + 40)]
+    assert [at for at, each in enumerate(lasting) if each is not None] == [1]
 
 
 def test_a_fault_on_all_ranks_is_noticed_after_a_slow_warm_up() -> None:
@@ -251,8 +251,8 @@ def test_memory_that_grows_in_every_step_is_noticed() -> None:
     assert (first.sign, first.suspects, first.noticed) == ("memory", ["actor_rank1"], 21)
     assert first.peers == ["actor_rank0"]
     assert first.reason == (
-        "step 21: actor_rank1 has 14.2 MB, 39% more than after step 1, and more each of the 20 times that it "
-        "was looked at since"
+        "step 21: actor_rank1 has 14.2 MB, 39% more than 20 steps before, and more each of the 20 times that "
+        "it was looked at since"
     )
 
 
@@ -396,7 +396,7 @@ def test_noise_alone_is_quiet(steps: int, spread: float, read: bool) -> None:
 
 
 def test_one_step_that_hangs_is_logged_and_is_over() -> None:
-    """With the process that the others waited for; it comes again within a window, and is no news."""
+    """With the process that the others waited for."""
     detector = Detector(Anomaly())
     step = quiet(detector)
     found = detector.observe(summary(step, slow={"rollout2_rank0": 121.0}))
@@ -404,8 +404,6 @@ def test_one_step_that_hangs_is_logged_and_is_over() -> None:
     assert (found.sign, found.stage, found.is_over) == ("slow_step", "rollout", True)
     assert found.suspects == ["rollout2_rank0"]
     assert found.reason.startswith("step 31 took 61.1 s, by 60.1 s in stage rollout: 63.7 times")
-    step = quiet(detector, 9, step + 1)
-    assert detector.observe(summary(step, slow={"rollout2_rank0": 121.0})) is None
     quiet(detector, 9, step + 1)
 
 
