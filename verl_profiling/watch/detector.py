@@ -252,7 +252,7 @@ class Detector:
         A trajectory is listed only if none of its spans is.
         """
         processes = (*summary.loop, *summary.workers)
-        at_work = {lane for one in standings(summary, before).get(found.stage, ()) for lane in one.lanes}
+        at_work = {lane for one in standings(summary, before).get(found.stage, ()) for lane in one.durations}
         working = [one for one in processes if one.lane in at_work]
         roles = {one.role for one in working}
         if all(one.spans or one in summary.loop or one.role == ROLLOUT_ROLE for one in working):

@@ -8,8 +8,7 @@ import msgspec
 
 from verl_profiling.capture_request import Trigger, TriggerKind
 from verl_profiling.step_summary import StepSummary
-from verl_profiling.watch.exposed import standings
-from verl_profiling.watch.frontier import TIED, Standing
+from verl_profiling.watch.exposed import TIED, Standing, standings
 
 MOST_SUSPECTS = 4
 NOBODY = "no process stands out there"
@@ -48,11 +47,11 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
         ran: dict[str, None] = {}
         for standing in working:
             found = [lane for lane in stand_out(standing) if lane in always]
-            peers += healthiest(standing.by_lane(), found) if found else []
+            peers += healthiest(standing.durations, found) if found else []
             suspects += [lane for lane in found if lane not in suspects]
             ran |= dict.fromkeys(standing.ran) if found else {}
         suspects = suspects[:MOST_SUSPECTS]
-        everyone = list(working[0].lanes) if working and not suspects else []
+        everyone = list(working[0].durations) if working and not suspects else []
         ran |= dict.fromkeys(working[0].ran) if everyone else {}
         return msgspec.structs.replace(self, suspects=suspects, peers=peers, everyone=everyone, ran=list(ran))
 
@@ -83,7 +82,7 @@ def stand_out(standing: Standing) -> list[str]:
     These are the leader, if its lead exceeds the tolerance ``TIED``, and processes that exceed the median by
     more than half of that lead. The only process of a role stands out, too.
     """
-    durations = standing.by_lane()
+    durations = standing.durations
     if len(durations) == 1:
         return [standing.leader] if standing.leader else []
     if standing.lead_ns <= TIED * max(durations.values()):
