@@ -41,7 +41,6 @@ WARM_UP, STEPS = 20, 40
 SIZE = 192
 CODE = (
     "verl_profiling/controller/watch.py",
-    "verl_profiling/watch/frontier.py",
     "verl_profiling/watch/sums.py",
 )
 

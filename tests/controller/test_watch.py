@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import ray
 from conftest import Pool
@@ -254,21 +253,12 @@ class Answers(Silent):
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
-        self.asked = 0
 
     def read_watch(self, question: WatchQuestion) -> Any:
         """Answer, or raise."""
-        self.asked += 1
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
-
-
-class Coroutine(Silent):
-    """A local worker that only an event loop can ask."""
-
-    async def read_watch(self, question: WatchQuestion) -> None:
-        """Answer nothing."""
 
 
 def reading(steps: bytes) -> WatchReading:
@@ -286,13 +276,8 @@ def reading(steps: bytes) -> WatchReading:
     ("worker", "said"),
     [
         (Silent(), "no attribute 'read_watch'"),
-        (Coroutine(), "no event loop runs"),
-        (Answers({"stages": []}), "returned dict"),
         (Answers(ValueError("broken")), "ValueError: broken"),
-        (Answers(asyncio.CancelledError()), "CancelledError"),
         (Answers(reading(b"no steps")), "cannot be read"),
-        (Answers(reading(b"")), "cannot be read"),
-        (Answers(reading(msgspec.msgpack.encode([None] * 1000))), "cannot be read"),
     ],
 )
 def test_what_cannot_be_read_is_named_once_and_the_account_is_complete_without_it(
@@ -366,15 +351,6 @@ def test_the_account_of_an_aimed_capture_has_the_others_too(tmp_path: Path, pool
     assert [len(summary.workers) for summary in whole] == [3] * 4
 
 
-def test_workers_that_are_never_due_are_read_with_captures_alone(tmp_path: Path, session: Session) -> None:
-    """With ``every: 0``; nobody is asked of another step."""
-    config = watched(tmp_path, every=0)
-    worker = local_worker(config)
-    callback, whole = followed(config, ("actor", worker))
-    run(callback, lambda step: worker.work(), steps=3)
-    assert [names(summary.workers) for summary in whole] == [{}, {"actor_rank0": ["update_actor"]}, {}]
-
-
 def test_what_lies_between_steps_belongs_to_none(tmp_path: Path, session: Session) -> None:
     """Validation after a step, for one; what begins in the last moment of a step is in the next."""
     config = watched(tmp_path, every=1, schedule={"steps": [100]})
@@ -429,18 +405,6 @@ def test_a_loop_without_step_ends_has_accounts_from_begin_to_begin(tmp_path: Pat
     callback.on_train_end()
     assert [summary.step for summary in whole] == [1, 2, 3]
     assert [names(summary.loop) for summary in whole] == [{"controller": ["update"]}] * 3
-
-
-def test_only_as_many_steps_are_kept_as_the_settings_say(tmp_path: Path) -> None:
-    """Whatever a run's length, and however seldom its workers are read."""
-    config = configured(
-        tmp_path, schedule={"steps": [10**9]}, watch={"enable": True, "steps": 5, "every": 1000}
-    )
-    callback, whole = followed(config)
-    run(callback, lambda step: None, steps=100)
-    assert callback.watch is not None
-    assert [summary.step for summary in callback.watch.summaries] == [96, 97, 98, 99, 100]
-    assert [summary.step for summary in whole] == list(range(1, 101))
 
 
 def test_an_async_loop_has_accounts_with_generation_beside_the_steps(tmp_path: Path, pool: Pool) -> None:

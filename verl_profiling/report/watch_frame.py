@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from heapq import nlargest
 from itertools import islice
 from pathlib import Path
@@ -35,7 +34,6 @@ _MANY_SPANS = 8
 _MANY_UNSTEADY = 3
 _MOST_RATIO = 10
 _RATIO, _WINDOW, _MATTERS = 1.3, 20, 0.05  # defaults of watch.trigger
-_MOST_BYTES = 64 << 20
 
 IN_NO_STAGE = "(in no stage)"
 """Name of the time of a step outside all stages."""
@@ -105,12 +103,9 @@ def captures_so_far(run: Path, most: int) -> tuple[int, dict[str, str]]:
 
 
 def _asked(folder: Path) -> str:
-    head = None
-    with suppress(OSError, TraceFormatError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        path = named_file(folder, MANIFEST_NAME)
-        if path.is_file() and path.stat().st_size <= _MOST_BYTES:
-            head = msgspec.json.decode(path.read_bytes(), type=_Head)
-    if head is None:
+    try:
+        head = msgspec.json.decode(named_file(folder, MANIFEST_NAME).read_bytes(), type=_Head)
+    except (OSError, TraceFormatError, msgspec.MsgspecError):
         return "no manifest yet"
     trigger = head.trigger
     by = f" by {trigger.by}" if trigger.by and trigger.by not in trigger.reason else ""
