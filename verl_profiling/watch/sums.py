@@ -285,14 +285,16 @@ _Sums = dict[str, list[int]]
 """Number, total duration (ns) and failures of spans, by name."""
 
 
-def _add(sums: _Sums, name: str, runs: int, duration_ns: int, failed: int) -> None:
-    """Add to the sums of a name; beyond the maximum number of names, to those of ``OTHERS``."""
-    found = sums.get(name)
-    if found is None:
-        found = sums.setdefault(name if len(sums) < MOST_NAMES else OTHERS, [0, 0, 0])
-    found[0] += runs
-    found[1] += duration_ns
-    found[2] += failed
+def _sums_of(sums: _Sums, name: object) -> list[int]:
+    """Return the sums of a name; beyond the maximum number of names, those of ``OTHERS``."""
+    if not isinstance(name, str) or (name not in sums and len(sums) >= MOST_NAMES):
+        name = OTHERS
+    return sums.setdefault(name, [0, 0, 0])
+
+
+def _add(sums: _Sums, name: str, numbers: list[int]) -> None:
+    known = _sums_of(sums, name)
+    known[:] = [one + other for one, other in zip(known, numbers, strict=True)]
 
 
 class SpanSums:
@@ -311,7 +313,13 @@ class SpanSums:
                 if len(self._slices) >= MOST_SLICES:
                     self._join()
                 sums = self._slices.setdefault(end_ns // self._slice_ns, {})
-            _add(sums, name if isinstance(name, str) else OTHERS, 1, max(0, end_ns - begin_ns), failed)
+            try:
+                numbers = sums[name]
+            except (KeyError, TypeError):
+                numbers = _sums_of(sums, name)
+            numbers[0] += 1
+            numbers[1] += max(0, end_ns - begin_ns)
+            numbers[2] += failed
 
     def of_steps(self, steps: Sequence[Period], ahead_ns: int) -> list[list[SpanTotal]]:
         """Return the sums of the spans that ended in each step; then drop all up to the last step's end.
@@ -330,7 +338,7 @@ class SpanSums:
                 if at >= 0 and middle_ns <= steps[at][1]:
                     for name, numbers in sums.items():
                         shown = name[:_LONGEST_NAME].encode("utf-8", "replace").decode()
-                        _add(found[at], shown, *numbers)
+                        _add(found[at], shown, numbers)
             if not self._slices:
                 self._slice_ns = _SHORTEST_SLICE_NS
         return [[SpanTotal(name, *numbers) for name, numbers in totals.items()] for totals in found]
@@ -342,7 +350,7 @@ class SpanSums:
             joined: dict[int, _Sums] = {}
             for number, sums in self._slices.items():
                 for name, numbers in sums.items():
-                    _add(joined.setdefault(number // 2, {}), name, *numbers)
+                    _add(joined.setdefault(number // 2, {}), name, numbers)
             self._slices = joined
 
 
