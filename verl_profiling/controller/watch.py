@@ -206,8 +206,13 @@ class Watch:
         elif ranks is not None:
             ranks.send(steps)
         for step in steps:
-            summary = self._explained(step)
+            step.add_up()
+            summary = with_lateness(step)
+            before = self.summaries[-1] if self.summaries else None
+            summary.exposed = exposed(summary, before, self._workers.has_any)
             self.summaries.append(summary)
+            if self._options.trigger is not None:
+                self.recorders.follow(summary)
             for listener in [*self._log, *self.listeners]:
                 try:
                     listener(summary)
@@ -215,19 +220,6 @@ class Watch:
                     self._say_once(id(listener), summary.step, error)
         if ranks is not None and ranks.leads:
             ranks.ask_collectives(self.recorders.due)
-
-    def _explained(self, summary: StepSummary) -> StepSummary:
-        """Return the summary with exposed times, memory by role and sums of spans."""
-        before = self.summaries[-1] if self.summaries else None
-        summary.add_up()
-        try:
-            summary = with_lateness(summary)
-            summary.exposed = exposed(summary, before, self._workers.has_any)
-            if self._options.trigger is not None:
-                self.recorders.follow(summary)
-        except Exception as error:
-            self._say_once(id(exposed), summary.step, error)
-        return summary
 
     def _say_once(self, what: int, step: int, error: Exception) -> None:
         if what not in self._failed:
