@@ -288,31 +288,27 @@ class _Workers:
         if stage.startswith(WAIT) or not inside:
             inside = {lane: [*self._under_way(lane, loop)] for lane in {**self._runs, **self._before}}
         works = [work for role in self._roles if (work := self._work(role, inside, length_ns))]
-        if not works:
-            return [self._known(own, True)]
-        found = _by_weight(stage, loop, works)
-        slow = [work.standing for work in works if self._is_slow(work.standing, length_ns)]
-        first, *others = (self._known(one, one is found[0]) for one in found)
-        if first.role == ROLLOUT_ROLE and first.leader:
-            return [first, *others]
-        return [first, *slow, *(one for one in others if not slow or one.role != ROLLOUT_ROLE)]
+        found = _by_weight(stage, loop, works) if works else [own]
+        return [self._known(one, one is found[0], length_ns) for one in found]
 
-    def _known(self, one: Standing, is_first: bool) -> Standing:
+    def _known(self, one: Standing, is_first: bool, length_ns: float) -> Standing:
         """Return a standing, without leader where the watch cannot know it.
 
-        Beside others, an engine stands out by the time of its requests, where that is known.
+        Beside others, an engine leads if it does by enough, and takes longer for a request than the others.
         """
-        by_request = bool(self._request_ns) and one.role == ROLLOUT_ROLE and not is_first
-        if one.role in self._unclear or by_request:
-            return one._replace(leader="", lead_ns=0, clear=False)
-        return one
-
-    def _is_slow(self, standing: Standing, length_ns: float) -> bool:
-        """Whether an engine leads in a stage by enough, and takes longer for a request than the others."""
-        others = [each for lane, each in self._request_ns.items() if lane != standing.leader]
-        own_ns = self._request_ns.get(standing.leader, 0.0)
-        leads = standing.clear and standing.lead_ns >= _OF_A_STAGE * length_ns
-        return leads and bool(others) and own_ns >= SLOW * median(others)
+        is_beside = one.role == ROLLOUT_ROLE and bool(self._request_ns) and not is_first
+        if one.role not in self._unclear and not is_beside:
+            return one
+        others = [each for lane, each in self._request_ns.items() if lane != one.leader]
+        own_ns = self._request_ns.get(one.leader, 0.0)
+        if (
+            one.clear
+            and one.lead_ns >= _OF_A_STAGE * length_ns
+            and others
+            and own_ns >= SLOW * median(others)
+        ):
+            return one._replace(clear=False)
+        return one._replace(leader="", lead_ns=0, clear=False)
 
     def _under_way(self, lane: str, loop: Sequence[Run]) -> Iterator[Run]:
         """Yield the runs of a worker that the loop may have waited for in a stage, clipped to it."""
