@@ -138,8 +138,7 @@ class Detector:
             return None
         self._spans.append(_by_role(summary))
         slow = self._slow(*of)
-        leading, grown = self._leading(slow, *of), self._growing(summary)
-        return slow or leading or grown
+        return self._leading(slow, *of) or self._growing(summary)
 
     def _slow(self, summary: StepSummary, before: StepSummary | None) -> Suspicion | None:
         """Return a suspicion if the step, or one of its stages, has become slow."""
@@ -184,7 +183,8 @@ class Detector:
         step, number = self._step, seen[-1][0].step
         most = max(stages, key=lambda stage: stages[stage].excess, default="")
         where = f"stage {most}" if most else "no stage"
-        grew = f", by {duration(stages[most].excess)} in {where}" if stages[most].excess > 0 else ""
+        grown_s = stages[most].excess if stages else 0.0
+        grew = f", by {duration(grown_s)} in {where}" if grown_s > 0 else ""
         took_what = f"step {number} took {duration(step.value)}{grew}: "
         found = self._suspicion("slow_step", most, step, seen, took_what, "of the {} steps before")
         return msgspec.structs.replace(found, is_over=is_over)
@@ -208,10 +208,13 @@ class Detector:
     def _leading(
         self, slow: Suspicion | None, summary: StepSummary, before: StepSummary | None
     ) -> Suspicion | None:
-        """Return a suspicion if a process leads in a stage in three steps of four, or by more than before."""
-        least, found = self._options.leader, None
+        """Return a suspicion if a process leads in a stage in three steps of four, or by more than before.
+
+        What is slow goes first; its suspects have been detected with it.
+        """
+        least, found = self._options.leader, slow
         if least is None:
-            return None
+            return slow
         leads = {
             (row.name, row.leader): min(row.lead_ns, row.exposed_ns) / max(summary.duration_ns, 1)
             for row in summary.exposed
@@ -222,7 +225,7 @@ class Detector:
             shares = self._leads.setdefault(who, deque(maxlen=self._options.window))
             shares.append(leads.get(who, 0.0))
             latest = sorted([*shares][-_LEADS:], reverse=True)
-            lasting = latest[2] if len(latest) > 2 else 0.0  # in three steps of four
+            lasting = min(latest[2], shares[-1]) if len(latest) > 2 else 0.0  # in three steps of four
             if max(shares) < least:
                 self._leads.pop(who)
                 self._noticed_leads.pop(who, None)
