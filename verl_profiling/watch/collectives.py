@@ -41,7 +41,6 @@ class _Entry(msgspec.Struct):
     collective_seq_id: int
     time_created_ns: int
     is_p2p: bool
-    size: int = 0
 
 
 class _Records(msgspec.Struct):
@@ -56,15 +55,21 @@ def with_collectives(uses: Sequence[RankUse], steps: Sequence[Period], ahead_ns:
         steps: Begin and end of each step, on the clock of the loop's process.
         ahead_ns: Clock offset: this process's clock minus the loop's.
     """
-    entered = _entered()
+    entered: list[Collectives] = [{} for _ in steps]
+    for group, number, at_ns in _entered():
+        for of_step, (begin_ns, end_ns) in zip(entered, steps, strict=True):
+            if begin_ns <= at_ns - ahead_ns <= end_ns:
+                of_step.setdefault(group, {})[number] = at_ns - ahead_ns
     return [
-        msgspec.structs.replace(use, collectives=_between(entered, period, ahead_ns))
-        for use, period in zip(uses, steps, strict=True)
+        msgspec.structs.replace(use, collectives=of_step) for use, of_step in zip(uses, entered, strict=True)
     ]
 
 
-def _entered() -> list[_Entry]:
-    """Return the collectives that torch's recorder has kept; empty if it is off or of another version."""
+def _entered() -> list[tuple[str, int, int]]:
+    """Return the collectives that torch's recorder has kept: group with its size, number, and time (ns).
+
+    There are none if the recorder is off, or of another version.
+    """
     dump = getattr(sys.modules.get(_RECORDER), "_dump_fr_trace_json", None)
     if dump is None:
         return []
@@ -77,19 +82,12 @@ def _entered() -> list[_Entry]:
         found = msgspec.json.decode(dump(True, False), type=_Records).entries
     except Exception:  # private to torch: it changes between versions
         return []
-    mine = [one for one in found if one.profiling_name.startswith(f"{_BACKEND}:") and not one.is_p2p]
-    for one in mine:
-        one.size = sizes.get(one.process_group[0], 0)
-    return mine
-
-
-def _between(entered: Sequence[_Entry], period: Period, ahead_ns: int) -> Collectives:
-    found: Collectives = {}
-    for one in entered:
-        time_ns = one.time_created_ns - ahead_ns
-        if period[0] <= time_ns <= period[1]:
-            found.setdefault(f"{one.process_group[0]} {one.size}", {})[one.collective_seq_id] = time_ns
-    return found
+    return [
+        (f"{group} {sizes.get(group, 0)}", one.collective_seq_id, one.time_created_ns)
+        for one in found
+        if one.profiling_name.startswith(f"{_BACKEND}:") and not one.is_p2p
+        for group in one.process_group[:1]
+    ]
 
 
 def with_lateness(summary: StepSummary) -> StepSummary:
