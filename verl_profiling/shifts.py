@@ -24,7 +24,7 @@ _ALIKE = 1.3
 _MOST_ALIKE = 2.5
 _OF_THE_SPREAD, _FULL = 1.3, 6.0
 _SOON, _CHANCE = 8, 1.0
-_OF_THE_RATIO, _FULL_SHIFT = 0.4, 0.6
+_OF_THE_RATIO, _FULL_SHIFT, _MOST_SHIFT = 0.4, 0.6, 1.2
 
 
 def shift(value: float, usual: float) -> float:
@@ -63,7 +63,7 @@ def _least(ratio: float, spread: float) -> float:
 
 
 def _full(spread: float) -> float:
-    return max(_FULL_SHIFT, _FULL * spread)
+    return min(max(_FULL_SHIFT, _FULL * spread), _MOST_SHIFT)
 
 
 def _most(sizes: Iterable[float]) -> float:

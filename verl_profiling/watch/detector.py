@@ -36,6 +36,7 @@ _STEADY = 0.5
 
 _MOST_OF_A_STEP, _OF_A_QUIET_STEP = 0.5, -0.12
 _LONGEST, _QUIET = 10, 4
+_BESIDE_THE_WORST = 0.1
 _LEADS = 4
 _MOST_SPANS_NAMED = 2
 _GENERATE = "generate"
@@ -49,11 +50,12 @@ class _Series:
 
     The change is detected when the evidence adds up to 1. A step adds at most half of that, so one outlier
     is no change. Four quiet steps in a row end a change, ten steps without a detection a possible one.
-    Its values join the past only when it is detected or ended.
+    Its values join the past only when it is detected or ended. ``slow_s`` is the most by which a possible
+    change has exceeded the median.
     """
 
     def __init__(self, window: int) -> None:
-        self.value = 0.0
+        self.value = self.slow_s = 0.0
         self.is_noticed = False
         self.past: deque[float] = deque(maxlen=window)
         self._enough = max(3, window // 2)
@@ -96,15 +98,16 @@ class _Series:
         self._quiet = 0 if amount > 0 else self._quiet + 1
         is_late = len(self._open) > _LONGEST and not self.is_noticed
         if self._quiet >= _QUIET or self._score <= 0 or is_late:
-            self._score, self.is_noticed = 0.0, False
+            self._score, self.is_noticed, self.slow_s = 0.0, False, 0.0
             self.seen.clear()
         elif amount > 0:
             self.seen.append(of)
+            self.slow_s = max(self.slow_s, self.excess)
         return self._score >= 1 and not self.is_noticed
 
     def notice(self) -> None:
         """Mark the change as detected, if there is evidence for one."""
-        self.is_noticed = self._score > 0
+        self.is_noticed, self.slow_s = self._score > 0, 0.0
 
 
 class Detector:
@@ -136,8 +139,8 @@ class Detector:
         of, self._before = (summary, self._before), summary
         if summary.captured:
             return None
-        self._spans.append(_by_role(summary))
         slow = self._slow(*of)
+        self._spans.append(_by_role(summary))
         return self._leading(slow, *of) or self._growing(summary)
 
     def _slow(self, summary: StepSummary, before: StepSummary | None) -> Suspicion | None:
@@ -153,8 +156,12 @@ class Detector:
         amounts = {
             stage: one.measure(times[stage], options.slow_stage, matters_s) for stage, one in every.items()
         }
+        slow_s = {
+            stage: max(one.slow_s, one.excess if amounts[stage] > 0 else 0.0) for stage, one in every.items()
+        }
         # Several roles that are slow at once may be a busy host.
-        roles = {row.role for row in summary.exposed if amounts[row.name] > 0 or every[row.name].waits}
+        enough_s = _BESIDE_THE_WORST * max(slow_s.values(), default=0.0)
+        roles = {row.role for row in summary.exposed if slow_s[row.name] > enough_s}
         at_most = _MOST_OF_A_STEP / min(max(1, len(roles)), 3)
         is_slow_step = step.add(min(amount, at_most), of)
         news = [stage for stage, one in every.items() if one.add(min(amounts[stage], at_most), of)]
@@ -262,8 +269,9 @@ class Detector:
             roles |= {one.role for one in processes if not (one.stages and found.stage)}
         enough_ns = (found.value - found.median) * 1e9 / 2
         grown: list[tuple[bool, float, str, tuple[str, str]]] = []
-        for (role, name), total in self._spans[-1].items():
-            past = [spans.get((role, name), SpanTotal(name, 0, 0)) for spans in self._spans]
+        for (role, name), total in _by_role(summary).items():
+            none = SpanTotal(name, 0, 0)
+            past = [spans.get((role, name), none) for spans in self._spans] or [none]
             usual_ns, runs = median(one.duration_ns for one in past), median(one.runs for one in past)
             more_ns = total.duration_ns - usual_ns
             if role in roles and more_ns >= enough_ns and total.duration_ns > NEWS * usual_ns:

@@ -289,6 +289,8 @@ class _Workers:
             inside = {lane: [*self._under_way(lane, loop)] for lane in {**self._runs, **self._before}}
         works = [work for role in self._roles if (work := self._work(role, inside, length_ns))]
         found = _by_weight(stage, loop, works) if works else [own]
+        if self._request_ns and ROLLOUT_ROLE not in (one.role for one in found):
+            found += [work.standing for work in works if work.standing.role == ROLLOUT_ROLE]
         return [self._known(one, one is found[0], length_ns) for one in found]
 
     def _known(self, one: Standing, is_first: bool, length_ns: float) -> Standing:
