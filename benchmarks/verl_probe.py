@@ -168,15 +168,15 @@ def probe_methods(inner: bool) -> None:
 
 def probe_requests() -> None:
     """Time what the watching of a request adds to its beginning."""
-    factory = import_module("verl_profiling.engines.factory")
-    watch = vars(factory)["watch_vllm"]
+    rollout = import_module("verl_profiling.workers.rollout")
+    watch = vars(rollout)["watch_vllm"]
 
     def probed_watch(engine: Any, log: Any) -> None:
         engine.generate = timed("generate", engine.generate, inner=True)
         watch(engine, log)
         engine.generate = timed("generate", engine.generate, inner=False)
 
-    vars(factory)["watch_vllm"] = probed_watch
+    vars(rollout)["watch_vllm"] = probed_watch
 
 
 def probe_pauses() -> None:

@@ -20,7 +20,7 @@ from verl_profiling import stage
 from verl_profiling.commands.doctor import examine_machine
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.testing import record_step
-from verl_profiling.tools.npu import import_torch_npu
+from verl_profiling.tools.base import imported
 
 _STAGES = 2_000
 _ROUNDS = 5
@@ -70,7 +70,7 @@ def _device() -> dict[str, Any] | None:
         kind, backend, runtime = "cuda", torch.cuda, torch.version.cuda or f"ROCm {torch.version.hip}"
     else:
         try:
-            torch_npu = import_torch_npu()
+            torch_npu = imported("torch_npu", "npu")
         except ToolUnavailableError:
             return None
         if not torch_npu.npu.is_available():
@@ -160,7 +160,7 @@ def _plain_torch(kind: str, folder: Path) -> tuple[Any, Callable[[], object]]:
 
 def _plain_npu(folder: Path) -> tuple[Any, Callable[[], object]]:
     """Return torch_npu's profiler, whose ``stop`` exports by itself."""
-    profiler = import_torch_npu().profiler
+    profiler = imported("torch_npu", "npu").profiler
     handler = profiler.tensorboard_trace_handler(str(folder))
     return profiler.profile(on_trace_ready=handler), lambda: None
 

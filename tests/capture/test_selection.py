@@ -13,7 +13,6 @@ from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.engines.adapter import EngineAdapter, EngineTrace
-from verl_profiling.engines.factory import make_recorder
 from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
@@ -21,6 +20,7 @@ from verl_profiling.settings.role import RoleConfig
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 from verl_profiling.workers import RewardCaptureMixin
+from verl_profiling.workers.rollout import make_recorder
 
 ACTOR = WorkerIdentity(role="actor")
 REPLICA = WorkerIdentity(role="rollout", rank=2, replica=1)
@@ -173,12 +173,12 @@ class Engine(EngineAdapter):
         self.spool = spool
         self.starts = 0
 
-    async def start(self, label: str) -> None:
+    async def start(self) -> None:
         self.starts += 1
 
     async def stop(self) -> None: ...
 
-    def identify(self, path: Path, label: str) -> EngineTrace | None:
+    def identify(self, path: Path) -> EngineTrace | None:
         return None
 
 

@@ -28,9 +28,11 @@ from verl_profiling.engines.adapter import (
 )
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.report.build import build_report
+from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.trace import Trace
+from verl_profiling.tools.npu import NpuOptions, NpuTool
 from verl_profiling.workers import RequestLog, SGLangCaptureMixin
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,44 +107,44 @@ def test_the_tool_has_to_fit_the_device(device: str, tool: str, right: str) -> N
         SGLangCaptureMixin().init_capture(config, engine=Manager(device), requests=RequestLog())
 
 
-@pytest.mark.parametrize(
-    ("version", "says"),
-    [
-        (None, "is not installed"),
-        ("0.13.0", "does not name the ranks"),
-        ("0.15.0rc1", "does not name the ranks"),
-    ],
-)
+@pytest.mark.parametrize("version", [None, "0.13.0", "0.15.0rc1"])
 def test_a_vllm_ascend_that_cannot_be_captured_is_named(
-    version: str | None, says: str, monkeypatch: pytest.MonkeyPatch
+    version: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message says what to install."""
-    from verl_profiling.engines import adapter
+    from verl_profiling.engines import adapter, vllm
 
     monkeypatch.setattr(adapter.metadata, "version", installed(version))
-    with pytest.raises(ToolUnavailableError, match=f"{says}.*vllm-ascend>=0.16"):
-        adapter.check_vllm_ascend()
+    with pytest.raises(ToolUnavailableError, match=r"is not installed.*vllm-ascend>=0\.16"):
+        vllm.check_vllm_ascend()
 
 
-def test_a_vllm_ascend_that_counts_no_iterations_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("version", "counts"), [("0.18.0", False), ("0.20.2rc1", True)])
+def test_a_vllm_ascend_that_counts_no_iterations_is_named(
+    version: str, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its workers call nothing between iterations before 0.20."""
-    from verl_profiling.engines import adapter
+    from verl_profiling.engines import adapter, vllm
 
-    monkeypatch.setattr(adapter.metadata, "version", installed("0.18.0"))
-    adapter.check_vllm_ascend()
-    assert adapter.why_not_counted() == ("vllm-ascend 0.18.0", "vllm-ascend>=0.20")
-    monkeypatch.setattr(adapter.metadata, "version", installed("0.20.2rc1"))
-    assert adapter.why_not_counted() is None
+    monkeypatch.setattr(adapter.metadata, "version", installed(version))
+    monkeypatch.setattr(vllm, "_version", lambda: "0.20.0")
+    monkeypatch.setattr(vllm, "_known_options", lambda: {"max_iterations"})
+    tool = NpuTool(NpuOptions())
+    if counts:
+        assert vllm._recording_window(RolloutOptions(count=3), tool).count == 3
+    else:
+        with pytest.raises(ConfigError, match=r"this vllm-ascend cannot count.*vllm-ascend>=0\.20"):
+            vllm._recording_window(RolloutOptions(count=3), tool)
 
 
 def test_the_daemon_of_msmonitor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """vllm-ascend would raise when the first capture starts."""
-    from verl_profiling.engines import adapter
+    from verl_profiling.engines import adapter, vllm
 
     monkeypatch.setattr(adapter.metadata, "version", installed("0.26.0rc1"))
     monkeypatch.setenv("MSMONITOR_USE_DAEMON", "1")
     with pytest.raises(ToolUnavailableError, match="MSMONITOR_USE_DAEMON is set"):
-        adapter.check_vllm_ascend()
+        vllm.check_vllm_ascend()
 
 
 @pytest.mark.parametrize(

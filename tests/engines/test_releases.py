@@ -17,11 +17,7 @@ from typing import Any
 import pytest
 
 from verl_profiling.engines.sglang import _TRACE
-from verl_profiling.engines.vllm import (
-    _RANK,
-    profiler_settings,
-    profiler_variables,
-)
+from verl_profiling.engines.vllm import _RANK, _VARIABLES, profiler_settings, profiler_variables
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.tools.nsys import NsysOptions, NsysTool
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
@@ -158,7 +154,7 @@ def test_vllm_can_be_configured(release: Release) -> None:
     else:
         text = release.text("vllm/envs.py")
         known = set(re.findall(r'"(VLLM_\w*PROFILER\w*)":', text))
-        ours = profiler_variables(TORCH, RolloutOptions(), spool)
+        ours = profiler_variables(profiler_settings(TORCH, RolloutOptions(), spool))
         left = {"VLLM_TORCH_PROFILER_WITH_FLOPS"}  # off by default, and no option of ours records FLOPs
         assert known - left <= set(ours), "a variable that the adapter leaves at its default"
         assert "VLLM_TORCH_PROFILER_DIR" in known
@@ -178,9 +174,9 @@ def test_vllm_opens_ranges_of_nsight_systems(release: Release) -> None:
         pytest.skip("this release has no such mode; the adapter refuses nsys")
     else:
         known = set(re.findall(r'"(VLLM_\w*PROFIL\w*)":', release.text("vllm/envs.py")))
-        assert {"VLLM_TORCH_CUDA_PROFILE"} <= known & set(
-            profiler_variables(NSYS, RolloutOptions(), Path("/spool"))
-        )
+        assert _VARIABLES["profiler"] in known
+        settings = profiler_settings(NSYS, RolloutOptions(), Path("/spool"))
+        assert profiler_variables(settings)["VLLM_TORCH_CUDA_PROFILE"] == "1"
     wrapper = release.find(r"class CudaProfilerWrapper", "vllm/profiler/")
     assert "self._cuda_profiler.start()" in wrapper
     assert "self._cuda_profiler.stop()" in wrapper
@@ -246,6 +242,8 @@ def test_sglang_takes_what_the_adapter_passes_to_start(release: Release) -> None
     taken, as_object = start_options(release)
     always = {"output_dir", "activities", "with_stack", "record_shapes", "start_step", "num_steps"}
     assert always | {"profile_by_stage"} <= taken
+    if "profile_stages" in taken:
+        assert 'profile_stages or ["prefill", "decode"]' in release.text("sglang/srt/utils/profile_utils.py")
     if as_object:
         text = release.find(r"def start_profile\(", "sglang/srt/entrypoints/engine.py")
         assert "ProfileReq" in text
@@ -302,21 +300,3 @@ def test_sglang_tells_of_a_request_what_is_read(release: Release) -> None:
     else:
         pytest.skip("this release tells no times; they are unknown")
     assert retractions
-
-
-@releases("sglang", SGLANG)
-def test_sglang_server_publishes_what_it_takes(release: Release) -> None:
-    """The HTTP route's body is one of the two classes from which the adapter reads the allowed options."""
-    text = release.find(r"/start_profile", "sglang/srt/entrypoints/http_server.py")
-    assert "ProfileReqInput" in text or "ProfileReq" in text
-
-
-@releases("sglang", SGLANG)
-def test_sglang_watches_its_processes_where_the_adapter_looks(release: Release) -> None:
-    """The names by which the adapter finds the processes of a tokenizer manager's watchdog."""
-    path = "sglang/srt/utils/watchdog.py"
-    if not release.has(path) or "class SubprocessWatchdog" not in release.text(path):
-        pytest.skip("this release watches no processes; a stop that is not answered ends by its deadline")
-    assert "self._processes = processes" in release.text(path)
-    assert "self._names = " in release.text(path)
-    assert "._subprocess_watchdog = subprocess_watchdog" in release.text("sglang/srt/entrypoints/engine.py")

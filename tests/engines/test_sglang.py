@@ -20,15 +20,13 @@ import pytest_asyncio
 from tests.engines.contract import (
     RanksContract,
     WindowContract,
-    assert_aims_hold_for_their_steps_alone,
     assert_idling_with_stacks_is_cheap,
-    assert_replicas_stop_at_the_same_time,
     finished,
     request,
     spans,
     stop,
 )
-from tests.engines.server import PROMPT, SGLANG_ON_CPU, EngineServer, settings
+from tests.engines.server import PROMPT, SGLANG_ON_CPU, EngineServer
 from verl_profiling.errors import CaptureStateError, ConfigError
 from verl_profiling.workers import SGLangCaptureMixin
 
@@ -225,25 +223,6 @@ async def test_a_server_behind_a_url(tiny_model: Path, tmp_path: Path) -> None:
             paths = await TestEngine().capture(server, request(tmp_path, step), tokens=8)
             assert server.iterations(paths[0]) >= 8 if not window else server.iterations(paths[0]) == 3
         assert (await stop(server, "never")).status == "skipped"
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def replicas(
-    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[list[URLServer]]:
-    """Two servers for the tests of several."""
-    async with http_servers(tiny_model, tmp_path_factory.mktemp("replicas"), 2) as servers:
-        yield servers
-
-
-async def test_replicas_stop_at_the_same_time(replicas: list[URLServer]) -> None:
-    """Two servers of one step are stopped at once, and each has its own trace."""
-    await assert_replicas_stop_at_the_same_time(replicas, settings(replicas[0].save_path))
-
-
-async def test_aims_hold_for_their_steps_alone(replicas: list[URLServer], tmp_path: Path) -> None:
-    """A running job is asked for one replica, for one by stage, for a tool and a rank that it has not."""
-    await assert_aims_hold_for_their_steps_alone(replicas, settings(tmp_path))
 
 
 class URLServer(EngineServer, SGLangCaptureMixin):

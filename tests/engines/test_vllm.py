@@ -115,13 +115,6 @@ class TestTensorParallel(RanksContract):
             yield server
             server.close()
 
-    async def test_only_selected_ranks_are_kept(self, server: Server, tmp_path: Path) -> None:
-        """`select.ranks` counts global ranks: rank 1 is the second rank of replica 0."""
-        server.reconfigure(select={"ranks": "1"})
-        paths = await self.capture(server, request(tmp_path))
-        assert [path.name for path in tmp_path.rglob("*.gz")] == ["rollout0_rank1.torch.json.gz"]
-        assert paths[0].name == "rollout0_rank1.torch.json.gz"
-
 
 async def test_idling_with_stacks_is_cheap(tiny_model: Path, tmp_path: Path) -> None:
     """With stacks recording begins with the first iteration and ends after a few, not while polling."""

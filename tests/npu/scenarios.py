@@ -22,7 +22,6 @@ from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import process_session
 from verl_profiling.run_files import read_manifest
 from verl_profiling.tools.npu import Metrics, NpuOptions, NpuTool
-from verl_profiling.tools.torch_memory import _history
 from verl_profiling.workers import CaptureMixin
 
 OUTCOMES = "outcomes.json"
@@ -35,19 +34,15 @@ def main(root: Path) -> None:
         e2e_with_callback,
         discrete,
         device_asked_for,
-        stage_that_raises,
         beside_torch_profiler,
         own_profiler_running,
         unwritable,
-        two_captures,
         mini_batches,
         stop_on_another_thread,
         analysis_too_slow,
         memory,
         memory_by_stage,
-        memory_over_steps,
         levels_and_metrics,
-        memory_in_every_step,  # last: its history does not end
     ]
     results = {scenario.__name__: scenario(root / scenario.__name__) for scenario in scenarios}
     (root / OUTCOMES).write_bytes(msgspec.json.encode(results))
@@ -121,22 +116,6 @@ def device_asked_for(root: Path) -> Any:
     return stop(mixin)
 
 
-def stage_that_raises(root: Path) -> Any:
-    """A stage of a discrete capture raises; the next one is recorded as if nothing had been."""
-    mixin = worker("discrete")
-    mixin.start_capture(request(root))
-    raised = ""
-    try:
-        with stage("update_actor"):
-            work()
-            raise KeyError("user code")
-    except KeyError as error:
-        raised = str(error)
-    with stage("update_critic"):
-        work()
-    return {"raised": raised, "result": stop(mixin)}
-
-
 def beside_torch_profiler(root: Path) -> Any:
     """Torch's own profiler records this thread already."""
     mixin = worker()
@@ -178,18 +157,6 @@ def unwritable(root: Path) -> Any:
     with stage("update_actor"):
         work()
     return stop(mixin)
-
-
-def two_captures(root: Path) -> Any:
-    """Two captures in one process end up in their own folders."""
-    mixin = worker(**HOST_ONLY, analysis=False)
-    results = []
-    for number in (1, 2):
-        mixin.start_capture(request(root / f"step{number}", number))
-        work()
-        results.append(stop(mixin))
-    files = sorted(str(file.relative_to(root)) for file in root.rglob("torch.op_range"))
-    return {"results": results, "files": files}
 
 
 def mini_batches(root: Path) -> Any:
@@ -257,33 +224,6 @@ def memory_by_stage(root: Path) -> Any:
         with stage(name):
             work()
     return stop(mixin)
-
-
-def memory_over_steps(root: Path) -> Any:
-    """One history for two captured steps."""
-    mixin = CaptureMixin()
-    options = {"steps": 2}
-    settings = {"enable": True, "tool": "torch_memory", "tools": {"torch_memory": options}}
-    mixin.init_capture(settings, role="actor")
-    recording, results = [], []
-    for step in (1, 2):
-        mixin.start_capture(request(root / str(step), step))
-        work()
-        results.append(stop(mixin))
-        recording.append(torch_npu._C._npu_isHistoryEnabled())
-    return {"recording_after": recording, "results": results}
-
-
-def memory_in_every_step(root: Path) -> Any:
-    """A history from the set-up on, and an allocation that fails before anything is captured."""
-    mixin = CaptureMixin()
-    options = {"oom_folder": str(root)}
-    settings = {"enable": True, "tool": "torch_memory", "tools": {"torch_memory": options}}
-    mixin.init_capture(settings, role="actor")
-    recording = torch_npu._C._npu_isHistoryEnabled()
-    _history._notice(0, 100, 80, 10)
-    (snapshot,) = root.iterdir()
-    return {"recording": recording, "keys": sorted(pickle.loads(snapshot.read_bytes()))}
 
 
 def levels_and_metrics(root: Path) -> Any:

@@ -11,7 +11,7 @@ from example_loops import settings
 
 from verl_profiling import ToolUnavailableError, stage
 from verl_profiling.testing import record_step
-from verl_profiling.tools.npu import import_torch_npu
+from verl_profiling.tools.base import imported
 
 pytestmark = pytest.mark.npu_device
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.npu_device
 def npu() -> Any:
     """The module ``torch_npu.npu``, of a machine with a device."""
     try:
-        npu = import_torch_npu().npu
+        npu = imported("torch_npu", "npu").npu
     except ToolUnavailableError as error:
         pytest.skip(str(error))
     if not npu.is_available():

@@ -152,21 +152,20 @@ class StandIn(EngineAdapter):
         self.spool = spool
         self.records = False
         self.fault = ""
-        self._label = ""
+        self._starts = 0
 
-    async def start(self, label: str) -> None:
+    async def start(self) -> None:
         self._answer("start")
-        self.records, self._label = True, label
+        self.records, self._starts = True, self._starts + 1
 
     async def stop(self) -> None:
         self.records = False
         self._answer("stop")
         for rank in range(RANKS if self.fault != "no trace" else 0):
-            (self.spool / f"{self._label}.{rank}.json").write_text(TRACE)
+            (self.spool / f"{self._starts}.{rank}.json").write_text(TRACE)
 
-    def identify(self, path: Path, label: str) -> EngineTrace | None:
-        found, rank, _ = path.name.rsplit(".", 2)
-        return EngineTrace(int(rank)) if found == label else None
+    def identify(self, path: Path) -> EngineTrace | None:
+        return EngineTrace(int(path.name.split(".")[1]))
 
     def died(self) -> str:
         return "core ended with SIGKILL" if self.fault == "died" else ""

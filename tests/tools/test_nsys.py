@@ -35,20 +35,10 @@ def ranges(last_step: int | None = None, **given: Any) -> int:
     ("given", "last_step", "expected"),
     [
         ({"schedule": {"steps": [2, 5, 9]}}, None, 3),
-        ({"schedule": {"steps": [2, 5, 9]}}, 5, 2),
         ({"schedule": {"steps": [2, 3, 7], "continuous": True}}, None, 2),
         ({"schedule": {"every": 10}}, 35, 4),  # a loop may begin with step 0
         ({"schedule": {"wait": 1, "warmup": 1, "active": 2, "repeat": 2}}, None, 6),
         ({"schedule": {"steps": [2, 3]}, "mode": "discrete", "select": {"stages": STAGES}}, None, 4),
-        (
-            {
-                "schedule": {"steps": [2, 3], "continuous": True},
-                "mode": "discrete",
-                "select": {"stages": STAGES},
-            },
-            None,
-            4,
-        ),
     ],
 )
 def test_ranges_follow_from_schedule_and_stages(
@@ -61,9 +51,7 @@ def test_ranges_follow_from_schedule_and_stages(
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"schedule": {"steps": [2, 5, 9]}}, 3),
         ({"schedule": {"steps": [2, 3, 7], "continuous": True}}, 2),
-        ({"schedule": {"steps": [2, 3, 7]}, "mode": "discrete"}, 3),
         ({"schedule": {"steps": [2, 3], "continuous": True}, "mode": "discrete"}, 2),
     ],
 )
@@ -345,24 +333,11 @@ def test_an_export_becomes_a_trace(tmp_path: Path) -> None:
     assert "a mark" not in events
 
 
-def test_a_trace_of_a_report_without_gpu_work(tmp_path: Path) -> None:
-    """Nsight Systems leaves out tables of what it did not see; the rest is read."""
-    build_export(tmp_path / "report.sqlite")
-    with sqlite3.connect(tmp_path / "report.sqlite") as database:
-        for table in ("CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_MEMCPY"):
-            database.execute(f"DROP TABLE {table}")
-    database.close()
-    assert convert_nsys(tmp_path / "report.sqlite", tmp_path / "trace.json.gz", {}) == (3, "")
-
-
-@pytest.mark.parametrize("content", [b"", b"no database"])
-def test_what_is_no_export_is_refused(
-    tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_export_is_refused(tmp_path: Path) -> None:
     """The error names the file; no half trace is left."""
     from verl_profiling import TraceFormatError
 
-    (tmp_path / "report.sqlite").write_bytes(content)
+    (tmp_path / "report.sqlite").write_bytes(b"no database")
     with pytest.raises(TraceFormatError, match=r"report\.sqlite.*is not an export of Nsight Systems"):
         convert_nsys(tmp_path / "report.sqlite", tmp_path / "trace.json.gz", {})
     assert [path.name for path in tmp_path.iterdir()] == ["report.sqlite"]

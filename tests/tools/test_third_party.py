@@ -88,10 +88,6 @@ class FlawedRecording(Recording):
 
         return {"begin": Marks(fail, str), "end": Marks(str, fail)}.get(self.fails)
 
-    def step(self) -> None:
-        if self.fails == "step":
-            raise OSError("no device")
-
     def stop(self) -> list[Output]:
         if self.fails == "stop":
             raise OSError("device lost")
@@ -114,10 +110,6 @@ class FailsAtStart(Flawed):
 
 class FailsAtStop(Flawed):
     fails = "stop"
-
-
-class FailsAtStep(Flawed):
-    fails = "step"
 
 
 class FailsAtBegin(Flawed):
@@ -171,12 +163,6 @@ def test_a_stage_whose_tool_cannot_start_runs_all_the_same(tmp_path: Path) -> No
     assert recorded.result.status == "failed"
     assert recorded.result.reason == "start raised OSError: no device"
     assert [(a.stage, a.status) for a in recorded.result.artifacts] == [("update_actor", "failed")]
-
-
-def test_a_tool_that_cannot_count_mini_batches_does_not_stop_training(tmp_path: Path, session: Any) -> None:
-    """``capture.step()`` never raises."""
-    with record_step(of(FailsAtStep), tmp_path):
-        session.step()
 
 
 @pytest.mark.parametrize("tool", [FailsAtBegin, FailsAtEnd])

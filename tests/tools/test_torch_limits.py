@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +59,6 @@ def test_a_recording_ends_with_the_stage_after_which_it_would_not_fit(
     assert leaks() == []
 
 
-def test_a_recording_ends_between_mini_batches(tmp_path: Path, session: Session, large: None) -> None:
-    """Inside of a stage that goes on."""
-    with record_step(settings(), tmp_path) as recorded, stage("update_actor"):
-        work()
-        session.step()
-        train()
-    [artifact] = recorded.result.artifacts
-    assert artifact.status == "truncated"
-    assert spans(recorded.path, "aten::addmm") == []
-
-
 def test_a_stage_after_one_that_was_cut_is_recorded(tmp_path: Path, session: Session, large: None) -> None:
     """In discrete mode each stage is a recording of its own: one is cut short, the other is whole."""
     with record_step(settings(mode="discrete"), tmp_path) as recorded:
@@ -85,34 +73,6 @@ def test_a_stage_after_one_that_was_cut_is_recorded(tmp_path: Path, session: Ses
         "long": "truncated",
         "short": "ok",
     }
-
-
-def test_it_ends_where_another_thread_trains(tmp_path: Path, session: Session, large: None) -> None:
-    """Whichever thread ends the stage stops a torch that records all threads."""
-
-    def train_on_a_thread() -> None:
-        with stage("long"):
-            work()
-        ended.append(not torch.autograd.profiler._is_profiler_enabled)
-        train()
-
-    ended: list[bool] = []
-    with record_step(settings(), tmp_path) as recorded:
-        thread = threading.Thread(target=train_on_a_thread)
-        thread.start()
-        thread.join()
-    assert ended == [True]
-    assert recorded.result.status == "truncated"
-    assert spans(recorded.path, "aten::addmm") == []
-
-
-def test_a_warm_up_has_no_limits(tmp_path: Path, session: Session, large: None) -> None:
-    """It is thrown away."""
-    with record_step(settings(), tmp_path, keep=False) as recorded:
-        with stage("long"):
-            work()
-        assert torch.autograd.profiler._is_profiler_enabled
-    assert recorded.result.status == "skipped"
 
 
 def test_the_estimate_is_near(run_python: Any, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from example_loops import settings
 
-from verl_profiling import CaptureStateError, ProfilingConfig, ToolUnavailableError
+from verl_profiling import CaptureStateError, ToolUnavailableError
 from verl_profiling.tools import torch_memory
 from verl_profiling.tools.base import Destination
 from verl_profiling.tools.torch_memory import OOM_SUFFIX, TorchMemoryOptions, TorchMemoryTool
@@ -23,13 +23,6 @@ def test_without_an_accelerator_training_does_not_start() -> None:
     """The worker's set-up fails and says what to do instead."""
     with pytest.raises(ToolUnavailableError, match=r"sees no CUDA.*tools\.spans\.peak_rss=true"):
         CaptureMixin().init_capture(settings(tool="torch_memory"), role="actor")
-
-
-@pytest.mark.parametrize("others", [["torch"], ["npu"], ["spans"]])
-def test_it_records_beside_others(others: list[str]) -> None:
-    """An allocator's history disturbs no profiler, so the tools may be combined."""
-    config = ProfilingConfig.from_any(settings(tool=["torch_memory", *others]))
-    assert [tool.name for tool in config.for_role("actor").tools] == ["torch_memory", *others]
 
 
 def test_torch_takes_what_we_pass() -> None:
@@ -112,13 +105,6 @@ def test_a_history_covers_the_steps_that_are_wanted(allocator: Allocator, tmp_pa
         "7",
         "7 after-7 8",
     ]
-    assert not allocator.history_enabled()
-
-
-def test_a_history_of_one_step_ends_with_it(allocator: Allocator, tmp_path: Path) -> None:
-    """Nothing is recorded between captured steps."""
-    tool = TorchMemoryTool(TorchMemoryOptions(peaks=False))
-    assert [recorded(tool, allocator, tmp_path, step) for step in (3, 5)] == ["3", "5"]
     assert not allocator.history_enabled()
 
 

@@ -85,16 +85,6 @@ def test_a_process_that_had_nothing_to_do_is_skipped_and_says_so(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["actor_rank0.result.json"]
 
 
-def test_a_folder_that_is_gone_fails_the_artifact_alone(tmp_path: Path) -> None:
-    """The reason names it."""
-    folder = tmp_path / "step"
-    with record_step(CONFIG, folder) as step:
-        roll_out()
-        folder.rmdir()
-    assert step.result.artifacts[0].status == "failed"
-    assert str(folder) in step.result.artifacts[0].reason
-
-
 def test_trajectories_of_a_worker_that_does_not_record_them_are_said(tmp_path: Path) -> None:
     """With the remedy; and not where none began."""
     with record_step({"enable": True, "tool": "spans"}, tmp_path) as step:
@@ -106,11 +96,3 @@ def test_trajectories_of_a_worker_that_does_not_record_them_are_said(tmp_path: P
     with record_step({"enable": True, "tool": "spans"}, tmp_path) as step:
         pass
     assert step.result.notes == []
-
-
-def test_a_switched_off_config_records_nothing(session: Session) -> None:
-    """``None`` too."""
-    worker = AgentLoopCaptureMixin()
-    worker.init_capture(None)
-    request = CaptureRequest(capture_id="c", run_id="r", step=1, folder="nowhere")
-    assert worker.start_capture(request).status == "skipped"

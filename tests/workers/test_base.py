@@ -97,15 +97,3 @@ def test_a_rank_that_is_not_selected_prepares_no_tool(session: Session) -> None:
     Worker(1, settings(tool=tool, select={"ranks": "0"}), rank=1)
     with pytest.raises(ToolUnavailableError, match="install something"):
         Worker(1, settings(tool=tool, select={"ranks": "0"}), rank=0)
-
-
-@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
-def test_mini_batches_are_counted_through_the_worker(tmp_path: Path, session: Session) -> None:
-    """``worker.capture.step()`` advances the tool's window."""
-    worker = Worker(1, settings(tools={"torch": {"mini_batches": {"wait": 1}}}))
-    worker.start_capture(request(tmp_path))
-    result = worker.stop_capture("run-1").result
-    assert "there were 0" in result.reason
-    worker.start_capture(CaptureRequest(capture_id="run-2", run_id="run", step=2, folder=str(tmp_path)))
-    worker.capture.step()
-    assert worker.stop_capture("run-2", 30).result.status == "ok"

@@ -8,14 +8,13 @@ import pickle
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import pytest
 
-from verl_profiling import CaptureStateError, ToolUnavailableError, stage
+from verl_profiling import CaptureStateError, stage
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.manifest import CaptureResult, Manifest, StageSpan
 from verl_profiling.run_files import read_manifest
@@ -30,13 +29,6 @@ HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 needs_megatron = pytest.mark.skipif(
     not HAS_MEGATRON, reason="megatron-core is not installed; `make test-megatron` builds an environment"
 )
-
-
-@pytest.mark.skipif(HAS_MEGATRON, reason="megatron-core is installed: it can be imported")
-def test_without_megatron_it_says_what_to_install() -> None:
-    """The worker's set-up names the package."""
-    with pytest.raises(ToolUnavailableError, match="pip install megatron-core"):
-        MegatronCaptureMixin().init_capture(SPANS, role="actor")
 
 
 def run_recipe(folder: Path, *overrides: str) -> Manifest:
@@ -153,19 +145,6 @@ class UsersTimers:
         self.calls.append(f"stop {self.name}")
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    """Megatron's model parallelism with a single rank, in this process."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(1, 1)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
 def captured(tmp_path: Path, body: Callable[[], None], mode: str = "e2e") -> CaptureResult:
     """Capture ``body`` as a worker would, and return the result."""
     worker = CaptureMixin()
@@ -186,67 +165,6 @@ def test_before_model_parallelism_is_initialised() -> None:
     """The error says what to call first."""
     with pytest.raises(CaptureStateError, match="initialize_model_parallel"):
         MegatronCaptureMixin().init_capture(SPANS, role="actor")
-
-
-@pytest.mark.megatron
-@needs_megatron
-def test_megatrons_own_schedule_shows_its_micro_batches(one_rank: None, tmp_path: Path) -> None:
-    """``forward_backward_no_pipelining`` calls the timers: three forwards and backwards in turn.
-
-    The schedule makes one scalar on the GPU; a function mode of torch puts it on the CPU instead.
-    """
-    import torch
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from omegaconf import OmegaConf
-
-    from recipes.megatron_tiny.model import build_model
-
-    class OnCpu(torch.overrides.TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-        ) -> Any:
-            placed = {**(kwargs or {})}
-            if placed.get("device") == "cuda":
-                placed["device"] = "cpu"
-            return func(*args, **placed)
-
-    config = OmegaConf.load(ROOT / "recipes" / "megatron_tiny" / "config.yaml")
-    config.parallel = {"tp": 1, "pp": 1}
-    model = build_model(config)
-    own = UsersTimers()
-    model.config.timers = CaptureTimers(own)
-    tokens = torch.arange(17).repeat(2, 1)
-
-    def forward(batches: Iterator[torch.Tensor], part: Any) -> Any:
-        batch = next(batches)
-        positions = torch.arange(16).expand(2, 16)
-        output = part(
-            input_ids=batch[:, :-1], position_ids=positions, attention_mask=None, labels=batch[:, 1:]
-        )
-        return output, lambda losses: (losses.mean(), {})
-
-    def body() -> None:
-        with stage("update_actor"), OnCpu():
-            get_forward_backward_func()(
-                forward_step_func=forward,
-                data_iterator=iter([tokens] * 3),
-                model=[model],
-                num_microbatches=3,
-                seq_length=16,
-                micro_batch_size=2,
-                forward_only=False,
-            )
-
-    result = captured(tmp_path, body)
-    inside = [span.name for span in result.stages if span.depth == 2]
-    assert inside == ["forward-compute", "backward-compute"] * 3
-    assert [(span.name, span.depth) for span in result.stages[:2]] == [
-        ("update_actor", 0),
-        ("forward-backward", 1),
-    ]
-    assert own.calls.count("start forward-compute") == own.calls.count("stop forward-compute") == 3
-    assert own.calls[0] == "start forward-backward", "timers that were there before go on timing"
-    assert model.config.timers.calls is own.calls
 
 
 def test_timers_are_copied_and_sent_with_their_config() -> None:

@@ -6,12 +6,9 @@ fixes most options of torch_npu; docs/engines.md lists the free ones.
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import ClassVar, NamedTuple, NoReturn
@@ -20,7 +17,7 @@ from uuid import uuid4
 import msgspec
 
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.errors import ConfigError, ToolUnavailableError
+from verl_profiling.errors import ConfigError
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.settings.rollout import EngineStage, RolloutOptions
 from verl_profiling.tools.base import remove_folder
@@ -51,11 +48,6 @@ ENGINE_OPTIONS: dict[tuple[str, str], dict[str, tuple[object, ...]]] = {
 }
 """Options of a tool that an engine restricts, and the values it allows, the default last."""
 
-_PACKAGE = "vllm-ascend"
-_OLDEST = (0, 16)  # names the rank in the folder
-_COUNTING = (0, 20)  # counts iterations as vLLM does
-_PATCHES = "_apply_patches"
-_PATCHING = (0, 5, 23)  # the last SGLang that was read
 _INFO = re.compile(r"profiler_info_(\d+)\.json")
 
 
@@ -93,15 +85,11 @@ class EngineAdapter(ABC):
     device_numbers: Sequence[int] = ()
 
     @abstractmethod
-    async def start(self, label: str) -> None:
+    async def start(self) -> None:
         """Open the recording window.
 
-        Args:
-            label: Name of the capture, used in file names if the engine allows it.
-
         Raises:
-            CaptureStateError: The engine's profiler is on already.
-            Exception: Whatever the engine raised.
+            Exception: Whatever the engine raised, e.g. because its profiler is on already.
         """
 
     @abstractmethod
@@ -112,7 +100,7 @@ class EngineAdapter(ABC):
         """
 
     @abstractmethod
-    def identify(self, path: Path, label: str) -> EngineTrace | None:
+    def identify(self, path: Path) -> EngineTrace | None:
         """Return the rank and stage of a new file or folder in the spool, or ``None`` if it is no trace."""
 
     def remove_spool(self) -> None:
@@ -123,18 +111,6 @@ class EngineAdapter(ABC):
     def died(self) -> str:
         """Return how the engine's processes ended, if this process can detect it; empty while they live."""
         return ""
-
-
-def how_processes_ended(codes: Mapping[str, int]) -> str:
-    """Return how processes ended, from their exit codes: ``EngineCore ended with SIGKILL``."""
-    return ", ".join(f"{name} ended with {_code(code)}" for name, code in codes.items())
-
-
-def _code(code: int) -> str:
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"exit code {code}"
 
 
 def new_spool(folder: Path) -> Path:
@@ -152,28 +128,23 @@ def engine_tool(role: RoleConfig, engine: str) -> EngineTool | None:
     Raises:
         ConfigError: The engine does not support the tool or one of its options, or there are two tools.
     """
-    key = f"roles.{role.role}.tool"
     writing = [tool for tool in role.tools if tool.suffix]
     if not writing:
         return None
-    tool = writing[0]
-    if not isinstance(tool, TorchTool | NpuTool) and not (engine == "vLLM" and isinstance(tool, NsysTool)):
+    tool, lacks_it = writing[0], engine != "vLLM" and isinstance(writing[0], NsysTool)
+    if len(writing) > 1 or lacks_it or not isinstance(tool, TorchTool | NpuTool | NsysTool):
+        names = " and ".join(tool.name for tool in writing)
         raise ConfigError(
-            key,
-            f"{engine} engines do not record with {tool.name!r}; set it to torch, to npu on an NPU, "
-            "or to spans",
+            f"roles.{role.role}.tool",
+            f"{engine} engines do not record with {names}; set it to torch, to npu on an NPU, or to spans",
         )
-    if len(writing) > 1:
-        raise ConfigError(key, f"{engine} engines record with one tool, not with {writing[1].name!r} too")
-    if getattr(tool.options, "mini_batches", None) is not None:
-        why = f"{engine} engines have no mini-batches (see rollout.count)"
-        refuse_option(role.role, "mini_batches", "null", why, tool=tool.name)
     where = " on an NPU" if isinstance(tool, NpuTool) else ""
-    for name, possible in ENGINE_OPTIONS.get((engine, tool.name), {}).items():
-        value = getattr(tool.options, name)
+    for name, possible in {"mini_batches": (None,), **ENGINE_OPTIONS.get((engine, tool.name), {})}.items():
+        value = getattr(tool.options, name, None)
         if (sorted(value) if isinstance(value, tuple) else value) in possible:
             continue
-        why = f"{engine} does not record {name}" if value is True else f"{engine} chooses it"
+        lacks = name == "mini_batches" or value is True
+        why = f"{engine} does not record {name}" if lacks else f"{engine} chooses it"
         neutral = msgspec.json.encode(possible[-1]).decode().replace('"', "")
         refuse_option(role.role, name, neutral, why + where, tool=tool.name)
     return tool
@@ -228,62 +199,11 @@ def rank_of_recording(path: Path) -> int:
     return next((int(found[1]) for file in path.iterdir() if (found := _INFO.fullmatch(file.name))), 0)
 
 
-def check_vllm_ascend() -> None:
-    """Check that the vllm-ascend of this machine can be captured.
-
-    Raises:
-        ToolUnavailableError: vllm-ascend is missing or too old, or its msMonitor profiler is switched on.
-    """
-    installed = _installed(_PACKAGE)
-    if installed is None:
-        raise ToolUnavailableError(
-            f"engine_args: vLLM records on an NPU with {_PACKAGE}, which is not installed; "
-            f"pip install '{_requirement(_OLDEST)}', or set roles.rollout.tool to torch"
-        )
-    if installed < _OLDEST:
-        raise ToolUnavailableError(
-            f"engine_args: {_PACKAGE} {metadata.version(_PACKAGE)} does not name the ranks of its "
-            f"recordings; install {_requirement(_OLDEST)}"
-        )
-    if os.environ.get("MSMONITOR_USE_DAEMON", "0") != "0":
-        raise ToolUnavailableError(
-            f"engine_args: MSMONITOR_USE_DAEMON is set, with which {_PACKAGE} refuses to profile; unset it"
-        )
-
-
-def check_sglang_reaches_torch_npu() -> None:
-    """Check that SGLang can use the profiler of torch_npu.
-
-    Raises:
-        ToolUnavailableError: SGLang uses a function that the installed torch_npu does not have. Starting
-            its profiler would raise, which ends all its processes.
-    """
-    torch_npu = sys.modules.get("torch_npu")
-    if torch_npu is None or hasattr(torch_npu, _PATCHES):
-        return
-    installed = _installed("sglang")
-    if installed is not None and installed <= _PATCHING:
-        raise ToolUnavailableError(
-            f"init_capture: SGLang {metadata.version('sglang')} gets at torch_npu's profiler by {_PATCHES}, "
-            f"which torch_npu {torch_npu.__version__} does not have; install the torch_npu that this SGLang "
-            "names, or set roles.rollout.tool to spans"
-        )
-
-
-def why_not_counted() -> tuple[str, str] | None:
-    """Return a vllm-ascend that counts no iterations, and the version to install; ``None`` if it counts."""
-    installed = _installed(_PACKAGE)
-    if installed is None or installed >= _COUNTING:
-        return None
-    return f"{_PACKAGE} {metadata.version(_PACKAGE)}", _requirement(_COUNTING)
-
-
-def _installed(package: str) -> tuple[int, ...] | None:
+def at_least(package: str, oldest: str, missing: bool = False) -> bool:
+    """Return whether a package has a version or a newer one; ``missing`` if it is not installed."""
     try:
-        return tuple(map(int, re.findall(r"\d+", metadata.version(package))[:3]))
+        installed = metadata.version(package)
     except metadata.PackageNotFoundError:
-        return None
-
-
-def _requirement(oldest: tuple[int, int]) -> str:
-    return f"{_PACKAGE}>={oldest[0]}.{oldest[1]}"
+        return missing
+    numbers, wanted = (tuple(map(int, re.findall(r"\d+", text)[:3])) for text in (installed, oldest))
+    return numbers >= wanted

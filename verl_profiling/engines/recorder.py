@@ -1,7 +1,9 @@
-"""Records an engine whose profiler runs in processes of its own, one capture at a time.
+"""Records an engine: by its own processes, one capture at a time, or by the session of this process.
 
 All waiting for an engine is in this module: for its start, its stop, and its traces. The session of this
-process cannot hold such a capture, because a capture of a trainer may be open at the same time.
+process cannot hold a capture of other processes, because a capture of a trainer may be open at the same
+time. It records engines that compute in this process: transformers, and vLLM without processes of its own.
+A trainer that shares the process joins the capture.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from verl_profiling.capture.messages import (
     result_of,
 )
 from verl_profiling.capture.result_file import NOT_STOPPED, CostMeter, ResultFile, Slot
+from verl_profiling.capture.session import process_session
 from verl_profiling.engines.adapter import EngineAdapter, EngineTool, EngineTrace, role_of_capture
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import CaptureStateError, ConfigError
@@ -72,7 +75,7 @@ class EngineRecorder:
     def __post_init__(self) -> None:
         self._stop_s = min(self.config.rollout.stop_s, _SHARE_OF_TIMEOUT * self.config.timeouts.stop_s)
         self._window: Window | None = None
-        self._halting: asyncio.Task[None] | None = None
+        self._halting: asyncio.Task[list[Artifact]] | None = None
         self._lock = asyncio.Lock()  # held while a window is opened or closed
         self._slot = Slot(self.config.after)
 
@@ -131,15 +134,11 @@ class EngineRecorder:
         window = Window(request, role, file, self.engine, self.tool, self.identity, ranks)
         try:
             with window.meter.measured("start", request.stage):
-                await _while_alive(self.engine, self.engine.start(window.label))
+                await _while_alive(self.engine, self.engine.start())
         except BaseException:
             window.drop()
             raise
-        try:
-            window.opened()
-        except OSError:
-            await self.engine.stop()
-            raise
+        window.opened()
         self._window, self._slot.file, self._halting = window, file, None
         clock.hold()
         self.requests.begin(request.policy_version)
@@ -150,76 +149,52 @@ class EngineRecorder:
 
     def _end_by_time(self, window: Window, limit_s: float) -> None:
         if self._halting is None:
+            self._halting = asyncio.create_task(self._halt(window))
             window.notes.append(
                 f"{self.identity.name}: recording ended after {limit_s:g} s (rollout.max_window_s)"
             )
-            self._halt(window)
 
-    def _halt(self, window: Window) -> asyncio.Task[None]:
-        """Start the task that stops the engine's profiler, once; return it."""
-        if self._halting is None:
-            window.end_ns = clock.now_ns()
-            self._halting = asyncio.create_task(self._stop_engine(window))
-        return self._halting
+    async def _halt(self, window: Window) -> list[Artifact]:
+        """Stop the engine's profiler, and move its traces into the step folder; return all artifacts.
 
-    async def _stop_engine(self, window: Window) -> None:
-        with window.meter.measured("stop", window.request.stage):
-            await _while_alive(self.engine, self.engine.stop())
+        They enter the result on disk, too, as the deadline of the stop may have passed.
+        """
+        window.end_ns, problem = clock.now_ns(), ""
+        try:
+            with window.meter.measured("stop", window.request.stage):
+                await _while_alive(self.engine, self.engine.stop())
+        except Exception as error:
+            logger.error("%s: stopping the profiler failed: %s", self.identity, error)
+            problem = _death_of(self.engine) or f"stopping it raised {type(error).__name__}: {error}"
+        enter, artifacts = window.file.finished, []
+        for output in window.gather(problem):
+            artifact = finish(output, self._slot.background, window.request, enter)
+            if output.finish is None:
+                enter(artifact)
+            artifacts.append(artifact)
+        return artifacts
 
     async def _close(self, window: Window, failed: str = "") -> CaptureResult:
         """Stop recording, and wait for the traces; return the result."""
         if window.timer is not None:
             window.timer.cancel()
-        halting = self._halt(window)
+        halting = self._halting = self._halting or asyncio.create_task(self._halt(window))
         await asyncio.wait([halting], timeout=self._stop_s)
         if halting.done():
-            artifacts = self._artifacts(window, self._problem(halting))
+            artifacts = halting.result()
         else:
             reason = (
                 f"{self.engine.name} had not written it {self._stop_s:g} s after the stop; {_RECORD_LESS}"
             )
             logger.error("%s: step %d: %s", self.identity, window.request.step, reason)
             artifacts = window.failed(reason)
-            halting.add_done_callback(lambda task: self._enter_late(window, task, reason))
-        result = self._result(window, artifacts)
-        if failed:
-            result = msgspec.structs.replace(result, status="failed", reason=failed)
-        self._window = None
-        clock.release()
-        return self._slot.file.close(result)
-
-    def _problem(self, halting: asyncio.Task[None]) -> str:
-        """Return why the engine's profiler could not be stopped; empty if it could."""
-        error = None if halting.cancelled() else halting.exception()
-        if error is None:
-            return ""
-        logger.error("%s: stopping the profiler failed: %s", self.identity, error)
-        return _death_of(self.engine) or f"stopping it raised {type(error).__name__}: {error}"
-
-    def _enter_late(self, window: Window, halting: asyncio.Task[None], reason: str) -> None:
-        """Add the artifacts that the engine has written after its deadline to the result."""
-        self._problem(halting)
-        for artifact in self._artifacts(window, reason):
-            if artifact.status != "pending":
-                window.file.finished(artifact)
-
-    def _artifacts(self, window: Window, problem: str) -> list[Artifact]:
-        """Move the traces into the step folder; return all expected artifacts with their status."""
-        request = window.request
-        try:
-            outputs = window.gather(problem)
-        except OSError as error:
-            logger.error("%s: step %d: %s", self.identity, request.step, error)
-            window.drop()
-            return window.failed(f"{self.engine.name} recorded it, but it cannot be moved: {error}")
-        return [finish(output, self._slot.background, request, window.file.finished) for output in outputs]
-
-    def _result(self, window: Window, artifacts: list[Artifact]) -> CaptureResult:
         status, reason = worst_status(artifacts)
         if death := _death_of(self.engine):  # the workers may have written whole traces before they ended
             status, reason = "failed", death
         if not window.request.keep:
             status, reason, artifacts = "skipped", "warm-up", []
+        if failed:
+            status, reason = "failed", failed
         cost = window.meter.cost()
         result = result_of(
             window.request,
@@ -236,6 +211,61 @@ class EngineRecorder:
             notes=window.notes,
             devices=list(self.devices),
         )
+        self._window = None
+        clock.release()
+        return self._slot.file.close(self.requests.end_in_result(self.identity.name, result))
+
+
+@dataclass(eq=False)
+class SessionRecorder:
+    """Passes a replica's captures to the session of this process.
+
+    Args:
+        config: All settings.
+        identity: The replica.
+        requests: The log of the replica's requests.
+        elsewhere: Name of an engine that computes in other processes, which are not recorded; else empty.
+    """
+
+    config: ProfilingConfig
+    identity: WorkerIdentity
+    requests: RequestLog
+    elsewhere: str = ""
+
+    def __post_init__(self) -> None:
+        self._open = ""
+        process_session().register(self.config, self.identity)
+
+    async def start(self, request: CaptureRequest) -> StartReply:
+        """Start a capture, or join the one of this process."""
+        session, who = process_session(), self.identity
+        if request.stage is not None and not self._open and session.recording:
+            reason = f"another role of this process records by stage: mark this with stage({request.stage!r})"
+            return StartReply(who, "skipped", reason=reason)
+        if self.elsewhere:
+            try:
+                role_of_capture(self.config, who.role, request, self.elsewhere)
+            except ConfigError as error:
+                return StartReply(who, "refused", reason=cannot_be_had(request, error))
+        reply = session.start(request, who)
+        if reply.status in ("recording", "joined") and self._open != request.capture_id:
+            self._open = request.capture_id
+            self.requests.begin(request.policy_version)
+            session.complete_result(self._with_requests)
+        return reply
+
+    async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
+        """Stop a capture; never raises for one that is not open."""
+        reply = process_session().stop(capture_id)
+        if finish_s:  # on a thread, so that the event loop is not blocked
+            return await asyncio.to_thread(process_session().stop, capture_id, finish_s)
+        if reply.result.status == "skipped" and reply.result.identity.name != self.identity.name:
+            result = msgspec.structs.replace(reply.result, identity=self.identity)
+            return msgspec.structs.replace(reply, result=result)
+        return reply
+
+    def _with_requests(self, result: CaptureResult) -> CaptureResult:
+        self._open = ""
         return self.requests.end_in_result(self.identity.name, result)
 
 
@@ -257,7 +287,6 @@ class Window:
 
     Attributes:
         expected: The artifacts that it will have if all goes well.
-        label: Name of the capture for the engine.
         end_ns: When recording ended; 0 before.
         timer: Ends recording after ``rollout.max_window_s``.
 
@@ -278,7 +307,6 @@ class Window:
 
     def __post_init__(self) -> None:
         request, engine = self.request, self.engine
-        self.label = f"step{request.step}-{request.occurrence}-{clock.now_ns():x}"
         self.notes: list[str] = []
         self.meter = CostMeter()
         self.anchor = clock.read_anchor()
@@ -304,11 +332,7 @@ class Window:
         ]
 
     def opened(self) -> None:
-        """Record that the engine records from now on.
-
-        Raises:
-            OSError: The file with the ranges of Nsight Systems cannot be written.
-        """
+        """Record that the engine records from now on."""
         now_ns = clock.now_ns()
         self.expected = [msgspec.structs.replace(artifact, begin_ns=now_ns) for artifact in self.expected]
         if isinstance(self.tool, NsysTool):
@@ -319,23 +343,24 @@ class Window:
 
         Args:
             problem: Why stopping failed; empty if it did not.
-
-        Raises:
-            OSError: A trace cannot be moved.
         """
         folder = Path(self.request.folder)
-        if isinstance(self.tool, NsysTool):
-            pending = process_ranges().note_closed(self.expected[0], folder.parent, keep=self.request.keep)
-            [failed] = self.failed(problem)
-            return [Output(failed if problem else msgspec.structs.replace(pending, end_ns=self.end_ns))]
+        expected = [msgspec.structs.replace(artifact, end_ns=self.end_ns) for artifact in self.expected]
         outputs = []
-        raws = self._written() if self.request.keep else {}
-        for trace, expected in zip(self._traces, self.expected, strict=True):
-            artifact = msgspec.structs.replace(expected, end_ns=self.end_ns)
-            if trace in raws:
-                outputs.append(output_of(raws[trace], folder, artifact, self.tool, self.engine.device))
-            else:
-                outputs.append(Output(self._without_file(artifact, problem)))
+        try:
+            if isinstance(self.tool, NsysTool):
+                pending = process_ranges().note_closed(expected[0], folder.parent, keep=self.request.keep)
+                return [Output(expected[0].with_status("failed", problem) if problem else pending)]
+            raws = self._written() if self.request.keep else {}
+            for trace, artifact in zip(self._traces, expected, strict=True):
+                if trace in raws:
+                    outputs.append(output_of(raws[trace], folder, artifact, self.tool, self.engine.device))
+                else:
+                    outputs.append(Output(self._without_file(artifact, problem)))
+        except OSError as error:
+            reason = f"{self.engine.name} recorded it, but it cannot be moved: {error}"
+            logger.error("%s: step %d: %s", self.identity, self.request.step, reason)
+            outputs = [Output(artifact) for artifact in self.failed(reason)]
         self.drop()
         return outputs
 
@@ -354,7 +379,7 @@ class Window:
         new = set(spool.iterdir() if spool.is_dir() else ()) - self._before
         found = {}
         for path in sorted(new, key=lambda path: path.stat().st_mtime_ns):
-            if (trace := self.engine.identify(path, self.label)) is not None:
+            if (trace := self.engine.identify(path)) is not None:
                 found[trace] = path
         return found
 
@@ -395,8 +420,9 @@ def _death_of(engine: EngineAdapter) -> str:
     how = engine.died()
     if not how:
         return ""
+    log = f"the output of process {os.getpid()} on {socket.gethostname()}"
     remedy = "look there for the cause (PYTHONFAULTHANDLER=1 shows crashes), and start the engine anew"
-    return f"{engine.name} died ({how}); its log is {_log_of_this_process()}: {remedy}"
+    return f"{engine.name} died ({how}); its log is {log}: {remedy}"
 
 
 async def _while_alive(engine: EngineAdapter, call: Awaitable[None]) -> None:
@@ -408,25 +434,15 @@ async def _while_alive(engine: EngineAdapter, call: Awaitable[None]) -> None:
     """
     task = asyncio.ensure_future(call)
     try:
-        while not task.done() and not _death_of(engine):
+        while not task.done() and not engine.died():
             await asyncio.wait([task], timeout=_LOOK_EVERY_S)
+        if task.done() and task.exception() is None:
+            return
+        deadline = time.monotonic() + _DYING_S
+        while not (death := _death_of(engine)) and time.monotonic() < deadline:
+            await asyncio.sleep(_LOOK_EVERY_S)
+        if death:
+            raise CaptureStateError(death)
+        await task
     finally:
         task.cancel()
-    if task.done() and task.exception() is None:
-        return
-    deadline = time.monotonic() + _DYING_S
-    while not (death := _death_of(engine)) and time.monotonic() < deadline:
-        await asyncio.sleep(_LOOK_EVERY_S)
-    if death:
-        raise CaptureStateError(death) from (task.exception() if task.done() else None)
-    await task
-
-
-def _log_of_this_process() -> str:
-    """Return the place of this process's output, to which an engine's processes write by default."""
-    files = []
-    for stream in (1, 2):
-        path = Path(f"/proc/self/fd/{stream}")
-        if path.is_file() and (target := str(path.readlink())) not in files:
-            files.append(target)
-    return " and ".join(files) or f"the output of process {os.getpid()} on {socket.gethostname()}"

@@ -19,7 +19,6 @@ from verl_profiling.manifest import CaptureResult, Request
 from verl_profiling.watch.sums import Busy
 
 _LONGEST_ID = 200
-_MOST = 1 << 53
 
 
 class RequestLog:
@@ -298,15 +297,15 @@ class OpenRequest(msgspec.Struct, eq=False):
         times = (self.arrival_ns, self.scheduled_ns, first_ns, self.last_token_ns)
         before = self.begin_ns
         for time_ns in times:
-            if not isinstance(time_ns, int) or (time_ns and not before <= time_ns <= end_ns):
+            if time_ns and not before <= time_ns <= end_ns:
                 return 0, 0, self._first_output_ns, 0
             before = time_ns or before
         return times
 
 
 def _count(value: object) -> int | None:
-    """Return a count if a manifest can hold it, else ``None``, e.g. for vLLM's -1 (unknown)."""
-    return value if isinstance(value, int) and 0 <= value <= _MOST else None
+    """Return a count, or ``None`` for an unknown one, e.g. vLLM's -1."""
+    return value if isinstance(value, int) and value >= 0 else None
 
 
 def _readable(id: object) -> str:

@@ -10,17 +10,18 @@ import asyncio
 import inspect
 import json
 import re
-import urllib.error
+import sys
 import urllib.request
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
 
 from verl_profiling.engines.adapter import (
     EngineAdapter,
     EngineTrace,
-    check_sglang_reaches_torch_npu,
-    how_processes_ended,
+    at_least,
     is_recording,
     new_spool,
     rank_of_recording,
@@ -35,7 +36,7 @@ from verl_profiling.tools.npu import NpuTool
 from verl_profiling.tools.torch_profiler import TorchTool
 
 _TIMEOUT_S = 30.0
-_INSTALL = "install sglang>=0.5.3"
+_PATCHES = "_apply_patches"  # SGLang up to 0.5.23, the last that was read, calls it in torch_npu
 _SERVER_ARGS = (
     *("tp_size", "pp_size", "dp_size", "enable_dp_attention", "device"),
     *("nnodes", "base_gpu_id", "gpu_id_step"),
@@ -74,7 +75,6 @@ class SGLangAdapter(EngineAdapter):
         tool: TorchTool | NpuTool,
     ) -> None:
         self.window = config.rollout.with_stacks() if tool.options.stack else config.rollout
-        self._identity = identity
         manager = manager_of(engine, identity)
         self._calls = HTTPCalls(engine) if manager is None else ManagerCalls(manager)
         self.spool = new_spool(config.local_folder)
@@ -93,44 +93,26 @@ class SGLangAdapter(EngineAdapter):
             self.device_numbers = range(first, first + here * step, step)
         self._on_npu = isinstance(tool, NpuTool)
         if self._on_npu:
-            check_sglang_reaches_torch_npu()
+            _check_sglang_reaches_torch_npu()
         self._options = self._start_options(tool, identity.role)
 
-    async def start(self, label: str) -> None:
-        options = {**self._options, "output_dir": str(self.spool)}
-        if self._takes_label:
-            options["profile_prefix"] = label
-        try:
-            await self._calls.start(options)
-        except RuntimeError as error:
-            if "already in progress" in str(error):
-                raise CaptureStateError(
-                    f"start_capture: something else started SGLang's profiler ({self._identity}); "
-                    "call the engine's stop_profile() first"
-                ) from error
-            raise
+    async def start(self) -> None:
+        await self._calls.start(self._options)
 
     async def stop(self) -> None:
         stopped = await self._calls.stop()
         if self.window.by_stage or (self.window.bounded and not stopped):
             await self._disarm()
 
-    def died(self) -> str:
-        return how_processes_ended(self._calls.ended())
-
-    def identify(self, path: Path, label: str) -> EngineTrace | None:
+    def identify(self, path: Path) -> EngineTrace | None:
         if self._on_npu:
             return EngineTrace(rank_of_recording(path)) if is_recording(path) else None
         found = _TRACE.search(path.name)
-        if found is None or (self._takes_label and not path.name.startswith(label)):
+        if found is None:
             return None
         tp, dp, pp = (int(found[name] or 0) for name in ("tp", "dp", "pp"))
         rank = ((dp if self._dp > 1 else 0) * self._pp + pp) * self._tp + tp
         return EngineTrace(rank, self._stage(path, found["stage"]))
-
-    @property
-    def _takes_label(self) -> bool:
-        return "profile_prefix" in self._calls.offers and not self._on_npu  # torch_npu ignores labels
 
     async def _disarm(self) -> None:
         """Cancel a window that was not reached; else it would open later, e.g. in another capture.
@@ -161,6 +143,7 @@ class SGLangAdapter(EngineAdapter):
         rollout, options = self.window, tool.options
         check_sglang(tool, rollout, role, device=self.device, dp_ranks=self._dp)
         arguments: dict[str, Any] = {
+            "output_dir": str(self.spool),
             "activities": [_ACTIVITIES[name] for name in _activities(tool, self.device)],
             "with_stack": options.stack,
             "record_shapes": options.shapes,
@@ -168,8 +151,6 @@ class SGLangAdapter(EngineAdapter):
         if rollout.by_stage:
             arguments["profile_by_stage"] = True
             arguments["num_steps"] = rollout.count
-            if "profile_stages" in self._calls.offers:
-                arguments["profile_stages"] = list(self.stages)
         elif rollout.bounded:
             # From a start step on, num_steps is exact in every version; without one, versions
             # before 0.5.16 record one forward pass less. 1 is always the next one.
@@ -217,6 +198,22 @@ def check_sglang(
             refuse_option(role, "activities", "null", f"{name} ends an SGLang that runs on {device}")
 
 
+def _check_sglang_reaches_torch_npu() -> None:
+    """Check that SGLang can use the profiler of torch_npu.
+
+    Raises:
+        ToolUnavailableError: SGLang uses a function that the installed torch_npu does not have. Starting
+            its profiler would raise, which ends all its processes.
+    """
+    torch_npu = sys.modules.get("torch_npu")
+    if not (torch_npu is None or hasattr(torch_npu, _PATCHES) or at_least("sglang", "0.5.24", True)):
+        raise ToolUnavailableError(
+            f"init_capture: SGLang {metadata.version('sglang')} gets at torch_npu's profiler by {_PATCHES}, "
+            f"which torch_npu {torch_npu.__version__} does not have; install the torch_npu that this SGLang "
+            "names, or set roles.rollout.tool to spans"
+        )
+
+
 def _activities(tool: TorchTool | NpuTool, device: str) -> tuple[str, ...]:
     return _offered(device) if tool.options.activities is None else tool.options.activities
 
@@ -249,7 +246,6 @@ class ManagerCalls:
     ``start_profile`` takes keywords up to 0.5.14 and one request object from 0.5.15 on.
 
     Attributes:
-        offers: Names of the options that its ``start_profile`` takes.
         server_args: The settings it runs with.
 
     Raises:
@@ -259,25 +255,21 @@ class ManagerCalls:
     def __init__(self, manager: Any) -> None:
         self._manager = manager
         if not callable(getattr(manager, "start_profile", None)):
-            raise ToolUnavailableError(f"this SGLang's tokenizer manager has no start_profile; {_INSTALL}")
-        parameters = inspect.signature(manager.start_profile).parameters
-        self._request_class: Callable[..., Any] | None = None
-        if "req" in parameters:
-            from sglang.srt.managers.io_struct import ProfileReq
-
-            self._request_class = ProfileReq
-            parameters = inspect.signature(ProfileReq).parameters
-        self.offers = frozenset(parameters)
+            raise ToolUnavailableError(
+                "this SGLang's tokenizer manager has no start_profile; install sglang>=0.5.3"
+            )
+        self._takes_object = "req" in inspect.signature(manager.start_profile).parameters
         # Read one by one: from 0.5.23 on they are not in vars().
         self.server_args = {name: getattr(manager.server_args, name, None) for name in _SERVER_ARGS}
 
     async def start(self, options: dict[str, Any]) -> None:
         """Start profiling, or arm a window."""
-        if self._request_class is None:
-            await self._on_its_loop(lambda: self._manager.start_profile(**options))
+        if self._takes_object:
+            from sglang.srt.managers.io_struct import ProfileReq
+
+            await self._on_its_loop(partial(self._manager.start_profile, ProfileReq(**options)))
         else:
-            request = self._request_class(**options)
-            await self._on_its_loop(lambda: self._manager.start_profile(request))
+            await self._on_its_loop(partial(self._manager.start_profile, **options))
 
     async def stop(self) -> bool:
         """Stop profiling and write the traces; return whether SGLang was recording."""
@@ -288,14 +280,6 @@ class ManagerCalls:
                 raise
             return False
         return True
-
-    def ended(self) -> dict[str, int]:
-        """Return the exit codes of SGLang's processes that have ended, as far as this process can see."""
-        # Only the watchdog of newer versions holds the processes. One second later it ends this process, too,
-        # unless SGLang was given a custom_sigquit_handler.
-        watchdog = getattr(self._manager, "_subprocess_watchdog", None)
-        named = zip(getattr(watchdog, "_names", ()), getattr(watchdog, "_processes", ()), strict=False)
-        return {name: process.exitcode for name, process in named if process.exitcode is not None}
 
     async def _on_its_loop(self, call: Callable[[], Awaitable[Any]]) -> None:
         """Await a call on the event loop on which the manager receives the scheduler's answers.
@@ -323,15 +307,10 @@ class HTTPCalls:
 
     Raises:
         CaptureStateError: The server does not answer.
-        ToolUnavailableError: The server has no ``/start_profile``.
     """
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
-        schemas = self._call("/openapi.json").get("components", {}).get("schemas", {})
-        if (schema := schemas.get("ProfileReqInput") or schemas.get("ProfileReq")) is None:
-            raise ToolUnavailableError(f"{url} has no /start_profile; {_INSTALL}")
-        self.offers = frozenset(schema["properties"])
         self.server_args = self._call("/get_server_info")
 
     async def start(self, options: dict[str, Any]) -> None:
@@ -342,15 +321,11 @@ class HTTPCalls:
         """Stop profiling and write the traces; return whether SGLang was recording."""
         try:
             await asyncio.to_thread(self._call, "/stop_profile", {})
-        except urllib.error.HTTPError as error:
-            if error.code != 500:  # the server's answer when it is not recording
+        except CaptureStateError as error:
+            if getattr(error.__cause__, "code", 0) != 500:  # the server's answer when it is not recording
                 raise
             return False
         return True
-
-    def ended(self) -> dict[str, int]:
-        """Return no exit codes: this process did not start the server's processes."""
-        return {}
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -360,8 +335,6 @@ class HTTPCalls:
             with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 return json.load(answer) if body is None else None
         except (OSError, ValueError) as error:
-            if body is not None and isinstance(error, urllib.error.HTTPError):
-                raise
             raise CaptureStateError(
                 f"{self._url}{path} does not answer ({error}); is it an SGLang server, and up? It ends when "
                 "one of its processes dies; the server's log says why"

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
 import os
 import re
+import signal
 import time
 from collections.abc import AsyncGenerator, Callable
 from importlib.util import find_spec
@@ -25,28 +25,30 @@ from verl_profiling.engines.adapter import (
     EngineAdapter,
     EngineTool,
     EngineTrace,
-    check_vllm_ascend,
+    at_least,
     engine_tool,
-    how_processes_ended,
     is_recording,
     new_spool,
     refuse_option,
-    why_not_counted,
 )
 from verl_profiling.engines.request_log import OpenRequest, RequestLog
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.rollout import RolloutOptions
+from verl_profiling.tools.base import imported
 from verl_profiling.tools.npu import NpuTool
 from verl_profiling.tools.nsys import NsysTool
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 
-logger = logging.getLogger(__name__)
+_NAMES_RANKS, _COUNTS_ITERATIONS = "0.16", "0.20"
+"""The versions of vllm-ascend from which on its recordings can be captured, and their iterations counted."""
 
 _DIR_VARIABLE = "VLLM_TORCH_PROFILER_DIR"
 _CUDA_VARIABLE = "VLLM_TORCH_CUDA_PROFILE"
 _VARIABLES = {
+    "profiler": _CUDA_VARIABLE,
+    "torch_profiler_dir": _DIR_VARIABLE,
     "delay_iterations": "VLLM_PROFILER_DELAY_ITERS",
     "max_iterations": "VLLM_PROFILER_MAX_ITERS",
     "torch_profiler_with_stack": "VLLM_TORCH_PROFILER_WITH_STACK",
@@ -76,32 +78,58 @@ def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
     tool = engine_tool(settings, "vLLM") if settings.enable else None
     if tool is None:
         return {}
-    if find_spec("vllm") is None:
-        raise ToolUnavailableError("engine_args: vLLM is not installed; pip install 'verl-profiling[vllm]'")
+    imported("vllm", tool.name, "'verl-profiling[vllm]'")
     window = _recording_window(config.rollout, tool)
     if isinstance(tool, NpuTool):
         check_vllm_ascend()
-    spool = new_spool(config.local_folder)
-    chosen = isinstance(tool, TorchTool) and tool.options.activities is not None
-    all_recorded = f"vLLM {_version()} records all that there is"
+    spool, known = new_spool(config.local_folder), _known_options()
+    wanted = profiler_settings(tool, window, spool)
+    if "torch_profiler_activities" in wanted.keys() - known:
+        refuse_option(role, "activities", "null", f"vLLM {_version()} records all that there is")
+    if (profiler_config := _profiler_config()) is not None:
+        return {"profiler_config": profiler_config(**wanted)}
+    if isinstance(tool, NsysTool) and "profiler" not in known:
+        raise ConfigError(
+            f"roles.{role}.tool",
+            f"vLLM {_version()} has no mode for nsys; install vllm>=0.12, or set it to torch or spans",
+        )
+    os.environ.update(profiler_variables({name: wanted[name] for name in known & wanted.keys()}))
+    return {}
+
+
+def check_vllm_ascend() -> None:
+    """Check that the vllm-ascend of this machine can be captured.
+
+    Raises:
+        ToolUnavailableError: vllm-ascend is missing or too old, or its msMonitor profiler is switched on.
+    """
+    if not at_least("vllm-ascend", _NAMES_RANKS):
+        raise ToolUnavailableError(
+            f"engine_args: vLLM records on an NPU with vllm-ascend from {_NAMES_RANKS} on, which is not "
+            f"installed; pip install 'vllm-ascend>={_NAMES_RANKS}', or set roles.rollout.tool to torch"
+        )
+    if os.environ.get("MSMONITOR_USE_DAEMON", "0") != "0":
+        raise ToolUnavailableError(
+            "engine_args: MSMONITOR_USE_DAEMON is set, with which vllm-ascend refuses to profile; unset it"
+        )
+
+
+def _profiler_config() -> Any:
+    """Return vLLM's class ``ProfilerConfig``; ``None`` before 0.13."""
     if find_spec("vllm.config.profiler") is None:
-        known = _known_variables()
-        if chosen:
-            refuse_option(role, "activities", "null", all_recorded)
-        if isinstance(tool, NsysTool) and _CUDA_VARIABLE not in known:
-            raise ConfigError(
-                f"roles.{role}.tool",
-                f"vLLM {_version()} has no mode for nsys; install vllm>=0.12, or set it to torch or spans",
-            )
-        variables = profiler_variables(tool, window, spool)
-        os.environ.update({name: value for name, value in variables.items() if name in known})
-        return {}
+        return None
     from vllm.config import ProfilerConfig
 
-    fields = {field.name for field in dataclasses.fields(ProfilerConfig)}
-    if chosen and "torch_profiler_activities" not in fields:
-        refuse_option(role, "activities", "null", all_recorded)
-    return {"profiler_config": ProfilerConfig(**profiler_settings(tool, window, spool))}
+    return ProfilerConfig
+
+
+def _known_options() -> set[str]:
+    """Return the fields of ``ProfilerConfig`` that the installed vLLM has, as variables before 0.13."""
+    if (profiler_config := _profiler_config()) is not None:
+        return {field.name for field in dataclasses.fields(profiler_config)}
+    from vllm import envs
+
+    return {name for name, variable in _VARIABLES.items() if variable in envs.environment_variables}
 
 
 def _recorded_options(tool: TorchTool | NpuTool) -> TorchOptions:
@@ -140,13 +168,14 @@ def profiler_settings(tool: EngineTool, window: RolloutOptions, spool: Path) -> 
     }
 
 
-def profiler_variables(tool: EngineTool, window: RolloutOptions, spool: Path) -> dict[str, str]:
+def profiler_variables(settings: dict[str, Any]) -> dict[str, str]:
     """Return :func:`profiler_settings` as environment variables, for vLLM before 0.13."""
-    settings = profiler_settings(tool, window, spool)
-    place = {_CUDA_VARIABLE: "1"} if isinstance(tool, NsysTool) else {_DIR_VARIABLE: str(spool)}
-    return place | {
-        name: str(int(settings[field])) for field, name in _VARIABLES.items() if field in settings
-    }
+    variables = {}
+    for name, value in settings.items():
+        if name == "profiler":
+            value = value == "cuda"
+        variables[_VARIABLES[name]] = value if isinstance(value, str) else str(int(value))
+    return variables
 
 
 def _first_iteration(window: RolloutOptions, tool: EngineTool) -> int:
@@ -184,9 +213,11 @@ def _recording_window(rollout: RolloutOptions, tool: EngineTool) -> RolloutOptio
     """
     stack = _with_stacks(tool)
     check_vllm(tool, rollout)
-    engine, newer, counts = f"vLLM {_version()}", "vllm>=0.12", _counts_iterations()
-    if isinstance(tool, NpuTool) and (why := why_not_counted()):
-        engine, newer, counts = *why, False
+    engine, newer = f"vLLM {_version()}", "vllm>=0.12"
+    counts = "max_iterations" in _known_options()
+    if isinstance(tool, NpuTool):
+        engine, newer = "this vllm-ascend", f"vllm-ascend>={_COUNTS_ITERATIONS}"
+        counts = at_least("vllm-ascend", _COUNTS_ITERATIONS, missing=True)
     if counts:
         return rollout.with_stacks() if stack else rollout
     if rollout.start or rollout.count is not None:
@@ -194,24 +225,7 @@ def _recording_window(rollout: RolloutOptions, tool: EngineTool) -> RolloutOptio
         raise ConfigError(
             key, f"{engine} cannot count iterations; install {newer}, or use rollout.max_window_s"
         )
-    if stack:
-        logger.warning(
-            "%s cannot count iterations, and its idle workers poll: a second of stacks can take a "
-            "minute to write; set rollout.max_window_s, or install %s",
-            engine,
-            newer,
-        )
     return rollout
-
-
-def _counts_iterations() -> bool:
-    return find_spec("vllm.config.profiler") is not None or "VLLM_PROFILER_MAX_ITERS" in _known_variables()
-
-
-def _known_variables() -> set[str]:
-    from vllm import envs
-
-    return set(envs.environment_variables)
 
 
 def _version() -> str:
@@ -257,19 +271,12 @@ class VLLMAdapter(EngineAdapter):
         parameters = inspect.signature(engine.start_profile).parameters
         vllm_config = getattr(engine, "llm_engine", engine).vllm_config
         self._on_npu = isinstance(tool, NpuTool)
-        # On an NPU the name of the first capture would stick, and workers take no window per capture.
-        self._takes_prefix = "profile_prefix" in parameters and not self._on_npu
+        # On an NPU workers take no window per capture.
         self._takes_window = "max_iterations" in parameters and not self._on_npu
-        configured = getattr(vllm_config, "profiler_config", None)
         self.window = _recording_window(config.rollout, tool)
         self._delay = _first_iteration(self.window, tool)
-        if isinstance(tool, NsysTool):
-            self._check_configured(configured, "cuda", _CUDA_VARIABLE)
-            self.spool = new_spool(config.local_folder)
-        else:
-            self._check_configured(configured, "torch", _DIR_VARIABLE)
-            folder = os.environ[_DIR_VARIABLE] if configured is None else configured.torch_profiler_dir
-            self.spool = Path(folder).expanduser().absolute()
+        folder = self._check_configured(getattr(vllm_config, "profiler_config", None), tool)
+        self.spool = Path(folder).expanduser().absolute() if folder else new_spool(config.local_folder)
         self.device = str(getattr(vllm_config.device_config, "device_type", "") or "cuda")
         parallel = vllm_config.parallel_config
         self._pp, self._tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
@@ -277,22 +284,10 @@ class VLLMAdapter(EngineAdapter):
         if getattr(parallel, "distributed_executor_backend", None) != "ray":  # Ray places ranks itself
             self.device_numbers = range(self.ranks // max(getattr(parallel, "nnodes", 1) or 1, 1))
 
-    async def start(self, label: str) -> None:
-        arguments: dict[str, Any] = {}
-        if self._takes_prefix:
-            arguments["profile_prefix"] = label
-        if self._takes_window:
-            arguments["delay_iterations"] = self._delay
-            arguments["max_iterations"] = self.window.count or 0
-        try:
-            await _result(self._engine.start_profile(**arguments))
-        except Exception as error:
-            if type(error).__name__ == "ProfilerAlreadyActiveError":
-                raise CaptureStateError(
-                    f"start_capture: something else started vLLM's profiler ({self._identity}); "
-                    "call the engine's stop_profile() first"
-                ) from error
-            raise
+    async def start(self) -> None:
+        window = {"delay_iterations": self._delay, "max_iterations": self.window.count or 0}
+        arguments = window if self._takes_window else {}
+        await _result(self._engine.start_profile(**arguments))
 
     async def stop(self) -> None:
         await _result(self._engine.stop_profile())
@@ -302,14 +297,12 @@ class VLLMAdapter(EngineAdapter):
         resources = getattr(client, "resources", None)
         finished = getattr(getattr(resources, "engine_manager", None), "finished_procs", None)
         if ended := finished() if callable(finished) else {}:
-            return how_processes_ended(ended)
+            return ", ".join(f"{name} ended with {_code(code)}" for name, code in ended.items())
         return "its core says that it is dead" if getattr(resources, "engine_dead", False) else ""
 
-    def identify(self, path: Path, label: str) -> EngineTrace | None:
+    def identify(self, path: Path) -> EngineTrace | None:
         is_trace = is_recording(path) if self._on_npu else ".pt.trace.json" in path.name
         if not is_trace or "async_llm" in path.name:
-            return None
-        if self._takes_window and not path.name.startswith(label):
             return None
         if place := _PLACE.search(path.name):
             dp, pp, tp = map(int, place.groups())
@@ -318,23 +311,36 @@ class VLLMAdapter(EngineAdapter):
             return EngineTrace(int(rank[1]))
         return EngineTrace(_rank_inside(path))
 
-    def _check_configured(self, profiler_config: Any, kind: str, variable: str) -> None:
-        """Check that the engine was started with the profiler and the window of the settings."""
+    def _check_configured(self, configured: Any, tool: EngineTool) -> str:
+        """Check that the engine was started for these settings; return the folder of its traces, if any."""
+        if configured is None:
+            folder, kind = os.environ.get(_DIR_VARIABLE, ""), ""
+            if os.environ.get(_CUDA_VARIABLE) == "1":
+                kind = "cuda"
+            elif folder:
+                kind = "torch"
+        else:
+            folder, kind = configured.torch_profiler_dir, configured.profiler
         remedy = f"{self._identity}: pass **engine_args(config) to its constructor"
-        if profiler_config is None:
-            if not os.environ.get(variable):
-                raise CaptureStateError(f"init_capture: vLLM was started without a profiler; {remedy}")
-            return
-        if profiler_config.profiler != kind:
-            found = profiler_config.profiler or "no profiler"
-            raise CaptureStateError(f"init_capture: vLLM was started with {found}, not with {kind}; {remedy}")
-        configured = (profiler_config.delay_iterations, profiler_config.max_iterations)
-        wanted = (self._delay, self.window.count or 0)
-        if not self._takes_window and configured != wanted:
+        wanted = "cuda" if isinstance(tool, NsysTool) else "torch"
+        if kind != wanted:
+            found = kind or "no profiler"
             raise CaptureStateError(
-                f"init_capture: vLLM {_version()} was started with (delay, iterations) = {configured}, and "
-                f"rollout.start and rollout.count mean {wanted}; {remedy}"
+                f"init_capture: vLLM was started with {found}, not with {wanted}; {remedy}"
             )
+        if configured is not None and not self._takes_window:
+            window = (configured.delay_iterations, configured.max_iterations)
+            expected = (self._delay, self.window.count or 0)
+            if window != expected:
+                raise CaptureStateError(
+                    f"init_capture: vLLM {_version()} was started with (delay, iterations) = {window}, and "
+                    f"rollout.start and rollout.count mean {expected}; {remedy}"
+                )
+        return folder
+
+
+def _code(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 async def _result(answer: Any) -> None:

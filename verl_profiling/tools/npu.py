@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -19,11 +18,23 @@ import msgspec
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.manifest import Artifact
 from verl_profiling.settings.typed_values import Seconds
-from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool, folder_bytes, remove_folder
+from verl_profiling.tools.base import (
+    Destination,
+    Marks,
+    Output,
+    Recording,
+    Tool,
+    folder_bytes,
+    imported,
+    remove_folder,
+)
 from verl_profiling.tools.torch_profiler import MiniBatchWindow
 
 DOMAIN = "verl_profiling"
 """Domain of the mstx ranges of stages."""
+
+TORCH_NPU = "torch_npu, in the version that fits your torch, and source set_env.sh of CANN"
+"""How to install torch_npu, after ``pip install``."""
 
 _ANALYSE = """\
 import sys
@@ -93,26 +104,6 @@ class NpuOptions:
             raise ConfigError("level", "none records mstx ranges only, and mstx is false")
 
 
-def import_torch_npu() -> Any:
-    """Import torch_npu and return it.
-
-    Raises:
-        ToolUnavailableError: It is not installed, or its CANN libraries are not.
-    """
-    if importlib.util.find_spec("torch_npu") is None:
-        raise ToolUnavailableError(
-            "torch_npu is not installed; install the version that fits your torch: pip install torch_npu"
-        )
-    try:
-        import torch_npu
-    except (ImportError, OSError, RuntimeError) as error:
-        cause = str(error).splitlines()[0]
-        raise ToolUnavailableError(
-            f"torch_npu cannot be loaded: {cause}; install CANN and source its set_env.sh"
-        ) from error
-    return torch_npu
-
-
 class NpuTool(Tool):
     """Records with ``torch_npu.profiler``.
 
@@ -131,7 +122,7 @@ class NpuTool(Tool):
 
     def prepare(self) -> None:
         """Import torch_npu and look for a device."""
-        torch_npu = import_torch_npu()
+        torch_npu = imported("torch_npu", self.name, TORCH_NPU)
         if "npu" in self.options.activities and not torch_npu.npu.is_available():
             raise ToolUnavailableError(
                 "tool 'npu': torch_npu sees no NPU; check `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES"
@@ -161,8 +152,7 @@ class NpuTool(Tool):
         return _NpuRecording(profiler, destination, self.options, folder)
 
     def _profiler(self, folder: Path, lane: str) -> Any:
-        torch_npu = import_torch_npu()
-        api, options = torch_npu.profiler, self.options
+        api, options = imported("torch_npu", self.name).profiler, self.options
         has_metrics = options.level in ("level1", "level2")
         metrics = options.aic_metrics or ("PipeUtilization" if has_metrics else "AiCoreNone")
         level = "Level_none" if options.level == "none" else options.level.capitalize()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -76,14 +75,10 @@ class NsysTool(Tool):
     options: NsysOptions
 
     def check_machine(self) -> None:
-        """Check that ``nsys`` runs here, and that there is a CUDA device."""
-        nsys = shutil.which("nsys")
-        if nsys is None:
+        """Check that there is an ``nsys`` here, and a CUDA device."""
+        if shutil.which("nsys") is None:
             raise ToolUnavailableError(_MISSING)
         self.check_device()
-        done = subprocess.run([nsys, "--version"], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise ToolUnavailableError(f"tool 'nsys': {nsys} does not run: {done.stderr.strip()}")
 
     def check_device(self) -> None:
         """Check that there is a CUDA device.
@@ -134,11 +129,7 @@ class _NsysRecording(Recording):
         attributes = cache(lambda name: domain.get_event_attributes(message=name))
         self._marks = Marks(lambda name: domain.start_range(attributes(name)), domain.end_range)
         tool.open_range()
-        try:
-            process_ranges().note_opened(destination.folder, destination.path(NsysTool.suffix).name)
-        except OSError:
-            tool.close_range()
-            raise
+        process_ranges().note_opened(destination.folder, destination.path(NsysTool.suffix).name)
 
     @property
     def marks(self) -> Marks:
@@ -176,10 +167,11 @@ class Ranges:
             )
 
     def check(self, who: str) -> None:
-        """Check that Nsight Systems will record another range.
+        """Check that Nsight Systems will record another range, and that it can be recorded in a file.
 
         Raises:
             CaptureStateError: A range is open, or Nsight Systems expects no more ranges.
+            OSError: The file cannot be written.
         """
         if self._open is not None:
             raise CaptureStateError(
@@ -192,6 +184,10 @@ class Ranges:
                 f"{who}: range {self._opened + 1}: Nsight Systems was told to expect {expected} and has "
                 "stopped listening; set tools.nsys.ranges to the number that this process opens"
             )
+        self._notes = Path(f"{os.environ[_OUTPUT_VARIABLE]}.{os.getpid()}{NOTES_SUFFIX}")
+        if not self._opened:  # an earlier process may have had this id
+            self._notes.unlink(missing_ok=True)
+        self._notes.touch()
 
     def note_opened(self, folder: Path, artifact: str) -> None:
         """Record that a range was opened just now.
@@ -199,16 +195,12 @@ class Ranges:
         Args:
             folder: The step folder that it belongs to.
             artifact: Name of the artifact that its report becomes.
-
-        Raises:
-            OSError: The record cannot be written.
         """
         self._opened += 1
-        root = Path(os.environ[_OUTPUT_VARIABLE]).parent.parent
+        root = self._notes.parent.parent
         name = str(folder.relative_to(root)) if folder.is_relative_to(root) else folder.name
-        opened = NsysRange(number=self._opened, folder=name, artifact=artifact, begin_ns=clock.now_ns())
-        self._note(opened)
-        self._open = opened
+        self._open = NsysRange(number=self._opened, folder=name, artifact=artifact, begin_ns=clock.now_ns())
+        self._note(self._open)
 
     def note_closed(self, artifact: Artifact, run: Path, *, keep: bool) -> Artifact:
         """Record that the open range was closed just now; Nsight Systems has yet to write its report.
@@ -222,11 +214,9 @@ class Ranges:
             The artifact, ``pending`` until it is collected.
 
         Raises:
-            CaptureStateError: No range is open.
             OSError: The record cannot be written.
         """
-        if self._open is None:
-            raise CaptureStateError(f"{artifact.path}: no range is open in this process")
+        assert self._open is not None
         closed = msgspec.structs.replace(self._open, end_ns=clock.now_ns(), keep=keep)
         self._open = None
         self._note(closed)
@@ -237,9 +227,7 @@ class Ranges:
         return artifact.with_status("pending", reason)
 
     def _note(self, noted: NsysRange) -> None:
-        """Append a range to its file; the first one replaces the file of an earlier process with this id."""
-        notes = Path(f"{os.environ[_OUTPUT_VARIABLE]}.{os.getpid()}{NOTES_SUFFIX}")
-        with notes.open("wb" if noted.number == 1 and not noted.end_ns else "ab") as file:
+        with self._notes.open("ab") as file:
             file.write(msgspec.json.encode(noted) + b"\n")
 
 

@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from verl_profiling import clock
 from verl_profiling.errors import CaptureStateError, ToolUnavailableError
 from verl_profiling.manifest import Artifact
 from verl_profiling.settings.typed_values import Positive
 from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool, imported
-from verl_profiling.tools.npu import import_torch_npu
+from verl_profiling.tools.npu import TORCH_NPU
 from verl_profiling.tools.process_memory import StagePeaks
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class TorchMemoryOptions:
     peaks: bool = True
 
 
-class _Accelerator:
+class _Accelerator(NamedTuple):
     """The interface that torch and torch_npu have in common.
 
     Attributes:
@@ -55,10 +55,9 @@ class _Accelerator:
         observe_oom: Registers a function to call when an allocation fails; it cannot be removed.
     """
 
-    def __init__(self, kind: str, device: Any, native: Any) -> None:
-        self.memory = device.memory
-        self.history_enabled: Callable[[], bool] = getattr(native, f"_{kind}_isHistoryEnabled")
-        self.observe_oom: Callable[..., None] = getattr(native, f"_{kind}_attach_out_of_memory_observer")
+    memory: Any
+    history_enabled: Callable[[], bool]
+    observe_oom: Callable[..., None]
 
 
 class TorchMemoryTool(Tool):
@@ -130,11 +129,8 @@ class _MemoryRecording(Recording):
     def _write(self, suffix: str) -> Artifact:
         final = self._destination.path(suffix)
         artifact = self._destination.artifact(TorchMemoryTool)
-        try:
-            _dump(self._memory, final)
-        except OSError as error:
-            reason = f"the snapshot cannot be written into {final.parent}: {error.strerror or error}"
-            return artifact.with_status("failed", reason, path=final.name)
+        if problem := _dump(self._memory, final):
+            return artifact.with_status("failed", problem, path=final.name)
         return artifact.with_status("ok", path=final.name, bytes=final.stat().st_size)
 
     def _take_peaks(self) -> Mapping[str, int]:
@@ -213,10 +209,10 @@ class _History:
                 if path.exists():
                     return
                 path.parent.mkdir(parents=True, exist_ok=True)
-                _dump(self._observed.memory, path)
+                problem = _dump(self._observed.memory, path)
                 logger.error(
                     "device %d could not allocate %d bytes, %d of %d are free: %s",
-                    *(device, wanted_bytes, free_bytes, total_bytes, path),
+                    *(device, wanted_bytes, free_bytes, total_bytes, problem or path),
                 )
         except Exception:
             logger.exception("torch_memory: no snapshot of the failed allocation")
@@ -225,29 +221,27 @@ class _History:
 _history = _History()
 
 
-def _dump(memory: Any, path: Path) -> None:
-    """Write a snapshot, whole or not at all.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+def _dump(memory: Any, path: Path) -> str:
+    """Write a snapshot, whole or not at all; return why it cannot be written, empty if it was."""
     part = path.with_name(f".{path.name}.part")
     try:
         memory._dump_snapshot(str(part))
         part.replace(path)
-    except OSError:
+    except OSError as error:
         part.unlink(missing_ok=True)
-        raise
+        return f"the snapshot cannot be written into {path.parent}: {error.strerror or error}"
+    return ""
 
 
 def _accelerator() -> _Accelerator:
     torch = imported("torch", TorchMemoryTool.name)
-    if torch.cuda.is_available():
-        return _Accelerator("cuda", torch.cuda, torch._C)
-    if importlib.util.find_spec("torch_npu") is not None:
-        torch_npu = import_torch_npu()
-        if torch_npu.npu.is_available():
-            return _Accelerator("npu", torch_npu.npu, torch_npu._C)
+    kind, package = "cuda", torch
+    if not torch.cuda.is_available() and importlib.util.find_spec("torch_npu") is not None:
+        kind, package = "npu", imported("torch_npu", TorchMemoryTool.name, TORCH_NPU)
+    device, native = getattr(package, kind), package._C
+    if device.is_available():
+        names = (f"_{kind}_isHistoryEnabled", f"_{kind}_attach_out_of_memory_observer")
+        return _Accelerator(device.memory, *(getattr(native, name) for name in names))
     raise ToolUnavailableError(
         f"tool 'torch_memory' records an accelerator's allocator, and torch {torch.__version__} sees no CUDA "
         "or ROCm device and no NPU; for the peak resident memory of each stage, take tool 'spans' with "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -186,10 +185,10 @@ class _TorchRecording(Recording):
     def __post_init__(self) -> None:
         self._mini_batches = 0
         self._shown = _ShownNames()
-        self._other = _OtherProfiler()
         self._own_bytes = own_bytes()
+        self._started = _started_profilers()
         self._profiler.start()
-        self._other.watch()
+        self._known = self._started[0]
 
     @property
     def marks(self) -> Marks:
@@ -211,9 +210,10 @@ class _TorchRecording(Recording):
     def step(self) -> None:
         self._mini_batches += 1
         if self._options.mini_batches is not None:
-            self._other.unwatch()  # our profiler starts in step(), after its wait
-            self._profiler.step()
-            self._other.watch()
+            alone = self._started[0] == self._known
+            self._profiler.step()  # our profiler starts here, after its wait
+            if alone:
+                self._known = self._started[0]
 
     def bytes_to_stop(self) -> int | None:
         own = own_bytes()
@@ -243,57 +243,38 @@ class _TorchRecording(Recording):
         uses_cuda = self._on_accelerator and CUDA in {device.kind for device in used_devices()}
         device = CUDA if uses_cuda else ""
         output = output_of_trace(part, final, expected, self._shown.values(), device)
-        return [replace(output, finish=self._releasing(output.finish), export_s=time.perf_counter() - begin)]
-
-    def _releasing(self, finish: Callable[[], Artifact] | None) -> Callable[[], Artifact] | None:
-        """Return ``finish``, extended to free the memory of the events first, in the background."""
         events = [self._profiler.profiler]  # torch's own profiler is in a reference cycle
         self._profiler.profiler = None
+        if (finish := output.finish) is None:
+            return [output]
 
         def release_and_finish() -> Artifact:
-            assert finish is not None
-            events.clear()
+            events.clear()  # frees their memory in the background
             return finish()
 
-        return None if finish is None else release_and_finish
+        return [replace(output, finish=release_and_finish, export_s=time.perf_counter() - begin)]
 
     def discard(self) -> None:
         self._stop()
 
     def _stop(self) -> bool:
         """Stop the profiler and return True; if another one took over, a stop would crash: return False."""
-        self._other.unwatch()
-        if self._other.started:
+        if self._started[0] != self._known:
             return False
         self._profiler.stop()
         return True
 
 
-class _OtherProfiler:
-    """Detects a torch profiler that starts while ours records; torch itself reports no error.
+@cache
+def _started_profilers() -> list[int]:
+    """Return a counter of the torch profilers that this process starts; torch reports no second one."""
+    from torch.autograd import profiler
 
-    Attributes:
-        started: Whether another profiler has started.
-    """
+    count, original = [0], getattr(profiler, "_run_on_profiler_start", lambda: None)
 
-    def __init__(self) -> None:
-        self.started = False
-        self._original: Callable[[], None] | None = None
+    def counted() -> None:
+        count[0] += 1
+        original()
 
-    def watch(self) -> None:
-        from torch.autograd import profiler
-
-        self._original = getattr(profiler, "_run_on_profiler_start", None)
-        if self._original is not None:
-            profiler._run_on_profiler_start = self._notice
-
-    def unwatch(self) -> None:
-        from torch.autograd import profiler
-
-        if self._original is not None:
-            profiler._run_on_profiler_start = self._original
-
-    def _notice(self) -> None:
-        self.started = True
-        if self._original is not None:
-            self._original()
+    profiler._run_on_profiler_start = counted
+    return count

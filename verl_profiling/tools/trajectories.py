@@ -70,12 +70,8 @@ class _TrajectoryRecording(Recording):
         self._log.end()
 
     def _written(self, artifact: Artifact) -> Artifact:
-        log, path = self._log.close(self._destination.lane), self._destination.path(LOG_SUFFIX)
-        try:
-            size = write_log(path, log)
-        except OSError as error:
-            reason = f"the log cannot be written into {path.parent}: {error.strerror or error}"
-            return artifact.with_status("failed", reason)
+        log = self._log.close(self._destination.lane)
+        size = write_log(self._destination.path(LOG_SUFFIX), log)
         if not log.spans_left_out + log.trajectories_left_out:
             return artifact.with_status("ok", bytes=size)
         reason = (

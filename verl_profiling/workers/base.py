@@ -11,7 +11,7 @@ from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, not_set_up, switched_off
 from verl_profiling.capture.session import Session, process_session, stage
 from verl_profiling.capture.stage import Stage
-from verl_profiling.errors import CaptureStateError, ToolUnavailableError
+from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity, process_rank
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.watch.sums import WatchQuestion, WatchReading
@@ -221,15 +221,11 @@ class MegatronCaptureMixin(CaptureMixin):
         Raises:
             CaptureStateError: Megatron's model parallelism is not initialised.
             ConfigError: The settings are wrong.
-            ToolUnavailableError: Megatron-core is missing, or a tool cannot work on this machine.
+            ImportError: Megatron-core is missing.
+            ToolUnavailableError: A tool cannot work on this machine.
         """
-        try:
-            from megatron.core import parallel_state
-        except ImportError as error:
-            raise ToolUnavailableError(
-                f"init_capture(role={role!r}): {type(self).__name__} needs megatron-core; install it with: "
-                "pip install megatron-core"
-            ) from error
+        from megatron.core import parallel_state
+
         if not parallel_state.model_parallel_is_initialized():
             raise CaptureStateError(
                 f"init_capture(role={role!r}): Megatron's parallelism is not initialised; call it after "

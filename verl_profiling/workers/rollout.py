@@ -1,9 +1,14 @@
-"""The mixins for rollout servers: they pass captures on to the recorder of the server's engine."""
+"""The mixins for rollout servers: they pass captures on to the recorder of the server's engine.
+
+A new engine is one adapter and one branch here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
+
+import msgspec
 
 from verl_profiling.capture.messages import (
     CaptureRequest,
@@ -14,14 +19,20 @@ from verl_profiling.capture.messages import (
     switched_off,
 )
 from verl_profiling.capture.session import process_session
-from verl_profiling.engines.factory import ENGINES, SessionRecorder, make_recorder
-from verl_profiling.engines.recorder import EngineRecorder
-from verl_profiling.engines.request_log import RequestLog
-from verl_profiling.engines.vllm import vllm_engine_args
-from verl_profiling.errors import ConfigError, choices_hint
+from verl_profiling.engines.adapter import check_device, engine_tool
+from verl_profiling.engines.recorder import EngineRecorder, SessionRecorder
+from verl_profiling.engines.request_log import RequestLog, watch_transformers
+from verl_profiling.engines.sglang import SGLangAdapter, manager_of, watch_manager
+from verl_profiling.engines.vllm import VLLMAdapter, records_in_process, vllm_engine_args, watch_vllm
+from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.tools.devices import engine_devices
+from verl_profiling.tools.nsys import NsysTool, process_ranges
 from verl_profiling.watch.sums import WatchQuestion, WatchReading
+
+ENGINES = ("vllm", "sglang", "transformers")
+_ADAPTERS: dict[str, Any] = {"vllm": VLLMAdapter, "sglang": SGLangAdapter}
 
 
 class RolloutCaptureMixin:
@@ -183,3 +194,84 @@ class SGLangCaptureMixin(RolloutCaptureMixin):
 
     def _capture_engine(self) -> Any:
         return getattr(self, "engine", None) or (self if hasattr(self, "tokenizer_manager") else None)
+
+
+def make_recorder(
+    engine: Any,
+    config: ProfilingConfig,
+    identity: WorkerIdentity,
+    rank: int | None = None,
+    requests: RequestLog | None = None,
+    devices: Sequence[str] | None = None,
+) -> EngineRecorder | SessionRecorder:
+    """Return the recorder of an engine, with the replica's identity and request log.
+
+    Args:
+        engine: A vLLM ``AsyncLLM`` or ``LLM``, an SGLang ``Engine``, an object with a
+            ``tokenizer_manager``, the URL of an SGLang server, a transformers model, or any other
+            engine in this process whose server logs its requests.
+        config: All settings.
+        identity: The replica.
+        rank: The replica's first global accelerator rank, or ``None`` to number replicas of
+            equal size one after another.
+        requests: The log that the server writes; ``None`` to log requests by wrapping the engine.
+        devices: Numbers or UUIDs of its devices in order of rank; ``None`` for all visible devices.
+
+    Raises:
+        ToolUnavailableError: There is no adapter for the engine, or the engine is too old.
+        ConfigError: The engine does not support the settings.
+        CaptureStateError: The engine was started without the arguments for captures.
+    """
+    replica, role, session = identity.replica or 0, identity.role, process_session()
+    log = requests or RequestLog()
+    log.serve(replica, config.rollout.requests)
+    session.keep_every_step(config.watch)
+    log.busy = session.busy("generate", sums_requests=True)
+    settings = config.for_role(role)
+    package = _package(engine)
+    if package is None and requests is None:
+        raise ToolUnavailableError(
+            f"init_capture: no adapter knows {type(engine).__module__}.{type(engine).__name__} ({identity}); "
+            "pass engine=... a vLLM AsyncLLM or LLM, an SGLang Engine or URL, or a transformers model; "
+            "for an engine of your own, requests=RequestLog()"
+        )
+    adapter_class = None if package == "vllm" and records_in_process(engine) else _ADAPTERS.get(package or "")
+    tool, adapter = None, None
+    if adapter_class is None:
+        for name in ("start", "count"):
+            if getattr(config.rollout, name) and any(one.suffix for one in settings.tools):
+                raise ConfigError(
+                    f"rollout.{name}",
+                    f"{identity} computes in this process, where no engine counts iterations; leave it out",
+                )
+    elif (tool := engine_tool(settings, adapter_class.name)) is not None:
+        adapter = adapter_class(engine, config, identity, tool)
+    if requests is None:
+        _watch(engine, package, log, identity)
+    if adapter is None or tool is None:
+        return SessionRecorder(config, identity, log, adapter_class.name if adapter_class else "")
+    check_device(tool, adapter.name, adapter.device, role)
+    first = replica * adapter.ranks if rank is None else rank
+    identity = msgspec.structs.replace(identity, rank=first, world_size=adapter.ranks)
+    if isinstance(tool, NsysTool):
+        process_ranges().require()
+    known = engine_devices(adapter.device, adapter.ranks, adapter.device_numbers, devices)
+    return EngineRecorder(adapter, tool, identity, config, log, known)
+
+
+def _watch(engine: Any, package: str | None, log: RequestLog, identity: WorkerIdentity) -> None:
+    """Wrap the engine's methods so that its requests are logged."""
+    if package == "transformers":
+        watch_transformers(engine, log)
+    elif package == "vllm":
+        watch_vllm(engine, log)
+    elif (manager := manager_of(engine, identity)) is not None:
+        watch_manager(manager, log)
+
+
+def _package(engine: Any) -> str | None:
+    """Return the engine package of an object's class or base classes; a URL belongs to SGLang."""
+    if isinstance(engine, str) or hasattr(engine, "tokenizer_manager"):
+        return "sglang"
+    packages = {base.__module__.partition(".")[0] for base in type(engine).__mro__}
+    return next((name for name in ENGINES if name in packages), None)
