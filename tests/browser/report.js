@@ -45,7 +45,6 @@ main(async ([executablePath, address, folder]) => {
   seen.theme.push(await theme());
   seen.paper.push(await paper());
   seen.axe.push(...(await violations(page)));
-  await shot("report-dark.png");
   await page.click("#theme");
   seen.theme.push(await theme());
 
@@ -122,7 +121,6 @@ main(async ([executablePath, address, folder]) => {
   seen.overflow = await page.evaluate(() => document.documentElement.scrollWidth - window.innerWidth);
   seen.axe.push(...(await violations(page)));
   await page.evaluate(() => { document.activeElement.blur(); scrollTo(0, 0); });
-  await shot("report-phone.png");
   console.log(JSON.stringify(seen));
   await browser.close();
 });

@@ -1,7 +1,7 @@
 """The SGLang adapter: ``Engine``, an object with a ``tokenizer_manager``, or a server's URL.
 
 The call that starts SGLang's profiler has all options of the capture, and the output folder.
-The options of each version are read from its code; docs/engines.md has a table of them.
+The options of each version are read from its code.
 """
 
 from __future__ import annotations

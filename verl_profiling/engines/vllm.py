@@ -1,8 +1,7 @@
 """The vLLM adapter: ``AsyncLLM`` and ``LLM``, from 0.8.5 on.
 
 vLLM's profiler has to be configured before the engine starts: by environment variables before vLLM 0.13,
-since then by ``profiler_config``. The options of each version are read from its code; docs/engines.md has
-a table of them.
+since then by ``profiler_config``. The options of each version are read from its code.
 """
 
 from __future__ import annotations
