@@ -97,7 +97,6 @@ async def main() -> None:
         ],
         method=f"A generator that yields {OUTPUTS} outputs at once. {ROUNDS} rounds in turn, {REQUESTS:,} "
         "requests each, CPU time.",
-        code=("verl_profiling/engines/request_log.py", "verl_profiling/engines/vllm.py"),
         peers={},
     )
 

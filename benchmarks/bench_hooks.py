@@ -25,14 +25,6 @@ CALLS = 10_000
 RECORDED_CALLS = 2_000
 METRICS = {"loss": 1.0}
 STAGES = ("rollout", "reward", "old_log_prob", "ref_log_prob", "advantage", "update_actor", "update_weights")
-CODE = (
-    "verl_profiling/capture/stage.py",
-    "verl_profiling/capture/session.py",
-    "verl_profiling/capture/capture.py",
-    "verl_profiling/tools/torch_profiler.py",
-    "verl_profiling/controller/callback.py",
-    "verl_profiling/controller/controller.py",
-)
 METHOD = f"{ROUNDS} rounds, one after another in every round, {{calls:,}} calls each, CPU time."
 ANNOTATE = "verl `DistProfiler.annotate`"
 VERL_SETUP = (
@@ -119,7 +111,6 @@ def unprofiled_step() -> None:
             row("calls to workers (counted)", [worker.calls], ""),
         ],
         method=METHOD.format(calls=CALLS),
-        code=CODE,
         peers={},
     )
 
@@ -165,7 +156,7 @@ def stages() -> None:
             )
         )
     peers = {ANNOTATE: VERL_SETUP} if verl is not None else {}
-    record("stage_idle", rows, method=METHOD.format(calls=CALLS), code=CODE, peers=peers)
+    record("stage_idle", rows, method=METHOD.format(calls=CALLS), peers=peers)
 
     recorded = {
         "null": lambda: ns_per_call(null, RECORDED_CALLS),
@@ -192,7 +183,7 @@ def stages() -> None:
         rows.append(
             row(f"{ANNOTATE}, recording", found["verl"], "ns", against=decorator, of=found["decorator"])
         )
-    record("stage_recorded", rows, method=METHOD.format(calls=RECORDED_CALLS), code=CODE, peers=peers)
+    record("stage_recorded", rows, method=METHOD.format(calls=RECORDED_CALLS), peers=peers)
 
 
 @contextlib.contextmanager

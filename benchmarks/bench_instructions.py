@@ -163,7 +163,6 @@ def record_counts(found: dict[str, Count]) -> None:
         "instructions",
         rows,
         method=f"Instructions of one call, of {MANY - FEW:,} under callgrind.",
-        code=bench_hooks.CODE,
         peers={bench_hooks.ANNOTATE: bench_hooks.VERL_SETUP},
     )
 

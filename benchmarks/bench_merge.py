@@ -93,13 +93,6 @@ PEERS = {
     "viztracer": "`ReportBuilder(files).save()` as it is fastest: orjson is installed (its extra `full`), no "
     "progress is printed; it reads no gzip and gets the raw files",
 }
-CODE = (
-    "verl_profiling/timeline/merge.py",
-    "verl_profiling/timeline/member.py",
-    "verl_profiling/timeline/processes.py",
-    "verl_profiling/timeline/content.py",
-    "verl_profiling/timeline/trace.py",
-)
 
 
 def record_trace(path: str, events: int) -> None:
@@ -234,7 +227,6 @@ def compare(
         rows,
         method=f"{what}, {megabytes(folder / 'raw'):.0f} MB of JSON. {runs} runs each, in turn, in "
         "fresh processes, without imports; `merge` uses two processes, as its command does.",
-        code=CODE,
         peers={name: setup for name, setup in PEERS.items() if name in names},
     )
 
@@ -257,7 +249,6 @@ def growth(folder: Path, scratch: Path, runs: int) -> None:
         "merge_growth",
         rows,
         method=f"{LABELS[OURS]}. {runs} runs each, in fresh processes, without imports.",
-        code=CODE,
         peers={},
     )
     (small, cheap), _, (large, dear) = points

@@ -26,12 +26,6 @@ SOURCE = ROOT / "tests" / "data" / "nccl_data.json.gz"
 HTA_PYTHON = ROOT / ".venv-hta" / "bin" / "python"
 DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 RANKS = 8
-CODE = (
-    "verl_profiling/report/build.py",
-    "verl_profiling/report/numbers.py",
-    "verl_profiling/report/activity.py",
-    "verl_profiling/timeline/trace.py",
-)
 PEERS = {
     "HolisticTraceAnalysis 0.5.0": "`TraceAnalysis` of the files, `get_temporal_breakdown()` and "
     "`get_comm_comp_overlap()` without plots; all steps included, no rounding to nanoseconds"
@@ -136,7 +130,6 @@ def main() -> None:
         rows,
         method=f"{RANKS} GPU traces of {arguments.events:,} events each. {arguments.runs} runs each, "
         "in turn, in fresh processes, imports included.",
-        code=CODE,
         peers=PEERS,
     )
     pairs = zip(found["verl-profiling"][0][2], found["HTA 0.5"][0][2], strict=True)

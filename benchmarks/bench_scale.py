@@ -36,11 +36,6 @@ SLOWEST_S = 0.5
 HOSTS, ANSWER_S = (1, 32, 128), 0.02
 TIMEOUT_S = 2.0
 FAULTY = 4
-CODE = (
-    "verl_profiling/controller/controller.py",
-    "verl_profiling/controller/open_capture.py",
-    "verl_profiling/controller/targets.py",
-)
 
 
 class Worker:
@@ -206,7 +201,6 @@ def main() -> None:
         method=f"Workers that answer after up to {SLOWEST_S} s, the later the higher their rank; "
         f"{CAPTURES} captures of the local ones, the memory over the second half of them; {ROUNDS} of the "
         f"actors and of the groups, whose workers all answer after {ANSWER_S} s, by the clock.",
-        code=CODE,
         peers={},
     )
 

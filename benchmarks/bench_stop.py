@@ -19,11 +19,6 @@ from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.workers import CaptureMixin
 
 ROUNDS = 7
-CODE = (
-    "verl_profiling/capture/capture.py",
-    "verl_profiling/tools/torch_profiler.py",
-    "verl_profiling/tools/trace_file.py",
-)
 
 FIRST_START = """
 import tempfile, time
@@ -112,7 +107,6 @@ def main(events: int) -> None:
             ),
         ],
         method=f"{ROUNDS} rounds of both in turn, {len(starts)} new processes, CPU time of all threads.",
-        code=CODE,
         peers={
             theirs: "torch.profiler.profile, activities CPU, no options, stop() and export_chrome_trace()"
         },

@@ -45,11 +45,6 @@ TRACED_CALLS = 200
 TRAJECTORIES, SPANS, AT_ONCE = 10_000, 20, 256
 LAG_S = 10.0
 STEPS = 40
-CODE = (
-    "verl_profiling/trajectories/spans.py",
-    "verl_profiling/trajectories/loop_lag.py",
-    "verl_profiling/trajectory_log.py",
-)
 
 
 @contextmanager
@@ -143,7 +138,7 @@ def record_spans(table: str, found: dict[str, list[float]], calls: str) -> None:
         row(TRACE_OP, found["traced"], "ns", against=SPAN_IN_IT, of=found["with"]),
     ]
     method = f"{ROUNDS} rounds, one after another in every round, {calls}, CPU time of the calling thread."
-    record(table, rows, method=method, code=CODE, peers=PEERS)
+    record(table, rows, method=method, peers=PEERS)
 
 
 def recorded_ns(measured: Callable[[], float]) -> float:
@@ -277,7 +272,6 @@ def scale() -> None:
         rows,
         method=f"{TRAJECTORIES:,} trajectories with {SPANS} spans each, {AT_ONCE} at once, in one process. "
         "5 runs, each in fresh processes, imports included.",
-        code=CODE,
         peers={},
     )
 
@@ -325,7 +319,7 @@ def lag() -> None:
             row(f"{what}: all of the captured process", process, "% of a core"),
         ]
     method = f"CPU time over {LAG_S - 1:.0f} s, in 5 fresh processes each."
-    record("loop_lag", rows, method=method, code=CODE, peers={})
+    record("loop_lag", rows, method=method, peers={})
 
 
 def run() -> None:
@@ -355,7 +349,7 @@ def run() -> None:
         f"{STEPS} steps of one run of `recipes/agent_tiny`, every second one captured, by the clock; only "
         "agent loops are recorded, and environments never start cold."
     )
-    record("trajectories_run", rows, method=method, code=CODE, peers={})
+    record("trajectories_run", rows, method=method, peers={})
 
 
 if __name__ == "__main__":

@@ -29,11 +29,6 @@ PLATFORM = "recipes.verl_grpo_cpu.cpu_platform"
 PLUGIN = "verl_profiling.integrations.verl"
 PROBE = "benchmarks.verl_probe"
 WARM_UP = 4  # the first steps are slower
-CODE = (
-    "verl_profiling/integrations/verl/__init__.py",
-    "verl_profiling/integrations/verl/trainer.py",
-    "verl_profiling/integrations/verl/workers.py",
-)
 UNPROFILED, PROFILED = 24, 5
 MODES = ("e2e", "discrete")
 CONTENTS = "[cpu]"
@@ -41,12 +36,6 @@ ROLES = {  # by what names of files and folders begin with, verl's and this pack
     **{"agent_loop_rollout": "rollout", "rollout": "rollout"},
     **{"actor": "actor", "agent_loop": "agent_loop", "reward": "reward"},
 }
-CAPTURES = (
-    "verl_profiling/controller/controller.py",
-    "verl_profiling/tools/torch_profiler.py",
-    "verl_profiling/engines/recorder.py",
-    "verl_profiling/engines/vllm.py",
-)
 
 
 @dataclass
@@ -178,7 +167,7 @@ def hooks() -> None:
         f"{len(found)} unprofiled steps of a whole run in which another step was profiled, by the clock, "
         "with what measuring adds."
     )
-    record("verl_hooks", rows, method=method, code=CODE, peers={})
+    record("verl_hooks", rows, method=method, peers={})
     for name in sorted(found[0].hooks):
         times = [time for step in found for time in step.hooks[name]]
         each = statistics.median(times) / 1000
@@ -204,7 +193,7 @@ def steps(pairs: int) -> None:
             row(f"a step with the plugin, {clock}", with_plugin, "ms", against=label, of=without),
         ]
     method = f"Medians of {UNPROFILED} unprofiled steps in each of {pairs} pairs of runs, alternating."
-    record("verl_steps", rows, method=method, code=CODE, peers={})
+    record("verl_steps", rows, method=method, peers={})
 
 
 @dataclass
@@ -291,7 +280,6 @@ def record_profilers(found: dict[str, dict[str, Measured]], runs: int) -> None:
         rows,
         method=f"{PROFILED} profiled steps of each, in turn, in each of {runs} runs for each mode, by the "
         "clock; other work ran on the two cores.",
-        code=(*CODE, *CAPTURES),
         peers={"verl's torch profiler": setup},
     )
 

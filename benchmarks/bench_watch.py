@@ -41,14 +41,6 @@ COUNTED = {
 }
 """What is counted, in the order of :func:`count_all`, and with what it is compared."""
 
-CODE = (
-    "verl_profiling/watch/sums.py",
-    "verl_profiling/trajectories/spans.py",
-    "verl_profiling/controller/watch.py",
-    "verl_profiling/controller/callback.py",
-    "verl_profiling/controller/controller.py",
-)
-
 
 class Owner:
     """An owner of stages."""
@@ -218,7 +210,7 @@ def main() -> None:
         row("the longest hook meanwhile", [read.longest for read in reads], "ms"),
     ]
     method = f"Instructions of one call, of {MANY - FEW:,} under callgrind; CPU time of {ROUNDS} rounds."
-    record("watch", rows, method=method, code=CODE, peers={})
+    record("watch", rows, method=method, peers={})
 
 
 if __name__ == "__main__":

@@ -39,10 +39,6 @@ WARM_UP, STEPS = 20, 40
 """Steps of a block before the count begins, and those that are counted: two times ``watch.every``."""
 
 SIZE = 192
-CODE = (
-    "verl_profiling/controller/watch.py",
-    "verl_profiling/watch/sums.py",
-)
 
 
 def multiply(times: int) -> float:
@@ -276,7 +272,7 @@ def main() -> None:
         "differences the median and its 95% interval. "
         + (f"Instructions are not counted: {why}." if why else "Instructions by `perf stat`.")
     )
-    record("watch_steps", rows, method=method, code=CODE, peers={})
+    record("watch_steps", rows, method=method, peers={})
 
 
 if __name__ == "__main__":

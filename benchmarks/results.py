@@ -1,19 +1,16 @@
 """The one file that the benchmarks write, ``results.json``, and the tables of the pages that come from it.
 
 A table holds its rows, and says of itself where it was measured: commit, date, version, machine, Python,
-packages, how the peers were set up, and hashes of the code that was measured.
+packages, and how the peers were set up.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
-import re
 import statistics
 import subprocess
-import tokenize
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -78,16 +75,13 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {name: float(f"{value:.4g}") for name, value in ends.items()}
 
 
-def record(
-    table: str, rows: Iterable[dict[str, Any]], *, method: str, code: Sequence[str], peers: dict[str, str]
-) -> None:
+def record(table: str, rows: Iterable[dict[str, Any]], *, method: str, peers: dict[str, str]) -> None:
     """Write a table into the results, and print it.
 
     Args:
         table: Its name.
         rows: Its rows.
         method: How the values came about: rounds, calls, clock.
-        code: The files of this repository that were measured.
         peers: How each peer was set up.
     """
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -95,44 +89,10 @@ def record(
         "measured": here(),
         "method": method,
         "peers": peers,
-        "code": {path: digest(path) for path in code},
         "rows": list(rows),
     }
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     print(markdown(results[table]))
-
-
-def digest(path: str) -> str:
-    """Return what tells one content of a Python file of the repository from another, words aside."""
-    kept: list[str] = []
-    statement: list[tokenize.TokenInfo] = []
-    with (ROOT / path).open("rb") as file:
-        for token in tokenize.tokenize(file.readline):
-            if token.type in (tokenize.INDENT, tokenize.DEDENT):
-                kept.append(tokenize.tok_name[token.type])
-            elif token.type == tokenize.NEWLINE:
-                if [each.type for each in statement] != [tokenize.STRING]:
-                    kept += [each.string for each in statement]
-                statement = []
-            elif token.type not in (tokenize.ENCODING, tokenize.COMMENT, tokenize.NL):
-                statement.append(token)
-    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]
-
-
-def changed(table: dict[str, Any]) -> list[str]:
-    """Return the files that are not what they were when a table was measured."""
-    return [
-        path for path, known in table["code"].items() if not (ROOT / path).exists() or digest(path) != known
-    ]
-
-
-def releases_since(measured_version: str, changelog: str) -> int:
-    """Return how many releases the changelog lists above a version; the one in preparation counts.
-
-    Raises:
-        ValueError: The changelog does not list that version.
-    """
-    return re.findall(r"^## (\d\S*)", changelog, re.MULTILINE).index(measured_version)
 
 
 def here() -> dict[str, Any]:

@@ -54,16 +54,12 @@ def run_script(folder: Path, fails: str = "") -> tuple[subprocess.CompletedProce
 
 
 def test_every_target_is_run_and_gets_a_line(tmp_path: Path) -> None:
-    """In order, with its seconds, and once more together at the end; the slowest tests are asked for."""
-    done, calls = run_script(tmp_path)
+    """In order, and once more together at the end; a browser that cannot be had is no failure."""
+    done, calls = run_script(tmp_path, fails="browser")
     assert done.returncode == 0, done.stderr
     assert [call.split()[0] for call in calls] == TARGETS
-    assert all("PYTEST_ARGS=--durations=10" in call for call in calls if call != "browser")
-    lines = re.findall(r"^==  (\S+): passed, \d+ s$", done.stdout, re.MULTILINE)
-    assert lines == TARGETS
     summary = done.stdout.rpartition("targets:\n")[2]
-    assert re.findall(r"^  (\S+): passed, \d+ s$", summary, re.MULTILINE) == TARGETS
-    assert re.search(r"^  all of it: \d+ s$", summary, re.MULTILINE)
+    assert re.findall(r"^  (\S+): (?:passed|not to be had)", summary, re.MULTILINE) == TARGETS
 
 
 @pytest.mark.parametrize("target", ["lint", "test-npu"])
@@ -72,20 +68,8 @@ def test_the_target_that_fails_is_the_last_and_is_named(target: str, tmp_path: P
     done, calls = run_script(tmp_path, fails=target)
     assert done.returncode != 0
     again = [f"{target} PYTEST_ARGS=--last-failed --last-failed-no-failures=none"] * (target in SUITES)
-    *first, last = TARGETS[: TARGETS.index(target) + 1]
-    assert [call.split()[0] for call in calls[: len(first) + 1]] == [*first, last]
-    assert calls[len(first) + 1 :] == again
-    verdict = "FAILED twice" if again else "FAILED"
-    assert re.search(rf"^==  {target}: FAILED, \d+ s$", done.stdout, re.MULTILINE)
-    assert re.search(rf"^  {target}: {verdict}, \d+ s\n  all of it", done.stdout, re.MULTILINE)
-
-
-def test_a_browser_is_not_needed(tmp_path: Path) -> None:
-    """Without one the rest is run, and its line says what is skipped."""
-    done, calls = run_script(tmp_path, fails="browser")
-    assert done.returncode == 0
-    assert calls[-1].startswith(TARGETS[-1])
-    assert "browser: not to be had (its tests are skipped" in done.stdout
+    assert calls[TARGETS.index(target) + 1 :] == again
+    assert f"  {target}: {'FAILED twice' if again else 'FAILED'}, " in done.stdout
 
 
 def test_the_targets_exist() -> None:

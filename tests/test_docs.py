@@ -6,15 +6,12 @@ import ast
 import asyncio
 import dataclasses
 import importlib.util
-import json
 import re
 import subprocess
 import sys
 import types
 import typing
-import warnings
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,8 +27,6 @@ from verl_profiling.workers import CaptureMixin
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(verl_profiling.__file__).parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-results = import_module("results")
 SCRIPT = ROOT / "docs" / "make_tables.py"
 # The pages that only the site can show: the API reference, and the contents.
 FOR_THE_SITE = {"api.md", "index.md"}
@@ -60,32 +55,11 @@ def groups(cls: type) -> Iterator[type]:
 
 
 def test_tables_are_up_to_date() -> None:
-    """The pages hold what the settings' dataclasses and the quoted files say now."""
+    """The pages hold what the settings' dataclasses, the quoted files and the results say now."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--check"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_published_numbers_are_of_this_release_or_the_one_before() -> None:
-    """And every table of the results is on a page. Code that changed since is a warning, not a failure."""
-    pages = (ROOT / "benchmarks/README.md").read_text()
-    changelog = (ROOT / "CHANGELOG.md").read_text()
-    tables = json.loads(results.RESULTS.read_text())
-    assert set(re.findall(r"<!-- results: (\S+) -->", pages)) == set(tables)
-    for name, table in tables.items():
-        version = table["measured"]["version"]
-        assert results.releases_since(version, changelog) <= 1, f"{name} is of {version}: make bench"
-        if files := results.changed(table):
-            warnings.warn(f"{name} was measured before {', '.join(files)} changed", stacklevel=1)
-
-
-@pytest.mark.parametrize("path", sorted(ROOT.glob("benchmarks/bench_*.py")), ids=lambda path: path.stem)
-def test_benchmarks_know_the_package_as_it_is(path: Path) -> None:
-    """Nobody runs them every day: what they import exists, and the files that they measure do."""
-    pytest.importorskip("torch", reason="the benchmarks measure against torch")
-    module = import_module(path.stem)
-    assert [file for file in getattr(module, "CODE", ()) if not (ROOT / file).is_file()] == []
 
 
 def test_every_setting_is_in_a_table(make_tables: types.ModuleType) -> None:

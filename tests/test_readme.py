@@ -98,12 +98,6 @@ def test_every_extra_is_in_the_table() -> None:
     assert named == set(setup["options.extras_require"]) - {"test", "docs", "dev"}
 
 
-def test_no_page_installs_from_an_index() -> None:
-    """`pip install verl-profiling` is written nowhere, as long as no index has it."""
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*/README.md")]
-    assert [page.name for page in pages if re.search(r"pip install '?verl.profiling", page.read_text())] == []
-
-
 def test_every_command_is_checked() -> None:
     """No shell block holds a program that the tests above pass over."""
     assert len(commands(*RUNNABLE, "make", "pip")) == len({tuple(words) for words in shell_lines()})
