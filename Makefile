@@ -104,7 +104,7 @@ test-vllm test-sglang test-megatron test-npu test-trl test-areal:
 test-hta: .venv-hta/.ready ## Run the tests that hold the report's figures against HolisticTraceAnalysis
 	.venv-hta/bin/python -m pytest tests/report/test_hta.py $(PYTEST_ARGS)
 
-test-soak: .venv/.ready ## Run thousands of captures and random faults, and print the numbers (half an hour) [SOAK_SEED=...]
+test-soak: .venv/.ready ## Run thousands of captures and random faults (half an hour) [SOAK_SEED=...]
 	.venv/bin/python -m pytest -m soak $(PYTEST_ARGS)
 
 test-fuzz: .venv/.ready ## Try 22,000 damaged and hostile inputs, and print the table (minutes) [FUZZ_SEED=...]

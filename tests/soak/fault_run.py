@@ -195,47 +195,23 @@ class Server:
         return await self._recorder.stop(capture_id, finish_s)
 
 
-@dataclass
-class Outcome:
-    """What became of one step.
-
-    Attributes:
-        fault: What went wrong in it.
-        completed: The loop came to its end.
-        kept: Artifacts that were not damaged and are whole.
-        expected: Artifacts that were not damaged.
-        check_is_right: The exit code of ``check`` said whether the step is whole.
-        seen: What ``check`` saw, for a message.
-    """
-
-    fault: Fault
-    completed: bool = False
-    kept: int = 0
-    expected: int = 0
-    check_is_right: bool = False
-    seen: str = ""
-
-
 class FaultRun:
-    """The loop, its workers and its plan.
+    """The loop and its workers.
 
     Args:
         folder: Where everything is written.
-        plan: What goes wrong.
         timeout_s: How long the callback waits for a worker.
     """
 
-    def __init__(self, folder: Path, plan: list[Fault], timeout_s: float) -> None:
+    def __init__(self, folder: Path, timeout_s: float) -> None:
         self._plan_file = folder / "plan.json"
         self._plan({})
         self._run = folder / "run"
-        self._outcomes = [Outcome(fault) for fault in plan]
-        common = {"enable": True, "save_path": str(self._run), "schedule": {"every": 1}}
-        tools = {FAULTY: {"plan": str(self._plan_file)}}
         config = {
-            **common,
+            "enable": True,
+            "save_path": str(self._run),
             "tool": FAULTY,
-            "tools": tools,
+            "tools": {FAULTY: {"plan": str(self._plan_file)}},
             "roles": {"critic": {"mode": "discrete"}, "rollout": {"tool": "torch"}},
             "timeouts": {"start_s": timeout_s, "stop_s": timeout_s, "finish_s": 60},
         }
@@ -249,18 +225,15 @@ class FaultRun:
         self._callback.add_workers("critic", self._workers[2:])
         self._callback.add_rollout(self._server, loop=self._loop)
 
-    def train(self) -> list[Outcome]:
-        """Run all steps, and look at what each left."""
+    def train(self, plan: list[Fault]) -> list[str]:
+        """Run all steps; return of each that is not as promised what was seen."""
         self._wait_for_workers()
         with self._callback:
-            for outcome in self._outcomes:
-                self._break(outcome.fault)
-                self._step(outcome.fault)
+            for fault in plan:
+                self._break(fault)
+                self._step(fault)
                 self._mend()
-                outcome.completed = True
-        for outcome in self._outcomes:
-            self._look_at(outcome)
-        return self._outcomes
+        return [seen for fault in plan if (seen := self._look_at(fault))]
 
     def end(self) -> None:
         """End the workers."""
@@ -314,9 +287,8 @@ class FaultRun:
 
     def _break(self, fault: Fault) -> None:
         self._hangs = fault.kind == "a worker hangs at the start"
-        self._server.engine.fault = (
-            IN_THE_ENGINE.get(fault.kind, "") if fault.kind != "an engine dies" else ""
-        )
+        if fault.kind != "an engine dies":  # that is later in the step
+            self._server.engine.fault = IN_THE_ENGINE.get(fault.kind, "")
         self._plan({fault.place: IN_THE_TOOL.get(fault.kind, fault.kind)})
 
     def _mend(self) -> None:
@@ -341,20 +313,17 @@ class FaultRun:
     def _folder(self, step: int) -> Path:
         return self._run / f"step_{step:06d}"
 
-    def _look_at(self, outcome: Outcome) -> None:
-        folder, fault = self._folder(outcome.fault.step), outcome.fault
+    def _look_at(self, fault: Fault) -> str:
+        """Return what was lost of a step without being damaged, or that ``check`` is wrong of it."""
+        folder = self._folder(fault.step)
         unwritten = fault.kind == "the manifest cannot be written"
-        whole = {name.removesuffix(".gz") for name in expected() - fault.damaged()}
-        if unwritten:  # each file for itself
-            entries = [
-                found for file in folder.glob("*.json*") if file.is_file() for found in check(file).artifacts
-            ]
-        else:
-            entries = check(folder).artifacts
+        # Without a manifest, each file stands for itself.
+        files = [file for file in folder.glob("*.json*") if file.is_file()] if unwritten else [folder]
+        entries = [entry for file in files for entry in check(file).artifacts]
         kept = {entry.path.removesuffix(".gz") for entry in entries if entry.status == "ok"}
-        outcome.expected = len(whole)
-        outcome.kept = len(whole & kept)
+        lost = {name.removesuffix(".gz") for name in expected() - fault.damaged()} - kept
         code = main(["check", str(folder)])
         named = fault.damaged() or unwritten or fault.kind in LEFT_EARLY
-        outcome.check_is_right = code == (1 if named else 0)
-        outcome.seen = f"{fault}: check exits {code}; not kept: {sorted(whole - kept)}; {entries}"
+        if not lost and code == (1 if named else 0):
+            return ""
+        return f"{fault}: check exits {code}; not kept: {sorted(lost)}; {entries}"
