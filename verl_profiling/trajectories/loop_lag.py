@@ -4,14 +4,14 @@ A callback is scheduled when a span begins or ends, and when the sampling thread
 delay of the callback is the lag. While a callback is late, the thread samples the running task. So an idle
 loop costs only the samples, and any type of event loop works.
 
-A block is charged to the task in the samples, never to the span that scheduled the callback. If a sample is
-late and other threads used the CPU meanwhile, they held the GIL, and that time is charged to nobody.
+A block is charged to the task in the samples, never to the span that scheduled the callback. The time before
+a late sample counts for the task if the loop's thread used the CPU. It counts against the task if other
+threads did, as they held the GIL. Else the process stood still, and the time does not count.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import sys
 import sysconfig
 import threading
@@ -37,12 +37,17 @@ _OWN = (sysconfig.get_path("stdlib"), __file__.rpartition("/")[0])
 
 
 class _Sample(NamedTuple):
-    """One sample of a loop's thread: the running task, its span and function; empty if unknown."""
+    """One sample of a loop's thread: the running task, its span and function; empty if unknown.
+
+    Of the time since the sample before, ``known_ns`` counts for the task and ``held_ns`` against it.
+    """
 
     at_ns: int
     task: Any = None
     span: int = NO_SPAN
     function: str = ""
+    known_ns: int = 0
+    held_ns: int = 0
 
 
 class LoopLag:
@@ -61,16 +66,21 @@ class LoopLag:
         self.blocks: list[Block] = []
         self._span_of = span_of
         self._states: dict[int, LoopState] = {}
-        self._numbers = itertools.count()
+        self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="verl-profiling-loop-lag", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def measure(self, loop: asyncio.AbstractEventLoop) -> LoopState:
         """Measure the loop that runs on this thread from now on; return its state."""
         state = self._states.get(id(loop))
-        if state is None:
-            state = self._states[id(loop)] = LoopState(loop, next(self._numbers), self)
+        if state is not None:
+            return state
+        with self._lock:
+            state = self._states[id(loop)] = LoopState(loop, len(self._states), self)
+            if self._thread is None:
+                name = "verl-profiling-loop-lag"
+                self._thread = threading.Thread(target=self._look, name=name, daemon=True)
+                self._thread.start()
         return state
 
     def number(self, loop: asyncio.AbstractEventLoop | None) -> int:
@@ -81,7 +91,8 @@ class LoopLag:
     def end(self) -> None:
         """Stop measuring; a block that still lasts ends now."""
         self._ended.set()
-        self._thread.join(5)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(5)
         for state in self._states.values():
             state.end()
 
@@ -133,23 +144,24 @@ class LoopState:
         if not self.loop.is_running():
             return
         now_ns = clock.now_ns()
-        self._note_gap(now_ns)
+        passed = self._passed(now_ns)
         task = asyncio.current_task(self.loop)
         if self.next_ns == _NEVER:
             span = NO_SPAN if task is None else span_of(task)
             function = _function(sys._current_frames().get(self._ident))
-            self._samples.append(_Sample(now_ns, task, span, function))
+            self._samples.append(_Sample(now_ns, task, span, function, *passed))
         elif task is not None:
             self.ask(now_ns, on_this_thread=False)
 
-    def _note_gap(self, now_ns: int) -> None:
-        """Add an unknown sample for the time since the last one if other threads held the GIL then."""
+    def _passed(self, now_ns: int) -> tuple[int, int]:
+        """Return which time since the last call counts for the running task, and which against it (ns)."""
         cpu_ns, process_ns = time.clock_gettime_ns(self._cpu), time.process_time_ns()
-        ran_ns = cpu_ns - self._cpu_ns
+        since_ns, ran_ns = now_ns - self._looked_ns, cpu_ns - self._cpu_ns
         others_ns = process_ns - self._process_ns - ran_ns
-        if now_ns - self._looked_ns > LATE_NS and ran_ns < LATE_NS and others_ns > LATE_NS:
-            self._samples.append(_Sample(self._looked_ns))
         self._looked_ns, self._cpu_ns, self._process_ns = now_ns, cpu_ns, process_ns
+        if since_ns < LATE_NS or ran_ns > LATE_NS:
+            return since_ns, 0
+        return 0, since_ns if others_ns > LATE_NS else 0
 
     def end(self) -> None:
         """Stop measuring; record a block that still lasts."""
@@ -166,7 +178,6 @@ class LoopState:
 
     def _keep(self, now_ns: int) -> None:
         """Record the lag and its blocks; after a late callback, also the first one in time."""
-        self._note_gap(now_ns)
         samples, self._samples = self._samples, []
         lag, late_ns = self._lag, max(now_ns - self._due_ns, 0)
         late = late_ns >= WORTH_NS
@@ -174,15 +185,23 @@ class LoopState:
             lag.lags.append(Lag(self.record.id, now_ns, late_ns))
         self._was_late = late
         if late_ns >= BLOCKED_NS and len(lag.blocks) < MOST_RECORDS:
-            lag.blocks += _blocks(self.record.id, self._due_ns, now_ns, samples)
+            _, held_ns = self._passed(now_ns)
+            lag.blocks += _blocks(self.record.id, self._due_ns, now_ns, samples, held_ns)
 
 
-def _blocks(loop: int, due_ns: int, end_ns: int, samples: list[_Sample]) -> Iterator[Block]:
-    """Yield the blocks between two times: one per series of samples with the same task and span."""
+def _blocks(loop: int, due_ns: int, end_ns: int, samples: list[_Sample], held_ns: int) -> Iterator[Block]:
+    """Yield the blocks between two times: one per series of samples with the same task and span.
+
+    ``held_ns`` is the time after the last sample in which other threads held the GIL.
+    """
     alike = groupby(samples or [_Sample(due_ns)], lambda one: (id(one.task), one.span, bool(one.function)))
     runs = [list(run) for _, run in alike]
     borders = [due_ns, *(run[0].at_ns for run in runs[1:]), end_ns]
-    for (*_, who), begin_ns, until_ns in zip(runs, borders, borders[1:], strict=False):
+    held = [*(run[0].held_ns for run in runs[1:]), held_ns]
+    for at, (run, begin_ns, until_ns) in enumerate(zip(runs, borders, borders[1:], strict=False)):
+        against_ns = held[at] + sum(one.held_ns for one in (run[1:] if at else run))
+        known_ns = sum(one.known_ns for one in run)
+        who = run[-1] if known_ns > against_ns else _Sample(begin_ns)
         task = "" if who.task is None else str(who.task.get_name())[:200]
         yield Block(loop, begin_ns, until_ns, who.span, task, who.function)
 
@@ -192,7 +211,9 @@ def _function(frame: FrameType | None) -> str:
 
     It is empty if the event loop itself runs: the caller of the loop does not block it.
     """
-    while frame is not None and _is_plumbing(frame.f_code.co_filename):
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
+        if "site-packages" in frame.f_code.co_filename:
+            break
         frame = None if frame.f_code in _LOOP else frame.f_back
     if frame is None:
         return ""
@@ -200,7 +221,3 @@ def _function(frame: FrameType | None) -> str:
     name = getattr(code, "co_qualname", code.co_name)
     file = code.co_filename.rpartition("/")[2]
     return f"{frame.f_globals.get('__name__', '')}.{name} ({file}:{frame.f_lineno})"
-
-
-def _is_plumbing(file: str) -> bool:
-    return file.startswith(_OWN) and "site-packages" not in file
