@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,7 +16,7 @@ from step_folders import STEP, WORKERS, build_step, with_facts
 
 from verl_profiling.analysis import FrameName, load_reports, open_run, open_step
 from verl_profiling.errors import ConfigError, ToolUnavailableError, TraceFormatError
-from verl_profiling.manifest import MANIFEST_NAME
+from verl_profiling.manifest import MANIFEST_NAME, Request
 from verl_profiling.report.intervals import length
 from verl_profiling.report.model import REPORT_SCHEMA_VERSION
 from verl_profiling.report.tables import TABLES
@@ -158,6 +159,28 @@ def test_without_pandas_the_remedy_is_named(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ToolUnavailableError, match=r"pip install 'verl-profiling\[analysis\]'"):
         open_step(folder).to_frame("stages")
+
+
+def test_requests_read_no_trace(tmp_path: Path) -> None:
+    """A step with fifty thousand requests is a frame in seconds, and a damaged trace does not matter."""
+    pytest.importorskip("pandas")
+    folder = build_step(tmp_path)
+    for trace in folder.glob("*.torch.json.gz"):
+        trace.write_bytes(b"damaged")
+    manifest = read_manifest(folder)
+    begin = manifest.begin_ns
+    many = [
+        Request(
+            replica=0, begin_ns=begin + n, end_ns=begin + n + 1000, prompt_tokens=n % 7, response_tokens=n
+        )
+        for n in range(50_000)
+    ]
+    workers = [msgspec.structs.replace(manifest.workers[2], requests=many)]
+    write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=workers))
+    began = time.monotonic()
+    frame = open_step(folder).to_frame("requests")
+    assert time.monotonic() - began < 20
+    assert int(frame["response_tokens"].sum()) == 50_000 * 49_999 // 2
 
 
 class _Outline(HTMLParser):

@@ -100,9 +100,9 @@ def test_bad_merge_options_are_one_line_and_exit_2(
 @pytest.mark.parametrize(
     ("option", "values"),
     [
-        ("--min-us", ("nan", "-3")),
-        ("--jobs", ("0", "two")),
-        ("--max-bytes", ("0", "10X")),
+        ("--min-us", ("nan", "inf", "-3", "few")),
+        ("--jobs", ("0", "-1", "two")),
+        ("--max-bytes", ("0", "-1", "10X", "nan")),
         ("--max-content", ("0",)),
         ("--max-memory", ("0G",)),
     ],
@@ -233,6 +233,16 @@ def test_every_command_prints_in_an_ascii_locale(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr.decode()
         printed[encoding] = done.stdout.decode(encoding)
     assert printed["ascii"].splitlines()[-1] == printed["utf-8"].splitlines()[-1]
+    assert "* Lanes" in printed["ascii"]
+    assert "####" in printed["ascii"]
+
+
+def test_trigger_says_that_a_step_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And names the folder to use."""
+    folder = build_step(tmp_path / "run")
+    assert main(["trigger", str(folder)]) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert error == f"verl-profiling: error: {folder}: is a step; name its run, {folder.parent}\n"
 
 
 def _cut(path: Path) -> None:

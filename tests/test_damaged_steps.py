@@ -20,6 +20,11 @@ from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, NsysRange
 Damage = Callable[[Path], object]
 
 
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 def _pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
@@ -29,11 +34,20 @@ def _newer(path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "schema_version": 99}))
 
 
+def _typed_wrongly(path: Path) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), "workers": {"0": "actor"}}))
+
+
 DAMAGES: dict[str, Damage] = {
     "no UTF-8": lambda path: path.write_bytes(path.read_bytes().replace(b'"run_id": "', b'"run_id": "\xff')),
     "torn": lambda path: path.write_bytes(path.read_bytes()[:200]),
+    "empty": lambda path: path.write_bytes(b""),
+    "a list": lambda path: path.write_text("[]"),
+    "nested": lambda path: path.write_text('{"metrics":' * 100_000),
+    "wrong types": _typed_wrongly,
     "newer": _newer,
     "gone": lambda path: path.unlink(),
+    "a folder": _folder,
     "a pipe": _pipe,
 }
 
@@ -79,7 +93,7 @@ def test_a_damaged_step_costs_itself_alone(damaged: Path, capsys: pytest.Capture
     assert main(["check", str(folder)]) == 1
 
 
-@pytest.mark.parametrize("damage", ["no UTF-8", "torn"])
+@pytest.mark.parametrize("damage", ["no UTF-8", "torn", "a list", "nested", "a folder", "a pipe"])
 def test_a_run_file_that_cannot_be_read_costs_no_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:

@@ -13,6 +13,10 @@ from step_folders import build_step
 from verl_profiling.analysis import open_step, open_steps
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
+from verl_profiling.identity import ProcessId
+from verl_profiling.manifest import RunInfo
+from verl_profiling.run_files import write_json_atomically
+from verl_profiling.timeline.inputs import find_steps
 
 DATA = Path(__file__).parent / "data"
 RANKS = ("megatron_tp2_rank0.json.gz", "megatron_tp2_rank1.json.gz")
@@ -104,10 +108,11 @@ def test_reports_of_parts_of_a_folder_stay_apart(traces: Path) -> None:
         path.name: [row["name"] for row in json.loads(path.read_text())["workers"]]
         for path in traces.glob("report*.json")
     }
+    (pair,) = (name for name in found if "2_paths_" in name)
     assert found == {
         "report.megatron_tp2_rank0.json": ["worker_rank0"],
         "report.megatron_tp2_rank1.json": ["worker_rank1"],
-        "report.megatron_tp2_rank0+megatron_tp2_rank1.json": ["worker_rank0", "worker_rank1"],
+        pair: ["worker_rank0", "worker_rank1"],
         "report.json": ["worker_rank0", "worker_rank1"],
     }
     assert all((traces / name).with_suffix(".html").is_file() for name in found)
@@ -136,6 +141,29 @@ def test_several_traces_are_one_capture(traces: Path, tmp_path: Path) -> None:
     assert lanes(*nodes) == expected
     assert main(["merge", *map(str, nodes), "-o", str(tmp_path / "all.json.gz")]) == EXIT_OK
     assert json.loads(gzip.decompress((tmp_path / "all.json.gz").read_bytes()))["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("a.json.gz", "b.json.gz"), ("step1_rank0.json.gz", "step2_rank0.json.gz")],
+    ids=["times", "steps"],
+)
+def test_traces_given_by_name_are_one_capture(
+    tmp_path: Path, names: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Recorded a year apart, or of two steps by their names: one timeline and one report have both."""
+    taken = (RANKS[0], "nccl_data.json.gz")
+    paths = [
+        str(shutil.copy(DATA / source, tmp_path / name)) for source, name in zip(taken, names, strict=True)
+    ]
+    assert main(["merge", *paths, "-o", str(tmp_path / "out.json.gz")]) == EXIT_OK
+    merged = json.loads(gzip.decompress((tmp_path / "out.json.gz").read_bytes()))["verlProfiling"]["sources"]
+    assert {source["path"] for source in merged} == set(names)
+    capsys.readouterr()
+    assert main(["report", "--json", *paths]) == EXIT_OK
+    (report,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert report["coverage"]["read"] == 2
+    assert report["step"] is None
 
 
 def test_several_steps_and_runs_can_be_named(
@@ -202,6 +230,19 @@ def test_what_else_is_in_a_folder_is_passed_over(traces: Path) -> None:
     assert lanes(traces) == ["worker_rank0", "worker_rank1"]
 
 
+@pytest.mark.parametrize("name", ["with\nline.json.gz", "-o.json.gz", "[bold] é.json.gz"])
+def test_any_name_of_a_trace_will_do(traces: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is shown on one line, and its results have a name that can be typed."""
+    trace = traces / name
+    shutil.copy(traces / RANKS[0], trace)
+    assert main(["report", "--save", "--", str(trace)]) == EXIT_OK
+    title = capsys.readouterr().out.splitlines()[0]
+    assert title == name.replace("\n", "\\n")
+    (step,) = find_steps(trace)
+    assert step.output("report.json").is_file()
+    assert main(["check", "--", str(trace)]) == EXIT_OK
+
+
 def test_traces_may_be_links(traces: Path, tmp_path: Path) -> None:
     """As caches of data sets have them; two links to one trace are one trace."""
     folder = tmp_path / "snapshot"
@@ -209,3 +250,45 @@ def test_traces_may_be_links(traces: Path, tmp_path: Path) -> None:
     for number, name in enumerate((*RANKS, RANKS[0])):
         (folder / f"{number}.json.gz").symlink_to(traces / name)
     assert lanes(folder) == ["worker_rank0", "worker_rank1"]
+
+
+WRITING = (["merge"], ["report", "--save"])
+
+
+@pytest.mark.parametrize("command", WRITING, ids=" ".join)
+def test_nothing_is_written_behind_a_step_folder_that_is_a_link(
+    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other steps are used; the link is named, with the folder to name instead."""
+    build_step(tmp_path / "run", step=1)
+    theirs = build_step(tmp_path / "theirs", step=2)
+    link = tmp_path / "run" / "step_000002"
+    link.symlink_to(theirs)
+    before = files(theirs)
+    code = main([*command, str(link.parent)])
+    assert files(theirs) == before
+    assert code == EXIT_FINDING
+    assert f"{link}: is a link; name the folder itself, {theirs}" in capsys.readouterr().err
+    assert main([*command, str(link)]) == EXIT_BAD_INPUT
+    assert f"{link}: is a link; name the folder itself, {theirs}" in capsys.readouterr().err
+    assert files(theirs) == before
+    assert main([*command, str(theirs)]) == EXIT_OK
+
+
+def test_a_step_folder_that_leads_back_to_its_run_is_in_nobodys_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run is one run, its step is read, and no command takes the run for a step."""
+    run = tmp_path / "run"
+    build_step(run, step=1)
+    info = RunInfo(run_id="run", begin_ns=1, process=ProcessId.current(), config={}, versions={}, end_ns=2)
+    write_json_atomically(run / "run.json", info)
+    (run / "step_000009").symlink_to(".")
+    assert main(["check", str(run)]) == EXIT_FINDING
+    for command in (["merge"], ["report", "--save"], ["report", "--json"]):
+        capsys.readouterr()
+        assert main([*command, str(run)]) == EXIT_FINDING
+        printed = capsys.readouterr()
+        assert f"{run}/step_000009: is a link" in printed.err
+    assert json.loads(printed.out)["step"] == 1
+    assert {path.name for path in run.iterdir()} == {"index.html", "run.json", "step_000001", "step_000009"}

@@ -96,6 +96,9 @@ def test_the_parts_of_a_request_add_up(changes: dict[str, int], parts: list[str]
     [
         (None, "is this a step folder"),
         (b"", "not a manifest"),
+        (b"{", "not a manifest"),
+        (b"[]", "not a manifest"),
+        (b'{"run_id": 3}', "not a manifest"),
         (b"{}", "not a manifest: .*missing required field"),
         (b"\xff\xfe", "not a manifest"),
         (b'{"schema_version": 999}', "schema version 999, newer than 1: update verl-profiling"),
@@ -119,6 +122,13 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
         write_json_atomically(tmp_path / "taken", example())
     assert read_manifest(tmp_path) == example()
     assert sorted(path.name for path in tmp_path.iterdir()) == [MANIFEST_NAME, "taken"]
+
+
+def test_times_of_a_host_are_corrected_by_its_clock() -> None:
+    """A worker of an unknown clock is left as it is."""
+    manifest = example()
+    assert manifest.offset_ns(manifest.workers[0].identity) == -5
+    assert manifest.offset_ns(WorkerIdentity(role="actor")) == 0
 
 
 @pytest.mark.parametrize(

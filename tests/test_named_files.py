@@ -12,13 +12,26 @@ import pytest
 from step_folders import build_step
 
 from verl_profiling.cli import main
+from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import MANIFEST_NAME, NsysRange
-from verl_profiling.run_files import read_manifest, write_json_atomically, write_result
+from verl_profiling.run_files import named_file, read_manifest, write_json_atomically, write_result
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/../../x", "/etc/passwd", "a\0b"])
+def test_a_name_that_is_not_a_path_inside_is_refused(tmp_path: Path, name: str) -> None:
+    """Empty, absolute, upwards, with a NUL: none is opened; the folder itself is no file of its own."""
+    if name == ".":
+        assert named_file(tmp_path, name) == tmp_path
+        return
+    with pytest.raises(TraceFormatError, match="not a path inside"):
+        named_file(tmp_path, name)
+
 
 SPECIAL: dict[str, Callable[[Path], object]] = {
     "a link that leads out": lambda path: path.symlink_to("/etc/hostname"),
     "an endless device": lambda path: path.symlink_to("/dev/zero"),
+    "a circle": lambda path: path.symlink_to(path),
     "a pipe": os.mkfifo,
 }
 
@@ -49,12 +62,12 @@ def test_no_command_opens_a_special_file(
 
 @pytest.mark.parametrize(
     "change",
-    [{"path": "../../x.torch.json.gz"}, {"path": "/etc/hostname"}, {"path": "a\0b"}],
+    [{"path": "../../x.torch.json.gz"}, {"path": "/etc/hostname"}, {"lane": "../../x"}, {"lane": ""}],
 )
 def test_a_manifest_cannot_name_what_is_outside(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, str]
 ) -> None:
-    """A path that leads out is refused; nothing appears beside the step folder."""
+    """A path or a lane that leads upwards is refused; nothing appears beside the step folder."""
     folder = build_step(tmp_path / "a" / "run")
     manifest = read_manifest(folder)
     worker = manifest.workers[0]
@@ -73,6 +86,7 @@ def test_a_manifest_cannot_name_what_is_outside(
     [
         {"path": "x" * 5000},
         {"path": "/etc/hostname"},
+        {"lane": "../../x"},
         {"process": 1 << 40},
         {"link": "/etc/hostname"},
     ],
@@ -84,7 +98,7 @@ def test_a_result_of_a_process_costs_its_own_numbers(
     """Whatever a result file names, the other workers are used, and nothing is written outside."""
     folder = build_step(tmp_path / "run")
     manifest = read_manifest(folder)
-    worker, named = manifest.workers[0], {"path": change["path"]} if "path" in change else {}
+    worker, named = manifest.workers[0], {key: change[key] for key in ("path", "lane") if key in change}
     gone = msgspec.structs.replace(ProcessId.current(), pid=change.get("process", 1), started="0")
     result = msgspec.structs.replace(
         worker,

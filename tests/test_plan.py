@@ -52,15 +52,17 @@ def test_the_plan_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixtu
         "  step 150              step_000150/\n"
         "role rollout\n"
         "  mode     e2e\n"
-        "  workers  ranks 0, 1, 2, 3\n"
+        "  workers  ranks 0-3\n"
         "  files    torch: one *.torch.json.gz per rank of each replica\n"
+        "           at most 4 for each capture\n"
         "role critic\n"
         "  not captured\n"
         "every other role\n"
         "  mode     discrete\n"
-        "  workers  ranks 0, 8, 9, 10, 11, 12, 13, 14, 15\n"
+        "  workers  ranks 0, 8-15\n"
         "  stages   old_log_prob, update_actor\n"
         "  files    torch: one *.torch.json.gz per worker and stage, each time that it runs\n"
+        "           at most 18 for each capture, if every stage runs once\n"
     )
 
 
@@ -91,6 +93,31 @@ def test_a_plan_that_captures_nothing_is_a_finding(
     assert planned(tmp_path, config, "--steps", steps) == 1
     printed = capsys.readouterr().out
     assert any(word in printed for word in ("nothing is captured", "none up to", "not captured"))
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments"), [({"enable": True, "mod": "e2e"}, []), ({"enable": True}, ["--steps", "many"])]
+)
+def test_bad_input_is_exit_2(tmp_path: Path, config: dict[str, Any], arguments: list[str]) -> None:
+    """Wrong settings are refused as the callback refuses them."""
+    try:
+        code = planned(tmp_path, config, *arguments)
+    except SystemExit as left:
+        code = int(left.code or 0)
+    assert code == 2
+
+
+def test_a_file_of_another_kind_is_one_readable_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program in the place of its settings; doctor says the same."""
+    (tmp_path / "x.py").write_text("import torch\ndef train(model: str) -> None:\n    pass\n")
+    for command in (["plan", str(tmp_path / "x.py")], ["doctor", str(tmp_path / "x.py")]):
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert "\\n" not in error
+        assert error.startswith(f"verl-profiling: error: {tmp_path / 'x.py'}: cannot be read: ")
 
 
 @pytest.mark.parametrize(

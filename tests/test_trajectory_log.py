@@ -56,8 +56,11 @@ def test_a_log_comes_back_as_it_was_written(tmp_path: Path) -> None:
     ("content", "problem"),
     [
         (b"", "is empty"),
+        (b"{}\n", "is not a log"),
         (b'["t",0,"g",0,1,2,"done",0,"",{}]\n', "does not begin with a header"),
         (b'["log",99,"lane",0]\n', "version 99"),
+        (b'["log",1,"\xff",0]\n', "is not a log"),
+        (b'["log",1,"' + b"x" * 2_000_000 + b'",0]\n', "a line of over"),
     ],
 )
 def test_what_is_no_log_is_refused_by_name(tmp_path: Path, content: bytes, problem: str) -> None:

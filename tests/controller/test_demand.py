@@ -400,7 +400,7 @@ def test_what_is_known_to_be_wrong_is_said_at_once(
 def test_no_job_was_ever_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder without one, and none at all."""
     assert main(["trigger", str(tmp_path)]) == 2
-    assert "of a run with watch.enable=true" in capsys.readouterr().err
+    assert "needs watch.enable=true" in capsys.readouterr().err
     assert main(["trigger", str(tmp_path / "none")]) == 2
 
 
@@ -455,7 +455,8 @@ def test_of_two_jobs_in_one_folder_one_is_named(
     start_loop(save_path, "b")
     wait_until((save_path / "run_2" / "requests").exists)
     assert main(["trigger", str(save_path)]) == 2
-    assert f"holds 2 runs; name one of them: {save_path}/run.json (" in capsys.readouterr().err
+    said = f"name one with --run: {save_path} (run a), {save_path}/run_2 (run b)"
+    assert said in capsys.readouterr().err
     assert main(["trigger", str(save_path), "--run", "c"]) == 2
     assert main(["trigger", str(save_path), "--run", "a", "--wait", "20"]) == 0
     assert f"done: {save_path}/step_" in capsys.readouterr().out
@@ -472,7 +473,8 @@ def test_a_killed_loop_is_seen_at_once(
     run = tmp_path / "run"
     loop = start_loop(run)
     wait_until((run / "requests").exists)
-    assert not find_job(run).info.over
+    job = find_job(run)
+    assert not job.gone
     loop.kill()
     loop.wait()
     assert main(["trigger", str(run)]) == 2

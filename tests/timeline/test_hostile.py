@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import gzip
+import json
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 
 import msgspec
 import pytest
-from step_folders import build_step, read_events, rewrite_worker
+from drawn_logs import Drawn
+from step_folders import build_step, read_events, rewrite, rewrite_worker
 
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.content import Limits
+from verl_profiling.timeline.processes import LANE_PIDS
 from verl_profiling.timeline.trace import Trace
 
 HEAD = '{"baseTimeNanoseconds":1700000000000000000,"traceEvents":['
@@ -42,8 +48,10 @@ def everything(path: Path) -> list[int]:
 
 
 FIELDS = [
-    *('"ts":1e308', '"ts":"nan"', '"ts":NaN', '"ts":[]', '"ts":3,"dur":-1', '"ts":3,"dur":"inf"'),
-    *('"ts":3,"name":5', '"ts":3,"pid":[]'),
+    *('"ts":1e308', '"ts":-1e308', '"ts":"nan"', '"ts":"inf"', '"ts":1e999999999', '"ts":1e18', '"ts":NaN'),
+    *('"ts":"three"', '"ts":[]', '"ts":true', f'"ts":{"9" * 40}'),
+    *('"ts":3,"dur":-1', '"ts":3,"dur":1e308', '"ts":3,"dur":"inf"', '"ts":3,"dur":{}'),
+    *('"ts":3,"name":5', '"ts":3,"name":null', '"ts":3,"cat":[]', '"ts":3,"pid":[]', '"ts":3,"id":1.5'),
 ]
 
 
@@ -61,16 +69,57 @@ def test_what_is_no_event_is_skipped_and_check_says_so(
         assert timed == ["good", "good"], one
 
 
-@pytest.mark.parametrize("base", ["9" * 40, "-1", '"x"', "1.5"])
+def test_odd_names_are_read(tmp_path: Path) -> None:
+    """Metadata that names nothing, what is no character, and more tokens than fit a number."""
+    anything = ("[]", '"x"', "5", '{"name":5}', '{"name":{}}', '{"name":"\\ud800"}', "NaN")
+    odd = ["\\ud800", "\ud800", "\\udfff\\ud800", f"execute_context_1({'9' * 5000})_generation_1(2)"]
+    events = [
+        f'{{"ph":"M","name":"{name}","pid":1,"tid":1,"args":{arguments}}}'
+        for name in ("process_name", "thread_name", "process_labels")
+        for arguments in anything
+    ]
+    events += [f'{{"ph":"X","cat":"kernel","name":"{name}","pid":0,"tid":7,"ts":3,"dur":1}}' for name in odd]
+    path = write(tmp_path, GOOD % 1, *events, GOOD % 5)
+    assert everything(path) == [0, 0, 0]
+    assert sum(event.ph == "X" for events in Trace(path).chunks() for event in events) == len(odd) + 2
+
+
+@pytest.mark.parametrize("rank", ['"x"', "-1", "9" * 40])
+def test_a_rank_that_is_none_is_not_believed(tmp_path: Path, rank: str) -> None:
+    """The rank then follows from the name of the file, as for a trace without any."""
+    path = write(tmp_path, GOOD % 1, head=HEAD.replace("{", f'{{"distributedInfo":{{"rank":{rank}}},', 1))
+    assert Trace(path).rank is None
+    assert everything(path) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("base", ["9" * 40, "-1", '"x"', "null", "NaN", "1.5", "9" * 5000])
 def test_a_base_that_is_no_time_is_refused(tmp_path: Path, base: str) -> None:
     """All times of the trace would be wrong; behind the events as before them."""
     given = f'"baseTimeNanoseconds":{base}'
     assert everything(write(tmp_path, GOOD % 1, head='{"traceEvents":[', tail=f"],{given}}}"))[0] != 0
-    if base != "1.5":
+    if base not in ("1.5", "9" * 5000):
         assert everything(write(tmp_path, GOOD % 1, head=f'{{{given},"traceEvents":['))[0] != 0
 
 
-@pytest.mark.parametrize("tail", ["", "]", '],"a":{'])
+@pytest.mark.parametrize(
+    ("content", "kept"),
+    [
+        ([GOOD % 1, *["{x}"] * 5_000, GOOD % 2], 1),
+        (["1"] * 5_000, 0),
+        ([""] * 5_000, 0),
+        (["{" * 5_000], 0),
+        (['{"ph":"X","name":"a","ts":NaN}'] * 5_000, 5_000),
+    ],
+)
+def test_damage_without_end_is_counted(tmp_path: Path, content: list[str], kept: int) -> None:
+    """Thousands of damaged places give a few warnings and a number."""
+    trace = Trace(write(tmp_path, *content))
+    assert sum(len(events) for events in trace.chunks()) == kept
+    assert len(trace.warnings) <= 3
+    assert everything(trace.path)[0] == 1
+
+
+@pytest.mark.parametrize("tail", ["", "]", '],"a":{', "]}}", "]} and more", '],"traceEvents":[]}'])
 def test_what_follows_the_events_shows_whether_the_file_is_whole(tmp_path: Path, tail: str) -> None:
     """A file that ends behind its events may have lost the base of their times."""
     path = write(tmp_path, GOOD % 1, tail=tail)
@@ -101,6 +150,14 @@ def test_a_process_takes_no_more_memory_than_it_may(tmp_path: Path) -> None:
     assert "--max-memory raises it" in trace.warnings[-1]
 
 
+def test_an_event_of_any_length_is_refused(tmp_path: Path) -> None:
+    """Without an end of an event in sight, reading stops."""
+    path = write(tmp_path, GOOD % 1, json.dumps({"ph": "X", "name": "x" * (40 << 20), "ts": 1}))
+    trace = Trace(path)
+    assert [event.name for events in trace.chunks() for event in events] == ["good"]
+    assert "no end of an event within 16 MiB" in trace.warnings[-1]
+
+
 @pytest.mark.parametrize("command", ["check", "merge", "report", "diff"])
 def test_commands_keep_what_was_read_before_a_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
@@ -125,6 +182,16 @@ def test_a_limit_is_no_damage_for_the_other_traces(tmp_path: Path) -> None:
     assert 1_000 < coverage.events < 31_000
 
 
+def test_processes_beyond_the_room_of_a_lane_share_one(tmp_path: Path) -> None:
+    """The ids of one lane never run into those of the next."""
+    event = '{{"ph":"X","cat":"cpu_op","name":"n","pid":{0},"tid":1,"ts":{0},"dur":1}}'
+    path = write(tmp_path, *(event.format(pid) for pid in range(9_000)))
+    result = open_step(path).merge(tmp_path / "out.json.gz")
+    pids = {event["pid"] for event in read_events(result.path) if event["ph"] == "X"}
+    assert max(pids) - min(pids) < LANE_PIDS - 1
+    assert result.events == 9_000
+
+
 NAME = '{{"ph":"M","name":"thread_name","pid":{0},"tid":{1},"args":{{"name":"t{1}"}}}}'
 
 
@@ -142,6 +209,62 @@ def test_metadata_that_a_trace_repeats_is_written_once(tmp_path: Path) -> None:
     assert named_threads(write(tmp_path, GOOD % 1, *[NAME.format(1, 7)] * 5_000)) == {"t7": 1}
 
 
+@pytest.mark.parametrize("events", [[GOOD % 1], []])
+def test_all_names_of_threads_are_kept(tmp_path: Path, events: list[str]) -> None:
+    """Also where the events of their process come last."""
+    names = [NAME.format(1, tid) for tid in range(8_000)]
+    assert named_threads(write(tmp_path, *events, *names, GOOD % 5)) == {f"t{tid}": 1 for tid in range(8_000)}
+
+
+PEAK = """
+import re, sys
+from verl_profiling.cli import main
+code = main(sys.argv[1:])
+print(int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) >> 10)
+sys.exit(code)
+"""
+
+
+def step_with_log(run: Path, line: bytes, times: int) -> Path:
+    """Make a step whose log of trajectories has one more line, many times: a few megabytes."""
+    drawn = Drawn(run)
+    drawn.span("tool:x", 1, 2, drawn.trajectory(0, 100))
+    path = drawn.add_to(drawn.folder)
+    *lines, footer = gzip.decompress(path.read_bytes()).splitlines(keepends=True)
+    with gzip.open(path, "wb", compresslevel=6) as file:
+        for part in (*lines, *[line * 1_000] * (times // 1_000), footer):
+            file.write(part)
+    assert path.stat().st_size < 6_000_000
+    return drawn.folder
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
+def test_a_small_log_of_trajectories_takes_no_memory_of_any_size(tmp_path: Path) -> None:
+    """A record may have many facts; what was read before the limit counts, and the exit code is 1."""
+    facts = b",".join(b'"%d":1' % number for number in range(400))
+    line = b'["s",9,-1,-1,"tool:x",1,2,7,0,false,"",{' + facts + b"}]\n"
+    step = step_with_log(tmp_path, line, 120_000)
+    done = subprocess.run([sys.executable, "-c", PEAK, "report", str(step)], capture_output=True, text=True)
+    assert int(done.stdout.split()[-1]) < 1_700, "MB"
+    assert done.returncode == 1, done.stderr
+    assert "bytes, which no log of trajectories has" in " ".join(done.stdout.split())
+
+
+def test_any_number_of_notes_is_reported_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first hundred of them stand in the report; the others are counted."""
+    step = build_step(tmp_path)
+    notes = [f"note {number} of the capture" for number in range(100_000)]
+    rewrite(step, notes=notes)
+    begin_s = time.thread_time()
+    assert main(["report", str(step), "--all"]) == 0
+    assert time.thread_time() - begin_s < 20
+    printed = capsys.readouterr().out
+    assert "note 99 of" in printed
+    assert "note 100 of" not in printed
+    assert "99,900 more notes are in manifest.json" in printed
+
+
 def test_one_unreadable_trace_costs_the_lane_no_other(tmp_path: Path) -> None:
     """A lane of several traces is reported from those that can be read."""
     step = build_step(tmp_path, mode="discrete")
@@ -154,3 +277,12 @@ def test_one_unreadable_trace_costs_the_lane_no_other(tmp_path: Path) -> None:
     assert first.is_file()
     assert "actor_rank0" in {row.name for row in report.workers}
     assert any("actor_rank0.z.torch.json.gz" in problem for problem in report.coverage.missing)
+
+
+def test_a_task_type_may_be_any_bytes(tmp_path: Path) -> None:
+    """An NPU trace is read although the kind of a task is not UTF-8."""
+    named = '{"ph":"M","name":"process_name","pid":1,"args":{"name":"Ascend Hardware"}}'
+    task = '{"ph":"X","name":"k","pid":1,"tid":1,"ts":3,"dur":1,"args":{"Task Type":"%s"}}'
+    path = write(tmp_path, named, task % "AI_CORE", task % "?")
+    path.write_bytes(path.read_bytes().replace(b"?", b"\xff\xfe"))
+    assert everything(path) == [0, 0, 0]

@@ -69,6 +69,16 @@ def test_a_device_is_none_of_the_host_whatever_its_number(tmp_path: Path) -> Non
     assert "-1" not in names["Activity Buffer Request"]
 
 
+def test_names_have_a_bounded_length(tmp_path: Path) -> None:
+    """Metadata that repeats counts once, and a name of any length is cut where nobody reads on."""
+    other = {**OPERATOR, "pid": 88, "cat": "", "name": "call"}
+    names = merged_names(tmp_path, [OPERATOR, other, *(labelled(88, "CPU", "x" * 5000) * 100)])
+    assert names["call"].startswith("worker_rank0 xxx")
+    assert len(names["call"]) == 120
+    repeated = merged_names(tmp_path, [OPERATOR, other, *(labelled(88, "CPU", "CANN") * 100)])
+    assert repeated["call"] == "worker_rank0 CANN CPU"
+
+
 def test_a_process_is_not_told_by_its_device(tmp_path: Path) -> None:
     """Two processes of one rank, each of which names its device first, are two lanes."""
     for pid in (1001, 1002):

@@ -16,7 +16,7 @@ from verl_profiling.analysis import load_reports, open_run, open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
 from verl_profiling.integrations.verl.profiler import log_reports
-from verl_profiling.manifest import MANIFEST_NAME, StepSpan
+from verl_profiling.manifest import MANIFEST_NAME, MAX_NS, StepSpan
 from verl_profiling.report.html import render_html
 
 STEPS = [
@@ -202,9 +202,12 @@ def test_discrete_artifacts_of_other_steps_are_not_read(tmp_path: Path) -> None:
     "steps",
     [
         [STEPS[1], STEPS[0]],
+        [STEPS[0], STEPS[0]],
         [STEPS[0], StepSpan(step=3, begin_ns=ns(4), end_ns=ns(10))],
+        [STEPS[0], StepSpan(step=3, begin_ns=ns(8), end_ns=ns(7))],
+        [StepSpan(step=-5, begin_ns=-MAX_NS, end_ns=MAX_NS), STEPS[1]],
     ],
-    ids=["backwards", "overlapping"],
+    ids=["backwards", "twice", "overlapping", "negative", "everything"],
 )
 def test_steps_that_cannot_be_are_not_told_apart(tmp_path: Path, steps: list[StepSpan]) -> None:
     """A damaged or hostile manifest is reported on as one capture."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from step_folders import build_step, rewrite
@@ -13,7 +15,7 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RUN_NAME, RunInfo
 from verl_profiling.run_files import write_json_atomically
-from verl_profiling.timeline.inputs import find_steps
+from verl_profiling.timeline.inputs import find_steps, runs_at
 
 BEGIN_NS = 1_700_000_000_000_000_000
 
@@ -86,9 +88,38 @@ def test_a_folder_above_a_single_run_will_do(tmp_path: Path) -> None:
     assert [step.directory for step in find_steps(tmp_path)] == [tmp_path / "a" / "profiling" / "step_000001"]
 
 
-def test_a_run_whose_file_is_damaged_is_listed(outputs: Path) -> None:
+def test_steps_of_several_runs_side_by_side_are_not_mixed(tmp_path: Path) -> None:
+    """They were copied there; each can be read by itself."""
+    build_run(tmp_path, "first", 1)
+    step = build_step(tmp_path, step=2)
+    with pytest.raises(
+        TraceFormatError, match=r"steps of 2 runs; name a step folder \(run first: step_000001; run run: "
+    ):
+        find_steps(tmp_path)
+    assert len(find_steps(step)) == 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff", b"[]"])
+def test_a_run_whose_file_is_damaged_is_listed(outputs: Path, damage: bytes) -> None:
     """It is one of those to choose from."""
-    (outputs / "run" / "run_2" / "run.json").write_bytes(b"\xff")
-    with pytest.raises(TraceFormatError, match=r"1 step, without a readable run\.json"):
+    (outputs / "run" / "run_2" / "run.json").write_bytes(damage)
+    with pytest.raises(TraceFormatError, match=r"1 step, run\.json cannot be read"):
         find_steps(outputs / "run")
     assert len(find_steps(outputs / "run" / "run_2")) == 1
+
+
+def test_a_step_folder_that_its_run_removes_hides_no_run(
+    outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run with ``limits.keep_last`` may do that while a command looks for runs."""
+    scandir, vanishing = os.scandir, outputs / "run" / ".step_000003.removed"
+    vanishing.mkdir()
+
+    def removing(path: Any = ".") -> Any:
+        if Path(path) == vanishing:
+            vanishing.rmdir()
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", removing)
+    assert runs_at(outputs) == [outputs / "run", outputs / "run" / "run_2"]
+    assert not vanishing.exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 from drawn_logs import MS, Drawn, DrawnLog, add_log
 from hypothesis import given, settings
@@ -86,18 +87,22 @@ def test_spans_of_a_trajectory_that_overlap_are_on_rows_below_it(tmp_path: Path)
 
 
 def test_spans_of_no_trajectory_have_rows_of_their_own(tmp_path: Path) -> None:
-    """As do those of a trajectory that is not in the log."""
+    """As do those of a trajectory that is not in the log, which is said."""
     drawn = Drawn(tmp_path)
     drawn.span("fill the queue", 1, 9)
     drawn.span("inside", 2, 3, parent=0)
     drawn.span("wait:batch", 5, 12)
     drawn.span("tool:lost", 20, 30, 77)
-    _, timeline = drawn.merged()
+    result, timeline = drawn.merged()
     assert timeline.shown("span") == [
         ("spans 0", "fill the queue", 1, 9),
         ("spans 0", "inside", 2, 3),
         ("spans 0", "tool:lost", 20, 30),
         ("spans 1", "wait:batch", 5, 12),
+    ]
+    assert result.problems == [
+        "agent_loop_rank0.trajectories.jsonl.gz: spans of trajectories that are not in the log, "
+        "which count as the process's: 1"
     ]
 
 
@@ -206,33 +211,34 @@ def test_a_selection_holds_for_trajectories_too(tmp_path: Path) -> None:
     assert len([e for e in timeline.events if e["ph"] in "sf" and e["cat"] == "request"]) == 2
 
 
-TIMES = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted)
-SPAN = st.tuples(st.integers(-1, 6), st.integers(-1, 11), TIMES)
+SPAN = st.tuples(st.integers(-1, 6), st.integers(-1, 11), st.integers(0, 30), st.integers(0, 30))
 
 
 @settings(max_examples=15, deadline=None)
 @given(
-    trajectories=st.lists(TIMES, max_size=6),
+    trajectories=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=6),
     spans=st.lists(SPAN, max_size=12),
-    blocks=st.lists(st.tuples(st.integers(0, 2), TIMES), max_size=4),
+    blocks=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(0, 20)), max_size=4),
 )
 def test_on_every_row_slices_nest(
     tmp_path_factory: pytest.TempPathFactory,
-    trajectories: list[list[int]],
-    spans: list[tuple[int, int, list[int]]],
-    blocks: list[tuple[int, list[int]]],
+    trajectories: list[tuple[int, int]],
+    spans: list[tuple[int, int, int, int]],
+    blocks: list[tuple[int, int, int]],
 ) -> None:
     """Whatever a log holds, what is shown of it is shown once, and no slice crosses the end of another."""
     drawn = Drawn(tmp_path_factory.mktemp("drawn"))
     for begin, end in trajectories:
         drawn.trajectory(begin, end)
-    for owner, parent, (begin, end) in spans:
+    for owner, parent, begin, end in spans:
         drawn.span("s", begin, end, owner, parent)
-    for loop, (begin, end) in blocks:
+    for loop, begin, end in blocks:
         drawn.block(begin, end, 1, "f", loop)
     _, timeline = drawn.merged()
     shown = [timeline.shown(category) for category in ("trajectory", "span", "block")]
-    assert [len(found) for found in shown] == [len(trajectories), len(spans), len(blocks)]
+    assert [len(found) for found in shown] == [
+        sum(begin <= end for *_, begin, end in records) for records in (trajectories, spans, blocks)
+    ]
     by_row: dict[str, list[tuple[float, float]]] = {}
     for row, _, begin, end in (one for found in shown for one in found):
         by_row.setdefault(row, []).append((begin, end))
@@ -245,6 +251,31 @@ def test_on_every_row_slices_nest(
             opened.append(end)
 
 
+def test_records_that_contradict_each_other_are_mended(tmp_path: Path) -> None:
+    """Numbers that repeat, ends before begins, owners and parents that are not there, and circles."""
+    drawn = Drawn(tmp_path)
+    one = drawn.trajectory(0, 100)
+    gone = drawn.trajectory(9, 3)
+    kept = drawn.span("kept", 10, 90, one)
+    backwards = drawn.span("backwards", 60, 55, one, kept)
+    drawn.span("without its parent", 60, 65, one, backwards)
+    drawn.span("without its trajectory", 10, 20, gone)
+    drawn.span("in a circle", 70, 80, one, len(drawn.log.spans))
+    drawn.log.spans.append(drawn.log.spans[kept])
+    result, timeline = drawn.merged()
+    assert {name for _, name, *_ in timeline.shown("span")} == {
+        "kept",
+        "without its parent",
+        "without its trajectory",
+        "in a circle",
+    }
+    name = "agent_loop_rank0.trajectories.jsonl.gz"
+    assert result.problems == [
+        f"{name}: left out, because they end before they begin or repeat a number: 3",
+        f"{name}: spans of trajectories that are not in the log, which count as the process's: 1",
+    ]
+
+
 def test_a_log_that_was_full_says_so(tmp_path: Path) -> None:
     """What it has is shown, and how many it has not of spans and of trajectories."""
     drawn = Drawn(tmp_path)
@@ -255,6 +286,21 @@ def test_a_log_that_was_full_says_so(tmp_path: Path) -> None:
     full = "that were not recorded, because the log was full"
     said = [f"trajectories {full}: 2", f"spans {full}: 1,500"]
     assert result.problems == [f"agent_loop_rank0.trajectories.jsonl.gz: {one}" for one in said]
+
+
+def test_a_hostile_log_costs_its_own_lane(tmp_path: Path) -> None:
+    """Names of 100 kB, thousands at once, texts of any kind: names are cut, and the rest is whole."""
+    drawn = Drawn(tmp_path)
+    one = drawn.trajectory(0, 40, group="\u202e\x1b[31m" + "g" * 100_000, sample=None, status="x" * 100_000)
+    for number in range(3_000):
+        drawn.span("n" * 100_000 if number == 0 else "tool", number / 1_000, 40, one, query="q" * 1_000)
+    drawn.log.spans[5] = msgspec.structs.replace(drawn.log.spans[5], facts={f"f{i}": i for i in range(5_000)})
+    result, timeline = drawn.merged()
+    assert len(timeline.of("span")) == 3_000
+    assert len(timeline.of("span")[0]["args"]["query"]) == 1_000
+    assert result.problems == []
+    assert max(len(event["name"]) for event in timeline.events) <= 2 * 120 + 3
+    assert len({timeline.names[name] for name in timeline.names if name.startswith("actor_rank")}) == 2
 
 
 def test_a_log_that_is_cut_damaged_or_missing_costs_what_is_not_there(tmp_path: Path) -> None:

@@ -17,9 +17,8 @@ from verl_profiling.commands.view import TimelineServer
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A timeline, a report and a UI."""
     tmp_path = tmp_path_factory.mktemp("served")
-    (tmp_path / "served").mkdir()
-    (tmp_path / "served" / "timeline.json.gz").write_bytes(b"timeline")
-    (tmp_path / "served" / "report.html").write_bytes(b"report")
+    (tmp_path / "timeline.json.gz").write_bytes(b"timeline")
+    (tmp_path / "report.html").write_bytes(b"report")
     (tmp_path / "ui").mkdir()
     (tmp_path / "ui" / "index.html").write_bytes(b"<head></head>perfetto")
     return tmp_path
@@ -27,7 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def serve(folder: Path, ui: Path | None) -> Iterator[TimelineServer]:
     """Serve until the test is over."""
-    with TimelineServer(folder / "served", ui, port=0) as server:
+    files = {name: folder / name for name in ("timeline.json.gz", "report.html")}
+    with TimelineServer(files, ui, port=0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -68,7 +68,7 @@ def test_the_online_ui_may_fetch_the_timeline(online: TimelineServer) -> None:
     assert online.timeline_address("t").startswith("https://ui.perfetto.dev/#!/?url=http://127.0.0.1:")
 
 
-@pytest.mark.parametrize("host", ["evil.example:9001", ""])
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:9001", "127.0.0.1.evil.example:80", ""])
 def test_a_page_under_another_name_gets_nothing(online: TimelineServer, host: str) -> None:
     """DNS rebinding: the browser believes that this server is the page's own, and says so in Host."""
     request = urllib.request.Request(online.address("timeline.json.gz"), headers={"Host": host})
@@ -76,7 +76,7 @@ def test_a_page_under_another_name_gets_nothing(online: TimelineServer, host: st
         urllib.request.urlopen(request, timeout=60)
 
 
-@pytest.mark.parametrize("path", ["%2e%2e/secret", "nothing.txt"])
+@pytest.mark.parametrize("path", ["../secret", "%2e%2e/secret", "nothing.txt"])
 def test_nothing_else_is_served(
     offline: TimelineServer, online: TimelineServer, folder: Path, path: str
 ) -> None:

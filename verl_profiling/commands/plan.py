@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from verl_profiling.settings.config import ProfilingConfig, RoleConfig, RoleOver
 from verl_profiling.settings.schedule import Action, Schedule
 from verl_profiling.shifts import noticed_from
 from verl_profiling.tools import Tool
-from verl_profiling.units import listed, step_list
+from verl_profiling.units import step_list
 
 _MOST_CAPTURES = 10
 _FAR = 100_000
@@ -85,18 +86,26 @@ def _capture_lines(captures: Sequence[tuple[int, int]], steps: int | None, more:
 
 
 def _role_lines(role: RoleConfig) -> Iterator[str]:
-    """Yield mode, workers, stages and files of a role."""
+    """Yield mode, workers, stages and files of a role; with ranks and stages, also the number of files."""
     if not role.enable:
         yield "not captured"
         return
+    stages, each, once = "", 1, ""
+    if role.mode == "discrete" and role.role == ROLLOUT_ROLE:
+        stages = "from on_rollout_begin to on_rollout_end"
+    elif role.mode == "discrete":
+        named = sorted(role.stages or ())
+        stages, each = ", ".join(named) or "all", len(named)
     yield f"mode     {role.mode}"
     yield f"workers  {_workers(role)}"
-    if role.mode == "discrete" and role.role == ROLLOUT_ROLE:
-        yield "stages   from on_rollout_begin to on_rollout_end"
-    elif role.mode == "discrete":
-        yield f"stages   {', '.join(sorted(role.stages or ())) or 'all'}"
+    if stages:
+        yield f"stages   {stages}"
+        once = ", if every stage runs once"
     for index, tool in enumerate(role.tools):
         yield f"{'' if index else 'files':<8} {_files(tool, role)}"
+    ranks = len(role.ranks) if role.ranks is not None else 0
+    if most := ranks * each * sum(bool(tool.suffix) for tool in role.tools):
+        yield f"         at most {most} for each capture{once}"
 
 
 def planned_captures(schedule: Schedule, steps: int | None) -> tuple[list[tuple[int, int]], list[int], bool]:
@@ -111,19 +120,22 @@ def planned_captures(schedule: Schedule, steps: int | None) -> tuple[list[tuple[
     captures: list[tuple[int, int]] = []
     warm_ups: list[int] = []
     last = schedule.last_step(steps)
-    far = _FAR if last is None else min(last, _FAR)
-    for step in range(1, far + 1) if schedule.steps is None else sorted(set(schedule.steps)):
+    most = _MOST_CAPTURES if last is None else _FAR
+    first = schedule.every or 1 + schedule.skip_first
+    listed = count(first, schedule.every or 1) if schedule.steps is None else sorted(set(schedule.steps))
+    for step in islice(listed, _FAR):
+        if last is not None and step > last:
+            return captures, warm_ups, False
         found = schedule.step_range(step)
-        is_over = last is not None and step > last
-        if found is None or is_over or (captures and step <= captures[-1][1]):
+        if found is None or (captures and step <= captures[-1][1]):
             continue
         if found.action is Action.WARMUP:
             warm_ups.append(step)
             continue
+        if len(captures) == most:
+            return captures, warm_ups, True
         captures.append((step, found.last if last is None else min(found.last, last)))
-        if last is None and len(captures) == _MOST_CAPTURES:
-            break
-    return captures, warm_ups, last is None or (schedule.steps is None and last > _FAR)
+    return captures, warm_ups, schedule.steps is None
 
 
 def _roles(config: ProfilingConfig) -> list[str]:
@@ -133,11 +145,7 @@ def _roles(config: ProfilingConfig) -> list[str]:
 
 def _workers(settings: RoleConfig) -> str:
     chosen = {"ranks": settings.ranks, **settings.coordinates, "replicas": settings.replicas}
-    given = [
-        f"{name} {listed(list(map(str, sorted(numbers))), 10)}"
-        for name, numbers in chosen.items()
-        if numbers is not None
-    ]
+    given = [f"{name} {_numbers(numbers)}" for name, numbers in chosen.items() if numbers is not None]
     return "; ".join(given) or "all"
 
 
@@ -150,6 +158,17 @@ def _files(tool: Tool, settings: RoleConfig) -> str:
     per = f"{worker} and stage, each time that it runs" if settings.mode == "discrete" else worker
     later = "; collected after the run" if tool.starts_process else ""
     return f"{tool.name}: one *{tool.suffix} per {per}{later}"
+
+
+def _numbers(numbers: frozenset[int]) -> str:
+    """Return numbers as text with ranges, e.g. ``0, 8-15``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1 and number > 0:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
 
 
 def _changed(

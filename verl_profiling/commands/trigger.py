@@ -33,14 +33,15 @@ from verl_profiling.errors import ConfigError, ProfilingError, TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, CaptureResult, Manifest, RunInfo
 from verl_profiling.remote import LocalFolder, RemoteFolder, is_url
 from verl_profiling.run_files import read_manifest
-from verl_profiling.timeline.inputs import the_run
+from verl_profiling.timeline.inputs import is_step, runs_at
 from verl_profiling.units import visible
 from verl_profiling.watch_log import WATCH_LOG
 
 _SOON_S = 0.3
-_PAUSE_S = 0.1
+_PAUSE_S = 0.25
 _SLOW_PAUSE_S = 5.0
 _MOST_FOLDERS = 3
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -180,12 +181,16 @@ class Job:
     Attributes:
         folder: The run's folder, local or at a URL.
         info: The run's ``run.json``.
-        before: Step folders that were there before the request.
     """
 
     folder: LocalFolder | RemoteFolder
     info: RunInfo
-    before: set[str] = field(default_factory=set)
+    _request_of: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def gone(self) -> str:
+        """Why the job can take no request; empty while it runs, or if its process is on another host."""
+        return (_run_in(self.folder) or self.info).over
 
     def in_words(self) -> str:
         """Return a sentence on whether the job runs, and on the age of its last logged step."""
@@ -205,7 +210,7 @@ class Job:
             ConfigError: The job would refuse the request, e.g. because of too many steps or ranks.
             OSError: The folder cannot be written (for a URL, other errors are possible).
         """
-        self.before.update(self.folder.names())
+        self._request_of.update(dict.fromkeys(self._steps() - self._request_of.keys(), ""))
         by = f"{_user()}@{socket.gethostname()}"[:200]
         demand = Demand(
             id=new_request_id(), by=by, asked_ns=time.time_ns(), steps=steps, at=at, selection=selection
@@ -214,14 +219,18 @@ class Job:
         try:
             msgspec.json.decode(data, type=Demand)  # as the job will, which has these limits
         except msgspec.ValidationError as error:
-            raise ConfigError("", f"the request is too large: {error}") from error
+            what, _, field = str(error).rpartition(" - at `$.")
+            option = field.strip("`").removeprefix("selection.").partition("[")[0]
+            option = {"tools": "tool"}.get(option, option)
+            raise ConfigError(f"--{option}", f"is refused: {what}; give fewer, or leave it out") from error
         self._requests.create(f"{demand.id}{REQUEST}", data)
         return demand
 
     def answer(self, demand: Demand) -> Answer | None:
         """Return the state of a request; ``None`` until the job has taken it."""
         names, state, reason = self._requests.names(), "accepted", ""
-        captures = {name: made for name in self._new_steps() if (made := self._capture(name, demand.id))}
+        steps = sorted(self._steps())
+        captures = {name: capture for name in steps if (capture := self._capture(name, demand.id))}
         found = list(captures.values())
         if f"{demand.id}{REFUSED}" in names:
             state = "refused"
@@ -246,38 +255,41 @@ class Job:
             ProfilingError: The job has ended before the request was done.
         """
         deadline = time.monotonic() + seconds
-        pause_s = _PAUSE_S if isinstance(self.folder, LocalFolder) else _SLOW_PAUSE_S
         seen: Answer | None = None
+        pause_s, most_s = 0.01, _PAUSE_S if isinstance(self.folder, LocalFolder) else _SLOW_PAUSE_S
         while True:
-            over = (_run_in(self.folder) or self.info).over  # first: a job may answer and then end
+            gone = self.gone if pause_s == most_s else ""  # checked first: a job may answer and then end
             answer = self.answer(demand)
             if answer is not None and answer != seen:
                 yield (seen := answer)
                 if answer.state != "accepted":
                     return
-            if over:
-                raise ProfilingError(over)
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            if gone:
+                raise ProfilingError(gone)
+            if time.monotonic() > deadline:
                 return
-            time.sleep(min(pause_s, left_s))
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, most_s)
 
     @property
     def _requests(self) -> LocalFolder | RemoteFolder:
         return self.folder.child(REQUESTS)
 
-    def _new_steps(self) -> list[str]:
-        return sorted(name for name in self.folder.names() - self.before if name.startswith("step_"))
+    def _steps(self) -> set[str]:
+        return {name for name in self.folder.names() if name.startswith("step_")}
 
     def _capture(self, name: str, request: str) -> Manifest | None:
         """Return the manifest of a step folder if its capture belongs to the given request, else ``None``."""
+        if self._request_of.get(name, request) != request:
+            return None
         try:
             if isinstance(self.folder, LocalFolder):
                 manifest = read_manifest(self.folder.path / name)
             else:
                 manifest = msgspec.json.decode(self.folder.child(name).read(MANIFEST_NAME), type=Manifest)
-        except (msgspec.MsgspecError, TraceFormatError, OSError):  # a new folder may have no manifest yet
+        except (*_UNREADABLE, TraceFormatError, OSError):  # a new folder may have no manifest yet
             return None
+        self._request_of[name] = manifest.trigger.request
         return manifest if manifest.trigger.request == request else None
 
 
@@ -285,27 +297,41 @@ def find_job(place: str | Path, run_id: str | None = None) -> Job:
     """Return the job that runs in a folder, or at a URL.
 
     Args:
-        place: Folder or URL of the run; of a folder, also its ``save_path``.
+        place: Folder or URL of the run, or its ``save_path``.
         run_id: Id of the run, if several share the folder.
 
     Raises:
         TraceFormatError: No job, or more than one, takes requests there.
     """
-    remote = is_url(str(place))
-    folder = RemoteFolder(str(place)) if remote else LocalFolder(the_run(Path(place), run_id, live=True))
-    info = _run_in(folder)
-    if info is None or not info.is_watched or run_id not in (None, info.run_id):
-        raise TraceFormatError(place, f"has no {RUN_NAME} of a run with watch.enable=true to ask")
-    if info.over:
-        raise TraceFormatError(place, f"no job runs here: {info.over}")
-    return Job(folder, info)
+    runs: list[LocalFolder | RemoteFolder]
+    if is_url(str(place)):
+        root = RemoteFolder(str(place))
+        runs = [root, *(root.child(name) for name in sorted(root.names()) if name.startswith("run_"))]
+    elif not Path(place).is_dir():
+        raise TraceFormatError(place, "no such folder")
+    elif is_step(Path(place)):
+        raise TraceFormatError(place, f"is a step; name its run, {Path(place).absolute().parent}")
+    else:
+        runs = [LocalFolder(run) for run in runs_at(Path(place))]
+    jobs = [Job(folder, info) for folder in runs if (info := _run_in(folder)) is not None]
+    found = [job for job in jobs if job.info.is_watched and run_id in (None, job.info.run_id)]
+    if not found:
+        named = f" {run_id!r}" if run_id is not None else ""
+        raise TraceFormatError(place, f"has no run{named} that can be asked: it needs watch.enable=true")
+    running = [job for job in found if not job.gone]
+    if not running:
+        raise TraceFormatError(place, f"no job runs here: {found[-1].gone}")
+    if len(running) > 1:
+        which = ", ".join(f"{job.folder.url} (run {job.info.run_id})" for job in running)
+        raise TraceFormatError(place, f"several runs are here, name one with --run: {which}")
+    return running[0]
 
 
 def _run_in(folder: LocalFolder | RemoteFolder) -> RunInfo | None:
     """Return ``run.json`` of a folder; ``None`` if it is missing or unreadable."""
     try:
         return msgspec.json.decode(folder.read(RUN_NAME), type=RunInfo)
-    except (msgspec.MsgspecError, OSError):
+    except (*_UNREADABLE, OSError):
         return None
 
 

@@ -44,6 +44,7 @@ _FIRST_OTHER = 2_000
 _LAST_OTHER = TRAJECTORIES_PID - 1
 _OTHERS_PER_TRACE = 50
 _NAME_LENGTH = 120  # characters
+_MOST_STAGE_ROWS = 64
 _WORDS = {"process_name": "name", "process_labels": "labels"}
 _PROCESS_METADATA = {*_WORDS, "process_sort_index"}
 _ENCODER = msgspec.json.Encoder()
@@ -122,7 +123,8 @@ def packed_rows(spans: Sequence[tuple[int, int]]) -> list[int]:
 def stages_by_row(spans: Iterable[StageSpan]) -> Iterator[tuple[StageSpan, int]]:
     """Yield stages in order of begin, each with its row, in which it overlaps none that it is not nested in.
 
-    A nested stage has the row of its parent, an outermost one the first free row.
+    A nested stage has the row of its parent, an outermost one the first free row. There are at most 64 rows;
+    further concurrent stages share the last one.
     """
     rows: list[list[StageSpan]] = []  # open stages of each row, outermost first
     for span in sorted(spans, key=lambda span: (span.begin_ns, span.depth, -span.end_ns)):
@@ -136,7 +138,7 @@ def stages_by_row(spans: Iterable[StageSpan]) -> Iterator[tuple[StageSpan, int]]
             if parent.depth == span.depth - 1 and span.end_ns <= parent.end_ns
         ]
         free = next((row for row, opened in enumerate(rows) if not opened), len(rows))
-        row = max(around, key=lambda row: parents[row].begin_ns, default=free)
+        row = max(around, key=lambda row: parents[row].begin_ns, default=min(free, _MOST_STAGE_ROWS - 1))
         if row == len(rows):
             rows.append([])
         rows[row].append(span)
@@ -332,6 +334,20 @@ def _end(stage: Event, phase: str, number: int) -> Event:
     return Event(phase, "stage", _ARROW, stage.pid, stage.tid, stage.ts, id=number, bp=bind)
 
 
+class Arrow(msgspec.Struct, frozen=True):
+    """An arrow from a ``generate`` span to its request.
+
+    Attributes:
+        id: Number of the arrow in the timeline.
+        request: Id and begin (unix ns) of the request.
+        from_ns: Time of the arrow's tail (unix ns, controller's clock).
+    """
+
+    id: int
+    request: tuple[str, int]
+    from_ns: int
+
+
 def requests_by_id(manifest: Manifest) -> dict[str, list[Request]]:
     """Return the requests by their id, sorted by begin; requests without an id are left out."""
     found: dict[str, list[Request]] = {}
@@ -377,12 +393,9 @@ def _common(request: Request, begin: int, end: int) -> int:
     return min(request.end_ns, end) - max(request.begin_ns, begin)
 
 
-def request_rows(worker: CaptureResult) -> list[int]:
-    """Return the row of each request of an engine; requests of a row do not overlap."""
-    return packed_rows([(request.begin_ns, request.end_ns) for request in worker.requests])
-
-
-def request_events(worker: CaptureResult, pid: int, base_ns: int, keep: Keep) -> tuple[list[Event], int]:
+def request_events(
+    worker: CaptureResult, pid: int, base_ns: int, keep: Keep, leading: Mapping[tuple[str, int], list[Arrow]]
+) -> tuple[list[Event], int]:
     """Return the slices of an engine's requests, in a process of their own, and the number left out.
 
     Args:
@@ -390,9 +403,10 @@ def request_events(worker: CaptureResult, pid: int, base_ns: int, keep: Keep) ->
         pid: First process id of its lane.
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
         keep: Selection of the slices.
+        leading: Arrows to each request, by its id and begin.
     """
     pid += REQUESTS_PID
-    rows = request_rows(worker)
+    rows = packed_rows([(request.begin_ns, request.end_ns) for request in worker.requests])
     events = name_process(pid, f"{worker.name} requests") if rows else []
     for row in range(max(rows, default=-1) + 1):
         events += name_row(pid, row, f"requests {row}")
@@ -402,6 +416,9 @@ def request_events(worker: CaptureResult, pid: int, base_ns: int, keep: Keep) ->
         kept = keep.select(slices, base_ns)
         left_out += len(slices) - len(kept)
         events += kept
+        if kept:
+            arrows = leading.get((request.id, request.begin_ns), ())
+            events += (_head(request, arrow, base_ns, pid, row + 1) for arrow in arrows)
     return events, left_out
 
 
@@ -424,26 +441,14 @@ def _slices(request: Request, draw: Callable[..., Event]) -> Iterator[Event]:
         yield from (draw(*part) for part in parts)
 
 
-def request_arrow(
-    number: int, tail: Event, from_ns: int, request: Request, place: tuple[int, int], base_ns: int
-) -> tuple[Event, Event]:
-    """Return an arrow from a span to its request: its two ends.
+def _head(request: Request, arrow: Arrow, base_ns: int, pid: int, tid: int) -> Event:
+    """Return the head of an arrow, 1 us before the request; Perfetto attaches it to the next slice.
 
-    The head is 1 us before the request; Perfetto attaches it to the next slice. At the request's own begin,
-    it would attach the head to the request's first part. If the tail is later than the request's begin (clock
-    error), the head is 1 us after the tail.
-
-    Args:
-        number: Number of the arrow in the timeline.
-        tail: The slice of the span.
-        from_ns: Begin of the span (unix ns, controller's clock).
-        request: The request.
-        place: Process and thread of the request.
-        base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
+    At the request's own begin, Perfetto would attach the head to the request's first part. If the tail is
+    later than the request's begin (clock error), the head is 1 us after the tail.
     """
     at_ns, inside = request.begin_ns - _APART_NS, None
-    if at_ns <= from_ns:
-        at_ns, inside = from_ns + _APART_NS, "e"
-    start = Event("s", "request", "generate", tail.pid, tail.tid, tail.ts, id=number)
-    head = Event("f", "request", "generate", *place, (at_ns - base_ns) / 1000, id=number, bp=inside)
-    return start, head
+    if at_ns <= arrow.from_ns:
+        at_ns, inside = arrow.from_ns + _APART_NS, "e"
+    ts = (at_ns - base_ns) / 1000
+    return Event("f", "request", "generate", pid, tid, ts, id=arrow.id, bp=inside)

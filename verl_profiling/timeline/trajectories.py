@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 import msgspec
 
@@ -14,12 +15,12 @@ from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.member import ID_STRIDE, Member, MemberFile, MemberJob
 from verl_profiling.timeline.processes import (
     TRAJECTORIES_PID,
+    Arrow,
     draw,
     joined,
     name_process,
     name_row,
     packed_rows,
-    request_arrow,
     shortened,
 )
 from verl_profiling.timeline.step import Source, StepInputs
@@ -32,56 +33,78 @@ from verl_profiling.trajectory_log import (
     SpanRecord,
     TrajectoryLog,
     TrajectoryRecord,
-    last_status,
-    later_statuses,
     read_log,
 )
 
 _LEAST_LAG_NS = 1_000_000
 _BAD = {"failed": "terrible", "cancelled": "bad"}
 
+_Numbered = TypeVar("_Numbered", TrajectoryRecord, SpanRecord)
+
 
 def read_logs(inputs: StepInputs) -> Iterator[tuple[Source, TrajectoryLog | None, list[str]]]:
     """Yield the logs of a step, sorted by lane, with one log in memory at a time.
 
-    Each is the source, the log on the clock of its process, as :func:`linked_log` returns it (``None`` if it
+    Each is the source, the log on the clock of its process, as :func:`mended_log` returns it (``None`` if it
     is unreadable), and sentences on parts that are unreadable or unrecorded. Statuses are the latest in any
     log of the step.
     """
-    statuses = later_statuses((source.path, source.offset_ns) for source in inputs.logs)
+    statuses = LaterStatuses.of((source.path, source.offset_ns) for source in inputs.logs)
     for source in inputs.logs:
         try:
-            log = linked_log(source, inputs.limits, statuses)
+            log = mended_log(source, inputs.limits, statuses)
         except TraceFormatError as error:
             yield source, None, [str(error)]
         else:
             yield source, log, [f"{source.path.name}: {problem}" for problem in log.problems]
 
 
-def linked_log(source: Source, limits: Limits, statuses: LaterStatuses) -> TrajectoryLog:
-    """Read one log, in which each parent precedes its children and is in their trajectory.
+def mended_log(source: Source, limits: Limits, statuses: LaterStatuses) -> TrajectoryLog:
+    """Read one log, and leave out or correct the records that contradict others.
 
-    A span whose trajectory was not recorded becomes a span outside trajectories. A parent that was not
-    recorded is left out.
+    Ids are then unique, no end is before its begin, and each parent precedes its children and is in their
+    trajectory.
+    A span whose trajectory is not in the log becomes a span outside trajectories. A parent with a larger
+    id than its child is dropped: ids are given in order of begin.
 
     Raises:
         TraceFormatError: The file is not a log of trajectories, or cannot be read.
     """
     log = read_log(source.path, limits.reached)
-    for place, trajectory in enumerate(log.trajectories):
-        if (status := last_status(trajectory, statuses)) != trajectory.status:
-            log.trajectories[place] = msgspec.structs.replace(trajectory, status=status)
-    known = {trajectory.id for trajectory in log.trajectories}
-    spans: dict[int, SpanRecord] = {}
-    for span in sorted(log.spans, key=lambda span: span.id):
-        owner = span.trajectory if span.trajectory in known else NO_SPAN
-        around = spans.get(span.parent)
+    trajectories, spans = _standing(log.trajectories), _standing(log.spans)
+    wrong = len(log.trajectories) + len(log.spans) - len(trajectories) - len(spans)
+    lost = 0
+    for number, span in spans.items():
+        owner = span.trajectory if span.trajectory in trajectories else NO_SPAN
+        lost += owner != span.trajectory
+        around = spans.get(span.parent) if span.parent < number else None
         parent = span.parent if around is not None and around.trajectory == owner else NO_SPAN
         if (owner, parent) != (span.trajectory, span.parent):
-            span = msgspec.structs.replace(span, trajectory=owner, parent=parent)
-        spans[span.id] = span
+            spans[number] = msgspec.structs.replace(span, trajectory=owner, parent=parent)
+    log.trajectories = [
+        t if (status := statuses.of_trajectory(t)) == t.status else msgspec.structs.replace(t, status=status)
+        for t in trajectories.values()
+    ]
     log.spans = list(spans.values())
+    log.blocks = [block for block in log.blocks if block.begin_ns <= block.end_ns]
+    if wrong:
+        log.problems.append(f"left out, because they end before they begin or repeat a number: {wrong:,}")
+    if lost:
+        what = "spans of trajectories that are not in the log, which count as the process's"
+        log.problems.append(f"{what}: {lost:,}")
     return log
+
+
+def _standing(records: Sequence[_Numbered]) -> dict[int, _Numbered]:
+    """Return the records by id, sorted by id, without repeated ids and ends before begins."""
+    first: dict[int, _Numbered] = {}
+    for record in records:
+        first.setdefault(record.id, record)
+    return {
+        number: record
+        for number, record in sorted(first.items())
+        if record.begin_ns <= record.end_ns and number != NO_SPAN
+    }
 
 
 def write_log_member(job: MemberJob) -> Member:
@@ -91,7 +114,7 @@ def write_log_member(job: MemberJob) -> Member:
         TraceFormatError: The log cannot be read at all.
         OSError: The member cannot be written.
     """
-    log = linked_log(job.source, job.limits, job.statuses)
+    log = mended_log(job.source, job.limits, job.statuses)
     drawn = _Drawn(job, log)
     counters = job.keep.select(list(drawn.counters()), job.base_ns)
     names = name_process(drawn.pid, f"{job.source.title} trajectories")
@@ -103,6 +126,7 @@ def write_log_member(job: MemberJob) -> Member:
         events=written,
         left_out=drawn.layout.left_out,
         problems=log.problems,
+        arrows=list(drawn.arrows.values()),
     )
 
 
@@ -113,6 +137,7 @@ class _Drawn:
         pid: Process id of the events.
         base_ns: Time of ``ts == 0`` in the timeline, on the clock of the log.
         layout: Rows of the records.
+        arrows: Arrows to requests, by the id of the span at their tail.
     """
 
     def __init__(self, job: MemberJob, log: TrajectoryLog) -> None:
@@ -133,10 +158,7 @@ class _Drawn:
             for loop in reversed(log.loops)
         }
         self.layout = lay_out(log, is_wanted, self._loop)
-        shown = (span for span in log.spans if span.request and span.id in self.layout.spans)
-        ends = ((s.id, s.request, s.begin_ns - offset_ns, s.end_ns - offset_ns) for s in shown)
-        self._requests = joined(ends, job.requests)
-        self._job, self._arrows = job, 0
+        self.arrows = _arrows(job, log, self.layout)
 
     def slices(self) -> Iterator[Event]:
         """Yield the slices of all records that have a row."""
@@ -145,10 +167,10 @@ class _Drawn:
                 yield self._trajectory(one, row + 1)
         for span in self._log.spans:
             if (row := self.layout.spans.get(span.id)) is not None:
-                event = self._span(span, row + 1)
-                yield event
-                if span.id in self._requests:
-                    yield from self._arrow(span, event)
+                yield self._span(span, row + 1)
+                if arrow := self.arrows.get(span.id):
+                    ts = max(span.begin_ns - self.base_ns, 0) / 1000
+                    yield Event("s", "request", "generate", self.pid, row + 1, ts, id=arrow.id)
         blocking = {block.span for block in self._log.blocks}
         names = {span.id: span.name for span in self._log.spans if span.id in blocking}
         for place, row in sorted(self.layout.blocks.items()):
@@ -156,15 +178,6 @@ class _Drawn:
             who = (names.get(block.span) or block.function) if block.function else "unknown"
             about = {"task": block.task, "function": block.function}
             yield self._draw(row + 1, "block", who, block.begin_ns, block.end_ns, about=about)
-
-    def _arrow(self, span: SpanRecord, event: Event) -> Iterator[Event]:
-        """Yield both ends of the arrow from a span to its request, if the request is in the timeline."""
-        request, job = self._requests[span.id], self._job
-        if place := job.places.get((request.id, request.begin_ns)):
-            number = job.index * ID_STRIDE + self._arrows
-            self._arrows += 1
-            from_ns = max(span.begin_ns - job.source.offset_ns, job.base_ns)
-            yield from request_arrow(number, event, from_ns, request, place, job.base_ns)
 
     def counters(self) -> Iterator[Event]:
         """Yield counter events: lag of each event loop, counters of the log, and running trajectories."""
@@ -207,6 +220,24 @@ class _Drawn:
         if record.failed:
             event.cname = _BAD["failed"]
         return event
+
+
+def _arrows(job: MemberJob, log: TrajectoryLog, layout: Layout) -> dict[int, Arrow]:
+    """Return the arrows to requests, by the id of the span at their tail."""
+    offset_ns = job.source.offset_ns
+    waiting = {span.id: span for span in log.spans if span.request and span.id in layout.spans}
+    ends = (
+        (number, span.request, span.begin_ns - offset_ns, span.end_ns - offset_ns)
+        for number, span in waiting.items()
+    )
+    return {
+        number: Arrow(
+            job.index * ID_STRIDE + place,
+            (request.id, request.begin_ns),
+            max(waiting[number].begin_ns - offset_ns, job.base_ns),
+        )
+        for place, (number, request) in enumerate(joined(ends, job.requests).items())
+    }
 
 
 def _trajectory_name(trajectory: TrajectoryRecord) -> str:
@@ -276,7 +307,7 @@ def lay_out(
     one trajectory overlap.
 
     Args:
-        log: The log, from :func:`linked_log`.
+        log: The log, without contradictions (see :func:`mended_log`).
         is_wanted: Returns whether a record is selected.
         loop_name: Returns the name of an event loop by its number.
     """
