@@ -462,7 +462,7 @@ def test_ranks_that_are_not_selected_have_no_entry(
     assert [result.name for result in written.workers] == names
     assert len(written.notes) == (not names)
     for note in written.notes:
-        assert note == "no worker of role actor is captured: not selected"
+        assert "matches none of 2 workers of role actor" in note
         assert note in caplog.messages
 
 

@@ -27,10 +27,9 @@ from verl_profiling.capture_request import CaptureSelection, Demand, Trigger
 from verl_profiling.cli import main
 from verl_profiling.commands.trigger import Answer, find_job
 from verl_profiling.controller.anomalies import Anomalies
-from verl_profiling.controller.spmd import Decision
 from verl_profiling.controller.step_folder import StepFolders
 from verl_profiling.run_files import read_manifest
-from verl_profiling.settings.schedule import StepRange
+from verl_profiling.settings.schedule import Decision, StepRange
 from verl_profiling.workers import RequestLog, RolloutCaptureMixin
 
 

@@ -22,7 +22,7 @@ from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.stage import SpanLog, StageSink
 from verl_profiling.controller.decision import Decisions, LoopOrder
 from verl_profiling.controller.open_capture import OpenCapture, whole_version
-from verl_profiling.controller.spmd import Decision, in_a_line, knows_place, place_of
+from verl_profiling.controller.spmd import in_a_line, knows_place, place_of
 from verl_profiling.controller.step_folder import StepFolders, is_pending
 from verl_profiling.controller.targets import Roster, Waits
 from verl_profiling.controller.watch import Watch
@@ -31,7 +31,7 @@ from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CUT_SHORT, CaptureResult, StepSpan
 from verl_profiling.remote import Upload
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.schedule import Action
+from verl_profiling.settings.schedule import Action, Decision
 
 LAST_READ_S = 5.0  # training may have ended because a worker hangs
 EXIT_S = 20.0
@@ -69,6 +69,7 @@ class Controller:
         self._last_step = None if watches else config.schedule.last_step()
         self.watch = Watch(config.watch, self.roster, config.timeouts.start_s) if watches else None
         self.decisions = Decisions(config, self.roster, self.watch)
+        self._identity = WorkerIdentity(role="controller")
         self._order = LoopOrder()
         self._exit_of = 0
         self._written: OpenCapture | None = None
@@ -327,11 +328,12 @@ class Controller:
             leads,
             [StepSpan(step=step, begin_ns=clock.now_ns(), end_ns=0, policy_version=policy_version)],
             outside,
+            self._identity,
             self.run_notes,
             notes,
         )
         if leads:
-            self._hooks.begun(request, WorkerIdentity(role="controller"))
+            self._hooks.begun(request, self._identity)
         self._set_live(live)
         return True
 

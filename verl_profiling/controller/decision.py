@@ -37,7 +37,7 @@ from verl_profiling.capture_request import (
     new_request_id,
 )
 from verl_profiling.controller.anomalies import Anomalies
-from verl_profiling.controller.spmd import PROBLEMS, Decision, Ranks, find_ranks, in_a_line, place_of
+from verl_profiling.controller.spmd import PROBLEMS, Ranks, find_ranks, in_a_line, place_of
 from verl_profiling.controller.step_folder import StepFolders
 from verl_profiling.controller.targets import Roster
 from verl_profiling.controller.watch import Watch
@@ -46,7 +46,7 @@ from verl_profiling.identity import WorkerIdentity, process_rank
 from verl_profiling.manifest import Manifest
 from verl_profiling.remote import LocalFolder, RemoteFolder, is_url
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.schedule import Action, Schedule, StepRange
+from verl_profiling.settings.schedule import Action, Decision, Schedule, StepRange
 from verl_profiling.units import step_list, visible
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, result_of
 from verl_profiling.capture.stage import OpenSpan, SpanLog
 from verl_profiling.clock import Handshake
-from verl_profiling.controller.spmd import HANDSHAKES, Decision, Ranks, measured_clock
+from verl_profiling.controller.spmd import HANDSHAKES, Ranks, measured_clock
 from verl_profiling.controller.targets import Call, Roster, Target, Waits, Worker, wait_for
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import (
@@ -30,6 +30,7 @@ from verl_profiling.manifest import (
     StepSpan,
     finite_numbers,
 )
+from verl_profiling.settings.schedule import Decision
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class OpenCapture:
         leads: Whether this process writes the loop's part of the step folder.
         steps: The steps that have begun; ``end_ns`` of the current one is 0.
         outside: The pauses in which the capture starts and stops, and the loop's stages after the step.
+        loop: The process that runs the loop.
         run_notes: Notes on the run for the user, in the manifest.
         notes: Notes on this capture.
         end_ns: When it ended; 0 until then.
@@ -71,6 +73,7 @@ class OpenCapture:
     leads: bool
     steps: list[StepSpan]
     outside: SpanLog
+    loop: WorkerIdentity
     run_notes: list[str]
     notes: list[str]
     end_ns: int = 0
@@ -156,7 +159,7 @@ class OpenCapture:
             begin_ns=self.steps[0].begin_ns,
             end_ns=end_ns,
             complete=self.complete,
-            controller=WorkerIdentity(role="controller"),
+            controller=self.loop,
             process=ProcessId.current(),
             stages=self.stages,
             outside=self.around or self.outside.so_far(),
@@ -329,7 +332,11 @@ class OpenCapture:
             skipped = started is not None and started.status == "skipped"
             reasons.setdefault(call.target.roles[0], []).append(started.reason if started and skipped else "")
         for role, found in reasons.items():
-            if all(found):
+            if set(found) == {"not selected"}:
+                self._note(
+                    f"the selection of ranks or replicas matches none of {len(found)} workers of role {role}"
+                )
+            elif all(found):
                 self._note(f"no worker of role {role} is captured: {', '.join(dict.fromkeys(found))}")
 
     def _note(self, text: str) -> None:

@@ -13,7 +13,6 @@ import os
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -21,14 +20,14 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.session import process_session
-from verl_profiling.capture_request import CaptureSelection, Trigger
+from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.clock import Handshake, best_handshake
 from verl_profiling.controller.run import Run, RunPlace
 from verl_profiling.controller.targets import Target
 from verl_profiling.identity import ProcessId, WorkerIdentity, process_rank
 from verl_profiling.manifest import CaptureResult, HostClock, StageSpan
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.schedule import StepRange
+from verl_profiling.settings.schedule import Decision
 
 logger = logging.getLogger(__name__)
 
@@ -41,21 +40,6 @@ _LOOK_S = 1.0
 _FIRST_LOOK_S = 0.02
 
 _trainings = count(1)
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The decision to capture one or more steps.
-
-    Attributes:
-        step_range: The steps to capture.
-        trigger: Who requested the capture, and why.
-        selection: Overrides of the settings, e.g. other ranks; ``None`` for the settings as they are.
-    """
-
-    step_range: StepRange
-    trigger: Trigger
-    selection: CaptureSelection | None = None
 
 
 class Ranks:
