@@ -25,6 +25,8 @@ MOST_STEPS = 100
 Ranks = str | int | tuple[int, ...] | None
 """Ranks as users write them: ``"0,8-15"``, a number, or a list."""
 
+_MOST_RANKS = 1 << 20
+
 _Names = Annotated[
     tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=200)], ...],
     msgspec.Meta(min_length=1, max_length=64),
@@ -163,6 +165,7 @@ def parse_ranks(value: Ranks, key: str) -> frozenset[int] | None:
 
 
 def _ranks_in(text: str, key: str) -> Iterator[int]:
+    room = _MOST_RANKS
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         try:
@@ -170,6 +173,7 @@ def _ranks_in(text: str, key: str) -> Iterator[int]:
             high = int(last) if dash else low
         except ValueError:
             raise ConfigError(key, f'{text!r} is not a list of ranks; write e.g. "0,8-15"') from None
-        if high < low:
+        room -= high - low + 1
+        if high < low or room < 0:
             raise ConfigError(key, f'{part.strip()!r} is not a range of ranks; write e.g. "8-15"')
         yield from range(low, high + 1)

@@ -12,13 +12,18 @@ from verl_profiling import ConfigError, stage, trajectory
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session
 from verl_profiling.capture_request import CaptureSelection
+from verl_profiling.engines.adapter import EngineAdapter, EngineTrace
+from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.role import RoleConfig
+from verl_profiling.settings.rollout import RolloutOptions
+from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 from verl_profiling.workers import RewardCaptureMixin
 from verl_profiling.workers.rollout import make_recorder
 
 ACTOR = WorkerIdentity(role="actor")
+REPLICA = WorkerIdentity(role="rollout", rank=2, replica=1)
 
 
 def request(folder: Path, number: int, selection: CaptureSelection | None) -> CaptureRequest:
@@ -61,6 +66,14 @@ def test_an_aim_takes_the_place_of_all_settings_of_a_role() -> None:
     assert config.for_role("ref", selection) is ref, "computed once"
 
 
+def test_what_an_aim_does_not_name_is_as_the_settings_say() -> None:
+    """An selection at a mode keeps the ranks, a selection at ranks the tools and the roles."""
+    config = settings(select={"roles": ["actor"], "ranks": "1"}, tool="spans")
+    assert config.for_role("actor", CaptureSelection(mode="discrete")).ranks == {1}
+    assert names(config.for_role("actor", CaptureSelection(ranks=(2,)))) == ["spans"]
+    assert not config.for_role("critic", CaptureSelection(ranks=(2,))).enable
+
+
 def test_stages_mean_discrete_mode_and_leave_engines_out() -> None:
     """Unless the rollout is one of them; with e2e mode they contradict each other."""
     config = settings(tool="spans")
@@ -90,6 +103,15 @@ def test_trajectories_go_on_unless_their_role_is_named() -> None:
     assert (names(kept), kept.mode) == (["trajectories"], "e2e")
     named = config.for_role("agent_loop", CaptureSelection(tools=("torch",), roles=("agent_loop",)))
     assert names(named) == ["torch", "trajectories"]
+
+
+def test_an_aim_in_words() -> None:
+    """As settings are written; nothing for one that changes nothing."""
+    assert (
+        CaptureSelection(mode="e2e", ranks=(0, 3), roles=("actor",)).in_words()
+        == "mode=e2e, roles=actor, ranks=0,3"
+    )
+    assert CaptureSelection().in_words() == ""
 
 
 # What it asks of a session
@@ -137,6 +159,35 @@ def test_a_capture_aimed_at_what_runs_side_by_side_is_of_the_whole_step(
 
 
 # What it asks of an engine
+
+
+class Engine(EngineAdapter):
+    """Records with two ranks, and writes nothing."""
+
+    name = "noting"
+    window = RolloutOptions()
+    ranks = 2
+    device = "cpu"
+
+    def __init__(self, spool: Path) -> None:
+        self.spool = spool
+        self.starts = 0
+
+    async def start(self) -> None:
+        self.starts += 1
+
+    async def stop(self) -> None: ...
+
+    def identify(self, path: Path) -> EngineTrace | None:
+        return None
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> tuple[Engine, EngineRecorder]:
+    """An engine of replica 1, ranks 2 and 3, that was started to be recorded with torch."""
+    config = settings(tool="torch")
+    noting = Engine(tmp_path / "spool")
+    return noting, EngineRecorder(noting, TorchTool(TorchOptions()), REPLICA, config, RequestLog())
 
 
 def test_a_server_records_no_engine_that_computes_elsewhere(session: Session, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from verl_profiling import stage
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session
 from verl_profiling.capture.stage import Stage
+from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.testing import record_step
@@ -69,6 +70,16 @@ def test_a_capture_goes_from_start_to_stop(spans_only: Session, tmp_path: Path) 
     assert (tmp_path / "step").is_dir()
 
 
+def test_stop_without_start_is_said_once(session: Session, caplog: pytest.LogCaptureFixture) -> None:
+    """To whoever calls it; the callback, which stops what failed to start too, is told nothing."""
+    session.stop("a capture of the callback")
+    session.stop(None, finish_s=0.1)
+    assert not caplog.messages
+    for _ in range(2):
+        assert session.stop().result.status == "skipped"
+    assert caplog.messages == ["stop_capture: nothing is open; call start_capture(...) first"]
+
+
 def test_stopping_another_capture_leaves_the_open_one_alone(spans_only: Session, tmp_path: Path) -> None:
     """A stop that comes too late for its own capture must not end the next one."""
     spans_only.start(request(tmp_path, 1), ACTOR)
@@ -91,6 +102,15 @@ def test_another_capture_closes_the_open_one(spans_only: Session, tmp_path: Path
     assert (left["status"], left["reason"], left["step"]) == ("failed", "never stopped", 11)
     assert [span["name"] for span in left["stages"]] == ["update_actor"]
     assert spans_only.stop("run-12").result.status == "ok"
+
+
+def test_a_start_that_is_refused_closes_a_forgotten_capture(spans_only: Session, tmp_path: Path) -> None:
+    """Any start with another capture's id does."""
+    spans_only.start(request(tmp_path / "1"), ACTOR)
+    refused = spans_only.start(
+        request(tmp_path / "2", 2, selection=CaptureSelection(tools=("tporch",))), ACTOR
+    )
+    assert (refused.status, spans_only.recording) == ("refused", False)
 
 
 Act = Callable[[Session, Path], str]
@@ -168,6 +188,45 @@ def test_discrete_mode_records_each_stage_apart(tmp_path: Path) -> None:
         assert artifact.begin_ns <= span.begin_ns <= span.end_ns <= artifact.end_ns
 
 
+def test_stages_of_like_names_have_files_of_their_own(tmp_path: Path) -> None:
+    """Told apart by their names, not by a number that says "the second run"."""
+    with record_step(settings(mode="discrete"), tmp_path) as recorded:
+        for name in ("reward/math", "reward math", "reward-math"):
+            with stage(name):
+                train()
+    assert recorded.result is not None
+    artifacts = recorded.result.artifacts
+    assert [(artifact.stage, artifact.occurrence, artifact.status) for artifact in artifacts] == [
+        ("reward/math", 1, "ok"),
+        ("reward math", 1, "ok"),
+        ("reward-math", 1, "ok"),
+    ]
+    assert len({artifact.path for artifact in artifacts}) == 3
+    assert artifacts[2].path == "actor_rank0.reward-math.torch.json.gz"
+    for artifact in artifacts:
+        assert len(spans(tmp_path / artifact.path, artifact.stage)) == 1
+
+
+def test_discrete_mode_says_when_its_tool_started_and_stopped(tmp_path: Path) -> None:
+    """Around each recorded stage, whose own time they are no part of; their seconds are those of the cost."""
+    with record_step(settings(mode="discrete"), tmp_path) as recorded:
+        for name in ("old_log_prob", "update_actor"):
+            with stage(name):
+                train()
+    result = recorded.result
+    assert [(span.name, span.stage) for span in result.tool_spans] == [
+        ("start", "old_log_prob"),
+        ("stop", "old_log_prob"),
+        ("start", "update_actor"),
+        ("stop", "update_actor"),
+    ]
+    for own, start, stop in zip(result.stages, result.tool_spans[::2], result.tool_spans[1::2], strict=True):
+        assert start.begin_ns <= start.end_ns <= own.begin_ns <= own.end_ns <= stop.begin_ns <= stop.end_ns
+    assert result.cost.start_s > 0
+    assert result.cost.stop_s > 0
+    assert result.cores == os.cpu_count()
+
+
 def test_discrete_mode_records_only_selected_stages(tmp_path: Path) -> None:
     """A selected stage inside one that is not selected is recorded; all are spans in the result."""
     config = settings(mode="discrete", select={"stages": ["update_actor"]})
@@ -201,6 +260,37 @@ def test_discrete_mode_records_a_stage_that_raises(tmp_path: Path) -> None:
     assert recorded.result is not None
     assert [artifact.status for artifact in recorded.result.artifacts] == ["ok", "ok"]
     assert [span.failed for span in recorded.result.stages] == [True, False]
+
+
+def test_discrete_stages_of_two_tasks_do_not_cut_each_other_short(tmp_path: Path) -> None:
+    """The recording ends with the stage that began it, not with another one of the same name."""
+    import asyncio
+
+    async def both() -> int:
+        begun, second_ended = asyncio.Event(), asyncio.Event()
+
+        @stage("generate")
+        async def first() -> None:
+            begun.set()
+            await second_ended.wait()
+
+        @stage("generate")
+        async def second() -> None:
+            await begun.wait()
+
+        task = asyncio.create_task(first())
+        await begun.wait()
+        await second()
+        ended_ns = time.time_ns()
+        second_ended.set()
+        await task
+        return ended_ns
+
+    with record_step(settings(mode="discrete"), tmp_path) as recorded:
+        second_ended_ns = asyncio.run(both())
+    assert recorded.result is not None
+    [artifact] = recorded.result.artifacts
+    assert artifact.begin_ns < second_ended_ns <= artifact.end_ns
 
 
 def test_a_stop_on_another_thread_keeps_the_trace(session: Session, tmp_path: Path) -> None:
@@ -264,6 +354,47 @@ def test_a_hand_over_that_never_comes_fails_and_the_next_capture_works(
         train()
     assert recorded.result is not None
     assert recorded.result.status == "ok", recorded.result.reason
+
+
+def test_a_recording_whose_thread_has_ended_is_failed_and_does_not_crash(
+    tmp_path: Path, run_python: Any
+) -> None:
+    """Python reuses thread ids at once, and a new thread with the owner's id is not the owner."""
+    run_python(
+        """
+        import sys, threading, time
+        from pathlib import Path
+        from example_loops import settings, spans, train
+        from verl_profiling.identity import WorkerIdentity
+        from verl_profiling.capture.messages import CaptureRequest
+        from verl_profiling.capture.session import process_session
+        from verl_profiling.testing import record_step
+
+        session, actor = process_session(), WorkerIdentity(role="actor")
+        session.register(settings(tools={"torch": {"memory": True}}, timeouts={"stop_s": 60}), actor)
+        request = CaptureRequest(capture_id="r", run_id="r", step=1, folder=sys.argv[1])
+
+        def on_a_thread(function):
+            found = []
+            thread = threading.Thread(target=lambda: found.append(function()))
+            thread.start()
+            thread.join()
+            return found[0]
+
+        on_a_thread(lambda: session.start(request, actor))
+        train()
+        begin = time.monotonic()
+        result = on_a_thread(lambda: session.stop("r")).result
+        assert time.monotonic() - begin < 10
+        assert result.status == "failed", result
+        assert "another thread than the one that started" in result.reason
+        with record_step(settings(), Path(sys.argv[1])) as recorded:
+            train()
+        assert recorded.result.status == "ok", recorded.result
+        assert spans(recorded.path, "aten::addmm")
+        """,
+        tmp_path / "step",
+    )
 
 
 LEAVING = """

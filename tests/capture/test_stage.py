@@ -8,6 +8,7 @@ import inspect
 import pickle
 import threading
 from collections.abc import AsyncIterator, Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,37 @@ async def test_an_async_block_is_a_span(tmp_path: Path) -> None:
     assert shape([found[0], *found[5:]]) == [("outer", 0, False), ("failing", 0, True)]
 
 
+def test_a_decorated_method_gets_its_self(tmp_path: Path) -> None:
+    """Methods, class methods and static methods can be decorated."""
+
+    class Worker:
+        value = 3
+
+        @stage("a")
+        def method(self) -> int:
+            return self.value
+
+        @classmethod
+        @stage("b")
+        def of_class(cls) -> int:
+            return cls.value
+
+        @staticmethod
+        @stage("c")
+        def static(value: int) -> int:
+            return value
+
+    with recorded_stages(tmp_path) as found:
+        assert [Worker().method(), Worker.of_class(), Worker.static(4)] == [3, 3, 4]
+    assert [span.name for span in found] == ["a", "b", "c"]
+
+
+class Name(str, Enum):
+    """Names of stages, as a trainer may keep them."""
+
+    UPDATE = "update_actor"
+
+
 def bare() -> None:
     """Be decorated with a bare ``@stage``."""
 
@@ -148,8 +180,11 @@ def bare() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (["unhashable"], 'stage() was given list instead of a name, as in @stage("update_actor")'),
-        (bare, 'stage() was given bare instead of a name, as in @stage("update_actor")'),
+        (None, "stage() was given NoneType instead of a name; a stage's name is text"),
+        (3, "stage() was given int instead of a name; a stage's name is text"),
+        (b"update", "stage() was given bytes instead of a name; a stage's name is text"),
+        (["unhashable"], "stage() was given list instead of a name; a stage's name is text"),
+        (bare, 'stage() was given bare instead of a name; write @stage("bare") above a function'),
         (" ", "stage(' '): the name is empty; write stage(\"update_actor\")"),
         ("\udcff", r"stage('\udcff'): the name cannot be written as UTF-8"),
     ],
@@ -164,6 +199,21 @@ def test_what_is_no_name_is_refused_when_the_stage_is_made(
             with pytest.raises((TypeError, ValueError)) as caught:
                 make(name)
             assert str(caught.value) == message
+
+
+def test_a_name_of_a_text_type_is_plain_text(tmp_path: Path) -> None:
+    """Members of an enumeration and other kinds of text can be written down like any name."""
+
+    class Text(str):
+        __slots__ = ()
+
+    with recorded_stages(tmp_path) as spans:
+        for name in (Name.UPDATE, Text("reward")):
+            with stage(name):
+                pass
+    assert [span.name for span in spans] == ["update_actor", "reward"]
+    assert {type(span.name) for span in spans} == {str}
+    assert stage(Name.UPDATE) is stage("update_actor")
 
 
 def test_generator_functions_are_refused() -> None:
@@ -196,6 +246,22 @@ def test_what_user_code_raises_passes_untouched(tmp_path: Path, error: BaseExcep
     assert caught.value is error
     assert caught.value.__cause__ is caught.value.__context__ is None
     assert shape(found) == [("outer", 0, True), ("inner", 1, True), ("next", 0, False)]
+
+
+async def test_a_cancelled_coroutine_is_a_failed_span(tmp_path: Path) -> None:
+    """Cancelling a task closes its stages, and the cancellation goes on."""
+
+    @stage("generate")
+    async def generate() -> None:
+        await asyncio.sleep(10)
+
+    with recorded_stages(tmp_path) as found:
+        task = asyncio.create_task(generate())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert shape(found) == [("generate", 0, True)]
 
 
 def test_threads_do_not_see_each_others_stages(tmp_path: Path) -> None:

@@ -25,8 +25,14 @@ def work(scenario: str, step: int, folder: Path) -> None:
     """Do what the scenario has this rank do in a step."""
     with stage("update_actor"):
         time.sleep(0.01)
+    waits = folder.with_name("rank_0_waits")
+    if RANK == 0 and step == 2:
+        waits.write_text("now")
     if RANK == 1 and step == 2:
-        if scenario == "killed":
+        if scenario == "killed elsewhere":
+            wait_for(waits, "now")
+            time.sleep(1)
+        if scenario.startswith("killed"):
             os.kill(os.getpid(), signal.SIGKILL)
         if scenario == "late":
             wait_for(folder / "step_000002" / "manifest.json", '"state": "written"')
@@ -106,8 +112,9 @@ def main() -> None:
         "timeouts": {"start_s": 20, "stop_s": 20, "finish_s": 20},
     }
     config = ProfilingConfig.from_any({**settings, **json.loads(given[0] if given else "{}")})
-    shifted = RANK and scenario == "clock"
-    with shifted_clock(5_000_000_000, "elsewhere") if shifted else contextlib.nullcontext():
+    ahead_ns = {"clock": 5_000_000_000, "killed elsewhere": 0}.get(scenario)
+    clock = shifted_clock(ahead_ns, "elsewhere") if RANK and ahead_ns is not None else None
+    with clock or contextlib.nullcontext():
         if "MASTER_ADDR" in os.environ and scenario != "environment":
             dist.init_process_group("gloo")
         if scenario == "no callback" and RANK == 1:

@@ -22,11 +22,11 @@ from verl_profiling.capture.session import Session
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.cli import main
 from verl_profiling.controller.anomalies import Anomalies
+from verl_profiling.controller.requests import Decision
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Manifest
 from verl_profiling.run_files import read_manifest
-from verl_profiling.settings.schedule import Decision
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.watch.collectives import RecorderReading

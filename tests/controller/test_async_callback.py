@@ -4,16 +4,61 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import ray
 from conftest import Pool
-from fleet import TrainWorker
+from example_loops import spans
+from fleet import CoroutineWorker, TrainWorker
 from test_callback import configured, local_worker, manifest, set_up
 
 from verl_profiling import AsyncProfilingCallback, ProfilingCallback
 from verl_profiling.capture.session import Session
+
+
+async def run(
+    callback: AsyncProfilingCallback, work: Callable[[int], Awaitable[object]], steps: int = 3
+) -> None:
+    """Run a training loop with all hooks."""
+    await callback.on_train_begin()
+    for step in range(1, steps + 1):
+        await callback.on_step_begin(step, policy_version=step - 1)
+        await callback.on_rollout_begin()
+        await callback.on_rollout_end({"rollout/seconds": 0.5})
+        with callback.stage("update_actor"):
+            await work(step)
+        await callback.on_step_end({"reward": step / 10})
+    await callback.on_train_end()
+
+
+async def test_local_workers_of_both_kinds_are_captured(tmp_path: Path, session: Session) -> None:
+    """Ordinary methods and coroutines run on the thread of the event loop."""
+    config = configured(tmp_path, tool="torch")
+    rollout = CoroutineWorker(config)
+    actor = local_worker(config, reset=False)
+    callback = AsyncProfilingCallback(config)
+    callback.add_workers("actor", actor)
+    callback.add_rollout([rollout])
+
+    async def work(step: int) -> None:
+        actor.work()
+
+    await run(callback, work)
+    written = manifest(config)
+    [result] = written.workers
+    assert set(result.roles) == {"actor", "rollout"}
+    assert result.status == "ok"
+    assert spans(Path(config.save_path) / "step_000002" / result.artifacts[0].path, "aten::addmm")
+    assert written.metrics == {"rollout/seconds": 0.5, "reward": 0.2}
+    assert [(span.name, span.failed) for span in written.stages] == [
+        ("rollout", False),
+        ("update_actor", False),
+    ]
+    counts = actor.counts()
+    assert counts["start_capture"] == 1
+    assert counts["stop_capture"] in (1, 2), "a second one asks for what was still being compressed"
 
 
 async def test_the_event_loop_is_free_while_a_remote_worker_stops(tmp_path: Path, pool: Pool) -> None:

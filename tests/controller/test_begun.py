@@ -99,3 +99,16 @@ def test_a_step_that_is_being_recorded_is_not_called_lost(
     callback.on_step_end()
     callback.on_train_end()
     assert main(["check", str(folder)]) == 0
+
+
+def test_a_capture_of_several_steps_says_which_have_begun(tmp_path: Path, session: Session) -> None:
+    """So that what a killed run leaves of them is told apart, too."""
+    config = configured(tmp_path, schedule={"steps": [2, 3], "continuous": True})
+    callback = following(config)
+    callback.on_step_begin(2)
+    callback.on_step_end()
+    callback.on_step_begin(3)
+    found = manifest_with(tmp_path / "run" / "step_000002", '"step": 3')
+    assert found.state == "begun"
+    assert [span.step for span in found.step_spans] == [2, 3]
+    callback.on_step_end()

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 import ray
 from conftest import Pool
-from example_loops import settings, spans
+from example_loops import settings, spans, train
 from fleet import CoroutineWorker, TrainWorker, WorkerGroup
 
-from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig
+from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig, stage
 from verl_profiling.capture.messages import StopReply
 from verl_profiling.capture.session import Session
 from verl_profiling.manifest import CaptureResult, Manifest, Request
@@ -25,7 +25,7 @@ from verl_profiling.report.check import check
 from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
-from verl_profiling.workers import CaptureMixin
+from verl_profiling.workers import CaptureMixin, RequestLog, RolloutCaptureMixin
 
 Work = Callable[[int], object]
 
@@ -208,11 +208,26 @@ def test_a_class_of_two_roles_is_recorded_as_what_it_was_added(
     assert (result.name, result.roles) == (f"{added}_rank0", [added, other])
     assert result.identity.role == added
     assert (result.mode, result.tools) == {"actor": ("e2e", ["torch"]), "ref": ("discrete", ["spans"])}[added]
+    unused = {
+        "actor": "mode=discrete, tool=spans, stages=ref_log_prob",
+        "ref": "mode=e2e, tool=torch",
+    }[added]
     [note] = result.notes
     assert note == (
         f"role {other} is recorded as {added}_rank0, whose process it shares, "
-        f"with mode, stages and tools of role {added}; its own are not used"
+        f"with the settings of role {added}: its own {unused} is not used"
     )
+
+
+def test_the_role_that_is_on_is_recorded_where_the_other_is_off(tmp_path: Path, session: Session) -> None:
+    """Also when the worker was added under the one that is off."""
+    config = configured(tmp_path)
+    worker = local_worker(configured(tmp_path, enable=False), "actor")
+    worker.also(config, "ref")
+    callback = following(config, worker)
+    run(callback, lambda step: worker.work())
+    [result] = manifest(config).workers
+    assert (result.name, result.status) == ("ref_rank0", "ok")
 
 
 @pytest.mark.parametrize("given", [{"enable": False}, {"roles": {"actor": {"enable": False}}}])
@@ -317,6 +332,39 @@ def test_a_coroutine_worker_is_driven_from_an_ordinary_loop(
         thread.join()
         loop.close()
     assert manifest(config).workers[0].status == "ok"
+
+
+def test_rollout_windows_follow_the_hooks_in_discrete_mode(tmp_path: Path, session: Session) -> None:
+    """A replica records from ``on_rollout_begin`` to ``on_rollout_end``, each time they are called."""
+    config = configured(tmp_path, tool="torch", roles={"rollout": {"mode": "discrete"}})
+    worker = local_worker(config, "rollout")
+    callback = ProfilingCallback(config)
+    callback.add_rollout([worker])
+    callback.on_train_begin()
+    callback.on_step_begin(2)
+    train()
+    assert worker.counts() == {}
+    for _ in range(2):
+        callback.on_rollout_begin()
+        with stage("generate"):
+            train()
+        callback.on_rollout_end()
+    train()
+    callback.on_step_end()
+    callback.on_train_end()
+    written = manifest(config)
+    [result] = written.workers
+    assert [(a.path, a.stage, a.occurrence, a.status) for a in result.artifacts] == [
+        ("rollout_rank0.rollout.torch.json.gz", "rollout", 1, "ok"),
+        ("rollout_rank0.rollout.2.torch.json.gz", "rollout", 2, "ok"),
+    ]
+    assert [span.name for span in result.stages] == ["generate", "generate"]
+    for artifact in result.artifacts:
+        assert len(spans(Path(config.save_path) / "step_000002" / artifact.path, "aten::addmm")) == 1
+    windows = [span for span in written.stages if span.name == "rollout"]
+    for artifact, window in zip(result.artifacts, windows, strict=True):
+        assert artifact.end_ns - artifact.begin_ns > 0
+        assert window.begin_ns < artifact.end_ns
 
 
 class ServingWorker(TrainWorker):
@@ -482,6 +530,18 @@ def test_unknown_roles_in_the_settings_are_noted(tmp_path: Path, session: Sessio
     assert set(notes) <= set(caplog.messages)
 
 
+def test_roles_that_are_not_selected_are_not_called(tmp_path: Path, pool: Pool) -> None:
+    """No call at all reaches a role that is left out."""
+    config = configured(tmp_path, select={"roles": ["actor"]})
+    set_up(config, pool.sync[:1])
+    set_up(config, pool.sync[1:2], "critic")
+    callback = following(config, pool.sync[0])
+    callback.add_workers("critic", pool.sync[1])
+    run(callback, lambda step: None)
+    assert ray.get(pool.sync[1].counts.remote()) == {}
+    assert [result.name for result in manifest(config).workers] == ["actor_rank0"]
+
+
 def test_workers_with_another_clock_are_put_on_the_controllers(tmp_path: Path, pool: Pool) -> None:
     """The offset is found within its bound, and again at the end, for clocks that drift; it corrects."""
     true_ns, drift_ns = -3600 * 1_000_000_000, 500_000_000
@@ -523,3 +583,41 @@ def test_workers_with_another_clock_are_put_on_the_controllers(tmp_path: Path, p
         assert controllers["ts"] - slack_us <= event["ts"]
         assert event["ts"] + event["dur"] <= controllers["ts"] + controllers["dur"] + slack_us
     assert [a.status for result in written.workers for a in result.artifacts] == ["ok", "ok"]
+
+
+class Server(RolloutCaptureMixin):
+    """A replica with an engine of its own, in the process of the loop."""
+
+    def __init__(self, config: ProfilingConfig, replica: int) -> None:
+        self.requests = RequestLog()
+        self.init_capture(config, replica=replica, requests=self.requests)
+
+    def generate(self) -> None:
+        """Serve two requests."""
+        for number in range(2):
+            with self.requests.open(id=f"{number}", prompt_tokens=3) as request:
+                request.response_tokens = 4
+
+
+@pytest.mark.parametrize("order", [("actor", "rollout"), ("rollout",)])
+def test_replicas_that_share_a_process_lose_no_request(
+    tmp_path: Path, session: Session, order: tuple[str, ...]
+) -> None:
+    """Whichever object of the process was added first: the recording is one, the requests are each one's."""
+    config = configured(tmp_path)
+    worker, servers = local_worker(config, "actor"), [Server(config, replica) for replica in range(2)]
+    callback = ProfilingCallback(config)
+    for role in order:
+        if role == "actor":
+            callback.add_workers("actor", worker)
+        else:
+            callback.add_rollout(servers)
+    run(callback, lambda step: [server.generate() for server in servers])
+    [result] = manifest(config).workers
+    assert sorted((request.replica, request.id) for request in result.requests) == [
+        (0, "0"),
+        (0, "1"),
+        (1, "0"),
+        (1, "1"),
+    ]
+    assert result.policy_versions == [1]

@@ -110,3 +110,20 @@ async def test_a_task_that_is_cancelled_keeps_its_step(tmp_path: Path, session: 
         await task
     assert not manifest(config).complete
     assert session.sink is None
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_workers_may_be_added_inside_of_the_block(
+    tmp_path: Path, session: Session, caplog: Any, role: str
+) -> None:
+    """Roles in the settings are looked for when there are workers, and a wrong one is said once."""
+    config = configured(tmp_path, select={"roles": ["actor"]}, schedule={"every": 1})
+    with ProfilingCallback(config) as profiling:
+        profiling.add_workers(role, local_worker(config, role))
+        for step in (1, 2):
+            profiling.on_step_begin(step)
+            profiling.on_step_end()
+    said = [message for message in caplog.messages if "no workers were added as 'actor'" in message]
+    assert len(said) == (role == "critic")
+    for step in (1, 2):
+        assert [note in said for note in manifest(config, step).notes] == [True] * len(said)

@@ -21,15 +21,16 @@ from conftest import Pool
 from example_loops import settings
 from fleet import TrainWorker, wait_for_begun
 
-from verl_profiling import ProfilingCallback, ProfilingConfig
+from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingConfig
 from verl_profiling.capture.session import Session
 from verl_profiling.capture_request import CaptureSelection, Demand, Trigger
 from verl_profiling.cli import main
 from verl_profiling.commands.trigger import Answer, find_job
 from verl_profiling.controller.anomalies import Anomalies
+from verl_profiling.controller.requests import Decision
 from verl_profiling.controller.step_folder import StepFolders
 from verl_profiling.run_files import read_manifest
-from verl_profiling.settings.schedule import Decision, StepRange
+from verl_profiling.settings.schedule import StepRange
 from verl_profiling.workers import RequestLog, RolloutCaptureMixin
 
 
@@ -194,6 +195,20 @@ def test_a_step_that_is_over_or_never_comes_is_refused(job: Job) -> None:
     assert many().folders == ["step_000007", "step_000008"]
 
 
+def test_requests_get_one_step_after_another(job: Job) -> None:
+    """Of two that name the same step the second is refused."""
+    answers = [
+        job.ask(at=1),
+        job.ask(),
+        job.ask(CaptureSelection(mode="discrete")),
+        job.ask(CaptureSelection(mode="e2e"), at=1),
+    ]
+    job.step(3)
+    assert [answer().state for answer in answers] == ["done", "done", "done", "refused"]
+    assert [answer().folders for answer in answers[:3]] == [[f"step_{step:06d}"] for step in (1, 2, 3)]
+    assert "was part of another capture" in answers[3]().reason
+
+
 def test_the_schedule_comes_first_and_a_request_joins_it(tmp_path: Path, session: Session) -> None:
     """Without a selection; one with an selection takes the next step that the schedule leaves alone."""
     job = Job(configured(tmp_path, schedule={"steps": [1, 2]}))
@@ -215,6 +230,15 @@ def test_the_schedule_comes_first_and_a_request_joins_it(tmp_path: Path, session
     assert [one.workers[0].mode for one in (first, second, third)] == ["e2e", "e2e", "discrete"]
 
 
+def test_a_schedule_of_every_step_starves_nobody(tmp_path: Path, session: Session) -> None:
+    """What was asked for is not used where no step is left for it."""
+    job = Job(configured(tmp_path, schedule={"every": 1}))
+    answer = job.ask(CaptureSelection(mode="discrete"), steps=2)
+    job.step(3)
+    job.callback.on_train_end()
+    assert (answer().state, answer().folders) == ("done", ["step_000001", "step_000002"])
+
+
 def test_a_person_comes_before_the_watch_which_waits(
     tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,6 +256,30 @@ def test_a_person_comes_before_the_watch_which_waits(
     found = [read_manifest(job.run / f"step_{step:06d}") for step in (2, 3)]
     assert [one.trigger.kind for one in found] == ["demand", "anomaly"]
     assert [one.workers[0].mode for one in found] == ["e2e", "discrete"]
+
+
+def test_a_capture_that_goes_on_is_not_interrupted(tmp_path: Path, session: Session) -> None:
+    """Who names a step inside of it is refused; a warm-up, which would be discarded, gives way."""
+    job = Job(configured(tmp_path, schedule={"steps": [1, 2, 3], "continuous": True}))
+    answer = job.ask(at=2)
+    job.step(4)
+    job.callback.on_train_end()
+    assert "was part of another capture" in answer().reason
+    assert read_manifest(job.run / "step_000001").steps == [1, 2, 3]
+    warm = {"warmup": 1, "wait": 0, "active": 1, "repeat": 1}
+    job = Job(configured(tmp_path, save_path=str(tmp_path / "warm"), schedule=warm))
+    job.ask(at=1)
+    job.step(2)
+    job.callback.on_train_end()
+    assert job.captured() == [1, 2]
+
+
+def test_an_exception_in_the_step_is_part_of_the_answer(job: Job) -> None:
+    """What was recorded is kept, and is not complete."""
+    answer = job.ask()
+    job.callback.on_step_begin(1)
+    job.callback.on_exception(ValueError("no memory"))
+    assert (answer().state, answer().complete) == ("done", False)
 
 
 def _no_space(*given: object, **others: object) -> None:
@@ -278,6 +326,41 @@ def test_a_signal_captures_the_next_step(tmp_path: Path, session: Session) -> No
     assert read_manifest(job.run / "step_000003").trigger.by == "SIGUSR2"
     job.callback.on_train_end()
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_handler_of_the_user_stays(tmp_path: Path, session: Session, watched: bool) -> None:
+    """And none is set without the watch, which would listen; nor is there a folder then."""
+    mine: Any = (lambda *_: None) if watched else signal.SIG_DFL
+    signal.signal(signal.SIGUSR2, mine)
+    try:
+        job = Job(configured(tmp_path, watch={"enable": watched}, schedule={"steps": [] if watched else [9]}))
+        job.step()
+        assert signal.getsignal(signal.SIGUSR2) is mine
+        job.callback.on_train_end()
+        assert signal.getsignal(signal.SIGUSR2) is mine
+        assert job.run.exists() == watched
+    finally:
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
+async def test_a_loop_that_is_a_coroutine_answers_with_the_policy_version(
+    tmp_path: Path, session: Session
+) -> None:
+    """The same decision, awaited."""
+    config = configured(tmp_path)
+    worker = TrainWorker()
+    worker.set_up(config)
+    callback = AsyncProfilingCallback(config)
+    callback.add_workers("actor", worker)
+    async with callback:
+        found = find_job(Path(config.save_path))
+        demand = found.ask(CaptureSelection(), 1, None)
+        await callback.on_step_begin(7, policy_version=41)
+        await callback.on_step_end()
+    answer = found.answer(demand)
+    assert answer is not None
+    assert (answer.state, answer.policy_versions, answer.folders) == ("done", [41], ["step_000007"])
 
 
 def test_ray_actors_record_what_was_asked_for(tmp_path: Path, pool: Pool) -> None:
@@ -330,6 +413,21 @@ def test_what_is_no_request_is_refused(job: Job, caplog: pytest.LogCaptureFixtur
     assert answer().state == "done"
 
 
+def test_links_pipes_and_folders_are_not_opened(job: Job, tmp_path: Path) -> None:
+    """A link to a good request neither; a pipe would be waited for without an end."""
+    requests = job.run / "requests"
+    good = tmp_path / "0123456789ab.json"
+    good.write_text('{"id":"0123456789ab"}')
+    (requests / good.name).symlink_to(good)
+    os.mkfifo(requests / "pipe.json")
+    (requests / "folder.json").mkdir()
+    job.step(2)
+    assert (job.captured(), good.exists()) == ([], True)
+    answer = job.ask()
+    job.step()
+    assert answer().state == "done"
+
+
 def test_nothing_is_removed_behind_a_link(job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Who may write the folder may ask, and cannot have the job's user empty another folder."""
     elsewhere = tmp_path / "elsewhere"
@@ -356,6 +454,16 @@ def test_what_is_logged_of_a_request_is_one_line(job: Job, caplog: pytest.LogCap
 
 
 # Whether a job runs
+
+
+def test_a_job_is_alive_then_ended(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command says so at once."""
+    job.step(2)
+    assert main(["trigger", str(job.run)]) == 0
+    assert "the job runs (pid" in capsys.readouterr().out
+    job.callback.on_train_end()
+    assert main(["trigger", str(job.run)]) == 2
+    assert "no job runs here: training ended after step 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -484,11 +592,25 @@ def test_a_killed_loop_is_seen_at_once(
     assert "done: " in capsys.readouterr().out
 
 
+def test_asking_imports_nothing_heavy(job: Job, run_python: Callable[..., Any]) -> None:
+    """So that the answer comes in a fraction of a second, also beside other work."""
+    run_python(
+        """
+        import sys
+        from verl_profiling.cli import main
+        main(["trigger", sys.argv[1]])
+        heavy = {"torch", "ray", "rich", "fsspec", "numpy", "verl_profiling.report"}
+        assert not heavy & set(sys.modules), heavy & set(sys.modules)
+        """,
+        job.run,
+    )
+
+
 def test_a_run_behind_a_url_is_asked_there(
     tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its folder is listed in the background; answers are there when the manifest is."""
-    monkeypatch.setattr("verl_profiling.controller.decision.LIST_S", 0.05)
+    monkeypatch.setattr("verl_profiling.controller.requests.LIST_S", 0.05)
     url = f"file://{tmp_path}/store/run"
     job = Job(configured(tmp_path, save_path=url))
     stop = threading.Event()

@@ -20,7 +20,7 @@ import ray
 from conftest import Pool
 from example_loops import spans
 from fault_tools import FAULTY
-from fleet import Reborn, TrainWorker
+from fleet import AsyncWorker, Reborn, TrainWorker
 from test_callback import configured, following, local_worker, manifest, run, set_up
 
 from verl_profiling import ProfilingConfig, ProfilingError
@@ -230,6 +230,32 @@ def test_a_hung_actor_is_a_failed_entry_until_it_answers_again(
     assert check(Path(config.save_path) / "step_000001").ok
 
 
+def test_an_actor_that_hangs_at_the_start_does_not_hold_up_the_others(
+    tmp_path: Path, pool: Pool, switches: Path
+) -> None:
+    """The step begins after the timeout; the late worker is stopped as soon as it answers."""
+    timeouts = {"start_s": 2, "stop_s": 10}
+    config = configured(tmp_path, schedule={"every": 1}, timeouts=timeouts)
+    callback = following(config, set_up(config, pool.sync[:2]))
+    ray.get(pool.sync[1].set_up.remote(config, "actor", 1, switches=switches))
+    numbers = itertools.count(1)
+
+    def run_step() -> int:
+        step = next(numbers)
+        callback.on_step_begin(step)
+        callback.on_step_end()
+        return step
+
+    with callback:
+        (switches / "start").touch()
+        run_step()
+        (switches / "start").unlink()
+        until_both_record(config, run_step)
+    fine, hung = manifest(config, 1).workers
+    assert (fine.status, hung.status) == ("ok", "failed")
+    assert "start_capture did not return within 2 s; is the worker hung or busy?" in hung.reason
+
+
 @pytest.mark.parametrize(("mode", "answers"), [("discrete", True), ("e2e", False)])
 def test_a_recording_that_is_stopped_after_the_last_step_is_waited_for(
     tmp_path: Path, pool: Pool, switches: Path, mode: str, answers: bool
@@ -280,6 +306,41 @@ def test_a_save_path_that_cannot_be_written_does_not_stop_training(
     assert steps == [1, 2, 3]
     assert worker.counts() == {}
     assert any("on_step_begin: profiling failed, training goes on" in message for message in caplog.messages)
+
+
+def test_a_folder_that_disappears_during_the_step_is_reported(tmp_path: Path, session: Session) -> None:
+    """The tool's artifact is failed, and the manifest cannot be written; training goes on."""
+    import shutil
+
+    config = configured(tmp_path, tool="torch", schedule={"steps": [1, 2]})
+    callback = following(config, worker := local_worker(config))
+
+    def work(step: int) -> None:
+        worker.work()
+        if step == 1:
+            shutil.rmtree(Path(config.save_path) / "step_000001")
+
+    run(callback, work)
+    assert not (Path(config.save_path) / "step_000001").exists()
+    assert manifest(config, 2).workers[0].status == "ok"
+
+
+FULL_DISK = """
+    import os, sys
+    from pathlib import Path
+    from example_loops import settings, train
+    from verl_profiling import stage
+    from verl_profiling.testing import record_step
+
+    folder, any_room = Path(sys.argv[1]), {"min_free_bytes": 0}
+    with record_step(settings(limits=any_room), folder) as recorded, stage("update_actor"):
+        train(int(sys.argv[2]))
+    [artifact] = recorded.result.artifacts
+    print(artifact.status, artifact.path, artifact.reason, sep="|")
+    with record_step(settings(tool="spans", limits=any_room), folder) as again, stage("update_actor"):
+        train()
+    assert again.result.status == "ok"
+"""
 
 
 @pytest.fixture
@@ -352,6 +413,22 @@ def test_a_step_whose_folder_cannot_be_made_is_said_everywhere(
     assert [manifest(config, step).workers[0].status for step in (1, 3)] == ["ok", "ok"]
 
 
+LIMITED = """
+    import resource, signal
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+"""
+
+
+def test_a_file_size_limit_is_reported_by_what_was_written(tmp_path: Path, run_python: Any) -> None:
+    """A quota cuts the raw trace off; it is kept for a reader to salvage, or named as failed."""
+    done = run_python(LIMITED + FULL_DISK, tmp_path / "step", 200)
+    status, path, reason = done.stdout.strip().splitlines()[-1].split("|")
+    assert status == "truncated"
+    assert reason.startswith("cut off after 65536 bytes")
+    assert {file.name for file in (tmp_path / "step").iterdir()} == {path, "actor_rank0.result.json"}
+
+
 class Calls:
     """A worker whose capture methods do what the test says."""
 
@@ -406,3 +483,16 @@ def test_two_workers_of_one_name_are_noted(tmp_path: Path, pool: Pool) -> None:
     callback = following(config, pool.sync[:2])
     run(callback, lambda step: None)
     assert any("two workers are called actor_rank0" in note for note in manifest(config).notes)
+
+
+def test_an_async_worker_serves_requests_while_it_is_captured(tmp_path: Path, pool: Pool) -> None:
+    """Starting and stopping on a Ray actor's event loop loses no request."""
+    config = configured(tmp_path, tool="torch", schedule={"every": 1})
+    set_up(config, [pool.asynchronous])
+    callback = following(config, pool.asynchronous)
+    assert issubclass(AsyncWorker, TrainWorker)
+    running = [pool.asynchronous.generate.remote(0.3) for _ in range(3)]
+    run(callback, lambda step: ray.get(pool.asynchronous.work.remote()), steps=3)
+    assert ray.get(running) == ["text"] * 3
+    for step in (1, 2, 3):
+        assert manifest(config, step).workers[0].status == "ok"

@@ -94,6 +94,22 @@ def test_a_hook_of_the_last_capture_runs_once(tmp_path: Path, session: Session) 
     assert notes(tmp_path) == [f"4 {tmp_path / 'run'}"]
 
 
+def test_hooks_run_one_after_another_in_order(tmp_path: Path, session: Session) -> None:
+    """Also where the first takes longest: those of the captures, then what is due when training ends."""
+    each = noting(tmp_path, "STEP")
+    each["command"] = [
+        "sh",
+        "-c",
+        '[ "$VERL_PROFILING_STEP" = 4 ] || sleep 0.5; "$@"',
+        "sh",
+        *each["command"],
+    ]
+    config = settings(tmp_path, each=each, end=noting(tmp_path, "end", when="last"))
+    config = ProfilingConfig.from_any({**config.to_dict(), "schedule": {"steps": [2, 3, 4, 9]}})
+    train(config, [local(config)])
+    assert (tmp_path / "notes").read_text().split() == ["2", "3", "4", "end"]
+
+
 def test_workers_run_hooks_on_chosen_ranks(tmp_path: Path, pool: Pool) -> None:
     """Each in its own process, waited for; a rank that does not record runs it too where it is named."""
     base = settings(

@@ -88,6 +88,20 @@ def test_a_step_that_raised_may_begin_again(tmp_path: Path, session: Session, ca
     assert caplog.messages == ["schedule.steps: step 100 never came; the loop ran from step 1 to step 2"]
 
 
+def test_a_loop_in_order_is_told_nothing(tmp_path: Path, session: Session, caplog: Any) -> None:
+    """Nor one that generates several times in a step, or leaves a step out."""
+    config = configured(tmp_path)
+    callback = following(config)
+    with callback:
+        for step in (1, 2, 4):
+            callback.on_step_begin(step)
+            for _ in range(2):
+                callback.on_rollout_begin()
+                callback.on_rollout_end()
+            callback.on_step_end()
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize(
     ("schedule", "ran", "said"),
     [
@@ -96,10 +110,24 @@ def test_a_step_that_raised_may_begin_again(tmp_path: Path, session: Session, ca
             (1, 3),
             "schedule.steps: steps 100, 200 never came; the loop ran from step 1 to step 3",
         ),
+        ({"steps": [100]}, (1, 3), "schedule.steps: step 100 never came; the loop ran from step 1 to step 3"),
+        ({"steps": [1]}, (2, 3), "schedule.steps: step 1 never came; the loop ran from step 2 to step 3"),
+        (
+            {"steps": list(range(10, 30))},
+            (1, 3),
+            "schedule.steps: steps 10, 11, 12, 13, 14, 15, 16, 17, 18, 19 and 10 more never came; "
+            "the loop ran from step 1 to step 3",
+        ),
         (
             {"every": 50},
             (1, 3),
             "schedule: no step was captured; the loop ran from step 1 to step 3, and schedule.every=50",
+        ),
+        (
+            {"skip_first": 2, "warmup": 1},
+            (1, 3),
+            "schedule: no step was captured; the loop ran from step 1 to step 3, "
+            "and schedule.skip_first=2, schedule.warmup=1",
         ),
     ],
 )
@@ -119,3 +147,12 @@ def test_a_loop_that_begins_no_step_is_said(tmp_path: Path, caplog: Any) -> None
     with ProfilingCallback(configured(tmp_path)):
         pass
     assert caplog.messages == ["training ends and on_step_begin(step) was never called: nothing was captured"]
+
+
+def test_nothing_is_said_when_profiling_is_off(tmp_path: Path, caplog: Any) -> None:
+    """Whatever the loop calls."""
+    callback = ProfilingCallback(configured(tmp_path, enable=False))
+    callback.on_step_end()
+    callback.on_rollout_end()
+    loop(callback, 5, 6)
+    assert not caplog.messages

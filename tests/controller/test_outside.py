@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import TrainWorker
-from test_callback import configured, following, manifest
+import ray
+from conftest import Pool
+from fleet import TrainWorker, once_all_hang
+from test_callback import configured, following, local_worker, manifest
 
-from verl_profiling import ProfilingCallback
+from verl_profiling import AsyncProfilingCallback, ProfilingCallback
 from verl_profiling.capture.messages import StopReply
 from verl_profiling.capture.session import Session
 from verl_profiling.manifest import Manifest
@@ -82,6 +84,17 @@ def _fields(written: Manifest) -> dict[str, Any]:
     return {name: getattr(written, name) for name in written.__struct_fields__}
 
 
+def test_numbers_that_come_meanwhile_are_kept(tmp_path: Path, session: Session) -> None:
+    """What ``add_metrics`` brings after validation and what followed the step do not replace each other."""
+    config = configured(tmp_path)
+    callback = callback_of(config)
+    validated_step(callback, 2)
+    callback.add_metrics(2, {"val/reward": 0.5})
+    callback.on_step_begin(3)
+    assert outside(manifest(config)) == VALIDATED
+    assert manifest(config).metrics == {"val/reward": 0.5}
+
+
 def test_stages_of_steps_that_are_not_captured_go_nowhere(tmp_path: Path, session: Session) -> None:
     """From the begin of the next step on, a stage has no receiver; one that goes on then ends there."""
     config = configured(tmp_path)
@@ -95,3 +108,61 @@ def test_stages_of_steps_that_are_not_captured_go_nowhere(tmp_path: Path, sessio
     validated_step(callback, 3)
     callback.on_train_end()
     assert outside(manifest(config)) == [*PAUSES, ("prefetch", 0)]
+
+
+def test_a_step_that_was_left_early_has_its_pauses(tmp_path: Path, session: Session) -> None:
+    """An exception, and a next step that begins before this one has ended, change nothing about them."""
+    config = configured(tmp_path, schedule={"steps": [2, 3]})
+    callback = callback_of(config)
+    callback.on_step_begin(2)
+    callback.on_step_begin(3)
+    callback.on_exception(ValueError("x"))
+    callback.on_train_end()
+    for step in (2, 3):
+        assert outside(manifest(config, step)) == PAUSES
+        assert not manifest(config, step).complete
+
+
+async def test_an_asynchronous_loop_has_the_same(tmp_path: Path, session: Session) -> None:
+    """The hooks of the asynchronous callback record what those of the other one record."""
+    config = configured(tmp_path)
+    callback = AsyncProfilingCallback(config)
+    callback.add_workers("actor", local_worker(config))
+    async with callback:
+        await callback.on_step_begin(2)
+        await callback.on_step_end()
+        with callback.stage("validate"):
+            pass
+        await callback.on_step_begin(3)
+    assert outside(manifest(config)) == [*PAUSES, ("validate", 0)]
+
+
+@pytest.mark.parametrize("mode", ["e2e", "discrete"])
+def test_engines_and_workers_stop_at_the_same_time(tmp_path: Path, pool: Pool, mode: str) -> None:
+    """A rollout that is recorded until the step ends, as a window or a whole, is not waited for first."""
+    config = configured(tmp_path, roles={"rollout": {"mode": mode}})
+    switch = tmp_path / "stop"
+    ray.get(
+        [
+            actor.set_up.remote(config, role, switches=tmp_path)
+            for actor, role in zip(pool.sync, ("actor", "rollout"), strict=False)
+        ]
+    )
+    callback = following(config, pool.sync[0])
+    callback.add_rollout(pool.sync[1])
+    callback.on_train_begin()
+    callback.on_step_begin(2)
+    callback.on_rollout_begin()
+    switch.touch()
+    waiting = once_all_hang(tmp_path, "stop", 2, switch.unlink)
+    callback.on_step_end()
+    waiting.join()
+    written = manifest(config)
+    assert {worker.name: worker.status for worker in written.workers} == {
+        "actor_rank0": "ok",
+        "rollout_rank0": "ok",
+    }
+    stops = [rpc for rpc in written.rpcs if rpc.method == "stop_capture"]
+    assert len(stops) == 2
+    assert max(rpc.begin_ns for rpc in stops) < min(rpc.end_ns for rpc in stops)
+    callback.on_train_end()

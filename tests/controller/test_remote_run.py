@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 import time
@@ -234,6 +235,49 @@ def test_a_store_that_is_down_at_the_beginning_does_not_lose_the_run(
     assert check(run).ok
     assert read_run(run) is not None
     assert waiting(tmp_path) == []
+
+
+def test_a_staged_folder_that_somebody_removes_costs_only_that(tmp_path: Path, session: Session) -> None:
+    """An emptied temporary folder loses what was in it; the next step is whole."""
+    config = settings(tmp_path, tool="spans")
+    callback = ProfilingCallback(config)
+    worker = TrainWorker()
+    worker.set_up(config)
+    callback.add_workers("actor", worker)
+    with callback:
+        for step in range(1, 6):
+            callback.on_step_begin(step)
+            if step == 2:
+                while (tmp_path / "staging").exists():  # the folder's manifest may just be being written
+                    shutil.rmtree(tmp_path / "staging", ignore_errors=True)
+            callback.on_step_end()
+    assert check(copied(tmp_path) / "step_000004").ok
+
+
+def test_a_result_without_pending_artifacts_arrives(tmp_path: Path, session: Session) -> None:
+    """Nothing is finished after its stop that could bring it there."""
+    train(settings(tmp_path, tool="spans"))
+    assert (copied(tmp_path) / "step_000002" / "actor_rank0.result.json").exists()
+    assert not any((tmp_path / "staging").iterdir())
+
+
+def test_hooks_are_told_the_url_once_all_is_there(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And their output goes there, too; a manifest that is refused at first is waited for."""
+    Store.faults["refuse the manifest"] = 2
+    code = """if True:
+        import os
+        print("shipped", os.environ["VERL_PROFILING_FOLDER"], os.environ["VERL_PROFILING_RUN"])
+    """
+    hook = {"command": [sys.executable, "-c", code]}
+    train(settings(tmp_path, after={"a": hook, "b": {**hook, "roles": ["actor"]}}))
+    logs = copied(tmp_path) / "after"
+    expected = "shipped faulty://bucket/run/step_000002 faulty://bucket/run\n"
+    assert (logs / "step_000002.a.controller_rank0.log").read_text() == expected
+    assert (logs / "step_000002.b.actor_rank0.log").read_text() == expected
+    assert not any((tmp_path / "staging").iterdir())
+    assert "wait in" not in caplog.text
 
 
 def test_no_file_system_for_a_url_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

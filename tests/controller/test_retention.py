@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from test_callback import configured, following, manifest
 
@@ -83,6 +89,40 @@ def test_a_step_is_not_removed_while_a_worker_writes(tmp_path: Path, session: Se
     assert "pending" not in statuses
 
 
+def test_a_run_that_is_killed_while_it_removes_leaves_whole_steps(tmp_path: Path, session: Session) -> None:
+    """The rest of what was being removed is hidden: no command takes it for a step."""
+    config = every_step(tmp_path, run_id="r", limits={"keep_last": 1})
+    program = """
+        import os, shutil, sys
+        from pathlib import Path
+        sys.path.insert(0, sys.argv[2])
+        from test_callback import local_worker
+        from test_retention import record
+        from verl_profiling import ProfilingConfig
+        import json
+
+        shutil.rmtree = lambda *a, **k: os._exit(9)
+        record(ProfilingConfig.from_any(json.loads(sys.argv[1])), range(1, 4))
+    """
+    tests = Path(__file__).parents[1]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(program),
+            msgspec.json.encode(config.to_dict()).decode(),
+            str(Path(__file__).parent),
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tests.parent), str(tests)))},
+        check=False,
+        capture_output=True,
+    )
+    assert done.returncode == 9, done.stderr
+    left = kept(config)
+    assert left[0] == f".{names(1)[0]}.removed"
+    assert check(Path(config.save_path)).ok
+
+
 def test_a_full_disk_is_not_written_to(
     tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -95,3 +135,26 @@ def test_a_full_disk_is_not_written_to(
     assert warning.startswith("step 1 is not captured, nor are others until there is room: ")
     assert f"{config.save_path} has " in warning
     assert "limits.min_free_bytes=5,000 TB" in warning
+
+
+def test_that_nothing_was_captured_for_a_while_is_in_the_next_manifest(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the step from which on, and the reason."""
+    config = every_step(tmp_path)
+    callback = following(config)
+    usage = shutil.disk_usage
+    for step in (1, 2, 3, 4):
+        full = step in (2, 3)
+        monkeypatch.setattr(
+            shutil,
+            "disk_usage",
+            lambda path, full=full: usage(path)._replace(free=7) if full else usage(path),
+        )
+        callback.on_step_begin(step)
+        callback.on_step_end()
+    callback.on_train_end()
+    assert kept(config) == names(1, 4)
+    [note] = manifest(config, 4).notes
+    assert note.startswith("from step 2 on nothing was captured until now: ")
+    assert "has 7 bytes of free space" in note

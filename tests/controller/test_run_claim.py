@@ -15,6 +15,7 @@ from test_callback import configured, following, run
 from verl_profiling import ProfilingConfig
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
+from verl_profiling.report.check import Checked, check
 from verl_profiling.run_files import read_manifest, read_run
 
 
@@ -76,6 +77,46 @@ def train(config: ProfilingConfig, first: int, last: int) -> None:
         for step in range(first, last + 1):
             callback.on_step_begin(step)
             callback.on_step_end()
+
+
+def test_a_run_that_goes_on_elsewhere_is_not_claimed_before_it_records(
+    tmp_path: Path, session: Session
+) -> None:
+    """Where the folder is another run's, or cannot be read, nothing is made before a step is captured."""
+    other = configured(tmp_path, run_id="other", tool="spans")
+    train(other, 1, 3)
+    root = Path(other.save_path)
+    before = contents(root)
+    for damage in (before["run.json"], b"{"):
+        (root / "run.json").write_bytes(damage)
+        train(configured(tmp_path, run_id="r", tool="spans", schedule={"steps": [9]}), 1, 3)
+        assert contents(root) == {**before, "run.json": damage}
+        assert not list(root.glob("run_*"))
+
+
+def test_a_step_that_was_left_early_is_named_by_the_check(tmp_path: Path, session: Session) -> None:
+    """With why, and with exit status 1; a resumed run has a folder of its own."""
+    config = configured(tmp_path, run_id="r", tool="spans")
+    callback = following(config)
+
+    def loop() -> None:
+        with callback:
+            callback.on_step_begin(2)
+            raise ValueError("out of memory")
+
+    with pytest.raises(ValueError, match="out of memory"):
+        loop()
+    root = Path(config.save_path)
+    cut = Checked(
+        path="step_000002/manifest.json",
+        status="cut",
+        reason="the step was cut short: ValueError: out of memory",
+    )
+    assert [entry for entry in check(root).artifacts if entry.status != "ok"] == [cut]
+    assert main(["check", str(root)]) == 1
+    train(config, 2, 3)
+    assert [entry for entry in check(root).artifacts if entry.status != "ok"] == [cut]
+    assert main(["check", str(root / "run_2")]) == 0
 
 
 def test_steps_that_never_came_are_named_by_the_check(
@@ -176,6 +217,20 @@ def test_no_folder_is_taken_before_there_is_something_to_write(tmp_path: Path, s
     config = configured(tmp_path, schedule={"steps": [9]})
     train(config, 1, 3)
     assert not Path(config.save_path).exists()
+
+
+def test_a_file_system_without_hard_links_will_do(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is created exclusively instead."""
+
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    config = configured(tmp_path)
+    assert [record(config).parent.name for _ in range(2)] == ["run", "run_2"]
+    assert read_run(Path(config.save_path)) is not None
 
 
 def test_a_name_of_a_run_is_no_path(tmp_path: Path, session: Session) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -10,16 +14,17 @@ from typing import Any
 
 import pytest
 from fleet import TrainWorker
-from rank_processes import run_ranks
+from rank_processes import PATHS, run_ranks
 from test_callback import configured, following, local_worker, manifest, run
 
 from verl_profiling import ProfilingCallback
+from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.commands.trigger import Answer, find_job
 from verl_profiling.manifest import Manifest
 from verl_profiling.report.check import check
-from verl_profiling.run_files import read_manifest
+from verl_profiling.run_files import read_manifest, read_run
 
 PROGRAM = Path(__file__).with_name("spmd_program.py")
 
@@ -109,6 +114,20 @@ def test_all_ranks_record_what_rank_0_was_asked_for(tmp_path: Path) -> None:
     assert (early.state, "is over" in early.reason) == ("refused", True)
 
 
+def test_a_second_start_of_all_ranks_is_a_run_of_its_own(tmp_path: Path) -> None:
+    """Both ranks go to ``run_2``; rank 0 alone puts the run on record."""
+    said = [ranks(tmp_path, "store", schedule={"steps": [2, 3, 9]}) for _ in range(2)]
+    second = sorted((tmp_path / "run" / "run_2").glob("step_*"))
+    assert [statuses(read_manifest(step)) for step in second] == [BOTH, BOTH], said
+    assert [statuses(written) for written in steps(tmp_path)] == [BOTH, BOTH], said
+    for folder, ((_, leader), (_, follower)) in zip((".", "run_2"), said, strict=True):
+        info = read_run(tmp_path / "run" / folder)
+        assert info is not None
+        assert (info.last_step, info.never_came) == (4, [9])
+        assert leader.count("step 9 never came") == 1
+        assert "never came" not in follower
+
+
 def test_a_rank_that_is_gone_is_a_failed_entry(tmp_path: Path) -> None:
     """Rank 0 waits for nobody, and the manifest says which process is gone."""
     begin = time.monotonic()
@@ -123,6 +142,27 @@ def test_a_rank_that_is_gone_is_a_failed_entry(tmp_path: Path) -> None:
     result = check(tmp_path / "run")
     assert not result.ok
     assert lost.reason in [entry.reason for entry in result.artifacts]
+
+
+def test_rank_0_that_torchrun_ends_while_it_waits_for_another_writes_the_step(tmp_path: Path) -> None:
+    """The other one is killed on another host, so that rank 0 cannot see that it is gone."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(PROGRAM), str(tmp_path / "run"), "killed elsewhere"],
+        env={**os.environ, "PYTHONPATH": PATHS},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    step = tmp_path / "run" / "step_000002"
+    manifest = read_manifest(step)
+    first, second = manifest.workers
+    assert (first.status, second.name, bool(second.reason)) == ("ok", "actor_rank1", True), done.stderr
+    assert manifest.state == "written"
+    said = "\n".join([*manifest.notes, first.reason, second.reason])
+    assert manifest.complete or re.search("SIGTERM|SystemExit: 143", said), said
+    assert not check(step).ok
 
 
 def test_a_rank_that_is_late_is_taken_in(tmp_path: Path) -> None:
@@ -217,3 +257,19 @@ def test_an_environment_that_names_no_rank_of_several_is_one_process(
     callback = ProfilingCallback(configured(tmp_path / "strict", spmd=True))
     callback.on_step_begin(2)
     assert "spmd: no rank: initialise torch.distributed before the first step" in caplog.text
+
+
+def test_a_worker_has_the_rank_of_its_process(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it is told another."""
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for given, expected in (({}, (3, 8)), ({"rank": 0, "world_size": 2}, (0, 2))):
+        worker = TrainWorker()
+        worker.init_capture(configured(tmp_path), role="actor", **given)
+        request = CaptureRequest(capture_id="c", run_id="r", step=1, folder=str(tmp_path / "step_000001"))
+        identity = worker.start_capture(request).identity
+        worker.stop_capture()
+        session.reset()
+        assert (identity.rank, identity.world_size) == expected

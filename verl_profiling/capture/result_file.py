@@ -109,11 +109,10 @@ class CostMeter:
 
     def cost(self) -> CaptureCost:
         """Return the seconds measured so far."""
-        start_s, stop_s = (
-            sum(span.end_ns - span.begin_ns for span in self.spans if span.name == name) / 1e9
-            for name in ("start", "stop")
-        )
-        return CaptureCost(start_s=start_s, stop_s=stop_s, export_s=self.export_s)
+        seconds = {"start": 0.0, "stop": 0.0}
+        for span in self.spans:
+            seconds[span.name] += (span.end_ns - span.begin_ns) / 1e9
+        return CaptureCost(start_s=seconds["start"], stop_s=seconds["stop"], export_s=self.export_s)
 
 
 @dataclass(eq=False)

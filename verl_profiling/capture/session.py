@@ -71,6 +71,7 @@ class Session:
         self._prepared: set[Tool] = set()
         self._lock = threading.RLock()
         self._given: list[Device] = []
+        self._said_nothing_to_stop = False
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """Pickle as a reference, because decorated methods of a worker class refer to the session."""
@@ -195,6 +196,10 @@ class Session:
             else:
                 identity = capture.identity if capture else WorkerIdentity(role="unknown")
                 result = self._slot.result(capture_id, identity, capture.request if capture else None)
+                # The callback passes a capture id; without one, it only waits for artifacts.
+                if not (result.capture_id or capture_id or finish_s or self._said_nothing_to_stop):
+                    self._said_nothing_to_stop = True
+                    logger.warning("%s", result.reason)
         return StopReply(self._slot.settle(result, capture_id, finish_s), received_ns)
 
     def complete_result(self, change: Callable[[CaptureResult], CaptureResult]) -> None:
@@ -283,12 +288,26 @@ class Session:
         if identity.role not in capture.roles:
             capture.roles.append(identity.role)
             own, used = (self._role(who, request.selection) for who in (identity, capture.identity))
-            if (own.mode, own.stages, own.tool_names) != (used.mode, used.stages, used.tool_names):
+            if unused := _differences(own, used):
                 capture.notes.append(
                     f"role {identity.role} is recorded as {capture.identity.name}, whose process it shares, "
-                    f"with mode, stages and tools of role {capture.identity.role}; its own are not used"
+                    f"with the settings of role {capture.identity.role}: its own {unused} is not used"
                 )
         return StartReply(capture.identity, "joined", received_ns)
+
+
+def _differences(role: RoleConfig, other: RoleConfig) -> str:
+    """Return the settings of one role that differ from another's, e.g. ``mode=discrete``."""
+    found = []
+    if role.mode != other.mode:
+        found.append(f"mode={role.mode}")
+    if [(tool.name, tool.options) for tool in role.tools] != [
+        (tool.name, tool.options) for tool in other.tools
+    ]:
+        found.append(f"tool={'+'.join(role.tool_names)}")
+    if role.mode == "discrete" and role.stages != other.stages:
+        found.append(f"stages={'all' if role.stages is None else ','.join(sorted(role.stages))}")
+    return ", ".join(found)
 
 
 _session = Session()

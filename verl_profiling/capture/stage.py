@@ -141,15 +141,19 @@ class Stage:
 
 def _checked_name(name: object) -> str:
     """Return a stage's name as plain text; a name that cannot be recorded is refused at once."""
-    if not isinstance(name, str):
-        given = getattr(name, "__name__", type(name).__name__)
-        raise TypeError(f'stage() was given {given} instead of a name, as in @stage("update_actor")')
-    if not name.strip():
-        raise ValueError(f'stage({str(name)!r}): the name is empty; write stage("update_actor")')
-    try:
-        return name.encode().decode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"stage({str(name)!r}): the name cannot be written as UTF-8") from error
+    if isinstance(name, str):
+        if not name.strip():
+            raise ValueError(f'stage({str(name)!r}): the name is empty; write stage("update_actor")')
+        try:
+            return name.encode().decode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"stage({str(name)!r}): the name cannot be written as UTF-8") from error
+    if callable(name):
+        function = getattr(name, "__name__", type(name).__name__)
+        raise TypeError(
+            f'stage() was given {function} instead of a name; write @stage("{function}") above a function'
+        )
+    raise TypeError(f"stage() was given {type(name).__name__} instead of a name; a stage's name is text")
 
 
 class OpenSpan(msgspec.Struct, eq=False, gc=False):

@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.controller.open_capture import ROLLOUT
+from verl_profiling.controller.requests import Decision
 from verl_profiling.controller.watch import LOOP
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import Manifest
-from verl_profiling.settings.schedule import Decision, StepRange
+from verl_profiling.settings.schedule import StepRange
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_summary import RankUse, StepSummary
 from verl_profiling.watch.collectives import RecorderReading

@@ -22,6 +22,7 @@ from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.stage import SpanLog, StageSink
 from verl_profiling.controller.decision import Decisions, LoopOrder
 from verl_profiling.controller.open_capture import OpenCapture, whole_version
+from verl_profiling.controller.requests import Decision
 from verl_profiling.controller.spmd import in_a_line, knows_place, place_of
 from verl_profiling.controller.step_folder import StepFolders, is_pending
 from verl_profiling.controller.targets import Roster, Waits
@@ -31,7 +32,7 @@ from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CUT_SHORT, CaptureResult, StepSpan
 from verl_profiling.remote import Upload
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.schedule import Action, Decision
+from verl_profiling.settings.schedule import Action
 
 LAST_READ_S = 5.0  # training may have ended because a worker hangs
 EXIT_S = 20.0
@@ -299,7 +300,7 @@ class Controller:
         if ranks is not None and not (yield from self._folders.share_run(ranks, step)):
             return False
         run = self._folders.run
-        if keep and (why := self._folders.no_room(step)):
+        if keep and (why := self._folders.no_room(step, notes)):
             self.decisions.refused(decision.trigger, why)
             return False
         folder = self._folders.make(step, keep, shared=ranks is not None)

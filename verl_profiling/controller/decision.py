@@ -4,9 +4,6 @@ The schedule, a person and the watch may all request a step; docs/watch.md has a
 In a loop with several ranks, rank 0 decides on requests some steps in advance and announces the captures.
 The other ranks check once a second. No rank waits: one that is already past the step counts as failed.
 
-A person's request is a file in ``requests/`` of the run's folder, or SIGUSR2. A local folder is read when a
-step begins; a folder behind a URL every 10 s, by a background thread. No file may end or delay the loop.
-
 :class:`LoopOrder` checks in every step the order in which the loop calls the hooks.
 """
 
@@ -14,47 +11,29 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from types import FrameType
 
 import msgspec
 
 from verl_profiling.capture.session import process_session
-from verl_profiling.capture_request import (
-    REFUSED,
-    REQUEST,
-    REQUESTS,
-    CaptureSelection,
-    Demand,
-    Trigger,
-    new_request_id,
-)
+from verl_profiling.capture_request import Trigger
 from verl_profiling.controller.anomalies import Anomalies
+from verl_profiling.controller.requests import Decision, Requests
 from verl_profiling.controller.spmd import PROBLEMS, Ranks, find_ranks, in_a_line, place_of
 from verl_profiling.controller.step_folder import StepFolders
 from verl_profiling.controller.targets import Roster
 from verl_profiling.controller.watch import Watch
-from verl_profiling.errors import ConfigError
 from verl_profiling.identity import WorkerIdentity, process_rank
 from verl_profiling.manifest import Manifest
-from verl_profiling.remote import LocalFolder, RemoteFolder, is_url
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.schedule import Action, Decision, Schedule, StepRange
-from verl_profiling.units import step_list, visible
+from verl_profiling.settings.schedule import Action, Schedule
+from verl_profiling.units import step_list
 
 logger = logging.getLogger(__name__)
 
-SIGNAL = "SIGUSR2"
-LIST_S = 10.0
-"""How often a folder behind a URL is listed."""
-_LAST_S = 5.0
 _LEAST_STEPS = 2
 _LEAD_S = 2.5
 _STEPS = 9
@@ -304,202 +283,3 @@ class LoopOrder:
 
 def _refer_to_rank_0() -> None:
     logger.warning("SIGUSR2: this rank follows rank 0, whose process is to be asked")
-
-
-class Requests:
-    """Reads the request files of a run and SIGUSR2; decides which request gets a step.
-
-    Args:
-        schedule: The settings' schedule.
-        check: Raises ``ConfigError`` for a selection that this job cannot capture.
-        on_signal: Called on SIGUSR2; by default, the signal requests a capture of the next step.
-    """
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        check: Callable[[CaptureSelection], None],
-        on_signal: Callable[[], object] | None = None,
-    ) -> None:
-        self._schedule, self._check = schedule, check
-        self._on_signal = on_signal or self._ask_for_next_step
-        self._came: deque[Demand] = deque()
-        self._pending: list[Demand] = []
-        self._refusals: deque[tuple[str, str]] = deque()
-        self._said: set[str] = set()
-        self._folder: LocalFolder | None = None
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def open(self, run: str) -> None:
-        """Start to read the request files of a run.
-
-        Args:
-            run: Folder or URL of the run.
-
-        Raises:
-            OSError: The folder cannot be created.
-        """
-        if is_url(run):
-            self._thread = threading.Thread(
-                target=self._listen, args=(f"{run}/{REQUESTS}",), name="verl-profiling-requests", daemon=True
-            )
-            self._thread.start()
-        else:
-            folder = LocalFolder(Path(run) / REQUESTS)
-            folder.path.mkdir(parents=True, exist_ok=True)
-            self._folder = folder
-
-    def handle_signal(self) -> None:
-        """Install the handler of SIGUSR2, on the main thread and if there is no other handler."""
-        _replace_handler(signal.SIG_DFL, self._handle)
-
-    def asks(self, step: int, scheduled: bool) -> Decision | None:
-        """Return the capture of the first request that is due in a step, or ``None``.
-
-        Args:
-            step: The step.
-            scheduled: Whether the schedule captures the step anyway; the request joins that capture.
-        """
-        came = self._take_all()
-        if not (came or self._pending):
-            return None
-        for new in came:
-            self._accept(new)
-        for late in [one for one in self._pending if one.at is not None and one.at < step]:
-            why = f"step {late.at} is over, never came, or was part of another capture"
-            self._refuse(late.id, late.by, f"{why}; the next is step {step}")
-        demand = next((one for one in self._pending if self._is_due(one, step, scheduled)), None)
-        if demand is None:
-            return None
-        last = step + demand.steps - 1 if self._schedule.continuous else step
-        place, left = self._pending.index(demand), demand.steps - (last - step + 1)
-        rest = [msgspec.structs.replace(demand, at=None, steps=left)] if left else []
-        self._pending[place : place + 1] = rest
-        selection = None if demand.selection == CaptureSelection() else demand.selection
-        stages = demand.selection.stages or ()
-        trigger = Trigger(
-            kind="demand",
-            reason="as the settings say" if selection is None else selection.in_words(),
-            by=demand.by,
-            request=demand.id,
-            stage=stages[0] if len(stages) == 1 else "",
-        )
-        return Decision(StepRange(step, last), trigger, selection)
-
-    def refused(self, trigger: Trigger, why: str) -> None:
-        """Refuse the request behind a capture, if a person made it, including its remaining steps."""
-        if trigger.request:
-            self._refuse(trigger.request, trigger.by, why)
-
-    def end(self, why: str) -> None:
-        """Refuse pending requests, and restore the default action of SIGUSR2, which ends the process."""
-        for demand in [*self._pending, *self._take_all()]:
-            self._refuse(demand.id, demand.by, why)
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join(_LAST_S)
-        _replace_handler(self._handle, signal.SIG_DFL)
-
-    def _accept(self, demand: Demand) -> None:
-        try:
-            self._check(demand.selection)
-        except ConfigError as error:
-            self._refuse(demand.id, demand.by, str(error))
-        else:
-            logger.info("request %s of %s is accepted", demand.id, visible(demand.by) or "somebody")
-            self._pending.append(demand)
-
-    def _is_due(self, demand: Demand, step: int, scheduled: bool) -> bool:
-        """Return whether a request may have this step.
-
-        A request that overrides settings waits for an unscheduled step, unless every step is scheduled.
-        """
-        if demand.at is not None:
-            return demand.at == step
-        return not scheduled or demand.selection == CaptureSelection() or self._schedule.records_every_step
-
-    def _refuse(self, request: str, by: str, why: str) -> None:
-        """Log why a request is refused, and write the reason into a file for the requester."""
-        self._pending = [one for one in self._pending if one.id != request]
-        logger.warning("request %s of %s is refused: %s", request, visible(by) or "somebody", visible(why))
-        if by == SIGNAL:
-            return
-        self._refusals.append((request, why))
-        if self._folder is not None:
-            self._write_refusals(self._folder)
-
-    # The files.
-
-    def _take_all(self) -> list[Demand]:
-        """Return the new requests, oldest first."""
-        if self._folder is not None:
-            self._exchange(self._folder)
-        came = [self._came.popleft() for _ in range(len(self._came))] if self._came else []
-        return sorted(came, key=lambda demand: demand.asked_ns)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._on_signal()
-
-    def _ask_for_next_step(self) -> None:
-        self._came.append(Demand(id=new_request_id(), by=SIGNAL))
-
-    def _listen(self, url: str) -> None:
-        """Exchange files with a folder behind a URL, until training ends."""
-        ended = False
-        while not ended:
-            ended = self._ended.wait(LIST_S)
-            self._exchange(url)
-
-    def _exchange(self, place: LocalFolder | str) -> None:
-        try:
-            folder = RemoteFolder(place) if isinstance(place, str) else place
-            names = folder.names()
-        except Exception as error:  # each file system raises errors of its own
-            self._say(f"requests for captures cannot be read: {type(error).__name__}: {error}")
-            return
-        for name in names:
-            if name.endswith(REQUEST) and not name.startswith("."):
-                self._take(folder, name)
-        self._write_refusals(folder)
-
-    def _take(self, folder: LocalFolder | RemoteFolder, name: str) -> None:
-        request = name.removesuffix(REQUEST)
-        try:
-            if not (data := folder.read(name)):  # it is being written
-                return
-            folder.remove(name)
-            demand = msgspec.json.decode(data, type=Demand)
-            if demand.id != request:
-                raise ValueError(f"it holds request {demand.id!r}")
-        except FileNotFoundError:
-            pass
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            self._say(f"{name} is no request for a capture: {error}")
-            self._refusals.append((request, f"it is no request for a capture: {error}"))
-        except Exception as error:
-            self._say(f"{name} cannot be taken as a request for a capture: {error}")
-        else:
-            self._came.append(demand)
-
-    def _write_refusals(self, folder: LocalFolder | RemoteFolder) -> None:
-        while self._refusals:
-            request, why = self._refusals.popleft()
-            try:
-                folder.create(f"{request}{REFUSED}", why.encode(errors="replace"))
-            except Exception as error:
-                self._say(f"a request for a capture cannot be answered: {error}")
-
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            logger.warning("%s", visible(text))
-
-
-def _replace_handler(
-    expected: object, handler: Callable[[int, FrameType | None], None] | signal.Handlers
-) -> None:
-    """Set the handler of SIGUSR2, on the main thread and if it is the expected one."""
-    on_main_thread = threading.current_thread() is threading.main_thread()
-    if on_main_thread and signal.getsignal(signal.SIGUSR2) == expected:
-        signal.signal(signal.SIGUSR2, handler)

@@ -18,6 +18,7 @@ from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, result_of
 from verl_profiling.capture.stage import OpenSpan, SpanLog
 from verl_profiling.clock import Handshake
+from verl_profiling.controller.requests import Decision
 from verl_profiling.controller.spmd import HANDSHAKES, Ranks, measured_clock
 from verl_profiling.controller.targets import Call, Roster, Target, Waits, Worker, wait_for
 from verl_profiling.identity import ProcessId, WorkerIdentity
@@ -30,7 +31,6 @@ from verl_profiling.manifest import (
     StepSpan,
     finite_numbers,
 )
-from verl_profiling.settings.schedule import Decision
 
 logger = logging.getLogger(__name__)
 

@@ -22,12 +22,12 @@ from verl_profiling import clock
 from verl_profiling.capture.session import process_session
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.clock import Handshake, best_handshake
+from verl_profiling.controller.requests import Decision
 from verl_profiling.controller.run import Run, RunPlace
 from verl_profiling.controller.targets import Target
 from verl_profiling.identity import ProcessId, WorkerIdentity, process_rank
 from verl_profiling.manifest import CaptureResult, HostClock, StageSpan
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.schedule import Decision
 
 logger = logging.getLogger(__name__)
 

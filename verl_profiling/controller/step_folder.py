@@ -45,7 +45,7 @@ class StepFolders:
         self._config = config
         self.claimed: Run | None = None
         self._recordings: Counter[int] = Counter()
-        self._no_room = False
+        self._no_room = ""
         ProcessId.current()  # cached, so that no step reads /proc
         self._stored: list[Path] = []
         self._not_captured: dict[int, str] = {}
@@ -81,13 +81,21 @@ class StepFolders:
                 )
         return self.claimed is not None
 
-    def no_room(self, step: int) -> str:
-        """Return why the limits leave no room for a capture, empty if they do; logged for the first step."""
+    def no_room(self, step: int, notes: list[str]) -> str:
+        """Return why the limits leave no room for a capture, empty if they do; logged for the first step.
+
+        Args:
+            step: The step.
+            notes: Gets a note on the steps without captures, once there is room again.
+        """
         why = self._config.limits.no_room(self.run.path)
         if why and not self._no_room:
             logger.warning("step %d is not captured, nor are others until there is room: %s", step, why)
             self.not_captured(step, f"{why}; nor were others until there was room")
-        self._no_room = bool(why)
+            self._no_room = f"from step {step} on nothing was captured until now: {why}"
+        elif self._no_room and not why:
+            notes.append(self._no_room)
+            self._no_room = ""
         return why
 
     def make(self, step: int, keep: bool, shared: bool) -> Path:

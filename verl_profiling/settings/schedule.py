@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
 
-from verl_profiling.capture_request import CaptureSelection, Trigger
 from verl_profiling.errors import ConfigError
 from verl_profiling.settings.typed_values import NotNegative, Positive
 
@@ -32,21 +31,6 @@ class StepRange:
     first: int
     last: int
     action: Action = Action.RECORD
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The decision to capture one or more steps.
-
-    Attributes:
-        step_range: The steps to capture.
-        trigger: Who requested the capture, and why.
-        selection: Overrides of the settings, e.g. other ranks; ``None`` for the settings as they are.
-    """
-
-    step_range: StepRange
-    trigger: Trigger
-    selection: CaptureSelection | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
