@@ -111,7 +111,7 @@ def test_all_ranks_record_what_rank_0_was_asked_for(tmp_path: Path) -> None:
         assert statuses(read_manifest(tmp_path / "run" / name)) == BOTH
     one = read_manifest(tmp_path / "run" / aimed.folders[0])
     assert (statuses(one), one.workers[0].mode) == ([("actor_rank1", "ok")], "discrete")
-    assert (early.state, "is over" in early.reason) == ("refused", True)
+    assert (early.state, "too early" in early.reason) == ("refused", True)
 
 
 def test_a_second_start_of_all_ranks_is_a_run_of_its_own(tmp_path: Path) -> None:
