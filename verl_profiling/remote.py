@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 import threading
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,9 +125,11 @@ class RemoteFolder:
         except FileExistsError:
             return False
         except Exception:  # not supported: each file system says so in its own way
-            if name in self.names():
-                return False
+            self._fs.invalidate_cache()
+            if self._fs.exists(path):
+                return self.read(name) == data
             self._fs.pipe_file(path, data)
+        self._fs.invalidate_cache()
         try:
             return self.read(name) == data
         except FileNotFoundError:  # a request whose job has taken it
@@ -190,7 +194,10 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LocalFolder:
-    """A folder of this host, with the methods of :class:`RemoteFolder`. All of them raise ``OSError``."""
+    """A folder of this host, with the methods of :class:`RemoteFolder`.
+
+    All of them raise ``OSError``; none follows a link.
+    """
 
     def __init__(self, path: Path) -> None:
         self.url = str(path)
@@ -208,29 +215,38 @@ class LocalFolder:
             return set()
 
     def read(self, name: str) -> bytes:
-        """Return the content of a regular file, up to a bound; no link is followed."""
-        path = self.path / name
-        if self.path.is_symlink() or path.is_symlink() or not path.is_file():
-            raise OSError(f"{path} is not a regular file")
-        with path.open("rb") as file:
-            return file.read(_MOST_BYTES)
+        """Return the content of a regular file, up to a bound."""
+        descriptor = os.open(self._own(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(f"{self.url}/{name} is not a regular file")
+            return os.read(descriptor, _MOST_BYTES)
+        finally:
+            os.close(descriptor)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a file unless it exists; return whether. One of several writers wins.
-
-        Until it is written, readers find an empty file.
-        """
+        """Write a file unless it exists; return whether. One of several writers wins."""
+        path, part = self._own(name), self._own(f".{name}.{uuid.uuid4().hex[:8]}.part")
         if not self.path.is_dir():
             self.path.mkdir(parents=True, exist_ok=True)
-        path, part = self.path / name, self.path / f".{name}.part"
         try:
-            path.touch(exist_ok=False)
+            part.write_bytes(data)
+            try:
+                os.link(part, path)
+            except OSError:  # it exists, or there are no hard links
+                path.touch(exist_ok=False)
+                part.replace(path)
         except FileExistsError:
             return False
-        part.write_bytes(data)
-        part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
         return True
 
     def remove(self, name: str) -> None:
         """Remove a file."""
-        (self.path / name).unlink()
+        self._own(name).unlink()
+
+    def _own(self, name: str) -> Path:
+        if self.path.is_symlink():
+            raise NotADirectoryError(20, "is a link", self.url)
+        return self.path / name

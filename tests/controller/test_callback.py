@@ -314,6 +314,29 @@ def test_roles_whose_files_would_have_the_same_names_are_refused(first: str, sec
         callback.add_workers(second, CaptureMixin())
 
 
+class _HangingWorker(CoroutineWorker):
+    async def start_capture(self, request: Any) -> Any:
+        await asyncio.sleep(3600)
+
+
+def test_a_coroutine_that_hangs_in_its_own_loop_is_waited_for_once(tmp_path: Path) -> None:
+    """It goes on when its event loop runs again; later steps find the worker busy."""
+    config = settings(save_path=str(tmp_path), schedule={"steps": [1, 2, 3]}, timeouts={"start_s": 0.5})
+    loop = asyncio.new_event_loop()
+    callback = ProfilingCallback(config)
+    callback.add_rollout([_HangingWorker(config)], loop=loop)
+    for step in (1, 2, 3):
+        callback.on_step_begin(step)
+        callback.on_step_end()
+    reasons = [read_manifest(tmp_path / f"step_{step:06d}").workers[0].reason for step in (1, 2, 3)]
+    assert "start_capture did not return within 0.5 s" in reasons[0]
+    assert all("start_capture was not waited for" in reason for reason in reasons[1:])
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+
+
 @pytest.mark.parametrize("own_loop", [False, True])
 def test_a_coroutine_worker_is_driven_from_an_ordinary_loop(
     tmp_path: Path, session: Session, own_loop: bool

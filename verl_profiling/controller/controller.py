@@ -38,7 +38,6 @@ LAST_READ_S = 5.0  # training may have ended because a worker hangs
 EXIT_S = 20.0
 """Upper limit of each wait for workers when the process exits: supervisors kill it after 30 s."""
 
-TRAINING_ENDED = "training ended inside it"
 _PAUSES = (CAPTURE_START, CAPTURE_STOP, "write")
 
 logger = logging.getLogger(__name__)
@@ -79,13 +78,8 @@ class Controller:
 
     # Each hook records something in every step, and returns the work for the open capture, or None.
 
-    def on_step_begin(self, begun: tuple[int, int | None]) -> Waits[None] | None:
-        """Begin a step, and open a capture or continue one that covers several steps.
-
-        Args:
-            begun: Number of the step, and version of the weights that generate.
-        """
-        step, policy_version = begun
+    def step_begins(self, step: int, policy_version: int | None) -> Waits[None] | None:
+        """Begin a step, and open a capture or continue one that covers several steps."""
         if self._after is not None:
             self._end_after()
             clock.follow()
@@ -103,18 +97,18 @@ class Controller:
             return None
         return self._begin_step(step, policy_version, decision)
 
-    def on_rollout_begin(self, beside: bool) -> Waits[None] | None:
+    def rollout_begins(self, beside: bool) -> Waits[None] | None:
         """Begin generation, and start the rollout engines in discrete mode.
 
         Args:
-            beside: Whether generation overlaps the steps; :meth:`on_generation` then reports when it runs.
+            beside: Whether generation overlaps the steps; :meth:`generation` then reports when it runs.
         """
         self._order.in_rollout = True
         if self.watch is not None and not beside:
             self.watch.rollout_begins()
         return None if self.live is None else self._begin_rollout(self.live, beside)
 
-    def on_rollout_end(self, metrics: Mapping[str, Any] | None) -> Waits[None] | None:
+    def rollout_ends(self, metrics: Mapping[str, Any] | None) -> Waits[None] | None:
         """End generation, and stop the rollout engines in discrete mode."""
         if not self._order.in_rollout:
             self._order.rollout_without_begin()
@@ -123,7 +117,7 @@ class Controller:
             self.watch.rollout_ends()
         return None if self.live is None else self._end_rollout(self.live, metrics)
 
-    def on_step_end(self, metrics: Mapping[str, Any] | None) -> Waits[None] | None:
+    def step_ends(self, metrics: Mapping[str, Any] | None) -> Waits[None] | None:
         """End the step, and close the capture unless it covers the next step too."""
         if not self._order.in_step:
             self._order.step_without_begin()
@@ -132,7 +126,7 @@ class Controller:
             self.watch.step_ends()
         return None if self.live is None else self._end_step(self.live, metrics)
 
-    def on_exception(self, error: BaseException) -> Waits[None] | None:
+    def loop_raises(self, error: BaseException) -> Waits[None] | None:
         """Close the capture: the loop raised."""
         self._order.is_left()
         if self.live is None:
@@ -140,7 +134,7 @@ class Controller:
         logger.warning("closing the capture after %s: %s", type(error).__name__, error)
         return self.close(in_a_line(error))
 
-    def on_generation(self, runs: bool) -> None:
+    def generation(self, runs: bool) -> None:
         """Begin or end the stage ``rollout`` of generation that overlaps the steps."""
         if self.watch is not None:
             self.watch.generation(runs)
@@ -150,8 +144,8 @@ class Controller:
             if runs:
                 live.begin_rollout_stage(beside=True)
 
-    def on_step_over(self) -> None:
-        """Record that the step ends here; :meth:`on_step_end` closes its capture later."""
+    def step_over(self) -> None:
+        """Record that the step ends here; :meth:`step_ends` closes its capture later."""
         if self.watch is not None:
             self.watch.step_ends()
         live = self.live
@@ -176,7 +170,7 @@ class Controller:
 
     # The work of the hooks.
 
-    def on_train_begin(self) -> None:
+    def begin_train(self) -> None:
         """Check the settings against the workers."""
         self.roster.check_selection(capturing=False)
         if self._folders.claimed is not None and self._leads:
@@ -252,7 +246,7 @@ class Controller:
                         f"step {live.request.step}: {worker.name} {worker.status}: {worker.reason}"
                     )
 
-    def on_train_end(self, why: str) -> Waits[None]:
+    def end_train(self, why: str = "training ended inside it") -> Waits[None]:
         """Close the open capture; wait for overdue stops, then for artifacts that are being compressed.
 
         An error in one part does not skip the others; the first error is raised at the end.
@@ -460,7 +454,7 @@ class Controller:
             logger.warning("closing the capture: %s", why)
         self.roster.most_s = EXIT_S
         try:
-            for wait in self.on_train_end(why):
+            for wait in self.end_train(why):
                 wait()
         except Exception as error:
             logger.error("profiling could not be closed: %s: %s", type(error).__name__, error)

@@ -171,14 +171,13 @@ class Decisions:
             self._look_ahead(ranks, step)
         self._agreed |= {decision.step_range.first: decision for decision in ranks.announced()}
         for missed in [one for one in self._agreed if one < step]:
-            decision = self._agreed.pop(missed)
-            if ranks.leads:
-                self.refused(decision.trigger, f"step {missed} never came, or was part of another capture")
-                continue
-            logger.warning(
-                "rank %d was past step %d when rank 0's request for it arrived; it is not captured here",
-                *(ranks.rank, missed),
-            )
+            why = f"step {missed} never came, or was part of another capture"
+            self.refused(self._agreed.pop(missed).trigger, why)
+            if not ranks.leads:
+                logger.warning(
+                    "rank %d was past step %d when rank 0's request for it arrived; it is not captured here",
+                    *(ranks.rank, missed),
+                )
 
     def _look_ahead(self, ranks: Ranks, step: int) -> None:
         """Decide on later steps; every rank has time to receive the announcement before they begin."""
@@ -207,35 +206,35 @@ class LoopOrder:
     Attributes:
         in_step: Whether a step has begun and not ended.
         in_rollout: Whether generation has begun and not ended.
-        steps: The first and the last step that the loop began.
     """
 
     def __init__(self) -> None:
-        self.steps: tuple[int, int] | None = None
+        self._first: int | None = None
+        self._last: int | None = None
+        self._newest: int | None = None
+        self._captured: set[int] = set()
         self.in_step = False
         self.in_rollout = False
-        self._newest: int | None = None
-        self._rises = True
-        self._captured: set[int] = set()
         self._said: set[str] = set()
 
     def step_begins(self, step: int, captured: bool) -> None:
         """Record that a step begins; warn if the last one has not ended, or the number does not rise."""
-        if self.in_step:
+        if self.in_step and "not ended" not in self._said:
             self._say(
-                "step %d begins and step %s has not ended: call on_step_end() last in every step, or "
-                "on_exception(error) where it raised",
-                *(step, self._newest),
+                f"step {step} begins and step {self._last} has not ended: call on_step_end() last in every "
+                "step, or on_exception(error) where it raised",
+                "not ended",
             )
-        if self._rises and self._newest is not None and step <= self._newest:
-            self._rises = False
-            logger.warning(
-                "step %d begins after step %d: pass on_step_begin(step) a number that rises over the whole "
-                "training, not over an epoch; the schedule chooses steps by it",
-                *(step, self._newest),
+        if self._newest is not None and step <= self._newest and "again" not in self._said:
+            self._say(
+                f"step {step} begins after step {self._newest}: pass on_step_begin(step) a number that rises "
+                "over the whole training, not over an epoch; the schedule chooses steps by it",
+                "again",
             )
-        self.in_step, self._newest = True, step
-        self.steps = (self.steps[0] if self.steps is not None else step, step)
+        self.in_step = True
+        self._last = self._newest = step
+        if self._first is None:
+            self._first = step
         if captured:
             self._captured.add(step)
 
@@ -253,6 +252,11 @@ class LoopOrder:
     def is_left(self) -> None:
         """Record that the loop raised or ended; the next loop may begin with any step."""
         self.in_step, self._newest = False, None
+
+    @property
+    def steps(self) -> tuple[int, int] | None:
+        """The first and the last step that the loop began."""
+        return (self._first, self._last) if self._first is not None and self._last is not None else None
 
     def train_ends(self, schedule: Schedule, resumes: bool) -> list[int]:
         """Warn of scheduled steps that never began; return those that ``schedule.steps`` lists.
@@ -274,11 +278,10 @@ class LoopOrder:
             self._say(f"schedule: no step was captured; {ran}, and {schedule.in_words()}")
         return never
 
-    def _say(self, text: str, *arguments: object) -> None:
-        """Log a warning, once for each text."""
-        if text not in self._said:
-            self._said.add(text)
-            logger.warning(text, *arguments)
+    def _say(self, text: str, mistake: str = "") -> None:
+        if (mistake or text) not in self._said:
+            self._said.add(mistake or text)
+            logger.warning("%s", text)
 
 
 def _refer_to_rank_0() -> None:

@@ -73,6 +73,7 @@ class Requests:
         self._on_signal = on_signal or self._ask_for_next_step
         self._came: deque[Demand] = deque()
         self._pending: list[Demand] = []
+        self._decided: dict[str, Demand] = {}
         self._refusals: deque[tuple[str, str]] = deque()
         self._said: set[str] = set()
         self._folder: LocalFolder | None = None
@@ -113,10 +114,11 @@ class Requests:
         if not (came or self._pending):
             return None
         for new in came:
-            self._accept(new)
+            self._accept(new, step)
         for late in [one for one in self._pending if one.at is not None and one.at < step]:
-            why = f"step {late.at} is over, never came, or was part of another capture"
-            self._refuse(late.id, late.by, f"{why}; the next is step {step}")
+            self._pending.remove(late)
+            why = f"step {late.at} never came, or was part of another capture; the loop is in step {step}"
+            self._refuse(late, why)
         demand = next((one for one in self._pending if self._is_due(one, step, scheduled)), None)
         if demand is None:
             return None
@@ -125,6 +127,7 @@ class Requests:
         rest = [msgspec.structs.replace(demand, at=None, steps=left)] if left else []
         self._pending[place : place + 1] = rest
         selection = None if demand.selection == CaptureSelection() else demand.selection
+        self._decided[demand.id] = demand
         stages = demand.selection.stages or ()
         trigger = Trigger(
             kind="demand",
@@ -136,27 +139,33 @@ class Requests:
         return Decision(StepRange(step, last), trigger, selection)
 
     def refused(self, trigger: Trigger, why: str) -> None:
-        """Refuse the request behind a capture, if a person made it, including its remaining steps."""
-        if trigger.request:
-            self._refuse(trigger.request, trigger.by, why)
+        """Refuse the request behind a capture, including its remaining steps."""
+        demand = self._decided.pop(trigger.request, None)
+        if demand is not None:
+            self._pending = [one for one in self._pending if one.id != demand.id]
+            self._refuse(demand, why)
 
     def end(self, why: str) -> None:
         """Refuse pending requests, and restore the default action of SIGUSR2, which ends the process."""
         for demand in [*self._pending, *self._take_all()]:
-            self._refuse(demand.id, demand.by, why)
+            self._refuse(demand, why)
         self._ended.set()
         if self._thread is not None:
             self._thread.join(_LAST_S)
         _replace_handler(self._handle, signal.SIG_DFL)
 
-    def _accept(self, demand: Demand) -> None:
+    def _accept(self, demand: Demand, step: int) -> None:
         try:
             self._check(demand.selection)
         except ConfigError as error:
-            self._refuse(demand.id, demand.by, str(error))
-        else:
-            logger.info("request %s of %s is accepted", demand.id, visible(demand.by) or "somebody")
-            self._pending.append(demand)
+            self._refuse(demand, str(error))
+            return
+        if demand.at is not None and demand.at < step:
+            why = f"step {demand.at} is too early: step {step} is the next that can be captured"
+            self._refuse(demand, why)
+            return
+        logger.info("request %s of %s is accepted", demand.id, visible(demand.by) or "somebody")
+        self._pending.append(demand)
 
     def _is_due(self, demand: Demand, step: int, scheduled: bool) -> bool:
         """Return whether a request may have this step.
@@ -167,13 +176,13 @@ class Requests:
             return demand.at == step
         return not scheduled or demand.selection == CaptureSelection() or self._schedule.records_every_step
 
-    def _refuse(self, request: str, by: str, why: str) -> None:
+    def _refuse(self, demand: Demand, why: str) -> None:
         """Log why a request is refused, and write the reason into a file for the requester."""
-        self._pending = [one for one in self._pending if one.id != request]
-        logger.warning("request %s of %s is refused: %s", request, visible(by) or "somebody", visible(why))
-        if by == SIGNAL:
+        who = visible(demand.by) or "somebody"
+        logger.warning("request %s of %s is refused: %s", demand.id, who, visible(why))
+        if demand.by == SIGNAL:
             return
-        self._refusals.append((request, why))
+        self._refusals.append((demand.id, why))
         if self._folder is not None:
             self._write_refusals(self._folder)
 
@@ -214,8 +223,7 @@ class Requests:
     def _take(self, folder: LocalFolder | RemoteFolder, name: str) -> None:
         request = name.removesuffix(REQUEST)
         try:
-            if not (data := folder.read(name)):  # it is being written
-                return
+            data = folder.read(name)
             folder.remove(name)
             demand = msgspec.json.decode(data, type=Demand)
             if demand.id != request:
@@ -223,7 +231,7 @@ class Requests:
         except FileNotFoundError:
             pass
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            self._say(f"{name} is no request for a capture: {error}")
+            self._say(f"{name} is no request for a capture: {error}", once="no request")
             self._refusals.append((request, f"it is no request for a capture: {error}"))
         except Exception as error:
             self._say(f"{name} cannot be taken as a request for a capture: {error}")
@@ -236,11 +244,11 @@ class Requests:
             try:
                 folder.create(f"{request}{REFUSED}", why.encode(errors="replace"))
             except Exception as error:
-                self._say(f"a request for a capture cannot be answered: {error}")
+                self._say(f"a request for a capture cannot be answered: {error}", once="answer")
 
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+    def _say(self, text: str, once: str = "") -> None:
+        if (once or text) not in self._said:
+            self._said.add(once or text)
             logger.warning("%s", visible(text))
 
 

@@ -126,35 +126,41 @@ class StepFolders:
         Paths of files on disks of other hosts are added.
         """
         keep_last = self._config.limits.keep_last
-        hidden = [] if keep_last is None else self._hide_older(live, keep_last)
+        leaving = [] if keep_last is None else self._leaving(live.folder, keep_last, live.notes)
         with live.outside.during("write"):
             if self.run.url is None:
                 live.workers = _located(live.folder, live.workers, live.notes)
             manifest = self.write(live)
-        for folder in hidden:
-            self.run.background.submit(partial(shutil.rmtree, folder, ignore_errors=True))
+        for older in leaving:
+            self._remove(older)
         return manifest
 
-    def _hide_older(self, live: OpenCapture, keep_last: int) -> list[Path]:
-        """Rename older step folders to remove, and note them; one that a worker writes stays for now."""
-        hidden: list[Path] = []
-        self._stored.append(live.folder)
+    def _leaving(self, folder: Path, keep_last: int, notes: list[str]) -> list[Path]:
+        """Add a step folder to the stored ones; return older folders to remove, and note them."""
+        leaving: list[Path] = []
+        self._stored.append(folder)
         for older in self._stored[:-keep_last]:
-            note = f"{older.name} was removed: limits.keep_last={keep_last}"
-            try:
-                manifest = read_manifest(older)
-                if _pending(manifest):
-                    continue
-                if strangers := _strangers(older, manifest):
-                    note = f"{older.name} stays beyond limits.keep_last: the run did not write {strangers}"
-                else:
-                    hidden.append(older.rename(older.with_name(f".{older.name}.removed")))
-            except (OSError, TraceFormatError) as error:
-                note = f"{older.name} cannot be removed: {error}"
+            if is_pending(older):  # a worker still writes into it
+                continue
             self._stored.remove(older)
+            if strangers := _strangers(older, self.run.place.run_id):
+                note = f"{older.name} stays beyond limits.keep_last: the run did not write {strangers}"
+            else:
+                leaving.append(older)
+                note = f"{older.name} was removed: limits.keep_last={keep_last}"
             logger.info("%s", note)
-            live.notes.append(note)
-        return hidden
+            notes.append(note)
+        return leaving
+
+    def _remove(self, folder: Path) -> None:
+        """Remove a step folder: rename it at once, delete its content in the background."""
+        hidden = folder.with_name(f".{folder.name}.removed")
+        try:
+            folder.rename(hidden)
+        except OSError as error:
+            logger.warning("%s cannot be removed, and stays: %s", folder, error)
+            return
+        self.run.background.submit(partial(_delete, hidden))
 
 
 def _located(folder: Path, results: list[CaptureResult], notes: list[str]) -> list[CaptureResult]:
@@ -185,25 +191,33 @@ def is_pending(folder: Path, upload: Upload | None = None) -> bool:
         folder: The folder.
         upload: The upload target, if the folder only stages files; a process uploads its result last.
     """
-    pending = _pending(read_manifest(folder))
+    pending = {
+        f"{worker.name}{RESULT_SUFFIX}"
+        for worker in read_manifest(folder).workers
+        if any(artifact.status == "pending" for artifact in worker.artifacts)
+    }
     if upload is None:
         return bool(pending)
     return not {MANIFEST_NAME, *pending} <= RemoteFolder(upload.url).names()
 
 
-def _pending(manifest: Manifest) -> set[str]:
-    """Return the result files of the workers that have pending artifacts."""
-    return {
-        f"{worker.name}{RESULT_SUFFIX}"
-        for worker in manifest.workers
-        if any(artifact.status == "pending" for artifact in worker.artifacts)
-    }
-
-
-def _strangers(folder: Path, manifest: Manifest) -> str:
+def _strangers(folder: Path, run_id: str) -> str:
     """Return up to three names of files that the run did not write; empty if there are none."""
-    artifacts = [artifact for worker in manifest.workers for artifact in worker.artifacts]
-    names = ["manifest", *(worker.name for worker in manifest.workers), *(one.lane for one in artifacts)]
-    begins = (*(f"{name}." for name in names), *(artifact.path for artifact in artifacts))
+    try:
+        manifest = read_manifest(folder)
+    except TraceFormatError:
+        return "its manifest"
+    if manifest.run_id != run_id:
+        return "its manifest"
+    lanes = {worker.name for worker in manifest.workers}
+    lanes.update(artifact.lane for worker in manifest.workers for artifact in worker.artifacts)
+    begins = tuple(f"{name}." for name in [*lanes, "manifest"])
+    begins += tuple(artifact.path for worker in manifest.workers for artifact in worker.artifacts)
     found = [path.name for path in folder.iterdir()]
     return ", ".join(sorted(name for name in found if not name.lstrip(".").startswith(begins))[:3])
+
+
+def _delete(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        logger.warning("%s cannot be removed completely; remove it by hand", folder)

@@ -13,7 +13,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Generator, Hashable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from math import inf
 from typing import Any, TypeVar
@@ -40,6 +40,7 @@ _NOBODY = (
     "no workers and no rollout were added to the callback, so nobody records: call "
     "add_workers(role, workers) or add_rollout(replicas) before the first step that is captured"
 )
+MANY_IN_TURN = 16
 
 
 class Worker:
@@ -133,41 +134,52 @@ class Postponed(Future[Any]):
         self.loop = loop
         self._function = function
 
-    async def run(self, timeout_s: float) -> None:
-        """Call the function on this event loop, and set the outcome; it is cancelled after the timeout."""
+    async def run(self) -> None:
+        """Call the function on this event loop, and set the outcome."""
         try:
-            self.set_result(await asyncio.wait_for(self._function(), timeout_s))
-        except asyncio.TimeoutError:
-            late = f"it did not return within {timeout_s:g} s, and was cancelled"
-            self.set_exception(TimeoutError(late))
+            answer = await self._function()
         except (Exception, asyncio.CancelledError) as error:
+            self.fail(error)
+        else:
+            if not self.done():
+                self.set_result(answer)
+
+    def fail(self, error: BaseException) -> None:
+        """Set an error as the outcome, unless one is set."""
+        if not self.done():
             self.set_exception(error)
 
 
 def wait_for(calls: Iterable[Call]) -> None:
     """Block until all calls have returned or the longest timeout is over. Coroutines run concurrently."""
     timeout_s, awaited = 0.0, []
-    by_loop: dict[asyncio.AbstractEventLoop | None, list[Postponed]] = {}
+    by_loop: dict[asyncio.AbstractEventLoop | None, list[tuple[Postponed, bool]]] = {}
     for call in calls:
         timeout_s = max(timeout_s, call.timeout_s)
-        if isinstance(call.future, Postponed):
-            by_loop.setdefault(call.future.loop, []).append(call.future)
-        elif call.timeout_s:
+        if call.timeout_s:
             awaited.append(call.future)
+        if isinstance(call.future, Postponed):
+            by_loop.setdefault(call.future.loop, []).append((call.future, bool(call.timeout_s)))
     deadline_s = time.monotonic() + timeout_s
     for loop, together in by_loop.items():
-        running = _run(together, timeout_s)
+        late = f"it did not return within {timeout_s:g} s, and was cancelled"
+        running = _run(together, deadline_s, late if loop is None else "")
         try:
             asyncio.run(running) if loop is None else loop.run_until_complete(running)
-        except Exception as error:  # the loop is closed, or another one runs on this thread
+        except Exception as error:
             running.close()
-            for future in together:
-                future.set_exception(error)
+            for future, _ in together:
+                future.fail(error)
     concurrent.futures.wait(awaited, max(0.0, deadline_s - time.monotonic()))
 
 
-async def _run(together: list[Postponed], timeout_s: float) -> None:
-    await asyncio.gather(*(future.run(timeout_s) for future in together))
+async def _run(together: list[tuple[Postponed, bool]], deadline_s: float, late: str) -> None:
+    """Run coroutines until the deadline; late ones on the caller's loop continue when the loop runs again."""
+    tasks = [(asyncio.ensure_future(future.run()), is_awaited) for future, is_awaited in together]
+    if awaited := [task for task, is_awaited in tasks if is_awaited]:
+        await asyncio.wait(awaited, timeout=max(0.0, deadline_s - time.monotonic()))
+    for future, _ in together if late else ():
+        future.fail(TimeoutError(late))
 
 
 class Target:
@@ -241,7 +253,7 @@ def _to_group(group: Any, has_actors: bool, method: str, *arguments: Any) -> lis
 
 
 def _to_object(
-    worker: Any, own: asyncio.AbstractEventLoop | None, method: str, *arguments: Any
+    worker: Any, own: asyncio.AbstractEventLoop | None, on_threads: bool, method: str, *arguments: Any
 ) -> list[Future[Any]]:
     """Call an object of this process. Coroutines of several objects run concurrently.
 
@@ -250,6 +262,8 @@ def _to_object(
     Args:
         worker: The object.
         own: Event loop of its coroutines; by default the caller's, or a new one.
+        on_threads: Whether plain methods run on threads. So many objects of a role (over
+            ``MANY_IN_TURN``) are proxies of other processes, which can answer concurrently.
         method: The method.
         *arguments: Its arguments.
     """
@@ -259,7 +273,7 @@ def _to_object(
         if loop is not None and loop.is_running():
             return [asyncio.run_coroutine_threadsafe(call(), loop)]
         return [Postponed(call, loop)]
-    return [settle(Future(), call)]
+    return [_on_thread(call) if on_threads else settle(Future(), call)]
 
 
 def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None = None) -> list[Target]:
@@ -290,8 +304,9 @@ def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None
                 f"worker {index} of role {role!r} ({type(worker).__name__}) has no start_capture; "
                 "let its class inherit a mixin of verl_profiling.workers",
             )
-        is_local = not _is_actor(worker)
-        send = partial(_to_object, worker, loop) if is_local else partial(_to_actor, worker)
+        is_local, send = not _is_actor(worker), partial(_to_actor, worker)
+        if is_local:
+            send = partial(_to_object, worker, loop, len(workers) > MANY_IN_TURN)
         targets.append(Target(role, index, 1, _identity_of(worker), send, is_local))
     if not targets:
         raise ConfigError("", f"role {role!r} has no workers")
@@ -315,6 +330,13 @@ def _identity_of(worker: Any) -> str | int:
 
 def _future_of(answer: Any) -> Future[Any]:
     future: Future[Any] = answer.future() if hasattr(answer, "future") else settle(Future(), lambda: answer)
+    return future
+
+
+def _on_thread(function: Callable[[], Any]) -> Future[Any]:
+    executor = ThreadPoolExecutor(1, thread_name_prefix="verl-profiling-call")
+    future = executor.submit(function)
+    executor.shutdown(wait=False)
     return future
 
 
@@ -355,8 +377,11 @@ class Roster:
         for target in [target for target in self.targets if role in target.roles]:
             if target.roles != [role]:
                 target.roles.remove(role)
-            else:
-                self.targets.remove(target)
+                for worker in target.workers:
+                    if not worker.identity.pid:  # it has not replied yet
+                        worker.identity = msgspec.structs.replace(worker.identity, role=target.roles[0])
+                continue
+            self.targets.remove(target)
         by_key = {target.key: target for target in self.targets}
         for target in added:
             if (known := by_key.get(target.key)) is not None:
