@@ -138,6 +138,28 @@ class TestOneFrame:
         (run / "run_2" / "run.json").write_text("{")
         assert main(["top", str(run), "--run", "abc", "--once"]) == EXIT_OK
 
+    def test_a_first_step_that_warms_up_flattens_no_line(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """What is far beyond the other steps is marked; these have their heights."""
+        write_run(tmp_path / "run")
+        log = WatchLog(tmp_path / "run")
+        for number in range(12):
+            log(summary(number, {"rollout": {0: 57_000, 7: 8_000}.get(number, 4_000)}))
+        assert main(["top", str(tmp_path / "run"), "--once"]) == EXIT_OK
+        lines = capsys.readouterr().out.splitlines()
+        assert "▲▅▅▅▅▅▅█▅▅▅▅" in lines
+        (rollout,) = [line for line in lines if line.startswith("rollout")]
+        assert "▲▅▅▅▅▅▅█▅▅▅▅" in rollout
+
+    def test_who_leads_is_shown_and_nobody_where_none_is_clear(self) -> None:
+        """And what nobody leads does not count as late."""
+        lines = drawn(frame_of(summary(5)))
+        assert any("actor_rank2 +500 ms" in line for line in lines)
+        assert any("one process alone is late" in line for line in lines)
+        lines = drawn(frame_of(summary(5, leader="")))
+        assert not any("actor_rank2 +" in line or "late" in line for line in lines)
+
     def test_a_stage_that_varies_has_the_ratio_that_is_noticed(self) -> None:
         """Only that one: the other is noticed from the usual ratio on."""
         noise = random.Random(3)

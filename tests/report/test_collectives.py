@@ -115,6 +115,19 @@ def nobody_is_blamed(report: Report) -> bool:
     return not waits and not behind and "straggler" not in {one.rule for one in report.findings}
 
 
+def test_groups_of_unequal_speed_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """Two tensor-parallel groups that were split from one, and have its name; in each all come at once."""
+    slow = [("gemm", 0, 1), in_group((REDUCE, 1, 3), [0, 1]), ("gemm", 3, 4)]
+    fast = [("gemm", 0, 1), in_group((REDUCE, 1, 1.1), [2, 3]), ("gemm", 1.1, 4)]
+    report = steps(tmp_path, [slow, slow, fast, fast])
+    assert waiting(report) == {f"actor_rank{rank}": 0.0 for rank in range(4)}
+    assert report.working_share == 1.0
+    assert not any(report.lost_s.values())
+    assert [row.behind_us for row in report.stragglers] == [0.0]
+    assert "straggler" not in {finding.rule for finding in report.findings}
+    assert {(row.group, row.wait_us) for row in report.collectives} == {("[0, 1]", 0.0), ("[2, 3]", 0.0)}
+
+
 def test_with_tensor_and_data_parallel_groups_each_wait_is_of_one_group(tmp_path: Path) -> None:
     """Rank 2 waits for rank 3 in their tensor-parallel group; then ranks 0 and 1 wait for both."""
 
@@ -177,6 +190,19 @@ def test_ranks_that_were_not_captured_may_be_the_last(tmp_path: Path) -> None:
     assert waiting(report) == {"actor_rank0": 1.0, "actor_rank1": 0.0}
     assert [(row.late, row.late_share) for row in report.collectives] == [("", 0.0)]
     assert report.stragglers == []  # rank 1 may have waited for 2 s, so rank 0 may have worked as long
+
+
+def test_the_only_rank_of_its_group_is_not_compared_with_others(tmp_path: Path) -> None:
+    """Rank 0 waits for rank 1, which was not captured, and is not called slow for it."""
+    ranks = [
+        [("gemm", 0, 1), in_group((REDUCE, 1, 4), [0, 1])],
+        [("gemm", 0, 2), in_group((REDUCE, 2, 4), [2, 3])],
+        [("gemm", 0, 1), in_group((REDUCE, 1, 4), [2, 3])],
+    ]
+    report = steps(tmp_path, ranks)
+    assert waiting(report) == {"actor_rank0": 0.0, "actor_rank1": 0.0, "actor_rank2": 1.0}
+    (slow,) = report.stragglers
+    assert (slow.slowest, slow.behind_us) == ("actor_rank1", 1e6)
 
 
 @pytest.mark.parametrize("groups", [[], [[0, 1], [0, 1, 2, 3]]])

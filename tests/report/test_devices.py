@@ -74,6 +74,17 @@ def test_an_empty_event_behind_the_last_is_no_damage(tmp_path: Path) -> None:
     assert report.workers[0].busy_us == 20
 
 
+def test_an_mtia_accelerator_is_a_device() -> None:
+    """Idle and computation are those of HolisticTraceAnalysis, which rounds times to microseconds."""
+    row = only_row("mtia.json.gz")
+    device = [e for e in complete("mtia.json.gz") if e["cat"] == "mtia_ccp_events"]
+    assert (row.device, row.accelerator) == (True, "MTIA 9")
+    assert row.busy_us == pytest.approx(covered_us(device), abs=1)
+    assert row.memcpy_us == pytest.approx(covered_us(e for e in device if e["name"] == "dma_request"), abs=1)
+    assert 100 * row.idle_us / row.span_us == pytest.approx(42.22, abs=0.1)
+    assert 100 * row.compute_us / row.span_us == pytest.approx(54.84, abs=0.1)
+
+
 def test_an_mtia_accelerator_that_waits_is_idle() -> None:
     """Its processing elements compute (``pe_exe``); waits for events and their records are no work.
 
@@ -181,6 +192,23 @@ def test_several_devices_are_one_row_each(tmp_path: Path) -> None:
     assert sum(op.self_us for op in report.kernels) == 65
     assert (report.coverage.read, report.coverage.events) == (1, 6)
     assert report.collectives[0].late == "worker_rank0 GPU 1"
+
+
+def test_a_stray_copy_on_another_device_hides_no_collective(tmp_path: Path) -> None:
+    """A rank that touches a second GPU without communicating there is compared with the others as before."""
+    for rank, end in ((0, 50), (1, 40)):
+        reduce = event("kernel", 20, end, pid=rank, name="ncclDevKernel_AllReduce", args=IN_A_GROUP)
+        stray = [event("gpu_memcpy", 0, 1, pid=0, name="Memcpy")] if rank else []
+        content = {"baseTimeNanoseconds": BASE_NS, "traceEvents": [reduce, *stray]}
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(content))
+    report = open_step(tmp_path).report()
+    assert [row.name for row in report.workers] == [
+        "worker_rank0",
+        "worker_rank1 GPU 0",
+        "worker_rank1 GPU 1",
+    ]
+    (collective,) = report.collectives
+    assert (collective.late, collective.wait_us) == ("worker_rank1 GPU 1", 10)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from pathlib import Path
 
 import msgspec
@@ -421,3 +423,22 @@ def test_thousands_of_names_make_a_page_of_bounded_size(tmp_path: Path) -> None:
     assert sum(row.seconds for row in rollout.causes) == pytest.approx(rollout.seconds)
     assert sum(row.trajectories for row in rollout.statuses) == 1_500
     assert len(render_html(report)) < 600_000
+
+
+def test_every_share_of_a_rollout_says_of_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The stage takes 10 s, and its trajectories 9 s of it: no number stands for both."""
+    log = DrawnLog()
+    for number in range(39):
+        log.trajectory(0.5, 3 + number / 39, ("tool:search", 0.5, 2))
+    log.trajectory(0.5, 9.5, ("tool:sandbox", 0.5, 9.5))
+    report_with(tmp_path, log)
+    assert main(["report", str(tmp_path), "--all", "--save"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    page = (tmp_path / "report.html").read_text()
+    for text in (said, html.unescape(page)):
+        of_trajectories = "of the 9.00 s from the first trajectory's begin to the last one's end"
+        assert f"The last trajectory takes 5.53 s, 61% {of_trajectories}" in text
+        assert f"in 5.53 s, 61.4% {of_trajectories}" in text
+        assert re.search(r"9\d\.\d% of the 10\.0 s of the rollout is attributed to a cause", text)
+        assert not re.search(r"% of the rollout", text)
+    assert "<b>The rollout on the wall clock, 10.0 s</b>" in page
