@@ -71,6 +71,6 @@ def test_the_report_begins_with_the_tool_that_blocks(step: Path) -> None:
     first = open_step(step).report().findings[0]
     assert first.rule == "loop_blocked"
     assert set(first.lanes) == {"agent_loop_rank0", "agent_loop_rank1"}
-    loops = " and ".join(first.lanes)
+    loops = ", ".join(first.lanes)
     assert first.text.startswith(f"Tool `sandbox` blocked the event loops of {loops} for ")
     assert f": {PROMPTS * GROUP} trajectories stood still" in first.text
