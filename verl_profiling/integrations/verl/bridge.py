@@ -112,6 +112,18 @@ def settings_of(config: Any) -> ProfilingConfig | None:
     )
 
 
+def settings_without_checks(config: Any) -> ProfilingConfig | None:
+    """Return the settings in a verl configuration unchecked; change nothing there, and log nothing.
+
+    Raises:
+        ConfigError: They are wrong.
+    """
+    given = config.get("profiling")
+    if given is None:
+        return None
+    return ProfilingConfig.from_any(_bridged(config, []) if isinstance(given, str) else given)
+
+
 def settings_from_verl(config: Any) -> ProfilingConfig:
     """Return the settings that correspond to the profiler blocks of a verl configuration.
 

@@ -10,7 +10,6 @@ If torch records kernels, a variable of the whole Ray job keeps NVTX from loadin
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from typing import Any
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.integrations.hooks import wrap
-from verl_profiling.integrations.verl.bridge import TRAINING_ROLES, settings_of
+from verl_profiling.integrations.verl.bridge import TRAINING_ROLES, settings_without_checks
 from verl_profiling.integrations.verl.workers import settings_of_server
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.tools.devices import NO_INJECTION, VARIABLE, injected_cupti
@@ -99,7 +98,7 @@ def _under_nsys(actor_class: Any, environment: Mapping[str, Any]) -> Any:
 def _without_injection(get_environment: Callable[..., Any], config: Any = None) -> Any:
     environment = get_environment(config)
     try:
-        settings = None if config is None or _kept() else settings_of(copy.deepcopy(config))
+        settings = None if config is None or _kept() else settings_without_checks(config)
     except ConfigError:  # raised again where the run begins
         settings = None
     if settings is not None and _records_kernels(settings):
