@@ -189,12 +189,28 @@ def first_finding(folder: Path) -> str:
 def markdown(found: dict[str, Any]) -> str:
     """Return the table, what it comes to, and where it was measured."""
     rows = found["rows"]
-    lines = [f"| fault | {' | '.join(LOOPS)} |", f"|---{'|---' * len(LOOPS)}|"]
-    for fault in FAULTS:
-        cells = {row["loop"]: cell(row) for row in rows if row["fault"] == fault.name}
-        lines += (
-            [f"| {' | '.join([fault.name, *(cells.get(loop, '') for loop in LOOPS)])} |"] if cells else []
-        )
+    lines = [
+        "| fault | loop | noticed at | named first | longest in `watch.jsonl` | first finding | alarms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        named = [
+            name if is_right(name, row["who"]) or ":" in name else f"**{name}**" for name in row["named"]
+        ]
+        led = [
+            f"{name if is_right(name, row['who']) else f'**{name}**'} {many}"
+            for name, many in row["led"].items()
+        ]
+        cells = [
+            row["fault"],
+            row["loop"],
+            noticed(row),
+            ", ".join(named) or ("nobody" if row["captured"] else "no capture" if row["noticed"] else ""),
+            ", ".join(led[:2]),
+            row["finding"],
+            str(row["alarms"]),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     faulty = [row for row in rows if row["fault"] != "none"]
     lines += [
         "",
@@ -205,13 +221,6 @@ def markdown(found: dict[str, Any]) -> str:
         *(["", where(found["measured"])] if "measured" in found else []),
     ]
     return "\n".join(lines)
-
-
-def cell(row: dict[str, Any]) -> str:
-    """Return when a fault was noticed, and who was named first."""
-    named = [name if is_right(name, row["who"]) or ":" in name else f"**{name}**" for name in row["named"]]
-    who = ", ".join(named) or ("nobody" if row["captured"] else "no capture")
-    return f"{noticed(row)}: {who}" if row["noticed"] else noticed(row)
 
 
 def noticed(row: dict[str, Any]) -> str:

@@ -116,6 +116,20 @@ class TestOneFrame:
         assert rollout.count("▅") == 19
         assert rollout.count("█") == 1
 
+    def test_a_first_step_that_warms_up_flattens_no_line(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """What is far beyond the other steps is marked; these have their heights."""
+        write_run(tmp_path / "run")
+        log = WatchLog(tmp_path / "run")
+        for number in range(12):
+            log(summary(number, {"rollout": {0: 57_000, 7: 8_000}.get(number, 4_000)}))
+        assert main(["top", str(tmp_path / "run"), "--once"]) == EXIT_OK
+        lines = capsys.readouterr().out.splitlines()
+        assert "▲▅▅▅▅▅▅█▅▅▅▅" in lines
+        (rollout,) = [line for line in lines if line.startswith("rollout")]
+        assert "▲▅▅▅▅▅▅█▅▅▅▅" in rollout
+
     def test_of_several_runs_the_one_that_goes_on_is_shown_or_the_one_that_is_named(
         self, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -138,19 +152,23 @@ class TestOneFrame:
         (run / "run_2" / "run.json").write_text("{")
         assert main(["top", str(run), "--run", "abc", "--once"]) == EXIT_OK
 
-    def test_a_first_step_that_warms_up_flattens_no_line(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    def test_output_that_is_no_terminal_gets_one_frame(
+        self, run: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """What is far beyond the other steps is marked; these have their heights."""
-        write_run(tmp_path / "run")
-        log = WatchLog(tmp_path / "run")
-        for number in range(12):
-            log(summary(number, {"rollout": {0: 57_000, 7: 8_000}.get(number, 4_000)}))
-        assert main(["top", str(tmp_path / "run"), "--once"]) == EXIT_OK
-        lines = capsys.readouterr().out.splitlines()
-        assert "▲▅▅▅▅▅▅█▅▅▅▅" in lines
-        (rollout,) = [line for line in lines if line.startswith("rollout")]
-        assert "▲▅▅▅▅▅▅█▅▅▅▅" in rollout
+        """As if ``--once`` had been said: nothing hangs in a pipe."""
+        assert main(["top", str(run)]) == EXIT_OK
+        assert "step 29" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("width", [100, 300])
+    def test_it_fits_the_terminal(self, width: int) -> None:
+        """Of 100 columns, whatever stages and processes are called."""
+        long = summary(
+            1, {"rollout": 5000, "a_stage_with_a_name_that_is_longer_than_most": 3}, leader="x" * 60
+        )
+        lines = drawn(frame_of(long), width)
+        assert max(map(len, lines)) <= min(width, 100)
+        assert any("rollout" in line for line in lines)
+        assert any("5.00 s" in line for line in lines)
 
     def test_who_leads_is_shown_and_nobody_where_none_is_clear(self) -> None:
         """And what nobody leads does not count as late."""
@@ -317,6 +335,16 @@ class TestHistory:
         steps = logged_steps(again, before)
         assert [step.step for step in steps] == [0, 1, 2, 3, 4, 5, 6]
 
+    def test_only_the_latest_are_kept(self) -> None:
+        """Of a long run, and a late line of a step that is no longer kept changes nothing."""
+        latest = logged_steps(summary(number) for number in range(10))[-3:]
+        assert [step.step for step in logged_steps([summary(2)], latest)] == [7, 8, 9]
+
+    def test_the_last_line_of_a_step_counts(self) -> None:
+        """A start that goes on may run a step again."""
+        steps = logged_steps([summary(1, leader=""), summary(1)])
+        assert [step.exposed[0].leader for step in steps] == ["actor_rank2"]
+
 
 class TestCaptures:
     """Step folders of a run that goes on."""
@@ -329,6 +357,18 @@ class TestCaptures:
         assert captures_so_far(tmp_path, 5) == (1, {folder.name: "schedule (goes on)"})
         write_json_atomically(folder / "manifest.json", whole)
         assert captures_so_far(tmp_path, 5) == (1, {folder.name: "schedule"})
+
+    def test_manifests_that_cannot_be_read_are_no_matter(self, tmp_path: Path) -> None:
+        """A link that leads out, a pipe, nonsense, none at all, a run that vanished."""
+        for number in range(4):
+            (tmp_path / f"step_{number:06d}").mkdir()
+        (tmp_path / "step_000000" / "manifest.json").symlink_to("/etc/passwd")
+        os.mkfifo(tmp_path / "step_000001" / "manifest.json")
+        (tmp_path / "step_000002" / "manifest.json").write_text('{"trigger": 3}')
+        count, found = captures_so_far(tmp_path, 3)
+        assert count == 4
+        assert found == {f"step_{number:06d}": "no manifest yet" for number in (1, 2, 3)}
+        assert captures_so_far(tmp_path / "gone", 3) == (0, {})
 
 
 def test_a_sparkline_is_as_high_as_its_numbers() -> None:

@@ -24,7 +24,7 @@ _ALIKE = 1.3
 _MOST_ALIKE = 2.5
 _OF_THE_SPREAD, _FULL = 1.3, 6.0
 _SOON, _CHANCE = 8, 1.0
-_OF_THE_RATIO, _FULL_SHIFT, _MOST_SHIFT = 0.4, 0.6, 1.2
+_BELOW, _FULL_SHIFT, _MOST_SHIFT = 0.15, 0.6, 1.2
 
 
 def shift(value: float, usual: float) -> float:
@@ -59,7 +59,7 @@ def spread_so_far(durations: Iterable[float], window: int) -> float:
 
 
 def _least(ratio: float, spread: float) -> float:
-    return max(_OF_THE_RATIO * log(ratio), _OF_THE_SPREAD * spread)
+    return max(log(ratio) - _BELOW, _OF_THE_SPREAD * spread)
 
 
 def _full(spread: float) -> float:

@@ -182,7 +182,10 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     @property
     def exposed_s(self) -> dict[str, float]:
         """Exposed time by stage (s); the time in no stage has an empty name."""
-        return {stage.name: stage.exposed_ns / 1e9 for stage in self.exposed}
+        found: dict[str, float] = {}
+        for stage in self.exposed:
+            found[stage.name] = found.get(stage.name, 0.0) + stage.exposed_ns / 1e9
+        return found
 
     def add_up(self) -> None:
         """Set ``memory`` and ``spans`` to the sums over the processes."""

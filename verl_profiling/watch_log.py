@@ -22,6 +22,7 @@ from verl_profiling.step_summary import StepSummary
 
 WATCH_LOG = "watch.jsonl"
 OLDER_WATCH_LOG = "watch.1.jsonl"
+MAX_LINE = 1 << 20
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -39,37 +40,57 @@ class WatchLogReader:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._inode, self._position = 0, 0  # the last part, and the end of its last whole line
+        self._read_to = ((0, 0, b""), 0)  # identity of the last part, and the end of its last whole line
         self._decoder = msgspec.json.Decoder(StepSummary)
 
     def read(self) -> Iterator[StepSummary]:
         """Yield the steps logged since the last call; the first call yields all steps in the log.
 
         Raises:
-            TraceFormatError: The log leads out of the run's folder, or cannot be read.
+            TraceFormatError: The log is not a file, leads out of the run's folder, or cannot be read.
         """
-        parts: dict[int, BinaryIO] = {}
         try:
             with ExitStack() as opened:
                 # The newer one first: rotated meanwhile, it is the older one, too, and no part is missed.
-                for name in (WATCH_LOG, OLDER_WATCH_LOG):
-                    with suppress(FileNotFoundError):
-                        part = opened.enter_context(named_file(self._run, name).open("rb"))
-                        parts[os.fstat(part.fileno()).st_ino] = part
-                known = [*reversed(parts)]
-                for inode in known[known.index(self._inode) if self._inode in parts else 0 :]:
-                    yield from self._steps(inode, parts[inode])
+                found = [_opened(self._run, name, opened) for name in (WATCH_LOG, OLDER_WATCH_LOG)]
+                parts = {_identity(part): part for part in reversed(found) if part is not None}
+                known = list(parts)
+                since = known.index(self._read_to[0]) if self._read_to[0] in parts else 0
+                for identity in known[since:]:
+                    yield from self._steps(identity, parts[identity])
         except OSError as error:
             raise TraceFormatError(self._run / WATCH_LOG, f"cannot be read ({error.strerror})") from error
 
-    def _steps(self, inode: int, part: BinaryIO) -> Iterator[StepSummary]:
+    def _steps(self, identity: tuple[int, int, bytes], part: BinaryIO) -> Iterator[StepSummary]:
         """Yield the steps of one part behind what was read of it."""
-        if inode != self._inode or os.fstat(part.fileno()).st_size < self._position:
-            self._inode, self._position = inode, 0
-        part.seek(self._position)
-        for line in part:
-            if not line.endswith(b"\n"):
+        last, position = self._read_to
+        if identity == last and position <= os.fstat(part.fileno()).st_size:
+            part.seek(position)
+        within_a_line = False
+        while line := part.readline(MAX_LINE):
+            is_whole = line.endswith(b"\n")
+            if not is_whole and len(line) < MAX_LINE:
                 return  # its end is still to come
-            self._position += len(line)
-            with suppress(*_UNREADABLE):
-                yield self._decoder.decode(line)
+            self._read_to = (identity, part.tell())
+            is_first, within_a_line = not within_a_line, not is_whole
+            if is_first and is_whole:
+                with suppress(*_UNREADABLE):
+                    yield self._decoder.decode(line)
+
+
+def _opened(run: Path, name: str, opened: ExitStack) -> BinaryIO | None:
+    """Open one part; ``None`` if it is not there."""
+    path = named_file(run, name)
+    try:
+        part = opened.enter_context(path.open("rb"))
+    except FileNotFoundError:
+        return None
+    except IsADirectoryError:
+        raise TraceFormatError(path, "is not a file") from None
+    return part
+
+
+def _identity(part: BinaryIO) -> tuple[int, int, bytes]:
+    found, first = os.fstat(part.fileno()), part.readline(MAX_LINE)
+    part.seek(0)
+    return found.st_dev, found.st_ino, first

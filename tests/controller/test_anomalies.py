@@ -209,6 +209,15 @@ def test_a_scheduled_capture_says_what_the_watch_noticed() -> None:
     assert (decision.selection, decision.trigger.sign) == (None, "slow_stage")
 
 
+def test_an_aim_that_cannot_be_had_costs_no_capture() -> None:
+    """It is made as the settings say."""
+    loop = Loop(allowed=False)
+    step = loop.quiet()
+    decision = loop.is_slow(step, slow=SLOW)
+    assert decision is not None
+    assert decision.selection is None
+
+
 def watched(folder: Path, **trigger: Any) -> ProfilingConfig:
     """Return settings whose watch asks for captures by one sign, and that have no schedule."""
     signs = {"window": 6, "slow_step": None, "leader": None, "memory": None, **trigger}

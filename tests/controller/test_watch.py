@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import ray
 from conftest import Pool
@@ -18,6 +19,8 @@ from test_callback import configured, following, local_worker, manifest, run, se
 
 from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingConfig, clock, stage
 from verl_profiling.capture.session import Session
+from verl_profiling.capture_request import CaptureSelection
+from verl_profiling.commands.trigger import find_job
 from verl_profiling.controller.watch import Watch
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.step_summary import RankUse, StepSummary
@@ -76,6 +79,20 @@ def test_every_step_of_a_local_worker_has_a_summary(tmp_path: Path, session: Ses
         assert summary.loop[0].peak_bytes is None or summary.loop[0].peak_bytes > 1_000_000
     assert [summary.captured for summary in whole] == ["", "step_000002", "", "", ""]
     assert [span.name for span in manifest(config).stages] == ["rollout", "update_actor"]
+
+
+def test_a_watch_that_judges_no_step_is_said_once_at_the_begin(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The schedule captures every step, so nothing is left to the trigger."""
+    watch = {"enable": True, "trigger": {}}
+    config = configured(tmp_path, schedule={"every": 1}, watch=watch)
+    callback = following(config)
+    callback.on_train_begin()
+    said = [record.message for record in caplog.records if "watch.trigger: never asks" in record.message]
+    assert len(said) == 1
+    run(callback, lambda step: None, steps=2)
+    assert sum("watch.trigger: never asks" in record.message for record in caplog.records) == 1
 
 
 def test_without_the_watch_nobody_is_called_and_nothing_is_kept(tmp_path: Path, pool: Pool) -> None:
@@ -168,6 +185,13 @@ def test_a_worker_that_is_dead_is_named_once_and_holds_up_nothing(
     assert "actor rank 0 (pid " in dead
 
 
+def test_a_loop_without_workers_is_one_process(tmp_path: Path) -> None:
+    """Nobody is missing in its summaries."""
+    callback, whole = followed(watched(tmp_path))
+    run(callback, lambda step: None, steps=2)
+    assert {row.leader for summary in whole for row in summary.exposed if row.name} == {"controller"}
+
+
 def test_the_end_of_training_is_not_held_up_by_a_worker_that_hangs(
     tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,12 +254,21 @@ class Answers(Silent):
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
+        self.asked = 0
 
     def read_watch(self, question: WatchQuestion) -> Any:
         """Answer, or raise."""
+        self.asked += 1
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
+
+
+class Coroutine(Silent):
+    """A local worker that only an event loop can ask."""
+
+    async def read_watch(self, question: WatchQuestion) -> None:
+        """Answer nothing."""
 
 
 def reading(steps: bytes) -> WatchReading:
@@ -253,8 +286,13 @@ def reading(steps: bytes) -> WatchReading:
     ("worker", "said"),
     [
         (Silent(), "no attribute 'read_watch'"),
+        (Coroutine(), "no event loop runs"),
+        (Answers({"stages": []}), "returned dict"),
         (Answers(ValueError("broken")), "ValueError: broken"),
+        (Answers(asyncio.CancelledError()), "CancelledError"),
         (Answers(reading(b"no steps")), "cannot be read"),
+        (Answers(reading(b"")), "cannot be read"),
+        (Answers(reading(msgspec.msgpack.encode([None] * 1000))), "cannot be read"),
     ],
 )
 def test_what_cannot_be_read_is_named_once_and_the_account_is_complete_without_it(
@@ -311,6 +349,32 @@ def test_a_mistake_of_the_watch_is_no_matter_of_the_loop(
     assert ("profiling failed, training goes on: KeyError: 'a mistake'" in caplog.text) != strict
 
 
+def test_the_account_of_an_aimed_capture_has_the_others_too(tmp_path: Path, pool: Pool) -> None:
+    """They were not called at its end, and their stages are waited for until they are read."""
+    config = watched(tmp_path, every=3, schedule={"steps": []}, tool="spans")
+    set_up(config, pool.sync)
+    callback, whole = followed(config, ("actor", pool.sync[:2]), ("critic", pool.sync[2:]))
+    callback.on_train_begin()
+    find_job(Path(config.save_path)).ask(CaptureSelection(roles=("critic",)), 1, 2)
+    for step in range(1, 5):
+        callback.on_step_begin(step)
+        with callback.stage("update"):
+            ray.get([worker.work.remote() for worker in pool.sync])
+        callback.on_step_end()
+    callback.on_train_end()
+    assert [summary.captured for summary in whole] == ["", "step_000002", "", ""]
+    assert [len(summary.workers) for summary in whole] == [3] * 4
+
+
+def test_workers_that_are_never_due_are_read_with_captures_alone(tmp_path: Path, session: Session) -> None:
+    """With ``every: 0``; nobody is asked of another step."""
+    config = watched(tmp_path, every=0)
+    worker = local_worker(config)
+    callback, whole = followed(config, ("actor", worker))
+    run(callback, lambda step: worker.work(), steps=3)
+    assert [names(summary.workers) for summary in whole] == [{}, {"actor_rank0": ["update_actor"]}, {}]
+
+
 def test_what_lies_between_steps_belongs_to_none(tmp_path: Path, session: Session) -> None:
     """Validation after a step, for one; what begins in the last moment of a step is in the next."""
     config = watched(tmp_path, every=1, schedule={"steps": [100]})
@@ -352,6 +416,31 @@ def test_what_lies_between_steps_belongs_to_none(tmp_path: Path, session: Sessio
         {"controller": []},
         {"controller": ["rollout"]},
     ]
+
+
+def test_a_loop_without_step_ends_has_accounts_from_begin_to_begin(tmp_path: Path) -> None:
+    """A step that did not end, ends when the next one begins; the last one at the end of training."""
+    config = watched(tmp_path, every=1, schedule={"steps": [100]})
+    callback, whole = followed(config)
+    for step in range(1, 4):
+        callback.on_step_begin(step)
+        with callback.stage("update"):
+            pass
+    callback.on_train_end()
+    assert [summary.step for summary in whole] == [1, 2, 3]
+    assert [names(summary.loop) for summary in whole] == [{"controller": ["update"]}] * 3
+
+
+def test_only_as_many_steps_are_kept_as_the_settings_say(tmp_path: Path) -> None:
+    """Whatever a run's length, and however seldom its workers are read."""
+    config = configured(
+        tmp_path, schedule={"steps": [10**9]}, watch={"enable": True, "steps": 5, "every": 1000}
+    )
+    callback, whole = followed(config)
+    run(callback, lambda step: None, steps=100)
+    assert callback.watch is not None
+    assert [summary.step for summary in callback.watch.summaries] == [96, 97, 98, 99, 100]
+    assert [summary.step for summary in whole] == list(range(1, 101))
 
 
 def test_an_async_loop_has_accounts_with_generation_beside_the_steps(tmp_path: Path, pool: Pool) -> None:

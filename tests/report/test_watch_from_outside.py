@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from drawn_summaries import summary
+from drawn_summaries import MS, summary
 from html_elements import Elements
 
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_OK
-from verl_profiling.step_summary import StepSummary
+from verl_profiling.step_summary import RankUse, SpanTotal, StepSummary
 from verl_profiling.watch.log import WatchLog
 from verl_profiling.watch_log import WATCH_LOG
 
@@ -80,6 +80,17 @@ def test_strange_numbers_and_later_versions_are_shown_as_they_are(
     assert [step.step for step in found_in(tmp_path, capsys)] == list(range(1, len(STRANGE) + 2))
 
 
+@pytest.mark.parametrize("step", [1 << 53, -(1 << 53)])
+def test_a_step_with_a_huge_number_hides_no_other(
+    tmp_path: Path, step: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is logged after it counts, as after a run was resumed from a step before."""
+    lost = json.loads(line(2))
+    huge = json.dumps({**lost, "step": step})
+    write_lines(tmp_path, line(1), huge, line(3), line(4), "")
+    assert {3, 4} <= {found.step for found in found_in(tmp_path, capsys)}
+
+
 def test_stages_with_any_name_and_hundreds_of_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,3 +105,26 @@ def test_stages_with_any_name_and_hundreds_of_them(
     shown = [row.split()[1] for row in capsys.readouterr().out.splitlines() if row.startswith("étape")]
     assert [at for at in shown if int(at) % 100 == 7] == ["7", "107", "207", "307", "407"]
     assert len(shown) <= 16
+
+
+def test_a_thousand_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their number is in no line: a line has roles, and of names of spans so many."""
+    ranks = [
+        RankUse(
+            lane=f"actor_rank{rank}",
+            role="actor",
+            rank=rank,
+            peak_bytes=rank * 10**8,
+            spans=[SpanTotal(f"tool:{rank}.{at}", 10, MS) for at in range(20)],
+        )
+        for rank in range(1_024)
+    ]
+    log = WatchLog(tmp_path)
+    for number in range(5):
+        step = msgspec.structs.replace(summary(number), workers=ranks)
+        step.add_up()
+        log(step)
+    assert (tmp_path / WATCH_LOG).stat().st_size < 5 * 10_000
+    steps = found_in(tmp_path, capsys)
+    assert sum(spans.runs for spans in steps[-1].spans) == 1_024 * 20 * 10
+    assert steps[-1].memory[1].lane == "actor_rank1023"

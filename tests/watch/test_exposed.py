@@ -99,11 +99,29 @@ def test_workers_that_were_not_read_are_not_guessed() -> None:
     assert [row.leader for row in exposed(step, has_workers=False)] == ["controller", ""]
 
 
+def test_nothing_at_all_lies_in_no_stage() -> None:
+    """A loop that marks no stage, or has no process; a step of no length has no row."""
+    assert in_ms(exposed(summary(10, controller()))) == in_ms(exposed(summary(10, []))) == [("", 10)]
+    assert exposed(summary(0, [])) == exposed(summary(-5, [])) == []
+
+
 def test_ranks_in_different_orders_are_not_compared() -> None:
     """Where one rank ran the stages the other way round, both rows name nobody; the stage after them does."""
     there, back = [("a", 0, 10), ("b", 10, 50), ("c", 60, 10)], [("b", 0, 50), ("a", 50, 10), ("c", 60, 40)]
     loop = [use("actor_rank0", *there), use("actor_rank1", *there), use("actor_rank2", *back)]
     assert [row.leader for row in exposed(summary(200, loop))] == ["", "", "actor_rank2", ""]
+
+
+def test_a_stage_of_one_rank_alone_is_that_ranks() -> None:
+    """Rank 0 writes the log and the others wait for it in the next stage."""
+    loop = [
+        use("actor_rank0", ("log", 0, 30), ("forward", 30, 10)),
+        use("actor_rank1", ("forward", 0, 40)),
+        use("actor_rank2", ("forward", 0, 40)),
+    ]
+    rows = exposed(summary(40, loop))
+    assert in_ms(rows) == [("log", 30), ("forward", 10)]
+    assert (rows[0].leader, rows[1].leader) == ("actor_rank0", "")
 
 
 def test_a_stage_of_the_controller_names_who_worked_in_it() -> None:
@@ -261,6 +279,38 @@ def test_generation_beside_the_steps_is_exposed_as_the_wait_alone() -> None:
     assert (update.leader, rest.name) == ("actor_rank0", "")
     assert standings(step).keys() == {"wait:rollout", "update_actor"}
     assert [standing.role for standing in standings(step)["update_actor"]] == ["actor"]
+
+
+def test_each_run_of_a_stage_is_found_where_it_was() -> None:
+    """Two updates in a step, and a generation behind each: nothing is taken for the other's."""
+    loop = [
+        RankUse(
+            lane="controller",
+            role="controller",
+            stages=[
+                *in_periods("controller", "rollout", (0, 40), (100, 140)).stages,
+                *in_periods("controller", "update_actor", (40, 100), (140, 200)).stages,
+            ],
+        )
+    ]
+    rows = exposed(
+        summary(
+            200,
+            loop,
+            in_periods("rollout0_rank0", "generate", (1, 30), (101, 139)),
+            in_periods("rollout1_rank0", "generate", (1, 39), (101, 110)),
+            in_periods("actor_rank0", "update_actor", (41, 99), (141, 199)),
+        )
+    )
+    assert in_ms(rows) == [("rollout", 80), ("update_actor", 120)]
+    assert [(row.leader, row.lead_ns) for row in rows] == [("rollout0_rank0", 20 * MS), ("actor_rank0", 0)]
+
+
+def test_stages_of_the_loop_at_the_same_time_are_counted_once() -> None:
+    """Two tasks of an asynchronous loop: what of the second lies in the first is not exposed again."""
+    rows = exposed(summary(100, controller(("rollout", 0, 60), ("reward", 40, 40)), use("actor_rank0")))
+    assert in_ms(rows) == [("rollout", 60), ("reward", 20), ("", 20)]
+    assert rows[1].leader == ""
 
 
 def test_a_stage_longer_than_the_step_is_cut_at_its_end() -> None:

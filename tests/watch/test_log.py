@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import msgspec
@@ -48,6 +49,15 @@ class TestWriting:
         assert found == list(range(100 - len(found), 100))
         assert len(found) > 4
 
+    def test_a_line_that_was_cut_off_costs_itself_alone(self, tmp_path: Path) -> None:
+        """A run that is resumed after it was killed begins a line of its own."""
+        WatchLog(tmp_path)(summary(1))
+        with (tmp_path / WATCH_LOG).open("ab") as file:
+            file.write(b'{"step":2,"begin')
+        WatchLog(tmp_path)(summary(3))
+        reader = WatchLogReader(tmp_path)
+        assert steps(reader) == [1, 3]
+
     def test_a_full_disk_is_said_once_and_survived(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -63,6 +73,32 @@ class TestWriting:
         assert len(caplog.records) == 1
         assert "No space left on device" in caplog.text
         assert steps(WatchLogReader(tmp_path)) == [3, 4]
+
+    @pytest.mark.parametrize("harm", ["vanished", "a folder is there", "a pipe is there"])
+    def test_a_folder_that_fails_is_said_once(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str
+    ) -> None:
+        """And nothing hangs; the log goes on when the folder is as it should be."""
+        run = tmp_path / "run"
+        log = WatchLog(run)
+        if harm == "a folder is there":
+            (run / WATCH_LOG).mkdir(parents=True)
+        elif harm == "a pipe is there":
+            run.mkdir()
+            os.mkfifo(run / WATCH_LOG)
+        with caplog.at_level(logging.WARNING):
+            log(summary(1))
+            log(summary(2))
+        assert len(caplog.records) == 1
+        assert str(run / WATCH_LOG) in caplog.text
+        if harm == "vanished":
+            run.mkdir()
+        elif harm == "a folder is there":
+            (run / WATCH_LOG).rmdir()
+        else:
+            (run / WATCH_LOG).unlink()
+        log(summary(3))
+        assert steps(WatchLogReader(run)) == [3]
 
 
 class TestReading:
@@ -98,10 +134,18 @@ class TestReading:
     @pytest.mark.parametrize(
         "line",
         [
+            b"null",
+            b"[]",
+            b"{}",
             b'{"step":"x","begin_ns":1,"end_ns":2}',
+            b'{"step":1e999,"begin_ns":1,"end_ns":2}',
+            b'{"step":123456789012345678901234567890,"begin_ns":1,"end_ns":2}',
+            b'{"step":1,"begin_ns":1,"end_ns":9e18}',
             b'{"step":1,"begin_ns":1,"end_ns":2,"exposed":[{"name":"a","exposed_ns":-1}]}',
+            b'{"step":1,"begin_ns":1,"end_ns":2,"exposed":[{"name":"a","exposed_ns":1,"leader":5}]}',
             b"\xff\xfe\x00",
             b"[" * 10_000,
+            b'{"step":1,"begin_ns":1,"end_ns":2,"captured":"' + b"x" * (2 << 20) + b'"}',
         ],
         ids=lambda line: line[:24].decode(errors="replace"),
     )
@@ -115,6 +159,13 @@ class TestReading:
         reader = WatchLogReader(tmp_path)
         assert steps(reader) == [1, 2]
 
+    def test_a_line_without_end_takes_no_memory(self, tmp_path: Path) -> None:
+        """Gigabytes without a line break are passed over piece by piece."""
+        with (tmp_path / WATCH_LOG).open("wb") as file:
+            file.truncate(60 << 20)
+        reader = WatchLogReader(tmp_path)
+        assert steps(reader) == []
+
     def test_a_log_that_leads_elsewhere_is_refused(self, tmp_path: Path) -> None:
         """A folder that came from somebody does not make a reader open other files."""
         run = tmp_path / "run"
@@ -123,3 +174,13 @@ class TestReading:
         (run / WATCH_LOG).symlink_to(tmp_path / "secret")
         with pytest.raises(TraceFormatError, match="leads out of"):
             steps(WatchLogReader(run))
+
+    def test_a_folder_or_a_pipe_is_no_log(self, tmp_path: Path) -> None:
+        """It is an error that names it, and does not hang."""
+        (tmp_path / WATCH_LOG).mkdir()
+        with pytest.raises(TraceFormatError, match="is not a file"):
+            steps(WatchLogReader(tmp_path))
+        (tmp_path / WATCH_LOG).rmdir()
+        os.mkfifo(tmp_path / WATCH_LOG)
+        with pytest.raises(TraceFormatError, match="neither a regular file"):
+            steps(WatchLogReader(tmp_path))

@@ -86,3 +86,14 @@ def test_a_process_that_uses_a_device_tells_of_that(
     """Peak and size of what torch has handed out."""
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(**devices))
     assert process_memory() == (7, 3)
+
+
+def test_the_real_torch_is_not_initialised_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With or without a GPU in the machine: ``torch.cuda`` is asked whether it is, and nothing else."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_initialized():
+        pytest.skip("this process uses its GPU")
+    monkeypatch.setattr(torch.cuda, "_lazy_init", initialises)
+    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", initialises)
+    assert is_of_the_host(process_memory())
+    assert not torch.cuda.is_initialized()

@@ -45,6 +45,17 @@ class TestValues:
             "profiling/watch/spans/tool:search/failed": 6.0,
         }
 
+    def test_a_step_in_which_the_clock_was_set_back_took_no_time(self) -> None:
+        """It is no step of minus an hour, which would be all that is seen of the curve."""
+        made = summary(7)
+        back = msgspec.structs.replace(made, end_ns=made.begin_ns - 3600 * 10**9)
+        assert values_of(back)["profiling/watch/step_s"] == 0
+
+    def test_where_nobody_leads_there_is_no_rank(self) -> None:
+        """Nor of a leader that is unknown."""
+        for step in (summary(1, leader=""), summary(1, leader="somebody")):
+            assert "profiling/watch/rollout/leader_rank" not in values_of(step)
+
 
 def test_a_run_has_its_log_and_its_curves(tmp_path: Path) -> None:
     """With one line of settings, from a loop that captures nothing; a listener has the numbers, too."""

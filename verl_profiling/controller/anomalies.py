@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 from verl_profiling.capture_request import CaptureSelection
@@ -15,11 +16,14 @@ from verl_profiling.manifest import Manifest
 from verl_profiling.settings.schedule import StepRange
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_summary import RankUse, StepSummary
-from verl_profiling.watch.collectives import RecorderReading
+from verl_profiling.watch.collectives import ASKED_STEPS, RecorderReading
 from verl_profiling.watch.detector import Detector
 from verl_profiling.watch.suspicion import Suspicion
 
 logger = logging.getLogger(__name__)
+
+READ_S = 10.0
+"""A capture waits for flight recorders at least this long (s): workers are read once a second at most."""
 
 _OF_A_STAGE = ("slow_stage", "leader")
 
@@ -42,6 +46,7 @@ class Anomalies:
         self._detector = Detector(options)
         self._before: StepSummary | None = None
         self._noticed: Suspicion | None = None
+        self._noticed_s, self._listened = 0.0, 0
         self._waits = False
         self._made = 0
         self._captured: int | None = None
@@ -53,6 +58,7 @@ class Anomalies:
         """Search a step summary for an anomaly; runs on the watch's thread."""
         before, self._before = self._before, summary
         noticed = self._noticed
+        self._listened += 1
         if noticed is not None and noticed.stage and not (noticed.suspects or summary.captured):
             named = noticed.named_in(summary, before)
             if named is not noticed and self._noticed is noticed:  # it may be captured by now
@@ -71,6 +77,7 @@ class Anomalies:
         is_named = noticed is not None and bool(found.suspects) and not noticed.suspects
         if noticed is None or self._waits or is_named:  # of a batch, the first with suspects is captured
             self._noticed, self._waits = found, False
+            self._noticed_s, self._listened = time.monotonic(), 0
             self._uses = {use.lane: use for use in (*summary.loop, *summary.workers)}
 
     def step_begins(self, step: int) -> None:
@@ -106,8 +113,9 @@ class Anomalies:
 
     def _is_read_further(self, noticed: Suspicion) -> bool:
         """Return whether torch's flight recorders may still tell who was late in the stage."""
+        soon = self._listened <= 2 * ASKED_STEPS or time.monotonic() <= self._noticed_s + READ_S
         reads = self._recorders.due and self._recorders.exist
-        return reads and bool(noticed.stage) and not noticed.suspects
+        return soon and reads and bool(noticed.stage) and not noticed.suspects
 
     def _refusal(self, step: int) -> str:
         """Return why the watch may not request a capture of this step; empty if it may."""

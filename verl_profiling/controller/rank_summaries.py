@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import msgspec
 from msgspec.structs import replace
@@ -46,7 +47,9 @@ class RankSummaries:
         self._most = most
         self._steps: dict[int, dict[int, StepSummary]] = {rank: {} for rank in ranks.others}
         self._messages: Counter[int] = Counter()
+        self._newest: dict[int, int] = {}
         self._unsent: deque[StepSummary] = deque(maxlen=most)
+        self._last: Sequence[StepSummary] = ()
         self._late: set[int] = set()
         self._ended: set[int] = set()
         self._failed = False
@@ -90,6 +93,9 @@ class RankSummaries:
             left_s: Returns how long to wait.
         """
         begun_s, pause_s = time.monotonic(), _SHORTEST_PAUSE_S
+        if any(after.step < before.step for before, after in pairwise([*self._last, *steps])):
+            self._newest.clear()  # the loop restarted its step numbers
+        self._last = steps[-1:]
         while True:
             for rank in self._lacking(steps):
                 self._take(rank)
@@ -123,12 +129,14 @@ class RankSummaries:
         return replace(known, loop=_later(known.loop, later), workers=_later(known.workers, later))
 
     def _lacking(self, steps: Sequence[StepSummary]) -> list[int]:
-        """Return the ranks that have not ended, and have not sent the last of these steps or a later one."""
+        """Return the ranks that have not ended, and have sent neither all of these steps nor a later one."""
         newest = max((step.step for step in steps), default=0)
         return [
             rank
             for rank, sent in self._steps.items()
-            if rank not in self._ended and max(sent, default=newest - 1) < newest
+            if rank not in self._ended
+            and self._newest.get(rank, newest - 1) < newest
+            and any(step.step not in sent for step in steps)
         ]
 
     def _take(self, rank: int) -> None:
@@ -140,6 +148,7 @@ class RankSummaries:
                 self._late.discard(rank)
                 for summary in sent:
                     self._steps[rank][summary.step] = summary
+                    self._newest[rank] = summary.step
                 if not sent:
                     self._ended.add(rank)
         except PROBLEMS as error:

@@ -23,7 +23,7 @@ from verl_profiling.clock import Handshake, best_handshake
 from verl_profiling.controller.open_capture import ROLLOUT
 from verl_profiling.controller.rank_summaries import RankSummaries
 from verl_profiling.controller.spmd import Ranks
-from verl_profiling.controller.targets import Call, Roster, Worker
+from verl_profiling.controller.targets import Call, Postponed, Roster, Target, Worker
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.step_summary import RankUse, StepSummary
@@ -41,7 +41,7 @@ LEAST_PAUSE_S = 1.0
 """After it, the workers are read even if fewer steps than ``watch.every`` have ended."""
 
 _HANDSHAKES = 32
-_LONGEST_WAIT_S = 1.0
+_LONGEST_WAIT_S, _RESTART_PAUSE_S = 1.0, 0.2
 
 
 class Watch:
@@ -199,20 +199,15 @@ class Watch:
         if ranks is not None and ranks.collectives:
             own = with_collectives(own, times)
         for step, use in zip(steps, own, strict=True):
-            step.loop = [use]
+            step.loop = [use] if use is not None else []
         if ranks is not None and ranks.leads:
             ranks.receive(steps, left_s)
             steps = [ranks.joined(step) for step in steps]
         elif ranks is not None:
             ranks.send(steps)
         for step in steps:
-            step.add_up()
-            summary = with_lateness(step)
-            before = self.summaries[-1] if self.summaries else None
-            summary.exposed = exposed(summary, before, self._workers.has_any)
+            summary = self._explained(step)
             self.summaries.append(summary)
-            if self._options.trigger is not None:
-                self.recorders.follow(summary)
             for listener in [*self._log, *self.listeners]:
                 try:
                     listener(summary)
@@ -220,6 +215,19 @@ class Watch:
                     self._say_once(id(listener), summary.step, error)
         if ranks is not None and ranks.leads:
             ranks.ask_collectives(self.recorders.due)
+
+    def _explained(self, summary: StepSummary) -> StepSummary:
+        """Return the summary with exposed times, memory by role and sums of spans."""
+        before = self.summaries[-1] if self.summaries else None
+        summary.add_up()
+        try:
+            summary = with_lateness(summary)
+            summary.exposed = exposed(summary, before, self._workers.has_any)
+            if self._options.trigger is not None:
+                self.recorders.follow(summary)
+        except Exception as error:
+            self._say_once(id(exposed), summary.step, error)
+        return summary
 
     def _say_once(self, what: int, step: int, error: Exception) -> None:
         if what not in self._failed:
@@ -241,6 +249,7 @@ class WatchedWorkers:
         self.alone = True
         self._roster = roster
         self._late: list[Call] = []
+        self._without: set[Target] = set()
         self._said: set[Worker] = set()
         self._handshakes: dict[str, deque[Handshake]] = {}
 
@@ -258,9 +267,9 @@ class WatchedWorkers:
             left_s: Returns how long to wait for replies.
         """
         times = [(step.begin_ns, step.end_ns) for step in steps]
-        uses: dict[ProcessId, list[RankUse]] = {}
+        uses: dict[ProcessId, list[RankUse | None]] = {}
         self._late = [call for call in self._late if not call.future.done()]
-        to_call = {*self._roster.driven(None)}
+        to_call = {*self._roster.driven(None)} - self._without
         while (to_call := to_call - {call.target for call in self._late}) and left_s() > 0:
             offsets_ns = {clock.domain(): 0}
             for domain, known in self._handshakes.items():
@@ -269,12 +278,15 @@ class WatchedWorkers:
             calls = [call for target in to_call for call in target.call("read_watch", question)]
             self._wait(calls, left_s)
             answered = [call for call in calls if call.future.done()]
-            to_call = {call.target for call in answered if not self._take(call, len(steps), uses)}
+            to_call = {call.target for call in answered if not self._take(call, times, uses)}
         for at, step in enumerate(steps):
-            found = [of_steps[at] for of_steps in uses.values()]
+            found = [use for of_steps in uses.values() if (use := of_steps[at]) is not None]
             step.workers = sorted(found, key=lambda use: (use.role, use.rank, use.lane))
 
     def _wait(self, calls: Sequence[Call], left_s: Callable[[], float]) -> None:
+        for call in calls:
+            if isinstance(call.future, Postponed):
+                call.future.fail(RuntimeError("it is a coroutine, and no event loop runs"))
         futures = [call.future for call in calls]
         while wait(futures, max(0.0, min(left_s(), _LONGEST_WAIT_S))).not_done and left_s() > 0:
             pass
@@ -284,9 +296,14 @@ class WatchedWorkers:
             self._say(call, f"has not answered read_watch for {waited_s:.1f} s; it is asked when it has")
         self._late += late
 
-    def _take(self, call: Call, steps: int, uses: dict[ProcessId, list[RankUse]]) -> bool:
-        """Add a reply for so many steps; return ``False`` if the worker did not know its clock offset."""
+    def _take(self, call: Call, times: Sequence[object], uses: dict[ProcessId, list[RankUse | None]]) -> bool:
+        """Add a reply; return ``False`` if the worker restarts, or did not know its clock offset."""
         reading = call.reply()
+        if call.error is not None and "ActorUnavailableError" in call.problem():  # Ray restarts it
+            time.sleep(_RESTART_PAUSE_S)
+            return False
+        if type(call.error) is AttributeError:  # it has no such method
+            self._without.add(call.target)
         if not isinstance(reading, WatchReading):
             if reading is not None or call.error is not None:
                 self._say(call, f"is not read: {call.problem()}")
@@ -298,8 +315,8 @@ class WatchedWorkers:
             if not call.worker.identity.pid:
                 call.worker.identity = reading.identity
             found = reading.uses()
-            if len(found) != steps:
-                raise ValueError(f"it has {len(found)} steps instead of {steps}")
+            if len(found) != len(times):
+                raise ValueError(f"it has {len(found)} steps instead of {len(times)}")
             if self.alone or reading.process != ProcessId.current():
                 uses.setdefault(reading.process, found)
             if reading.dropped:

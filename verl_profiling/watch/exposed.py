@@ -7,22 +7,19 @@ one process that calls workers, a stage is led by one of the workers that ran in
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from math import inf
+from collections import Counter
+from functools import cached_property
+from itertools import chain
 from operator import attrgetter
-from statistics import fmean, median
+from statistics import median
 from typing import NamedTuple
 
+import numpy as np
+
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.step_summary import ExposedStage, RankUse, StepSummary
+from verl_profiling.step_summary import ExposedStage, StepSummary
 from verl_profiling.trajectories.spans import TRAJECTORY
-
-TIED = 0.05
-"""Tolerance, as a share of a stage's longest duration, within which processes count as tied."""
-
-LATE = 0.08
-"""Share of a stage from which the last process to enter a collective leads."""
+from verl_profiling.watch.frontier import TIED, Runs, Standing, frontier, joined, runs_of
 
 SLOW = 1.15
 """An engine that leads beside agent loops is a suspect if its requests take longer by this ratio, too."""
@@ -31,39 +28,6 @@ _OF_A_STAGE = 0.1
 
 WAIT = "wait:"
 """Prefix of a stage in which the loop only waits for a role, e.g. ``wait:rollout``."""
-
-
-class Standing(NamedTuple):
-    """Comparison of the processes of one role in one stage of the loop.
-
-    Attributes:
-        role: The role.
-        durations: Nanoseconds that each process spent in the stage, by lane.
-        leader: Lane of the process at the frontier; empty if unknown.
-        lead_ns: The leader's time in the stage minus the median of the others; 0 if it waited for them.
-        clear: Whether the others waited for the leader; also ``True`` for a single process.
-        ran: Names of the processes' own stages inside the loop's stage.
-    """
-
-    role: str
-    durations: dict[str, float]
-    leader: str
-    lead_ns: int
-    clear: bool
-    ran: tuple[str, ...] = ()
-
-
-class Run(NamedTuple):
-    """A run of a stage, and how late its process was to the collectives in the stage (ns).
-
-    ``own_ns`` is the time spent in the run, without that of earlier runs at the same time.
-    """
-
-    stage: str
-    begin_ns: int
-    end_ns: int
-    own_ns: float
-    late_ns: int = 0
 
 
 def exposed(
@@ -84,7 +48,6 @@ def exposed(
     done_ns = 0
     for name, (front_ns, [first, *_]) in _stages(summary, before, has_workers).items():
         reached_ns = min(round(front_ns), summary.duration_ns)
-        mean_ns = fmean(first.durations.values())
         rows.append(
             ExposedStage(
                 name=name,
@@ -92,7 +55,7 @@ def exposed(
                 role=first.role,
                 leader=first.leader if first.clear else "",
                 lead_ns=first.lead_ns if first.clear else 0,
-                imbalance=max(1.0, max(first.durations.values()) / mean_ns) if mean_ns else 1.0,
+                imbalance=first.imbalance,
             )
         )
         done_ns = reached_ns
@@ -109,8 +72,9 @@ def standings(summary: StepSummary, before: StepSummary | None = None) -> dict[s
 
 def alone_ns(summary: StepSummary) -> float:
     """Return the time of a step in which no process was in a stage (ns); 0 for a loop of several ranks."""
-    runs = [run for use in (*summary.loop, *summary.workers) for run in _runs_of(use)]
-    busy_ns = sum(run.own_ns for run in _own_time(_within(runs, summary.begin_ns, summary.end_ns)))
+    processes = [*summary.loop, *summary.workers]
+    runs = runs_of(processes, summary.begin_ns, dict.fromkeys((use.lane for use in processes), 0), {})
+    busy_ns = float(runs.within(0, summary.duration_ns).own_time().length.sum())
     return summary.duration_ns - busy_ns if len(summary.loop) == 1 else 0.0
 
 
@@ -120,126 +84,59 @@ def _stages(
     """Return for each stage of the loop the frontier after it (ns), and the standings of its roles."""
     if not summary.loop:
         return {}
+    if len(summary.loop) == 1 and not summary.workers:
+        alone = _alone(summary, clear=not has_workers)
+        if alone is not None:
+            return alone
+    stages: dict[str, int] = {}
+    lanes = [use.lane for use in summary.loop]
+    loop = runs_of(summary.loop, summary.begin_ns, {lane: at for at, lane in enumerate(lanes)}, stages)
+    names = list(stages)
     # Background stages are left out: their cost is the loop's wait for them.
-    loop = {
-        use.lane: _own_time([run for run in _runs_of(use) if run.stage not in summary.beside])
-        for use in summary.loop
-    }
-    calls = len(loop) == 1 and bool(summary.workers or has_workers)
-    workers = _Workers(summary, before, *loop.values()) if calls and summary.workers else None
+    loop = loop.at(~np.isin(loop.stage, [stages[name] for name in summary.beside if name in stages]))
+    own = loop.own_time()
+    covered = set(own.stage[own.length < loop.at(np.lexsort((loop.begin, loop.who))).length])
+    calls = len(summary.loop) == 1 and bool(summary.workers or has_workers)
+    workers = _Workers(summary, before, loop, stages) if calls and summary.workers else None
     found = {}
-    for stage, front_ns, own in _frontier(summary.loop[0].role, loop):
-        ran = () if workers else (stage,)
-        standing = own._replace(ran=ran, clear=own.clear and (workers is not None or not calls))
-        found[stage] = front_ns, workers.standings(stage, standing) if workers else [standing]
+    for stage, front_ns, standing in frontier(summary.loop[0].role, lanes, own):
+        clear = standing.clear and stage not in covered and (workers is not None or not calls)
+        ran = (names[stage],) if len(lanes) > 1 else ()
+        own_standing = standing._replace(ran=ran)
+        first, *others = workers.standings(stage, standing) if workers is not None else [own_standing]
+        found[names[stage]] = front_ns, [first._replace(clear=clear and first.clear), *others]
     return found
 
 
-def _runs_of(use: RankUse) -> list[Run]:
-    """Return the stage runs of a process."""
-    runs = []
-    for stage in use.stages:
+def _alone(summary: StepSummary, clear: bool) -> dict[str, tuple[float, list[Standing]]] | None:
+    """Like :func:`_stages`, for one process whose stages run once and in sequence; ``None`` for any other."""
+    [use] = summary.loop
+    found: dict[str, tuple[float, list[Standing]]] = {}
+    front_ns, busy_until_ns = 0.0, 0
+    for stage in sorted(use.stages, key=attrgetter("begin_ns")):
+        if stage.name in summary.beside:
+            continue
+        if stage.periods or stage.name in found or stage.begin_ns < busy_until_ns:
+            return None
         length_ns = max(0, stage.duration_ns)
-        periods = stage.periods or ((stage.begin_ns, stage.begin_ns + length_ns),)
-        share = length_ns / max(1, sum(max(0, end - begin) for begin, end in periods))
-        for begin, end in periods:
-            runs.append(Run(stage.name, begin, end, share * max(0, end - begin), stage.late_ns or 0))
-    return runs
-
-
-def _own_time(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs of a process in order; ``own_ns`` excludes overlap with earlier runs."""
-    found = []
-    busy_until_ns = -inf
-    for run in sorted(runs, key=attrgetter("begin_ns")):
-        covered_ns = max(0.0, busy_until_ns - run.begin_ns)
-        share = 1.0 - min(1.0, covered_ns / max(1, run.end_ns - run.begin_ns))
-        found.append(Run(run.stage, run.begin_ns, run.end_ns, share * run.own_ns, run.late_ns))
-        busy_until_ns = max(busy_until_ns, run.end_ns)
+        busy_until_ns = stage.begin_ns + length_ns
+        front_ns += length_ns
+        standing = Standing(use.role, [use.lane], np.array([float(length_ns)]), use.lane, 0, 1.0, clear)
+        found[stage.name] = front_ns, [standing]
     return found
-
-
-def _within(runs: Sequence[Run], begin_ns: int, end_ns: int) -> list[Run]:
-    """Return the runs clipped to an interval; runs outside of it are left out."""
-    found = []
-    for run in runs:
-        first_ns, last_ns = max(run.begin_ns, begin_ns), min(run.end_ns, end_ns)
-        if first_ns < last_ns:
-            found.append(Run(run.stage, first_ns, last_ns, last_ns - first_ns, run.late_ns))
-    return found
-
-
-def _frontier(role: str, runs: Mapping[str, Sequence[Run]]) -> Iterator[tuple[str, float, Standing]]:
-    """Yield each stage, the frontier after it (ns), and the standing of the processes in it.
-
-    All ranks leave a collective together, and the rank that arrives first spends the most time in it. So a
-    rank whose stage ends together with the others' does not lead. The rank that was last to enter does,
-    where that is known. Engines have no collectives.
-
-    Args:
-        role: Their role.
-        runs: Their runs, by lane, as :func:`_own_time` returns them.
-    """
-    by_stage: defaultdict[str, defaultdict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
-    for lane, of_lane in runs.items():
-        for run in of_lane:
-            by_stage[run.stage][lane].append(run)
-    reached, front_ns = dict.fromkeys(runs, 0.0), 0.0
-    ran_all = {*runs}
-    for stage in _order(runs):
-        those = by_stage[stage]
-        here = dict.fromkeys(runs, 0.0) | {lane: sum(run.own_ns for run in those[lane]) for lane in those}
-        reached = {lane: reached_ns + here[lane] for lane, reached_ns in reached.items()}
-        before_ns, front_ns = front_ns, max(reached.values())
-        longest_ns = max(here.values())
-        near = [lane for lane in runs if front_ns - reached[lane] <= TIED * longest_ns]
-        leader = max(near, key=here.__getitem__)
-        lead_ns, known = 0.0, True
-        if len(runs) > 1:
-            # If all are tied, they wait for each other.
-            known = len(near) < len(runs) and (len(near) > 1 or leader in ran_all)
-            lead_ns = max(0.0, here[leader] - median(here[lane] for lane in runs if lane != leader))
-            ends = {lane: max(run.end_ns for run in mine) for lane, mine in those.items()}
-            own_end_ns = ends.pop(leader, -inf)
-            if lead_ns and ends and role != ROLLOUT_ROLE:
-                known &= 2 * (own_end_ns - median(ends.values())) >= lead_ns
-        if front_ns > before_ns:
-            ran_all &= those.keys()
-        clear = known and len(near) == 1
-        late = dict.fromkeys(runs, 0) | {lane: max(run.late_ns for run in those[lane]) for lane in those}
-        if not clear and (late_ns := max(late.values())) > LATE * longest_ns:
-            leader = max(late, key=late.__getitem__)
-            lead_ns = late_ns - max((late[lane] for lane in late if lane != leader), default=0)
-            clear = known = lead_ns > LATE * longest_ns
-            here = {lane: longest_ns - late_ns + own_ns for lane, own_ns in late.items()}
-        yield stage, front_ns, Standing(role, here, leader, round(lead_ns) if known else 0, clear)
-
-
-def _order(runs: Mapping[str, Sequence[Run]]) -> list[str]:
-    """Return the stages in the processes' most frequent order; others are inserted as a process ran them."""
-    order: list[str] = []
-    ways = Counter(tuple(dict.fromkeys(run.stage for run in of_lane)) for of_lane in runs.values())
-    for way, _ in ways.most_common():
-        at = len(order)
-        for stage in reversed(way):
-            if stage in order:
-                at = order.index(stage)
-            else:
-                order.insert(at, stage)
-    return order
 
 
 class _Work(NamedTuple):
     """The work of one role inside one stage of the loop."""
 
     standing: Standing
-    begin_ns: int
-    end_ns: int
+    begin_ns: float
+    end_ns: float
 
     @property
     def busy_ns(self) -> float:
         """The longest time that a process of the role worked (ns)."""
-        return max(self.standing.durations.values())
+        return float(self.standing.durations.max())
 
 
 class _Workers:
@@ -248,21 +145,21 @@ class _Workers:
     A worker's run belongs to the loop's stage in which the middle of the run lies.
     """
 
-    def __init__(self, summary: StepSummary, before: StepSummary | None, loop: Sequence[Run]) -> None:
-        self._loop = loop
-        self._before = {use.lane: _runs_of(use) for use in (before.workers if before else ())}
-        self._runs = {use.lane: _runs_of(use) for use in summary.workers}
-        self._roles: dict[str, list[str]] = {}
-        everyone = (*summary.workers, *(before.workers if before else ()))
-        for lane, role in {use.lane: use.role for use in everyone}.items():
-            self._roles.setdefault(role, []).append(lane)
-        self._inside: dict[str, dict[str, list[Run]]] = {}
-        for lane, runs in self._runs.items():
-            for run in runs:
-                middle = (run.begin_ns + run.end_ns) // 2
-                homes = [one.stage for one in loop if one.begin_ns <= middle < one.end_ns]
-                for home in homes[-1:]:
-                    self._inside.setdefault(home, {}).setdefault(lane, []).append(run)
+    def __init__(
+        self, summary: StepSummary, before: StepSummary | None, loop: Runs, stages: dict[str, int]
+    ) -> None:
+        self._before = before.workers if before is not None else []
+        self._lanes: dict[str, list[str]] = {}
+        for lane, role in {use.lane: use.role for use in (*summary.workers, *self._before)}.items():
+            self._lanes.setdefault(role, []).append(lane)
+        self._answered = Counter(use.role for use in summary.workers)
+        self._numbers = {lane: number for number, lane in enumerate(chain(*self._lanes.values()))}
+        self._origin_ns, self._stages, self._loop = summary.begin_ns, stages, loop
+        self._runs = runs_of(summary.workers, self._origin_ns, self._numbers, stages)
+        middle = (self._runs.begin + self._runs.end) / 2
+        self._home = np.full(middle.shape, -1)
+        for row in np.argsort(loop.begin, kind="stable"):
+            self._home[(loop.begin[row] <= middle) & (middle < loop.end[row])] = loop.stage[row]
         # Trajectories outside of stages have no known times: engines or the loop may have waited for them.
         hidden = any(
             not use.stages and TRAJECTORY in (one.name for one in use.spans) for use in summary.workers
@@ -275,81 +172,84 @@ class _Workers:
             if use.role == ROLLOUT_ROLE and one.runs
         }
 
-    def standings(self, stage: str, own: Standing) -> list[Standing]:
+    def standings(self, stage: int, own: Standing) -> list[Standing]:
         """Return the standings of the roles in a stage of the loop; the role that it waited for is first.
 
         A ``wait:`` stage counts all runs that overlap it. Any other stage counts the runs whose middle lies
         in it; without such runs, those that began before the stage and ended in it. Without any, the loop
         itself worked.
         """
-        loop = [run for run in self._loop if run.stage == stage]
-        length_ns = sum(run.own_ns for run in loop)
-        inside: Mapping[str, Sequence[Run]] = self._inside.get(stage, {})
-        if stage.startswith(WAIT) or not inside:
-            inside = {lane: [*self._under_way(lane, loop)] for lane in {**self._runs, **self._before}}
-        works = [work for role in self._roles if (work := self._work(role, inside, length_ns))]
-        found = _by_weight(stage, loop, works) if works else [own]
-        if self._request_ns and ROLLOUT_ROLE not in (one.role for one in found):
-            found += [work.standing for work in works if work.standing.role == ROLLOUT_ROLE]
-        return [self._known(one, one is found[0], length_ns) for one in found]
+        name, loop = list(self._stages)[stage], self._loop.at(self._loop.stage == stage)
+        periods = list(zip(loop.begin, loop.end, strict=True))
+        inside = self._runs.at(self._home == stage)
+        if name.startswith(WAIT):
+            inside = joined([self._under_way.within(begin, end) for begin, end in periods])
+        elif not inside.who.size:
+            inside = joined([_ended_in(self._under_way, begin, end) for begin, end in periods])
+        works = self._works(inside.own_time(), loop.length.sum())
+        found = _by_weight(name, loop, works) if works else [own]
+        slow = [work.standing for work in works if self._is_slow(work.standing, loop.length.sum())]
+        by_request = bool(self._request_ns)  # then an engine stands out beside others by its requests only
+        first, *others = (
+            one._replace(leader="", lead_ns=0, clear=False)
+            if one.role in self._unclear or (by_request and one.role == ROLLOUT_ROLE and one is not found[0])
+            else one
+            for one in found
+        )
+        if first.role == ROLLOUT_ROLE and first.leader:
+            return [first, *others]
+        return [first, *slow, *(one for one in others if not slow or one.role != ROLLOUT_ROLE)]
 
-    def _known(self, one: Standing, is_first: bool, length_ns: float) -> Standing:
-        """Return a standing, without leader where the watch cannot know it.
+    def _is_slow(self, standing: Standing, room_ns: float) -> bool:
+        """Whether an engine leads in a stage by enough, and takes longer for a request than the others."""
+        others = [each for lane, each in self._request_ns.items() if lane != standing.leader]
+        own = self._request_ns.get(standing.leader, 0.0)
+        leads = standing.clear and standing.lead_ns >= _OF_A_STAGE * room_ns
+        return leads and bool(others) and own >= SLOW * median(others)
 
-        Beside others, an engine leads if it does by enough, and takes longer for a request than the others.
-        """
-        is_beside = one.role == ROLLOUT_ROLE and bool(self._request_ns) and not is_first
-        if one.role not in self._unclear and not is_beside:
-            return one
-        others = [each for lane, each in self._request_ns.items() if lane != one.leader]
-        own_ns = self._request_ns.get(one.leader, 0.0)
-        if (
-            one.clear
-            and one.lead_ns >= _OF_A_STAGE * length_ns
-            and others
-            and own_ns >= SLOW * median(others)
-        ):
-            return one._replace(clear=False)
-        return one._replace(leader="", lead_ns=0, clear=False)
+    @cached_property
+    def _under_way(self) -> Runs:
+        """The runs of the workers in this step and the step before."""
+        return joined([runs_of(self._before, self._origin_ns, self._numbers, self._stages), self._runs])
 
-    def _under_way(self, lane: str, loop: Sequence[Run]) -> Iterator[Run]:
-        """Yield the runs of a worker that the loop may have waited for in a stage, clipped to it."""
-        runs = [*self._before.get(lane, ()), *self._runs.get(lane, ())]
-        for stage in loop:
-            begin_ns, end_ns = stage.begin_ns, stage.end_ns
-            if not stage.stage.startswith(WAIT):
-                late_ns = end_ns + TIED * (end_ns - begin_ns)
-                runs = [run for run in runs if run.begin_ns < begin_ns < run.end_ns <= late_ns]
-            yield from _within(runs, begin_ns, end_ns)
-
-    def _work(self, role: str, inside: Mapping[str, Sequence[Run]], length_ns: float) -> _Work | None:
-        """Return the work of a role in a stage; its leader is that of the worker stage with the largest lead.
+    def _works(self, runs: Runs, room_ns: float) -> list[_Work]:
+        """Return the work of each role; its leader is that of the worker stage with the largest lead.
 
         Concurrent runs of one process, such as requests, can add up to more than the loop's stage took. Then
         the role's times are scaled so that the longest equals the stage.
         """
-        lanes = self._roles[role]
-        if any(lane in self._runs for lane in lanes):  # processes that were not read in this step are unknown
-            lanes = [lane for lane in lanes if lane in self._runs or inside.get(lane)]
-        mine = {lane: _own_time(inside.get(lane, ())) for lane in lanes}
-        every = [run for runs in mine.values() for run in runs]
-        if not every:
-            return None
-        totals = {lane: sum(run.own_ns for run in runs) for lane, runs in mine.items()}
-        if (longest_ns := max(totals.values())) > (1 + TIED) * length_ns:
-            scale = length_ns / longest_ns
-            mine = {lane: [run._replace(own_ns=scale * run.own_ns) for run in mine[lane]] for lane in mine}
-            totals = {lane: scale * total for lane, total in totals.items()}
-        tied_ns = TIED * max(totals.values())
-        standing = max(
-            (standing for _, _, standing in _frontier(role, mine)),
-            key=lambda one: (one.lead_ns if one.lead_ns > tied_ns else 0, max(one.durations.values())),
-        )
-        standing = standing._replace(durations=totals, ran=tuple(dict.fromkeys(run.stage for run in every)))
-        return _Work(standing, min(run.begin_ns for run in every), max(run.end_ns for run in every))
+        works, names = [], list(self._stages)
+        for role, lanes in self._lanes.items():
+            first = self._numbers[lanes[0]]
+            mine = runs.at((runs.who >= first) & (runs.who < first + len(lanes)))
+            if not mine.who.size:
+                continue
+            mine = mine._replace(who=mine.who - first)
+            if answered := self._answered[role]:  # lanes not read in this step are unknown
+                lanes = lanes[: max(answered, int(mine.who.max()) + 1)]
+            totals = np.bincount(mine.who, mine.length, len(lanes)).astype(float)
+            if totals.max() > (1 + TIED) * room_ns:
+                mine = mine._replace(length=mine.length * (room_ns / totals.max()))
+                totals *= room_ns / totals.max()
+            tied_ns = TIED * totals.max()
+            standing = max(
+                (standing for _, _, standing in frontier(role, lanes, mine)),
+                key=lambda one: (one.lead_ns if one.lead_ns > tied_ns else 0, one.durations.max()),
+            )
+            ran = tuple(names[stage] for stage in dict.fromkeys(mine.stage.tolist()))
+            standing = standing._replace(durations=totals, ran=ran)
+            works.append(_Work(standing, float(mine.begin.min()), float(mine.end.max())))
+        return works
 
 
-def _by_weight(name: str, loop: Sequence[Run], works: list[_Work]) -> list[Standing]:
+def _ended_in(runs: Runs, begin_ns: float, end_ns: float) -> Runs:
+    """Return the runs in progress at ``begin_ns`` that ended by ``end_ns``, clipped to that interval."""
+    late_ns = end_ns + TIED * (end_ns - begin_ns)
+    ended = (runs.begin < begin_ns) & (begin_ns < runs.end) & (runs.end <= late_ns)
+    return runs.at(ended).within(begin_ns, end_ns)
+
+
+def _by_weight(name: str, loop: Runs, works: list[_Work]) -> list[Standing]:
     """Return the standings of the roles in a stage of the loop; the role that it waited for is first.
 
     If a role ran a stage of the same name, roles that did not are left out. The loop did not wait for a role
@@ -357,8 +257,8 @@ def _by_weight(name: str, loop: Sequence[Run], works: list[_Work]) -> list[Stand
     concurrently with it, the one of them that ended last does.
     """
     works = [work for work in works if name in work.standing.ran] or works
-    slack_ns = TIED * sum(run.own_ns for run in loop)
-    awaited = [work for work in works if work.end_ns <= loop[-1].end_ns + slack_ns] or works
+    slack_ns = TIED * loop.length.sum()
+    awaited = [work for work in works if work.end_ns <= loop.end.max() + slack_ns] or works
     first = max(awaited, key=lambda work: work.busy_ns)
     beside = [
         work

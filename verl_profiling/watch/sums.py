@@ -34,13 +34,13 @@ MOST_NAMES = 256
 """Maximum number of names, of stages in a step and of spans; further names are summed as ``OTHERS``."""
 
 MOST_SLICES = 512
-"""Maximum number of time slices of span sums; at this number, neighbours are merged."""
+"""Maximum number of time slices of span sums; at this number, neighbours are merged until half are left."""
 
 LONG_NS = 20_000_000
 """After a stage of this length or longer, memory is always read."""
 
 PAUSE_NS = 50_000_000
-"""Minimum interval of memory readings after shorter stages."""
+"""Minimum interval of memory readings after short stages; 10 times as long after another stage."""
 
 _DEVICES = ("cuda", "npu")
 _LONGEST_NAME = 200
@@ -48,7 +48,8 @@ _SHORTEST_SLICE_NS = 20_000_000
 _TOUCHING_NS = 1_000_000
 _SLACK_NS = 50_000_000
 _SMALL_PART = 100
-"""A stage counts in a step that contains 1/100 of the stage, or of which it takes 1/100."""
+"""An ended stage counts in a step that contains 1/100 of the stage, or that the stage fills.
+An open stage counts if it takes 1/100 of the step."""
 
 
 class WatchQuestion(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +72,8 @@ class WatchReading(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         identity: The worker.
         process: The process; it changes if the worker is restarted.
-        steps: A ``RankUse`` for each step, as msgpack; ``None`` until its clock offset is measured.
+        steps: A ``RankUse`` or ``null`` for each step, as msgpack; ``None`` until its clock offset is
+            measured.
         dropped: Number of ended stages that were dropped before this request, because the queue was full.
         received_ns: When the call arrived, on the clock of the process.
         replied_ns: When the reply was sent, on the same clock.
@@ -84,9 +86,9 @@ class WatchReading(msgspec.Struct, frozen=True, kw_only=True):
     received_ns: int
     replied_ns: int
 
-    def uses(self) -> list[RankUse]:
+    def uses(self) -> list[RankUse | None]:
         """Decode ``steps``."""
-        return msgspec.msgpack.decode(self.steps or b"", type=list[RankUse])
+        return msgspec.msgpack.decode(self.steps or b"", type=list[RankUse | None])
 
 
 class OpenStage(msgspec.Struct, eq=False, gc=False):
@@ -138,7 +140,8 @@ class StageSums:
         self._ended: deque[tuple[str, int, int, int, int]] = deque(maxlen=most)
         self._open: dict[int, OpenStage] = {}
         self._memory = memory
-        self._measured_ns = 0
+        self._measured_ns, self._measured_after = 0, ""
+        self._since_ns = clock.now_ns()
         self._count = self._reported = 0
 
     def begin(self, name: str) -> OpenStage:
@@ -183,14 +186,15 @@ class StageSums:
         """Record an outermost stage that has ended."""
         peak = held = 0
         waited_ns = abs(end_ns - self._measured_ns)  # the clock may be set back
-        if end_ns - begin_ns >= LONG_NS or waited_ns >= PAUSE_NS:
+        pause_ns = PAUSE_NS if name == self._measured_after else 10 * PAUSE_NS
+        if end_ns - begin_ns >= LONG_NS or waited_ns >= pause_ns:
             peak, held = self._memory()
-            self._measured_ns = end_ns
+            self._measured_ns, self._measured_after = end_ns, name
         self._count += 1
         self._ended.append((name, begin_ns, max(begin_ns, end_ns), peak, held))
 
-    def of_steps(self, who: RankUse, steps: Sequence[Period], ahead_ns: int = 0) -> list[RankUse]:
-        """Return the process's stages, memory and spans in each step.
+    def of_steps(self, who: RankUse, steps: Sequence[Period], ahead_ns: int = 0) -> list[RankUse | None]:
+        """Return the process's stages, memory and spans in each step; ``None`` for steps before it began.
 
         A stage that crosses the end of a step is divided between both steps. An open stage counts until now.
 
@@ -199,25 +203,30 @@ class StageSums:
             steps: Begin and end of each step, in order, on the clock of the loop's process.
             ahead_ns: Clock offset: this process's clock minus the loop's. Results are on the loop's clock.
         """
+        now_ns = clock.now_ns() - ahead_ns
+        self._since_ns = min(self._since_ns, now_ns + ahead_ns)  # the clock may be set back
+        runs: list[dict[str, list[Period]]] = [{} for _ in steps]
+        memory: list[tuple[int, int]] = [(0, 0)] * len(steps)
         while steps and self._ended and self._ended[0][2] - ahead_ns < steps[0][0] - _SLACK_NS:
             self._ended.popleft()  # no earlier steps are requested any more
-        opened = [(one.name, one.begin_ns, clock.now_ns(), 0, 0) for one in [*self._open.values()]]
-        runs: list[dict[str, list[Period]]] = [{} for _ in steps]
-        memory = [(0, 0) for _ in steps]
-        for name, begin_ns, end_ns, peak, held in [*self._ended, *opened]:
+        for name, begin_ns, end_ns, peak, held in reversed(list(self._ended)):
             at = _divide(runs, name, (begin_ns - ahead_ns, end_ns - ahead_ns), steps)
             if peak and at is not None:
-                memory[at] = max(peak, memory[at][0]), held or memory[at][1]
+                memory[at] = max(peak, memory[at][0]), memory[at][1] or held
+        for stage in list(self._open.values()):
+            _divide(runs, stage.name, (stage.begin_ns - ahead_ns, now_ns), steps, is_open=True)
         totals = self.spans.of_steps(steps, ahead_ns)
         return [
             msgspec.structs.replace(
                 who,
                 stages=sorted((_use(*of_stage) for of_stage in of_step.items()), key=_begin_ns),
-                peak_bytes=peak or None,
-                held_bytes=held or None,
-                spans=spans,
+                peak_bytes=memory[at][0] or None,
+                held_bytes=memory[at][1] or None,
+                spans=totals[at],
             )
-            for of_step, (peak, held), spans in zip(runs, memory, totals, strict=True)
+            if steps[at][1] >= self._since_ns - ahead_ns
+            else None
+            for at, of_step in enumerate(runs)
         ]
 
     def read(self, identity: WorkerIdentity, question: WatchQuestion) -> WatchReading:
@@ -250,14 +259,21 @@ class StageSums:
 
 
 def _divide(
-    runs: list[dict[str, list[Period]]], name: str, run: Period, steps: Sequence[Period]
+    runs: list[dict[str, list[Period]]],
+    name: str,
+    run: Period,
+    steps: Sequence[Period],
+    is_open: bool = False,
 ) -> int | None:
     """Add a run of a stage to each step that it overlaps; return the index of the last such step."""
     begin_ns, end_ns = run
-    last = None
-    for at, (step_begin_ns, step_end_ns) in enumerate(steps):
+    last, first = None, max(bisect_right(steps, begin_ns, key=_begin_of) - 1, 0)
+    for at, (step_begin_ns, step_end_ns) in enumerate(steps[first:], first):
+        if step_begin_ns > end_ns:
+            break
         first_ns, last_ns = max(step_begin_ns, begin_ns), min(step_end_ns, end_ns)
-        least_ns = min(end_ns - begin_ns, step_end_ns - step_begin_ns)
+        step_ns = step_end_ns - step_begin_ns
+        least_ns = step_ns if is_open else min(end_ns - begin_ns, _SMALL_PART * step_ns)
         if first_ns <= last_ns and _SMALL_PART * (last_ns - first_ns) >= least_ns:
             of_step = runs[at]
             shown = name[:_LONGEST_NAME] if name in of_step or len(of_step) < MOST_NAMES else OTHERS
@@ -281,20 +297,8 @@ def _use(name: str, runs: list[Period]) -> StageUse:
     return StageUse(name, duration_ns, len(runs), periods[0][0], tuple(periods))
 
 
-_Sums = dict[str, list[int]]
-"""Number, total duration (ns) and failures of spans, by name."""
-
-
-def _sums_of(sums: _Sums, name: object) -> list[int]:
-    """Return the sums of a name; beyond the maximum number of names, those of ``OTHERS``."""
-    if not isinstance(name, str) or (name not in sums and len(sums) >= MOST_NAMES):
-        name = OTHERS
-    return sums.setdefault(name, [0, 0, 0])
-
-
-def _add(sums: _Sums, name: str, numbers: list[int]) -> None:
-    known = _sums_of(sums, name)
-    known[:] = [one + other for one, other in zip(known, numbers, strict=True)]
+_Sums = dict[object, list[int]]
+"""Number, total duration (ns) and failures of the spans that ended in a time slice, by name."""
 
 
 class SpanSums:
@@ -303,23 +307,24 @@ class SpanSums:
     def __init__(self) -> None:
         self._slices: dict[int, _Sums] = {}
         self._slice_ns = _SHORTEST_SLICE_NS
+        self._names: set[object] = set()
         self._lock = threading.RLock()  # reentrant: the garbage collector may end a span under the lock
 
     def add(self, name: str, begin_ns: int, end_ns: int, failed: bool) -> None:
         """Add a span that has ended. Any object is accepted as its name, and nothing raises."""
         with self._lock:
-            sums = self._slices.get(end_ns // self._slice_ns)
-            if sums is None:
+            slice_ = self._slices.get(end_ns // self._slice_ns)
+            if slice_ is None:
                 if len(self._slices) >= MOST_SLICES:
                     self._join()
-                sums = self._slices.setdefault(end_ns // self._slice_ns, {})
+                slice_ = self._slices.setdefault(end_ns // self._slice_ns, {})
             try:
-                numbers = sums[name]
+                sums = slice_[name]
             except (KeyError, TypeError):
-                numbers = _sums_of(sums, name)
-            numbers[0] += 1
-            numbers[1] += max(0, end_ns - begin_ns)
-            numbers[2] += failed
+                sums = slice_.setdefault(self._known(name), [0, 0, 0])
+            sums[0] += 1
+            sums[1] += max(0, end_ns - begin_ns)
+            sums[2] += failed
 
     def of_steps(self, steps: Sequence[Period], ahead_ns: int) -> list[list[SpanTotal]]:
         """Return the sums of the spans that ended in each step; then drop all up to the last step's end.
@@ -328,7 +333,7 @@ class SpanSums:
             steps: Begin and end of each step, in order, on the clock of the loop's process.
             ahead_ns: Clock offset: this process's clock minus the loop's.
         """
-        found: list[_Sums] = [{} for _ in steps]
+        found: list[dict[str, SpanTotal]] = [{} for _ in steps]
         with self._lock:
             for number in list(self._slices):
                 middle_ns = number * self._slice_ns + self._slice_ns // 2 - ahead_ns
@@ -336,22 +341,38 @@ class SpanSums:
                     continue
                 sums, at = self._slices.pop(number), bisect_right(steps, middle_ns, key=_begin_of) - 1
                 if at >= 0 and middle_ns <= steps[at][1]:
-                    for name, numbers in sums.items():
-                        shown = name[:_LONGEST_NAME].encode("utf-8", "replace").decode()
-                        _add(found[at], shown, numbers)
+                    _add(found[at], sums)
             if not self._slices:
                 self._slice_ns = _SHORTEST_SLICE_NS
-        return [[SpanTotal(name, *numbers) for name, numbers in totals.items()] for totals in found]
+        return [list(totals.values()) for totals in found]
+
+    def _known(self, name: object) -> object:
+        if not isinstance(name, str):
+            return OTHERS
+        if name not in self._names:
+            if len(self._names) >= MOST_NAMES:
+                return OTHERS
+            self._names.add(name)
+        return name
 
     def _join(self) -> None:
-        """Make slices longer, until at most half of the maximum are left."""
+        """Make slices twice as long, until at most half of the maximum are left."""
         while len(self._slices) > MOST_SLICES // 2:
             self._slice_ns *= 2
             joined: dict[int, _Sums] = {}
-            for number, sums in self._slices.items():
-                for name, numbers in sums.items():
-                    _add(joined.setdefault(number // 2, {}), name, numbers)
+            for number, sums in list(self._slices.items()):
+                both = joined.setdefault(number // 2, {})
+                for name, more in sums.items():
+                    before = both.setdefault(name, [0, 0, 0])
+                    before[:] = [one + other for one, other in zip(before, more, strict=True)]
             self._slices = joined
+
+
+def _add(totals: dict[str, SpanTotal], sums: _Sums) -> None:
+    for name, (runs, duration_ns, failed) in sums.items():
+        shown = str(name)[:_LONGEST_NAME].encode("utf-8", "replace").decode()
+        total = SpanTotal(shown, runs, duration_ns, failed)
+        totals[shown] = totals[shown] + total if shown in totals else total
 
 
 class Busy:

@@ -8,7 +8,8 @@ import msgspec
 
 from verl_profiling.capture_request import Trigger, TriggerKind
 from verl_profiling.step_summary import StepSummary
-from verl_profiling.watch.exposed import TIED, Standing, standings
+from verl_profiling.watch.exposed import standings
+from verl_profiling.watch.frontier import TIED, Standing
 
 MOST_SUSPECTS = 4
 NOBODY = "no process stands out there"
@@ -47,11 +48,11 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
         ran: dict[str, None] = {}
         for standing in working:
             found = [lane for lane in stand_out(standing) if lane in always]
-            peers += healthiest(standing.durations, found) if found else []
+            peers += healthiest(standing.by_lane(), found) if found else []
             suspects += [lane for lane in found if lane not in suspects]
             ran |= dict.fromkeys(standing.ran) if found else {}
         suspects = suspects[:MOST_SUSPECTS]
-        everyone = list(working[0].durations) if working and not suspects else []
+        everyone = list(working[0].lanes) if working and not suspects else []
         ran |= dict.fromkeys(working[0].ran) if everyone else {}
         return msgspec.structs.replace(self, suspects=suspects, peers=peers, everyone=everyone, ran=list(ran))
 
@@ -64,11 +65,13 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
 
     def named_in(self, summary: StepSummary, before: StepSummary | None) -> Suspicion:
         """Return the suspicion with suspects, if a later step, as slow, has some that explain half of it."""
-        took_s = summary.exposed_s.get(self.stage, 0.0) if self.sign == "slow_stage" else summary.seconds
-        later = self.with_suspects([(summary, before)])
-        lead_s = max((one.lead_ns for one in standings(summary, before).get(self.stage, ())), default=0) / 1e9
-        if 2 * took_s < self.value + self.median or 2 * lead_s < self.value - self.median:
+        rows = [row.exposed_ns for row in summary.exposed if row.name == self.stage]
+        took_ns = sum(rows) if self.sign == "slow_stage" else summary.duration_ns
+        first = next(iter(standings(summary, before).get(self.stage, [])), None)
+        is_slow = 2 * took_ns >= (self.value + self.median) * 1e9
+        if first is None or not is_slow or 2 * first.lead_ns < (self.value - self.median) * 1e9:
             return self
+        later = self.with_suspects([(summary, before)])
         who = f"longest there in step {summary.step}: {', '.join(later.suspects)}"
         reason = self.reason.replace(NOBODY, who)
         return msgspec.structs.replace(later, reason=reason) if later.suspects else self
@@ -80,7 +83,7 @@ def stand_out(standing: Standing) -> list[str]:
     These are the leader, if its lead exceeds the tolerance ``TIED``, and processes that exceed the median by
     more than half of that lead. The only process of a role stands out, too.
     """
-    durations = standing.durations
+    durations = standing.by_lane()
     if len(durations) == 1:
         return [standing.leader] if standing.leader else []
     if standing.lead_ns <= TIED * max(durations.values()):
