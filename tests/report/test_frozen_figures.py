@@ -1,12 +1,13 @@
-"""`report` says of real traces and of drawn steps what it said when their figures were written.
+"""`report` says of real traces, drawn steps and demos what it said when their figures were written.
 
-``PYTHONPATH=.:tests python -m tests.report.test_frozen_figures`` writes those of drawn steps again.
+``PYTHONPATH=.:tests python -m tests.report.test_frozen_figures`` writes the last two again.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import tarfile
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ from typing import Any
 import pytest
 from drawn_steps import FAULTS, whole_step
 
+from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
+from verl_profiling.report.model import Report
 
 DATA = Path(__file__).parents[1] / "data"
 DRAWN = DATA / "drawn_figures.json"
+DEMOS = DATA / "demo_figures.json"
 LANE = ("busy_us", "idle_us", "waiting_us", "exposed_communication_us", "host_bound_us")
 FIGURES: dict[str, dict[str, Any]] = json.loads((DATA / "figures.json").read_text())
 
@@ -43,9 +47,8 @@ def test_figures_of_real_traces_are_what_they_were(
     assert {cause: lost[cause] for cause in were["lost"]} == pytest.approx(were["lost"])
 
 
-def drawn_figures(folder: Path, fault: str) -> dict[str, float]:
-    """Return the figures of a drawn step in microseconds: stages, lanes, causes, tokens, findings."""
-    report = whole_step(folder, ranks=4, replicas=2, fault=fault)
+def figures_of(report: Report) -> dict[str, float]:
+    """Return the figures of a step in microseconds: stages, lanes, causes, tokens, findings."""
     found = {"step": report.span_us}
     found |= {f"stage {row.name}": row.duration_us for row in report.stages}
     found |= {f"{row.name} {key}": getattr(row, key) for row in report.workers for key in LANE}
@@ -55,6 +58,24 @@ def drawn_figures(folder: Path, fault: str) -> dict[str, float]:
     return found | {" ".join(["finding", row.rule, *row.lanes]): row.seconds * 1e6 for row in report.findings}
 
 
+def drawn_figures(folder: Path, fault: str) -> dict[str, float]:
+    """Return the figures of a drawn step."""
+    return figures_of(whole_step(folder, ranks=4, replicas=2, fault=fault))
+
+
+def demo_figures(folder: Path) -> dict[str, dict[str, float]]:
+    """Return the figures of the demos' steps by demo, and of the trajectories by cause."""
+    with tarfile.open(DATA / "demo_steps.tar.gz") as steps:
+        steps.extractall(folder, filter="data")
+    found = {}
+    for step in sorted(folder.iterdir()):
+        report = open_step(step).report()
+        found[step.name] = figures_of(report)
+        if report.rollout is not None:
+            found[step.name] |= {f"cause {row.cause}": row.seconds * 1e6 for row in report.rollout.causes}
+    return found
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_figures_of_drawn_steps_are_what_they_were(tmp_path: Path, fault: str) -> None:
     """Within a hundredth, or a microsecond, whatever the way to them."""
@@ -62,7 +83,18 @@ def test_figures_of_drawn_steps_are_what_they_were(tmp_path: Path, fault: str) -
     assert drawn_figures(tmp_path, fault) == pytest.approx(were, rel=0.01, abs=1)
 
 
+def test_figures_of_the_demos_captures_are_what_they_were(tmp_path: Path) -> None:
+    """Steps of `make demo-discrete` and `make demo-agent`: figures within a hundredth, or a microsecond."""
+    found = demo_figures(tmp_path)
+    were = json.loads(DEMOS.read_text())
+    assert found.keys() == were.keys()
+    for demo, figures in found.items():
+        assert figures == pytest.approx(were[demo], rel=0.01, abs=1), demo
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as parent:
         figures = {fault: drawn_figures(Path(parent, fault), fault) for fault in FAULTS}
     DRAWN.write_text(json.dumps(figures, indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as parent:
+        DEMOS.write_text(json.dumps(demo_figures(Path(parent)), indent=1) + "\n")
