@@ -91,20 +91,24 @@ def outcomes(reports: Iterable[Path]) -> dict[str, bool]:
 
 def table(results: Mapping[str, bool] | None = None) -> str:
     """Return the table in Markdown, of what passed; without results, of a complete run."""
-    lines = [f"| tool | mode | {' | '.join(WORKERS)} |", f"|---|---|{'---|' * len(WORKERS)}"]
+    lines = [f"| tool | {' | '.join(WORKERS)} |", f"|---|{'---|' * len(WORKERS)}"]
     for tool in dict.fromkeys(tool for tool, _ in CELLS):
-        for at, mode in enumerate(MODES, start=1):
-            entries = [_entry(CELLS.get((tool, worker)), at, results) for worker in WORKERS]
-            lines.append(f"| `{tool}` | {mode} | {' | '.join(entries)} |")
+        entries = [_entry(CELLS.get((tool, worker), ("-",)), results) for worker in WORKERS]
+        lines.append(f"| `{tool}` | {' | '.join(entries)} |")
     return "\n".join(lines) + "\n"
 
 
-def _entry(cell: tuple[str, str, str] | None, at: int, results: Mapping[str, bool] | None) -> str:
-    if cell is None or not (test := cell[at]):
-        return "-"
-    if results is None or results.get(test):
-        return cell[0]
-    return "FAILED" if test in results else "not run"
+def _entry(cell: tuple[str, ...], results: Mapping[str, bool] | None) -> str:
+    """Return one outcome of both modes, or those of each mode that has a test."""
+    how, *tests = cell
+    by_mode = {
+        mode: how if results is None or results.get(test) else "FAILED" if test in results else "not run"
+        for mode, test in zip(MODES, tests, strict=False)
+        if test
+    }
+    if len(by_mode) != 1 and len(set(by_mode.values())) <= 1:
+        return next(iter(by_mode.values()), how)
+    return ", ".join(f"{outcome} ({mode})" for mode, outcome in by_mode.items())
 
 
 if __name__ == "__main__":
