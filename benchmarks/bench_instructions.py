@@ -25,7 +25,7 @@ from results import record, row
 
 from verl_profiling import ProfilingCallback
 from verl_profiling.controller.decision import Decisions
-from verl_profiling.controller.step_folder import StepFolders
+from verl_profiling.controller.run import Run
 from verl_profiling.controller.targets import Roster
 from verl_profiling.controller.watch import Watch
 from verl_profiling.settings.config import ProfilingConfig
@@ -109,9 +109,9 @@ def count_nobody_asks() -> None:
         config = ProfilingConfig.from_any({"enable": True, "save_path": folder, **settings})
         roster = Roster(config)
         decisions = Decisions(config, roster, Watch(config.watch, roster, 1.0))
-        decisions.begin(StepFolders(config))
+        decisions.begin(Run(config))
         count(lambda: decisions.at(1, False))
-        decisions.end(None)
+        decisions.end([])
 
 
 def counters(folder: Path) -> Iterator[Count]:

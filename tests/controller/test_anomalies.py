@@ -22,7 +22,7 @@ from verl_profiling.capture.session import Session
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.cli import main
 from verl_profiling.controller.anomalies import Anomalies
-from verl_profiling.controller.requests import Decision
+from verl_profiling.controller.spmd import Decision
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Manifest

@@ -80,6 +80,7 @@ async def test_a_block_that_cannot_be_entered_is_not_left_half_open(tmp_path: Pa
     profiling = following(config)
     with pytest.raises(CaptureStateError, match="use AsyncProfilingCallback"), profiling:
         pytest.fail("entered")
+    profiling.on_step_begin(2)  # refused as well, in the log
 
     def loop() -> None:
         with profiling:

@@ -27,8 +27,8 @@ from verl_profiling.capture_request import CaptureSelection, Demand, Trigger
 from verl_profiling.cli import main
 from verl_profiling.commands.trigger import Answer, find_job
 from verl_profiling.controller.anomalies import Anomalies
-from verl_profiling.controller.requests import Decision
-from verl_profiling.controller.step_folder import StepFolders
+from verl_profiling.controller.run import Run
+from verl_profiling.controller.spmd import Decision
 from verl_profiling.run_files import read_manifest
 from verl_profiling.settings.schedule import StepRange
 from verl_profiling.workers import RequestLog, RolloutCaptureMixin
@@ -297,7 +297,7 @@ def test_what_cannot_be_written_is_refused(
         if at == "begin":
             full.setattr(Path, "mkdir", _no_space)
         elif at == "end":
-            full.setattr(StepFolders, "write", _no_space)
+            full.setattr(Run, "write", _no_space)
         job.step()
     reason = {
         "begin": "could not begin: [Errno 28]",
@@ -619,7 +619,7 @@ def test_a_run_behind_a_url_is_asked_there(
     tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its folder is listed in the background; answers are there when the manifest is."""
-    monkeypatch.setattr("verl_profiling.controller.requests.LIST_S", 0.05)
+    monkeypatch.setattr("verl_profiling.controller.decision.LIST_S", 0.05)
     url = f"file://{tmp_path}/store/run"
     job = Job(configured(tmp_path, save_path=url))
     stop = threading.Event()

@@ -148,11 +148,11 @@ def test_a_loop_that_counts_from_the_start_again_overwrites_nothing(tmp_path: Pa
 
 LIVING = """
     import sys
-    from verl_profiling.controller.run import claim_run
+    from verl_profiling.controller.run import Run
     from verl_profiling import ProfilingConfig
     config = ProfilingConfig(enable=True, tool="spans", save_path=sys.argv[1], run_id=sys.argv[2] or None)
     sys.stdin.readline() if len(sys.argv) > 3 else None
-    print(claim_run(config).path, flush=True)
+    print(Run(config).path, flush=True)
     sys.stdin.readline()
 """
 

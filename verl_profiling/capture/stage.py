@@ -265,13 +265,8 @@ class SpanLog:
             self._end(span, failed)
 
     def _end(self, span: OpenSpan, failed: bool) -> None:
-        mark = span.mark
-        if mark is not None and self.end_mark is not None:
-            try:
-                self.end_mark(mark)
-            except Exception as error:
-                self._mark_nothing_more(error)
-            span.mark = None
+        if span.mark is not None:
+            self._end_mark(span)
         span.end_ns = end_ns = clock.now_ns()
         if failed:
             span.failed = True
@@ -282,6 +277,14 @@ class SpanLog:
         if self.long_stage_ended is not None and not span.depth():
             self.long_stage_ended(span.name)
 
+    def _end_mark(self, span: OpenSpan) -> None:
+        mark, span.mark = span.mark, None
+        if self.end_mark is not None:
+            try:
+                self.end_mark(mark)
+            except Exception as error:
+                self._mark_nothing_more(error)
+
     def _mark_nothing_more(self, error: Exception) -> None:
         """Keep a tool's error out of user code: log it once, and note it."""
         self.begin_mark = self.end_mark = None
@@ -291,15 +294,11 @@ class SpanLog:
 
     def stop_marking(self) -> None:
         """End the open marks of this thread; those of other threads stay open."""
-        here, end_mark = get_ident(), self.end_mark
-        self.begin_mark = self.end_mark = None
+        here, self.begin_mark = get_ident(), None
         for span in reversed(self._spans):
-            if not span.end_ns and span.thread == here and span.mark is not None and end_mark is not None:
-                try:
-                    end_mark(span.mark)
-                except Exception as error:
-                    self._mark_nothing_more(error)
-                    return
+            if not span.end_ns and span.thread == here and span.mark is not None:
+                self._end_mark(span)
+        self.end_mark = None
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:

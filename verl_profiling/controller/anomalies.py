@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.controller.open_capture import ROLLOUT
-from verl_profiling.controller.requests import Decision
+from verl_profiling.controller.spmd import Decision
 from verl_profiling.controller.watch import LOOP
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ROLLOUT_ROLE

@@ -17,16 +17,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Coroutine, Mapping
 from operator import index
 from pathlib import Path
-from threading import get_ident
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from verl_profiling.capture.stage import Stage, StageSink
-from verl_profiling.controller.controller import Controller
+from verl_profiling.controller.controller import TRAINING_ENDED, Controller
 from verl_profiling.controller.spmd import in_a_line
 from verl_profiling.controller.targets import Waits
 from verl_profiling.controller.watch import Watch
@@ -36,9 +35,11 @@ from verl_profiling.settings.config import ProfilingConfig
 
 logger = logging.getLogger(__name__)
 
+Returned = TypeVar("Returned")
 
-class _Callback:
-    """The common part of both callbacks: setting up, and stages.
+
+class _Callback(Generic[Returned]):
+    """The hooks, whose work blocks the caller in one callback, and is awaited in the other.
 
     Args:
         config: Settings: a :class:`ProfilingConfig`, a dict, or an OmegaConf ``DictConfig``.
@@ -57,8 +58,69 @@ class _Callback:
         self._controller = Controller(self.config) if self.config.enable else None
         self._stages: dict[str, Stage] = {}
         self._entered = False
-        self._driver: int | None = None
-        self._refused: set[int] = set()
+
+    @abstractmethod
+    def _call(
+        self, hook: Callable[[Controller, Any], Waits[None] | None], argument: Any, loop_raised: bool = False
+    ) -> Returned:
+        """Call a hook of the controller, and do the work that it returns.
+
+        With ``loop_raised``, an exception of the loop propagates, and an error here must not replace it.
+        """
+
+    def on_step_begin(self, step: int, policy_version: int | None = None) -> Returned:
+        """Begin a step; a profiled one starts or arms every worker at once.
+
+        Args:
+            step: Number of the step, as the loop counts it.
+            policy_version: Version of the weights that generate, if the loop has one.
+
+        Raises:
+            TypeError: The step is not a whole number.
+        """
+        if self._controller is not None:
+            try:
+                step = index(step)
+            except TypeError:
+                kind = type(step).__name__
+                raise TypeError(f"on_step_begin: a step is a whole number, not {kind}") from None
+        return self._call(Controller.on_step_begin, (step, policy_version))
+
+    def on_rollout_begin(self) -> Returned:
+        """Begin generation: opens the stage ``rollout``, and in discrete mode the engines' window."""
+        return self._call(Controller.on_rollout_begin, False)
+
+    def on_rollout_end(self, metrics: Mapping[str, Any] | None = None) -> Returned:
+        """End generation.
+
+        Args:
+            metrics: Numbers to keep with the step. Values that are no numbers are left out; numbers that
+                are not finite are listed in the manifest's notes.
+        """
+        return self._call(Controller.on_rollout_end, metrics)
+
+    def on_step_end(self, metrics: Mapping[str, Any] | None = None) -> Returned:
+        """End a step: stops all workers, collects their results, writes the step folder.
+
+        Args:
+            metrics: Numbers to keep with the step. Values that are no numbers are left out; numbers that
+                are not finite are listed in the manifest's notes.
+
+        Raises:
+            ProfilingError: A capture failed, and the settings are strict.
+        """
+        return self._call(Controller.on_step_end, metrics)
+
+    def on_exception(self, error: BaseException) -> Returned:
+        """Close an open capture after the step raised, and keep what was recorded.
+
+        It never raises, not even with strict settings, because ``error`` is what the user has to see.
+        """
+        return self._call(Controller.on_exception, error, True)
+
+    def on_train_end(self) -> Returned:
+        """Close an open capture, and wait for artifacts that are being compressed."""
+        return self._call(Controller.on_train_end, TRAINING_ENDED)
 
     def add_workers(self, role: str, workers: Any, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Add the workers of a role; earlier ones are replaced, e.g. after an actor has restarted.
@@ -130,71 +192,20 @@ class _Callback:
         """Step folder of the last capture that was written."""
         return self._controller.last_folder if self._controller is not None else None
 
-    def _step_begins(self, step: int, policy_version: int | None) -> Waits[None] | None:
-        """Record that a step begins; return the work for a capture, or ``None``."""
-        controller = self._controller
-        if controller is None:
-            return None
-        try:
-            number = index(step)
-        except TypeError:
-            raise TypeError(f"on_step_begin: a step is a whole number, not {type(step).__name__}") from None
-        try:
-            if (waits := controller.step_begins(number, policy_version)) is None:
-                return None
-        except Exception as error:
-            self._failed("on_step_begin", error)
-            return None
-        return None if self._is_second_thread(number) else waits
-
-    def _is_second_thread(self, step: int) -> bool:
-        """Refuse a captured step that begins while another thread is in a step; return whether it is refused.
-
-        Raises:
-            CaptureStateError: It is refused, and the settings are strict.
-        """
-        thread = get_ident()
-        if self._driver in (None, thread) or self._driver not in {one.ident for one in threading.enumerate()}:
-            self._driver = thread
-            self._refused.discard(thread)
-            return False
-        error = CaptureStateError(
-            f"on_step_begin(step={step}): another thread is in a step of this callback; one thread drives a "
-            "callback, so give each loop its own"
-        )
-        self._refused.add(thread)
-        self._failed("on_step_begin", error)
-        return True
-
-    def _noted(
-        self, hook: Callable[[Controller, Any], Waits[None] | None], argument: Any
-    ) -> Waits[None] | None:
-        """Call a hook of the controller; return its work for the open capture, or ``None``."""
-        controller = self._controller
-        if controller is None:
-            return None
-        try:
-            if (waits := hook(controller, argument)) is None or get_ident() not in self._refused:
-                return waits
-        except Exception as error:
-            self._failed(hook.__name__, error)
-        return None
-
-    def _enter(self) -> None:
+    def _refuse_second_with(self) -> None:
         if self._entered:
             raise CaptureStateError(
                 f"with profiling: this {type(self).__name__} is in use by another `with`, whose end is the "
                 "end of training; enter it once, around the whole loop"
             )
-        self._entered = True
 
-    def _abandoned(self, hook: str, error: Exception) -> Waits[None]:
-        """Close the open capture after a hook failed."""
-        if self._controller is not None:
-            try:
-                yield from self._controller.close(f"{hook}: {in_a_line(error)}")
-            except Exception as second:
-                logger.error("%s: the capture could not be closed: %s", hook, in_a_line(second))
+    def _abandoned(self, controller: Controller, hook: str, error: Exception) -> Waits[None]:
+        """Close the open capture after a hook failed, unless another thread drives it."""
+        try:
+            if not controller.is_refused():
+                yield from controller.close(f"{hook}: {in_a_line(error)}")
+        except Exception as second:
+            logger.error("%s: the capture could not be closed: %s", hook, in_a_line(second))
 
     def _guarded(self, hook: Callable[..., object], *arguments: Any) -> None:
         """Call a hook of the controller that has no work for an open capture."""
@@ -215,7 +226,7 @@ class _Callback:
         logger.debug("%s", hook, exc_info=error)
 
 
-class ProfilingCallback(_Callback):
+class ProfilingCallback(_Callback[None]):
     """Profiles a training loop that runs outside of an event loop.
 
     ``with ProfilingCallback(config) as profiling:`` around the loop calls :meth:`on_train_begin` and
@@ -240,12 +251,9 @@ class ProfilingCallback(_Callback):
         Raises:
             CaptureStateError: It has been entered already, or an event loop runs on this thread.
         """
-        self._enter()
-        try:
-            self.on_train_begin()
-        except BaseException:
-            self._entered = False
-            raise
+        self._refuse_second_with()
+        self.on_train_begin()
+        self._entered = True
         return self
 
     def __exit__(
@@ -257,7 +265,7 @@ class ProfilingCallback(_Callback):
             if error is not None:
                 self.on_exception(error)
         finally:
-            self._train_end(loop_raised=error is not None)
+            self._call(Controller.on_train_end, TRAINING_ENDED, error is not None)
 
     def on_train_begin(self) -> None:
         """Check the settings against the workers that were added, if any were.
@@ -267,76 +275,24 @@ class ProfilingCallback(_Callback):
         """
         if self._controller is not None:
             self._refuse_event_loop()
-            self._guarded(Controller.begin_train)
+            self._guarded(Controller.on_train_begin)
 
-    def on_step_begin(self, step: int, policy_version: int | None = None) -> None:
-        """Begin a step; a profiled one starts or arms every worker at once.
-
-        Args:
-            step: Number of the step, as the loop counts it.
-            policy_version: Version of the weights that generate, if the loop has one.
-
-        Raises:
-            TypeError: The step is not a whole number.
-        """
-        if (waits := self._step_begins(step, policy_version)) is not None:
-            self._drive("on_step_begin", waits)
-
-    def on_rollout_begin(self) -> None:
-        """Begin generation: opens the stage ``rollout``, and in discrete mode the engines' window."""
-        if (waits := self._noted(Controller.rollout_begins, False)) is not None:
-            self._drive("on_rollout_begin", waits)
-
-    def on_rollout_end(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """End generation.
-
-        Args:
-            metrics: Numbers to keep with the step. Values that are no numbers are left out; numbers that
-                are not finite are listed in the manifest's notes.
-        """
-        if (waits := self._noted(Controller.rollout_ends, metrics)) is not None:
-            self._drive("on_rollout_end", waits)
-
-    def on_step_end(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """End a step: stops all workers, collects their results, writes the step folder.
-
-        Args:
-            metrics: Numbers to keep with the step. Values that are no numbers are left out; numbers that
-                are not finite are listed in the manifest's notes.
-
-        Raises:
-            ProfilingError: A capture failed, and the settings are strict.
-        """
-        if (waits := self._noted(Controller.step_ends, metrics)) is not None:
-            self._drive("on_step_end", waits)
-
-    def on_exception(self, error: BaseException) -> None:
-        """Close an open capture after the step raised, and keep what was recorded.
-
-        It never raises, not even with strict settings, because ``error`` is what the user has to see.
-        """
-        if (waits := self._noted(Controller.loop_raises, error)) is not None:
-            self._drive("on_exception", waits, loop_raised=True)
-
-    def on_train_end(self) -> None:
-        """Close an open capture, and wait for artifacts that are being compressed."""
-        self._train_end(loop_raised=False)
-
-    def _train_end(self, loop_raised: bool) -> None:
-        if self._controller is not None:
-            self._drive("on_train_end", self._controller.end_train(), loop_raised)
-
-    def _drive(self, hook: str, waits: Waits[None], loop_raised: bool = False) -> None:
+    def _call(
+        self, hook: Callable[[Controller, Any], Waits[None] | None], argument: Any, loop_raised: bool = False
+    ) -> None:
+        controller = self._controller
+        if controller is None:
+            return
         try:
-            self._refuse_event_loop()
-            for wait in waits:
-                wait()
+            waits = hook(controller, argument)
+            if waits is not None:
+                self._refuse_event_loop()
+                for wait in waits:
+                    wait()
         except Exception as error:
-            for wait in self._abandoned(hook, error):
+            for wait in self._abandoned(controller, hook.__name__, error):
                 wait()
-            self._failed(hook, error, loop_raised)
-        finally:
-            self._driver = self._driver if self.capturing else None
+            self._failed(hook.__name__, error, loop_raised)
 
     def _refuse_event_loop(self) -> None:
         if self._blocks_event_loop or asyncio._get_running_loop() is None:
@@ -347,17 +303,18 @@ class ProfilingCallback(_Callback):
         )
 
 
-class AsyncProfilingCallback(_Callback):
+class AsyncProfilingCallback(_Callback[Coroutine[Any, Any, None]]):
     """Profiles a training loop that is a coroutine: nothing in it blocks the event loop.
 
     ``async with AsyncProfilingCallback(config) as profiling:`` works like ``with`` of
-    :class:`ProfilingCallback`.
+    :class:`ProfilingCallback`. Its hooks are the same, and are awaited.
     """
 
     async def __aenter__(self) -> AsyncProfilingCallback:
         """See :meth:`ProfilingCallback.__enter__`."""
-        self._enter()
+        self._refuse_second_with()
         await self.on_train_begin()
+        self._entered = True
         return self
 
     async def __aexit__(
@@ -369,31 +326,20 @@ class AsyncProfilingCallback(_Callback):
             if error is not None:
                 await self.on_exception(error)
         finally:
-            await self._train_end(loop_raised=error is not None)
+            await self._call(Controller.on_train_end, TRAINING_ENDED, error is not None)
 
     async def on_train_begin(self) -> None:
         """Check the settings against the workers that were added."""
-        self._guarded(Controller.begin_train)
+        self._guarded(Controller.on_train_begin)
 
-    async def on_step_begin(self, step: int, policy_version: int | None = None) -> None:
-        """See :meth:`ProfilingCallback.on_step_begin`."""
-        if (waits := self._step_begins(step, policy_version)) is not None:
-            await self._drive("on_step_begin", waits)
-
-    async def on_rollout_begin(self, beside: bool = False) -> None:
+    def on_rollout_begin(self, beside: bool = False) -> Coroutine[Any, Any, None]:
         """See :meth:`ProfilingCallback.on_rollout_begin`.
 
         Args:
             beside: Whether generation overlaps the steps. If so, this hook only starts the engines in
                 discrete mode, and :meth:`on_generation` reports when batches are generated.
         """
-        if (waits := self._noted(Controller.rollout_begins, beside)) is not None:
-            await self._drive("on_rollout_begin", waits)
-
-    async def on_rollout_end(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """See :meth:`ProfilingCallback.on_rollout_end`."""
-        if (waits := self._noted(Controller.rollout_ends, metrics)) is not None:
-            await self._drive("on_rollout_end", waits)
+        return self._call(Controller.on_rollout_begin, beside)
 
     def on_generation(self, runs: bool) -> None:
         """Begin or end the stage ``rollout`` of generation that overlaps the steps.
@@ -403,41 +349,26 @@ class AsyncProfilingCallback(_Callback):
         Args:
             runs: Whether a batch is being generated from now on.
         """
-        self._guarded(Controller.generation, runs)
+        self._guarded(Controller.on_generation, runs)
 
     def on_step_over(self) -> None:
         """Record that the step ends here, if the loop can await :meth:`on_step_end` only later.
 
         The time until :meth:`on_step_end` is not part of the step.
         """
-        self._guarded(Controller.step_over)
+        self._guarded(Controller.on_step_over)
 
-    async def on_step_end(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """See :meth:`ProfilingCallback.on_step_end`."""
-        if (waits := self._noted(Controller.step_ends, metrics)) is not None:
-            await self._drive("on_step_end", waits)
-
-    async def on_exception(self, error: BaseException) -> None:
-        """See :meth:`ProfilingCallback.on_exception`."""
-        if (waits := self._noted(Controller.loop_raises, error)) is not None:
-            await self._drive("on_exception", waits, loop_raised=True)
-
-    async def on_train_end(self) -> None:
-        """See :meth:`ProfilingCallback.on_train_end`."""
-        await self._train_end(loop_raised=False)
-
-    async def _train_end(self, loop_raised: bool) -> None:
-        if self._controller is not None:
-            await self._drive("on_train_end", self._controller.end_train(), loop_raised)
-
-    async def _drive(self, hook: str, waits: Waits[None], loop_raised: bool = False) -> None:
-        """Run a hook on the caller's task; only its blocking functions run on another thread."""
+    async def _call(
+        self, hook: Callable[[Controller, Any], Waits[None] | None], argument: Any, loop_raised: bool = False
+    ) -> None:
+        """Call a hook on the caller's task; only its blocking functions run on another thread."""
+        controller = self._controller
+        if controller is None:
+            return
         try:
-            for wait in waits:
+            for wait in hook(controller, argument) or ():
                 await asyncio.to_thread(wait)
         except Exception as error:
-            for wait in self._abandoned(hook, error):
+            for wait in self._abandoned(controller, hook.__name__, error):
                 await asyncio.to_thread(wait)
-            self._failed(hook, error, loop_raised)
-        finally:
-            self._driver = self._driver if self.capturing else None
+            self._failed(hook.__name__, error, loop_raised)

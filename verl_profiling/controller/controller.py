@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from threading import Thread, current_thread
 from typing import Any
 
 from verl_profiling import clock
@@ -22,12 +23,11 @@ from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.stage import SpanLog, StageSink
 from verl_profiling.controller.decision import Decisions, LoopOrder
 from verl_profiling.controller.open_capture import OpenCapture, whole_version
-from verl_profiling.controller.requests import Decision
-from verl_profiling.controller.spmd import in_a_line, knows_place, place_of
-from verl_profiling.controller.step_folder import StepFolders, is_pending
+from verl_profiling.controller.run import Run, is_pending
+from verl_profiling.controller.spmd import Decision, in_a_line, knows_place, place_of
 from verl_profiling.controller.targets import Roster, Waits
 from verl_profiling.controller.watch import Watch
-from verl_profiling.errors import ProfilingError
+from verl_profiling.errors import CaptureStateError, ProfilingError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CUT_SHORT, CaptureResult, StepSpan
 from verl_profiling.remote import Upload
@@ -38,6 +38,7 @@ LAST_READ_S = 5.0  # training may have ended because a worker hangs
 EXIT_S = 20.0
 """Upper limit of each wait for workers when the process exits: supervisors kill it after 30 s."""
 
+TRAINING_ENDED = "training ended inside it"
 _PAUSES = (CAPTURE_START, CAPTURE_STOP, "write")
 
 logger = logging.getLogger(__name__)
@@ -62,24 +63,33 @@ class Controller:
         self.last_folder: Path | None = None
         self.run_notes: list[str] = []
         self.roster = Roster(config)
-        self._folders = StepFolders(config)
+        self._run = Run(config)
         self._hooks = AfterHooks(config.after)
         self._scheduled = config.schedule.action
         watches = config.watch.enable
         self._last_step = None if watches else config.schedule.last_step()
         self.watch = Watch(config.watch, self.roster, config.timeouts.start_s) if watches else None
         self.decisions = Decisions(config, self.roster, self.watch)
-        self._identity = WorkerIdentity(role="controller")
         self._order = LoopOrder()
         self._exit_of = 0
+        self._driver: Thread | None = None
+        self._refused: set[Thread] = set()
         self._written: OpenCapture | None = None
         self._after: OpenCapture | None = None
         self.sink: StageSink | None = self._receiver(None)
 
     # Each hook records something in every step, and returns the work for the open capture, or None.
 
-    def step_begins(self, step: int, policy_version: int | None) -> Waits[None] | None:
-        """Begin a step, and open a capture or continue one that covers several steps."""
+    def on_step_begin(self, begun: tuple[int, int | None]) -> Waits[None] | None:
+        """Begin a step, and open a capture or continue one that covers several steps.
+
+        Args:
+            begun: Number of the step, and version of the weights that generate.
+
+        Raises:
+            CaptureStateError: Another thread is in a captured step.
+        """
+        step, policy_version = begun
         if self._after is not None:
             self._end_after()
             clock.follow()
@@ -95,46 +105,63 @@ class Controller:
             self.watch.step_begins(step, whole_version(policy_version)[0])
         if self.live is None and decision is None:
             return None
+        self._take_over(step)
         return self._begin_step(step, policy_version, decision)
 
-    def rollout_begins(self, beside: bool) -> Waits[None] | None:
+    def _take_over(self, step: int) -> None:
+        """Let this thread drive the capture that begins, unless another living thread drives one."""
+        here = current_thread()
+        if self._driver is not None and self._driver is not here and self._driver.is_alive():
+            self._refused.add(here)
+            raise CaptureStateError(
+                f"on_step_begin(step={step}): another thread is in a step of this callback; one thread "
+                "drives a callback, so give each loop its own"
+            )
+        self._driver = here
+        self._refused.discard(here)
+
+    def is_refused(self) -> bool:
+        """Return whether the last captured step of this thread was refused, because another one drives."""
+        return current_thread() in self._refused
+
+    def on_rollout_begin(self, beside: bool) -> Waits[None] | None:
         """Begin generation, and start the rollout engines in discrete mode.
 
         Args:
-            beside: Whether generation overlaps the steps; :meth:`generation` then reports when it runs.
+            beside: Whether generation overlaps the steps; :meth:`on_generation` then reports when it runs.
         """
         self._order.in_rollout = True
         if self.watch is not None and not beside:
             self.watch.rollout_begins()
-        return None if self.live is None else self._begin_rollout(self.live, beside)
+        return None if self.live is None or self.is_refused() else self.live.begin_rollout(beside)
 
-    def rollout_ends(self, metrics: Mapping[str, Any] | None) -> Waits[None] | None:
+    def on_rollout_end(self, metrics: Mapping[str, Any] | None) -> Waits[None] | None:
         """End generation, and stop the rollout engines in discrete mode."""
         if not self._order.in_rollout:
             self._order.rollout_without_begin()
         self._order.in_rollout = False
         if self.watch is not None:
             self.watch.rollout_ends()
-        return None if self.live is None else self._end_rollout(self.live, metrics)
+        return None if self.live is None or self.is_refused() else self.live.end_rollout(metrics)
 
-    def step_ends(self, metrics: Mapping[str, Any] | None) -> Waits[None] | None:
+    def on_step_end(self, metrics: Mapping[str, Any] | None) -> Waits[None] | None:
         """End the step, and close the capture unless it covers the next step too."""
         if not self._order.in_step:
             self._order.step_without_begin()
         self._order.in_step = False
         if self.watch is not None:
             self.watch.step_ends()
-        return None if self.live is None else self._end_step(self.live, metrics)
+        return None if self.live is None or self.is_refused() else self._end_step(self.live, metrics)
 
-    def loop_raises(self, error: BaseException) -> Waits[None] | None:
+    def on_exception(self, error: BaseException) -> Waits[None] | None:
         """Close the capture: the loop raised."""
         self._order.is_left()
-        if self.live is None:
+        if self.live is None or self.is_refused():
             return None
         logger.warning("closing the capture after %s: %s", type(error).__name__, error)
         return self.close(in_a_line(error))
 
-    def generation(self, runs: bool) -> None:
+    def on_generation(self, runs: bool) -> None:
         """Begin or end the stage ``rollout`` of generation that overlaps the steps."""
         if self.watch is not None:
             self.watch.generation(runs)
@@ -144,8 +171,8 @@ class Controller:
             if runs:
                 live.begin_rollout_stage(beside=True)
 
-    def step_over(self) -> None:
-        """Record that the step ends here; :meth:`step_ends` closes its capture later."""
+    def on_step_over(self) -> None:
+        """Record that the step ends here; :meth:`on_step_end` closes its capture later."""
         if self.watch is not None:
             self.watch.step_ends()
         live = self.live
@@ -170,13 +197,12 @@ class Controller:
 
     # The work of the hooks.
 
-    def begin_train(self) -> None:
+    def on_train_begin(self) -> None:
         """Check the settings against the workers."""
         self.roster.check_selection(capturing=False)
-        if self._folders.claimed is not None and self._leads:
-            self._folders.claimed.amend(end_ns=None)  # the callback is entered again
+        self._run.amend(end_ns=None)  # the callback is entered again
         if knows_place(self.config, self.roster.targets):  # else the first step does it
-            self.decisions.begin(self._folders)
+            self.decisions.begin(self._run)
 
     def _begin_step(self, step: int, policy_version: int | None, decision: Decision | None) -> Waits[None]:
         live = self.live
@@ -197,22 +223,15 @@ class Controller:
                 opened = yield from self._open(decision, step, policy_version, outside)
             except Exception as error:
                 self.decisions.refused(decision.trigger, f"its capture could not begin: {error}")
-                self._folders.not_captured(step, f"{type(error).__name__}: {error}")
+                self._run.not_captured(step, f"{type(error).__name__}: {error}")
                 raise
+            finally:
+                self._driver = self._driver if self.live is not None else None
             live = self.live
             if not opened or live is None:
                 return
             yield from live.start(live.request)
         self._say_begun(live)
-
-    def _begin_rollout(self, live: OpenCapture, beside: bool) -> Waits[None]:
-        yield from live.begin_rollout()
-        if not beside:
-            live.begin_rollout_stage()
-
-    def _end_rollout(self, live: OpenCapture, metrics: Mapping[str, Any] | None) -> Waits[None]:
-        live.keep(metrics)
-        yield from live.end_rollout()
 
     def _end_step(self, live: OpenCapture, metrics: Mapping[str, Any] | None) -> Waits[None]:
         live.keep(metrics)
@@ -232,6 +251,7 @@ class Controller:
         """
         live = self.live
         if live is None:
+            self._driver = None
             return
         live.notes += [f"{CUT_SHORT}: {why}"] if why else []
         end_ns = live.step.end_ns or clock.now_ns()
@@ -246,7 +266,7 @@ class Controller:
                         f"step {live.request.step}: {worker.name} {worker.status}: {worker.reason}"
                     )
 
-    def end_train(self, why: str = "training ended inside it") -> Waits[None]:
+    def on_train_end(self, why: str) -> Waits[None]:
         """Close the open capture; wait for overdue stops, then for artifacts that are being compressed.
 
         An error in one part does not skip the others; the first error is raised at the end.
@@ -279,7 +299,7 @@ class Controller:
     def _decide(self, step: int) -> Decision | None:
         """Return the capture that begins with a step, or ``None``, e.g. while the open one covers it."""
         if not self.decisions.complete:
-            self.decisions.begin(self._folders)
+            self.decisions.begin(self._run)
             self.decisions.find_ranks()
             self.sink = self._receiver(None)
         return self.decisions.at(step, self.live is not None and self.live.goes_on(step))
@@ -291,26 +311,26 @@ class Controller:
         if not self.decisions.find_ranks():
             return False
         ranks = self.decisions.ranks
-        if ranks is not None and not (yield from self._folders.share_run(ranks, step)):
+        if ranks is not None and not (yield from self._run.share_run(ranks, step)):
             return False
-        run = self._folders.run
-        if keep and (why := self._folders.no_room(step, notes)):
+        run, place = self._run, self._run.place
+        if keep and (why := run.no_room(step, notes)):
             self.decisions.refused(decision.trigger, why)
             return False
-        folder = self._folders.make(step, keep, shared=ranks is not None)
+        folder = run.make(step, keep, shared=ranks is not None)
         workers = 0
         for target in self.roster.driven(selection):
             workers += len(target.workers)
         request = CaptureRequest(
-            capture_id=f"{run.place.token}-{folder.name}{'' if keep else '-warm-up'}",
-            run_id=run.place.run_id,
+            capture_id=f"{place.token}-{folder.name}{'' if keep else '-warm-up'}",
+            run_id=place.run_id,
             step=step,
             folder=str(folder),
             policy_version=policy_version,
             keep=keep,
             workers=max(1, workers * (ranks.world_size if ranks is not None else 1)),
             last=self._last_step is not None and decision.step_range.last >= self._last_step,
-            upload=Upload(url=f"{run.url}/{folder.name}", retry_s=run.place.retry_s) if run.url else None,
+            upload=Upload(url=f"{place.url}/{folder.name}", retry_s=place.retry_s) if place.url else None,
             selection=selection,
         )
         leads = keep and (ranks is None or ranks.leads)
@@ -323,12 +343,11 @@ class Controller:
             leads,
             [StepSpan(step=step, begin_ns=clock.now_ns(), end_ns=0, policy_version=policy_version)],
             outside,
-            self._identity,
             self.run_notes,
             notes,
         )
         if leads:
-            self._hooks.begun(request, self._identity)
+            self._hooks.begun(request, WorkerIdentity(role="controller"))
         self._set_live(live)
         return True
 
@@ -337,7 +356,7 @@ class Controller:
         live.begin_step()
         if live.leads:
             live.workers = live.expected()
-            self._folders.write(live)
+            self._run.write(live)
         live.begin_step()
         if self.watch is not None:
             self.watch.capture_begins(live.folder.name if live.request.keep else "")
@@ -349,6 +368,7 @@ class Controller:
             (clock.hold if live is not None else clock.release)()
             (termination.hold if live is not None else termination.release)()
         self.live, self.sink = live, self._receiver(live.spans if live is not None else None)
+        self._driver = current_thread() if live is not None else None
         if live is not None:
             self._holds_exit(True)
 
@@ -370,7 +390,7 @@ class Controller:
             if live.leads:
                 live.end_ns, live.complete = end_ns, not why
                 live.workers = [*results, *(live.others(live.ranks) if live.ranks is not None else ())]
-                manifest = self._folders.conclude(live)
+                manifest = self._run.conclude(live)
                 self._written = live
                 steps = ", ".join(map(str, manifest.steps))
                 logger.info("profiling: step %s captured in %s", steps, upload.url if upload else folder)
@@ -402,7 +422,7 @@ class Controller:
 
     def _write_again(self, capture: OpenCapture) -> None:
         if capture is self._written and capture.folder.is_dir():
-            self._folders.write(capture)
+            self._run.write(capture)
 
     # The end of training, or of the process.
 
@@ -420,17 +440,15 @@ class Controller:
             yield partial(self.watch.train_ends, wait_s)
 
     def _end_run(self) -> Waits[None]:
-        run, most_s = self._folders.claimed, self.roster.most_s
+        run, most_s = self._run, self.roster.most_s
         if self._leads:  # which steps of the schedule never came
-            never_came = self._order.train_ends(self.config.schedule, run is not None and run.resumes)
-            if run is not None and (ran := self._order.steps) is not None:
+            never_came = self._order.train_ends(self.config.schedule, run.resumes)
+            if ran := self._order.steps:
                 run.amend(first_step=ran[0], last_step=ran[1], end_ns=clock.now_ns(), never_came=never_came)
-        if run is not None:
-            yield partial(run.drain, min(self.config.timeouts.finish_s, most_s))
+        yield partial(run.drain, min(self.config.timeouts.finish_s, most_s))
         self._hooks.train_ends()
         yield partial(self._hooks.background.drain, min(self._hooks.longest_s, most_s))
-        if run is not None:
-            run.leave()
+        run.leave()
         ranks, self.decisions.ranks = self.decisions.ranks, None
         if ranks is not None:
             ranks.end()
@@ -454,7 +472,7 @@ class Controller:
             logger.warning("closing the capture: %s", why)
         self.roster.most_s = EXIT_S
         try:
-            for wait in self.end_train(why):
+            for wait in self.on_train_end(why):
                 wait()
         except Exception as error:
             logger.error("profiling could not be closed: %s: %s", type(error).__name__, error)

@@ -4,6 +4,9 @@ The schedule, a person and the watch may all request a step; docs/watch.md has a
 In a loop with several ranks, rank 0 decides on requests some steps in advance and announces the captures.
 The other ranks check once a second. No rank waits: one that is already past the step counts as failed.
 
+A person's request is a file in ``requests/`` of the run's folder, or SIGUSR2. A local folder is read when a
+step begins; a folder behind a URL every 10 s, by a background thread. No file may end or delay the loop.
+
 :class:`LoopOrder` checks in every step the order in which the loop calls the hooks.
 """
 
@@ -11,29 +14,47 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
+from types import FrameType
 
 import msgspec
 
 from verl_profiling.capture.session import process_session
-from verl_profiling.capture_request import Trigger
+from verl_profiling.capture_request import (
+    REFUSED,
+    REQUEST,
+    REQUESTS,
+    CaptureSelection,
+    Demand,
+    Trigger,
+    new_request_id,
+)
 from verl_profiling.controller.anomalies import Anomalies
-from verl_profiling.controller.requests import Decision, Requests
-from verl_profiling.controller.spmd import PROBLEMS, Ranks, find_ranks, in_a_line, place_of
-from verl_profiling.controller.step_folder import StepFolders
+from verl_profiling.controller.run import Run
+from verl_profiling.controller.spmd import PROBLEMS, Decision, Ranks, find_ranks, in_a_line, place_of
 from verl_profiling.controller.targets import Roster
 from verl_profiling.controller.watch import Watch
+from verl_profiling.errors import ConfigError
 from verl_profiling.identity import WorkerIdentity, process_rank
 from verl_profiling.manifest import Manifest
+from verl_profiling.remote import LocalFolder, RemoteFolder, is_url
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.schedule import Action, Schedule
-from verl_profiling.units import step_list
+from verl_profiling.settings.schedule import Action, Schedule, StepRange
+from verl_profiling.units import step_list, visible
 
 logger = logging.getLogger(__name__)
 
+SIGNAL = "SIGUSR2"
+LIST_S = 10.0
+"""How often a folder behind a URL is listed."""
+_LAST_S = 5.0
 _LEAST_STEPS = 2
 _LEAD_S = 2.5
 _STEPS = 9
@@ -66,7 +87,7 @@ class Decisions:
         self._decided = 0
         self._begun_s: deque[float] = deque(maxlen=_STEPS)
 
-    def begin(self, folders: StepFolders) -> None:
+    def begin(self, run: Run) -> None:
         """Start to accept capture requests; in a loop with several ranks, only rank 0 does."""
         if self._watch is None or self._requests is not None:
             return
@@ -80,8 +101,7 @@ class Decisions:
             self._anomalies = Anomalies(self._config.watch.trigger, check, self._watch.recorders)
             self._watch.listeners.append(self._anomalies.listen)
         try:
-            run = folders.run
-            place = run.url or run.place.path
+            place = run.place.url or run.place.path
             self._watch.log_into(run.path)
             self._requests.open(place)
         except OSError as error:
@@ -111,11 +131,11 @@ class Decisions:
         own = WorkerIdentity(role=role, rank=(process_rank() or (0, 1))[0])
         return process_session().identity or own
 
-    def end(self, ran: tuple[int, int] | None) -> None:
+    def end(self, ran: list[int]) -> None:
         """Refuse pending capture requests, and accept no new ones until training begins again.
 
         Args:
-            ran: The first and the last step that the loop began.
+            ran: The first and the last step that the loop began; empty if it began none.
         """
         if self._requests is not None:
             self._requests.end(f"training ended after step {ran[1]}" if ran else "training ended")
@@ -171,13 +191,14 @@ class Decisions:
             self._look_ahead(ranks, step)
         self._agreed |= {decision.step_range.first: decision for decision in ranks.announced()}
         for missed in [one for one in self._agreed if one < step]:
-            why = f"step {missed} never came, or was part of another capture"
-            self.refused(self._agreed.pop(missed).trigger, why)
-            if not ranks.leads:
-                logger.warning(
-                    "rank %d was past step %d when rank 0's request for it arrived; it is not captured here",
-                    *(ranks.rank, missed),
-                )
+            decision = self._agreed.pop(missed)
+            if ranks.leads:
+                self.refused(decision.trigger, f"step {missed} never came, or was part of another capture")
+                continue
+            logger.warning(
+                "rank %d was past step %d when rank 0's request for it arrived; it is not captured here",
+                *(ranks.rank, missed),
+            )
 
     def _look_ahead(self, ranks: Ranks, step: int) -> None:
         """Decide on later steps; every rank has time to receive the announcement before they begin."""
@@ -206,35 +227,38 @@ class LoopOrder:
     Attributes:
         in_step: Whether a step has begun and not ended.
         in_rollout: Whether generation has begun and not ended.
+        steps: The first and the last step that the loop began; empty before the first one.
     """
 
     def __init__(self) -> None:
-        self._first: int | None = None
-        self._last: int | None = None
-        self._newest: int | None = None
-        self._captured: set[int] = set()
+        self.steps: list[int] = []
         self.in_step = False
         self.in_rollout = False
+        self._newest: int | None = None
+        self._rises = True
+        self._captured: set[int] = set()
         self._said: set[str] = set()
 
     def step_begins(self, step: int, captured: bool) -> None:
         """Record that a step begins; warn if the last one has not ended, or the number does not rise."""
-        if self.in_step and "not ended" not in self._said:
+        if self.in_step:
             self._say(
-                f"step {step} begins and step {self._last} has not ended: call on_step_end() last in every "
-                "step, or on_exception(error) where it raised",
-                "not ended",
+                "step %d begins and step %s has not ended: call on_step_end() last in every step, or "
+                "on_exception(error) where it raised",
+                *(step, self._newest),
             )
-        if self._newest is not None and step <= self._newest and "again" not in self._said:
-            self._say(
-                f"step {step} begins after step {self._newest}: pass on_step_begin(step) a number that rises "
-                "over the whole training, not over an epoch; the schedule chooses steps by it",
-                "again",
+        if self._rises and self._newest is not None and step <= self._newest:
+            self._rises = False
+            logger.warning(
+                "step %d begins after step %d: pass on_step_begin(step) a number that rises over the whole "
+                "training, not over an epoch; the schedule chooses steps by it",
+                *(step, self._newest),
             )
-        self.in_step = True
-        self._last = self._newest = step
-        if self._first is None:
-            self._first = step
+        self.in_step, self._newest = True, step
+        if self.steps:
+            self.steps[1] = step
+        else:
+            self.steps = [step, step]
         if captured:
             self._captured.add(step)
 
@@ -253,11 +277,6 @@ class LoopOrder:
         """Record that the loop raised or ended; the next loop may begin with any step."""
         self.in_step, self._newest = False, None
 
-    @property
-    def steps(self) -> tuple[int, int] | None:
-        """The first and the last step that the loop began."""
-        return (self._first, self._last) if self._first is not None and self._last is not None else None
-
     def train_ends(self, schedule: Schedule, resumes: bool) -> list[int]:
         """Warn of scheduled steps that never began; return those that ``schedule.steps`` lists.
 
@@ -265,7 +284,7 @@ class LoopOrder:
             schedule: The steps to capture.
             resumes: Whether an earlier run of the same name may have run the steps before this run's first.
         """
-        if self.steps is None:
+        if not self.steps:
             self._say("training ends and on_step_begin(step) was never called: nothing was captured")
             return []
         ran = "the loop ran from step {} to step {}".format(*self.steps)
@@ -278,10 +297,213 @@ class LoopOrder:
             self._say(f"schedule: no step was captured; {ran}, and {schedule.in_words()}")
         return never
 
-    def _say(self, text: str, mistake: str = "") -> None:
-        if (mistake or text) not in self._said:
-            self._said.add(mistake or text)
-            logger.warning("%s", text)
+    def _say(self, text: str, *arguments: object) -> None:
+        """Log a warning, once for each text."""
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning(text, *arguments)
+
+
+class Requests:
+    """Reads the request files of a run and SIGUSR2; decides which request gets a step.
+
+    Args:
+        schedule: The settings' schedule.
+        check: Raises ``ConfigError`` for a selection that this job cannot capture.
+        on_signal: Called on SIGUSR2; by default, the signal requests a capture of the next step.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        check: Callable[[CaptureSelection], None],
+        on_signal: Callable[[], object] | None = None,
+    ) -> None:
+        self._schedule, self._check = schedule, check
+        self._on_signal = on_signal or self._ask_for_next_step
+        self._came: deque[Demand] = deque()
+        self._pending: list[Demand] = []
+        self._refusals: deque[tuple[str, str]] = deque()
+        self._said: set[str] = set()
+        self._folder: LocalFolder | None = None
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def open(self, run: str) -> None:
+        """Start to read the request files of a run.
+
+        Args:
+            run: Folder or URL of the run.
+
+        Raises:
+            OSError: The folder cannot be created.
+        """
+        if is_url(run):
+            self._thread = threading.Thread(
+                target=self._listen, args=(f"{run}/{REQUESTS}",), name="verl-profiling-requests", daemon=True
+            )
+            self._thread.start()
+        else:
+            folder = LocalFolder(Path(run) / REQUESTS)
+            folder.path.mkdir(parents=True, exist_ok=True)
+            self._folder = folder
+
+    def handle_signal(self) -> None:
+        """Install the handler of SIGUSR2, on the main thread and if there is no other handler."""
+        _replace_handler(signal.SIG_DFL, self._handle)
+
+    def asks(self, step: int, scheduled: bool) -> Decision | None:
+        """Return the capture of the first request that is due in a step, or ``None``.
+
+        Args:
+            step: The step.
+            scheduled: Whether the schedule captures the step anyway; the request joins that capture.
+        """
+        came = self._take_all()
+        if not (came or self._pending):
+            return None
+        for new in came:
+            self._accept(new, step)
+        for late in [one for one in self._pending if one.at is not None and one.at < step]:
+            why = f"step {late.at} never came, or was part of another capture; the loop is in step {step}"
+            self._refuse(late.id, late.by, why)
+        demand = next((one for one in self._pending if self._is_due(one, step, scheduled)), None)
+        if demand is None:
+            return None
+        last = step + demand.steps - 1 if self._schedule.continuous else step
+        place, left = self._pending.index(demand), demand.steps - (last - step + 1)
+        rest = [msgspec.structs.replace(demand, at=None, steps=left)] if left else []
+        self._pending[place : place + 1] = rest
+        selection = None if demand.selection == CaptureSelection() else demand.selection
+        stages = demand.selection.stages or ()
+        trigger = Trigger(
+            kind="demand",
+            reason="as the settings say" if selection is None else selection.in_words(),
+            by=demand.by,
+            request=demand.id,
+            stage=stages[0] if len(stages) == 1 else "",
+        )
+        return Decision(StepRange(step, last), trigger, selection)
+
+    def refused(self, trigger: Trigger, why: str) -> None:
+        """Refuse the request behind a capture, if a person made it, including its remaining steps."""
+        if trigger.request:
+            self._refuse(trigger.request, trigger.by, why)
+
+    def end(self, why: str) -> None:
+        """Refuse pending requests, and restore the default action of SIGUSR2, which ends the process."""
+        for demand in [*self._pending, *self._take_all()]:
+            self._refuse(demand.id, demand.by, why)
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(_LAST_S)
+        _replace_handler(self._handle, signal.SIG_DFL)
+
+    def _accept(self, demand: Demand, step: int) -> None:
+        try:
+            self._check(demand.selection)
+        except ConfigError as error:
+            self._refuse(demand.id, demand.by, str(error))
+            return
+        if demand.at is not None and demand.at < step:
+            why = f"step {demand.at} is too early: step {step} is the next that can be captured"
+            self._refuse(demand.id, demand.by, why)
+            return
+        logger.info("request %s of %s is accepted", demand.id, visible(demand.by) or "somebody")
+        self._pending.append(demand)
+
+    def _is_due(self, demand: Demand, step: int, scheduled: bool) -> bool:
+        """Return whether a request may have this step.
+
+        A request that overrides settings waits for an unscheduled step, unless every step is scheduled.
+        """
+        if demand.at is not None:
+            return demand.at == step
+        return not scheduled or demand.selection == CaptureSelection() or self._schedule.records_every_step
+
+    def _refuse(self, request: str, by: str, why: str) -> None:
+        """Log why a request is refused, and write the reason into a file for the requester."""
+        self._pending = [one for one in self._pending if one.id != request]
+        logger.warning("request %s of %s is refused: %s", request, visible(by) or "somebody", visible(why))
+        if by == SIGNAL:
+            return
+        self._refusals.append((request, why))
+        if self._folder is not None:
+            self._write_refusals(self._folder)
+
+    # The files.
+
+    def _take_all(self) -> list[Demand]:
+        """Return the new requests, oldest first."""
+        if self._folder is not None:
+            self._exchange(self._folder)
+        came = [self._came.popleft() for _ in range(len(self._came))] if self._came else []
+        return sorted(came, key=lambda demand: demand.asked_ns)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._on_signal()
+
+    def _ask_for_next_step(self) -> None:
+        self._came.append(Demand(id=new_request_id(), by=SIGNAL))
+
+    def _listen(self, url: str) -> None:
+        """Exchange files with a folder behind a URL, until training ends."""
+        ended = False
+        while not ended:
+            ended = self._ended.wait(LIST_S)
+            self._exchange(url)
+
+    def _exchange(self, place: LocalFolder | str) -> None:
+        try:
+            folder = RemoteFolder(place) if isinstance(place, str) else place
+            names = folder.names()
+        except Exception as error:  # each file system raises errors of its own
+            self._say(f"requests for captures cannot be read: {type(error).__name__}: {error}")
+            return
+        for name in names:
+            if name.endswith(REQUEST) and not name.startswith("."):
+                self._take(folder, name)
+        self._write_refusals(folder)
+
+    def _take(self, folder: LocalFolder | RemoteFolder, name: str) -> None:
+        request = name.removesuffix(REQUEST)
+        try:
+            data = folder.read(name)
+            folder.remove(name)
+            demand = msgspec.json.decode(data, type=Demand)
+            if demand.id != request:
+                raise ValueError(f"it holds request {demand.id!r}")
+        except FileNotFoundError:
+            pass
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            self._say(f"{name} is no request for a capture: {error}", once="no request")
+            self._refusals.append((request, f"it is no request for a capture: {error}"))
+        except Exception as error:
+            self._say(f"{name} cannot be taken as a request for a capture: {error}")
+        else:
+            self._came.append(demand)
+
+    def _write_refusals(self, folder: LocalFolder | RemoteFolder) -> None:
+        while self._refusals:
+            request, why = self._refusals.popleft()
+            try:
+                folder.create(f"{request}{REFUSED}", why.encode(errors="replace"))
+            except Exception as error:
+                self._say(f"a request for a capture cannot be answered: {error}", once="answer")
+
+    def _say(self, text: str, once: str = "") -> None:
+        if (once or text) not in self._said:
+            self._said.add(once or text)
+            logger.warning("%s", visible(text))
+
+
+def _replace_handler(
+    expected: object, handler: Callable[[int, FrameType | None], None] | signal.Handlers
+) -> None:
+    """Set the handler of SIGUSR2, on the main thread and if it is the expected one."""
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    if on_main_thread and signal.getsignal(signal.SIGUSR2) == expected:
+        signal.signal(signal.SIGUSR2, handler)
 
 
 def _refer_to_rank_0() -> None:

@@ -18,8 +18,7 @@ from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, result_of
 from verl_profiling.capture.stage import OpenSpan, SpanLog
 from verl_profiling.clock import Handshake
-from verl_profiling.controller.requests import Decision
-from verl_profiling.controller.spmd import HANDSHAKES, Ranks, measured_clock
+from verl_profiling.controller.spmd import HANDSHAKES, Decision, Ranks, measured_clock
 from verl_profiling.controller.targets import Call, Roster, Target, Waits, Worker, wait_for
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import (
@@ -52,7 +51,6 @@ class OpenCapture:
         leads: Whether this process writes the loop's part of the step folder.
         steps: The steps that have begun; ``end_ns`` of the current one is 0.
         outside: The pauses in which the capture starts and stops, and the loop's stages after the step.
-        loop: The process that runs the loop.
         run_notes: Notes on the run for the user, in the manifest.
         notes: Notes on this capture.
         end_ns: When it ended; 0 until then.
@@ -73,7 +71,6 @@ class OpenCapture:
     leads: bool
     steps: list[StepSpan]
     outside: SpanLog
-    loop: WorkerIdentity
     run_notes: list[str]
     notes: list[str]
     end_ns: int = 0
@@ -159,7 +156,7 @@ class OpenCapture:
             begin_ns=self.steps[0].begin_ns,
             end_ns=end_ns,
             complete=self.complete,
-            controller=self.loop,
+            controller=WorkerIdentity(role="controller"),
             process=ProcessId.current(),
             stages=self.stages,
             outside=self.around or self.outside.so_far(),
@@ -190,8 +187,12 @@ class OpenCapture:
             self._note_idle_roles(calls)
         yield from self._shake_hands("start_capture", request, targets)
 
-    def begin_rollout(self) -> Waits[None]:
-        """Start the rollout engines in discrete mode, which record one rollout."""
+    def begin_rollout(self, beside: bool) -> Waits[None]:
+        """Start the rollout engines in discrete mode, which record one rollout, and begin its stage.
+
+        Args:
+            beside: Whether generation overlaps the steps, and begins its stage elsewhere.
+        """
         yield from self.end_rollout()
         selection = self.request.selection
         if self.roster.driven(selection, windowed=True):
@@ -204,9 +205,12 @@ class OpenCapture:
                 step=self.step.step,
             )
             yield from self.start(window)
+        if not beside:
+            self.begin_rollout_stage()
 
-    def end_rollout(self) -> Waits[None]:
-        """Stop the engines that :meth:`begin_rollout` started, and end the stage ``rollout``."""
+    def end_rollout(self, metrics: Mapping[str, Any] | None = None) -> Waits[None]:
+        """Stop the engines that :meth:`begin_rollout` started, end the stage ``rollout``, keep metrics."""
+        self.keep(metrics)
         self.end_rollout_stage()
         yield from self.stop(ROLLOUT)
 

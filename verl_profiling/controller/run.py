@@ -1,9 +1,12 @@
-"""Claims the folder that a run records into, and keeps ``run.json`` there.
+"""The folder of a run: claims it, and keeps ``run.json`` and step folders there, within ``limits``.
 
 ``run.json`` is created exclusively, so of two processes that start at once only one gets the folder, and
 after a crash there is nothing to clean up. A resumed run is another run: it records into ``run_2``.
 
 If ``save_path`` is a URL, files are staged in a local folder, and deleted there once they are uploaded.
+
+Only a step folder in which this run wrote every file is removed. It is renamed first, so that a crash never
+leaves half a step under the step's name.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import os
 import shutil
 import threading
 import uuid
+from collections import Counter
 from concurrent.futures import Future
 from functools import partial
 from importlib import metadata
@@ -22,11 +26,14 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.finishing import BackgroundWork
-from verl_profiling.controller.targets import settle
-from verl_profiling.identity import ProcessId, safe_name
-from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, RunInfo
-from verl_profiling.remote import LocalFolder, RemoteFolder, copy_line
-from verl_profiling.run_files import write_json_atomically
+from verl_profiling.controller.open_capture import OpenCapture
+from verl_profiling.controller.spmd import Ranks, RunPlace
+from verl_profiling.controller.targets import Waits, settle
+from verl_profiling.errors import TraceFormatError
+from verl_profiling.identity import ProcessId, safe_name, step_folder_name
+from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, CaptureResult, Manifest, RunInfo
+from verl_profiling.remote import LocalFolder, RemoteFolder, Upload, copy_line
+from verl_profiling.run_files import RESULT_SUFFIX, read_manifest, write_json_atomically
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.units import local_time
 from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG
@@ -46,43 +53,49 @@ _VERSIONS_OF = (
 )
 
 
-class RunPlace(msgspec.Struct, frozen=True):
-    """Where a run records.
-
-    Attributes:
-        path: The folder on each host that files are written to.
-        run_id: Name of the run.
-        token: Random id, unique even among runs of the same name.
-        url: Where files are uploaded to, if ``path`` only stages them.
-        retry_s: How long a failed upload is retried.
-        clock_domain: Clock domain of the process that claimed the folder.
-    """
-
-    path: str
-    run_id: str
-    token: str
-    url: str | None
-    retry_s: float
-    clock_domain: str
-
-
 class Run:
-    """The folder of a run; with a URL, also the upload of the loop's files.
+    """A run: its folder, which is claimed when first needed, ``run.json``, and its step folders.
+
+    Methods that write a step folder raise ``OSError`` when it cannot be written.
+
+    Args:
+        config: The settings; ``save_path`` is the run's folder unless another run has it.
 
     Attributes:
-        place: The run's folder, URL and name, as sent to other ranks.
-        path: The run's folder on this host.
-        url: Where files are uploaded to; ``None`` for a local run.
-        resumes: Whether an earlier run has the same name.
+        claimed: The run's folder, once this process has claimed it or received it from rank 0.
         info: Content of ``run.json``; ``None`` except in the process that claimed the folder.
+        resumes: Whether an earlier run has the same name.
         background: Uploads files, and removes folders.
     """
 
-    def __init__(self, place: RunPlace, *, resumes: bool = False, info: RunInfo | None = None) -> None:
-        self.place, self.path, self.url = place, Path(place.path), place.url
-        self.resumes, self.info = resumes, info
+    def __init__(self, config: ProfilingConfig) -> None:
+        self._config = config
+        self.claimed: RunPlace | None = None
+        self.info: RunInfo | None = None
+        self.resumes = False
         self.background = BackgroundWork("folders")
         self._sent: dict[Path, int] = {}
+        self._recordings: Counter[int] = Counter()
+        self._no_room = ""
+        self._stored: list[Path] = []
+        self._not_captured: dict[int, str] = {}
+        ProcessId.current()  # cached, so that no step reads /proc
+
+    @property
+    def place(self) -> RunPlace:
+        """The run's folder, URL and name; the first access claims the folder."""
+        if self.claimed is None:
+            self.claimed, self.info, self.resumes = _claimed(self._config)
+            if self._not_captured:
+                self.amend(not_captured=self._not_captured)
+        return self.claimed
+
+    @property
+    def path(self) -> Path:
+        """The run's folder on this host."""
+        return Path(self.place.path)
+
+    # run.json, and uploads.
 
     def amend(self, **fields: object) -> None:
         """Replace fields of ``run.json``; an error is logged, not raised."""
@@ -97,13 +110,13 @@ class Run:
 
     def publish(self, folder: Path | None = None) -> None:
         """Upload the run's files and the manifest of a step folder, in the background."""
-        if self.url is None or self.info is None:
+        if self.info is None or self.place.url is None:
             return
         names = (RUN_NAME, OLDER_WATCH_LOG, WATCH_LOG)
         wanted = [*(self.path / name for name in names), *([folder / MANIFEST_NAME] if folder else ())]
         for path in wanted:
             if path.exists():
-                self.background.submit(partial(self._put, path, self.url))
+                self.background.submit(partial(self._put, path, self.place.url))
 
     def _put(self, path: Path, url: str) -> None:
         try:
@@ -120,12 +133,12 @@ class Run:
     def drain(self, timeout_s: float) -> None:
         """Wait for uploads and removals."""
         if not self.background.drain(timeout_s):
-            where = self.url or self.path
+            where = self.place.url or self.path
             logger.error("%s: uploads or removals were not done after %g s", where, timeout_s)
 
     def leave(self) -> None:
         """Delete the local copies of uploaded files; log how to upload the remaining ones."""
-        if self.url is None or self.info is None:
+        if self.info is None or self.place.url is None:
             return
         for path, written_ns in self._sent.items():
             if path.exists() and path.stat().st_mtime_ns == written_ns:
@@ -133,14 +146,185 @@ class Run:
         if any(names for _, _, names in os.walk(self.path)):  # os.walk() skips folders that others remove
             logger.error(
                 "files of run %s wait in %s. To upload them: %s",
-                *(self.url, self.path, copy_line(self.path, self.url)),
+                *(self.place.url, self.path, copy_line(self.path, self.place.url)),
             )
         else:
             shutil.rmtree(self.path, ignore_errors=True)
 
+    def not_captured(self, step: int, why: str) -> None:
+        """Record in ``run.json`` that the capture of a step could not begin, and why."""
+        self._not_captured[step] = why
+        self.amend(not_captured=self._not_captured)
 
-def claim_run(config: ProfilingConfig) -> Run:
+    # Step folders.
+
+    def share_run(self, ranks: Ranks, step: int) -> Waits[bool]:
+        """Publish the run's folder (rank 0), or wait for it (other ranks); return whether it is known."""
+        wait_s = self._config.timeouts.start_s
+        if ranks.leads:
+            ranks.publish(self.place)
+        elif self.claimed is None:
+            yield partial(ranks.wait_for_run, wait_s)
+            self.claimed = ranks.place
+            if self.claimed is None:
+                logger.error(
+                    "step %d: rank %d is not captured: rank 0 has not begun a captured step within %g s; has "
+                    "it a callback with workers and the same settings? Where it has none, set spmd: false",
+                    *(step, ranks.rank, wait_s),
+                )
+        return self.claimed is not None
+
+    def no_room(self, step: int, notes: list[str]) -> str:
+        """Return why the limits leave no room for a capture, empty if they do; logged for the first step.
+
+        Args:
+            step: The step.
+            notes: Gets a note on the steps without captures, once there is room again.
+        """
+        why = self._config.limits.no_room(self.path)
+        if why and not self._no_room:
+            logger.warning("step %d is not captured, nor are others until there is room: %s", step, why)
+            self.not_captured(step, f"{why}; nor were others until there was room")
+            self._no_room = f"from step {step} on nothing was captured until now: {why}"
+        elif self._no_room and not why:
+            notes.append(self._no_room)
+            self._no_room = ""
+        return why
+
+    def make(self, step: int, keep: bool, shared: bool) -> Path:
+        """Make the folder of a captured step and return its path, which is the same on all ranks.
+
+        Args:
+            step: The step.
+            keep: ``False`` for a warm-up, which has no folder.
+            shared: Whether another rank may have made the folder already.
+        """
+        self._recordings[step] += keep
+        folder = self.path / step_folder_name(step, self._recordings[step])
+        if keep:
+            folder.mkdir(parents=True, exist_ok=shared)
+        return folder
+
+    def write(self, live: OpenCapture) -> Manifest:
+        """Write the manifest of a capture as far as it is known, and return it."""
+        manifest = live.manifest()
+        write_json_atomically(live.folder / MANIFEST_NAME, manifest)
+        if live.end_ns:
+            self.publish(live.folder)
+        return manifest
+
+    def conclude(self, live: OpenCapture) -> Manifest:
+        """Write the final manifest of a capture, and remove step folders beyond ``limits.keep_last``.
+
+        Paths of files on disks of other hosts are added.
+        """
+        keep_last = self._config.limits.keep_last
+        leaving = [] if keep_last is None else self._leaving(live, keep_last)
+        with live.outside.during("write"):
+            if self.place.url is None:
+                live.workers = _located(live.folder, live.workers, live.notes)
+            manifest = self.write(live)
+        for older in leaving:
+            self._remove(older)
+        return manifest
+
+    def _leaving(self, live: OpenCapture, keep_last: int) -> list[Path]:
+        """Return older step folders to remove, and note them; one that a worker writes stays for now."""
+        leaving: list[Path] = []
+        self._stored.append(live.folder)
+        for older in self._stored[:-keep_last]:
+            note = f"{older.name} was removed: limits.keep_last={keep_last}"
+            try:
+                manifest = read_manifest(older)
+                if _pending(manifest):
+                    continue
+                if strangers := _strangers(older, manifest, self.place.run_id):
+                    note = f"{older.name} stays beyond limits.keep_last: the run did not write {strangers}"
+                else:
+                    leaving.append(older)
+            except (OSError, TraceFormatError) as error:
+                note = f"{older.name} stays beyond limits.keep_last: {error}"
+            self._stored.remove(older)
+            logger.info("%s", note)
+            live.notes.append(note)
+        return leaving
+
+    def _remove(self, folder: Path) -> None:
+        """Remove a step folder: rename it at once, delete its content in the background."""
+        hidden = folder.with_name(f".{folder.name}.removed")
+        try:
+            folder.rename(hidden)
+        except OSError as error:
+            logger.warning("%s cannot be removed, and stays: %s", folder, error)
+            return
+        self.background.submit(partial(_delete, hidden))
+
+
+def _delete(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        logger.warning("%s cannot be removed completely; remove it by hand", folder)
+
+
+def _located(folder: Path, results: list[CaptureResult], notes: list[str]) -> list[CaptureResult]:
+    """Return results with ``where`` set for artifacts that are on the disk of another host; note them."""
+    seen = {*os.listdir(folder)}  # noqa: PTH208 (the loop waits for it)
+    hosts: dict[str, None] = {}
+    workers = []
+    for worker in results:
+        artifacts = []
+        for artifact in worker.artifacts:
+            is_here = artifact.path in seen or artifact.path.removesuffix(".gz") in seen
+            written = artifact.status in ("ok", "pending", "truncated") and not artifact.reason
+            if written and not is_here and not artifact.where:
+                hosts[worker.identity.host] = None
+                where = f"{worker.identity.host}:{worker.folder}/{artifact.path}"
+                artifact = msgspec.structs.replace(artifact, where=where)
+            artifacts.append(artifact)
+        workers.append(msgspec.structs.replace(worker, artifacts=artifacts))
+    if hosts:
+        notes.append(f"files of {', '.join(hosts)} are not seen from here: copy them into this folder")
+    return workers
+
+
+def is_pending(folder: Path, upload: Upload | None = None) -> bool:
+    """Return whether a process may still write into a step folder.
+
+    Args:
+        folder: The folder.
+        upload: The upload target, if the folder only stages files; a process uploads its result last.
+    """
+    pending = _pending(read_manifest(folder))
+    if upload is None:
+        return bool(pending)
+    return not {MANIFEST_NAME, *pending} <= RemoteFolder(upload.url).names()
+
+
+def _pending(manifest: Manifest) -> set[str]:
+    """Return the result files of the workers that have pending artifacts."""
+    return {
+        f"{worker.name}{RESULT_SUFFIX}"
+        for worker in manifest.workers
+        if any(artifact.status == "pending" for artifact in worker.artifacts)
+    }
+
+
+def _strangers(folder: Path, manifest: Manifest, run_id: str) -> str:
+    """Return up to three names of files that the run did not write; empty if there are none."""
+    if manifest.run_id != run_id:
+        return "its manifest"
+    artifacts = [artifact for worker in manifest.workers for artifact in worker.artifacts]
+    names = ["manifest", *(worker.name for worker in manifest.workers), *(one.lane for one in artifacts)]
+    begins = (*(f"{name}." for name in names), *(artifact.path for artifact in artifacts))
+    found = [path.name for path in folder.iterdir()]
+    return ", ".join(sorted(name for name in found if not name.lstrip(".").startswith(begins))[:3])
+
+
+def _claimed(config: ProfilingConfig) -> tuple[RunPlace, RunInfo, bool]:
     """Claim ``save_path``; if it belongs to another run, ``save_path/run_2``, ``run_3`` and so on.
+
+    Returns:
+        The folder, the content of its ``run.json``, and whether an earlier run has the same name.
 
     Raises:
         OSError: The folder cannot be written.
@@ -175,7 +359,7 @@ def claim_run(config: ProfilingConfig) -> Run:
         retry_s=config.remote.retry_s,
         clock_domain=info.process.clock_domain,
     )
-    return Run(place, resumes=resumes, info=info)
+    return place, info, resumes
 
 
 def _claim_remote(config: ProfilingConfig, info: RunInfo) -> tuple[str, bool]:

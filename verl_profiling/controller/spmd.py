@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -20,14 +21,13 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.session import process_session
-from verl_profiling.capture_request import CaptureSelection
+from verl_profiling.capture_request import CaptureSelection, Trigger
 from verl_profiling.clock import Handshake, best_handshake
-from verl_profiling.controller.requests import Decision
-from verl_profiling.controller.run import Run, RunPlace
 from verl_profiling.controller.targets import Target
 from verl_profiling.identity import ProcessId, WorkerIdentity, process_rank
 from verl_profiling.manifest import CaptureResult, HostClock, StageSpan
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.settings.schedule import StepRange
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,41 @@ _FIRST_LOOK_S = 0.02
 _trainings = count(1)
 
 
+@dataclass(frozen=True)
+class Decision:
+    """The decision to capture one or more steps.
+
+    Attributes:
+        step_range: The steps to capture.
+        trigger: Who requested the capture, and why.
+        selection: Overrides of the settings, e.g. other ranks; ``None`` for the settings as they are.
+    """
+
+    step_range: StepRange
+    trigger: Trigger
+    selection: CaptureSelection | None = None
+
+
+class RunPlace(msgspec.Struct, frozen=True):
+    """Where a run records.
+
+    Attributes:
+        path: The folder on each host that files are written to.
+        run_id: Name of the run.
+        token: Random id, unique even among runs of the same name.
+        url: Where files are uploaded to, if ``path`` only stages them.
+        retry_s: How long a failed upload is retried.
+        clock_domain: Clock domain of the process that claimed the folder.
+    """
+
+    path: str
+    run_id: str
+    token: str
+    url: str | None
+    retry_s: float
+    clock_domain: str
+
+
 class Ranks:
     """The connection of one rank to the other ranks of its loop.
 
@@ -53,6 +88,7 @@ class Ranks:
     Attributes:
         processes: On rank 0, the process of each other rank that has registered.
         clock: The offset of this host's clock to rank 0's; ``None`` unless this rank measured it.
+        place: The run's folder, once rank 0 has published it.
     """
 
     def __init__(self, rank: int, world_size: int, store: Any) -> None:
@@ -64,7 +100,7 @@ class Ranks:
         self.others = range(1, world_size)
         self.processes: dict[int, ProcessId] = {}
         self.clock: HostClock | None = None
-        self._place: RunPlace | None = None
+        self.place: RunPlace | None = None
         self._known = threading.Event()
         self._patience = 1
         self._ended = threading.Event()
@@ -79,21 +115,16 @@ class Ranks:
         """Whether this is rank 0, which decides, and writes the manifests."""
         return self.rank == 0
 
-    def publish(self, run: Run) -> None:
+    def publish(self, place: RunPlace) -> None:
         """Publish the run's folder to the other ranks, once; only rank 0 calls this."""
-        if self._place is not None:
-            return
-        self._place = run.place
-        self._store.set("run", msgspec.msgpack.encode(run.place))
+        if self.place is None:
+            self.place = place
+            self._store.set("run", msgspec.msgpack.encode(place))
 
     def wait_for_run(self, timeout_s: float) -> None:
         """Wait until rank 0 has published the run's folder; only the first call waits."""
         self._known.wait(timeout_s * self._patience)
         self._patience = 0
-
-    def run(self) -> Run | None:
-        """Return the run; ``None`` until rank 0 has published its folder."""
-        return None if self._place is None else Run(self._place)
 
     def announce(self, capture: Decision) -> None:
         """Announce a capture to the other ranks, some seconds before its step begins."""
@@ -190,7 +221,7 @@ class Ranks:
                 self._store.set(f"run/{self.rank}", msgspec.msgpack.encode(ProcessId.current()))
             while not self._ended.wait(pause_s):
                 self._look()
-                waits = self._place is None or len(self.processes) < self.leads * len(self.others)
+                waits = self.place is None or len(self.processes) < self.leads * len(self.others)
                 pause_s = _FIRST_LOOK_S if waits else _LOOK_S
         except PROBLEMS as error:
             if not self._ended.is_set():
@@ -205,10 +236,10 @@ class Ranks:
                 self._answer(self._asked + 1)
                 self._asked += 1
             return
-        if self._place is None and (data := self.get("run")) is not None:
+        if self.place is None and (data := self.get("run")) is not None:
             place = msgspec.msgpack.decode(data, type=RunPlace)
             self._measure(place.clock_domain)
-            self._place = place
+            self.place = place
             self._known.set()
         while (data := self.get(f"requests/{self._received}")) is not None:
             self._received += 1

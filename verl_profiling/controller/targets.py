@@ -98,10 +98,7 @@ class Call:
 
     def reply(self) -> Any:
         """Return the worker's reply, or ``None`` without one."""
-        future = self.future
-        if not future.done() or future.cancelled() or future.exception() is not None:
-            return None
-        return future.result()
+        return self.future.result() if self.future.done() and self.error is None else None
 
     def problem(self) -> str:
         """Return in one line why there is no valid reply."""
