@@ -10,8 +10,7 @@ import pytest
 from example_loops import settings
 
 from verl_profiling.cli import main
-from verl_profiling.commands.plan import planned_captures
-from verl_profiling.settings.schedule import Action
+from verl_profiling.settings.schedule import Action, planned_captures
 
 
 def steps_of(schedule: dict[str, Any], steps: int | None = None) -> list[tuple[int, int]]:

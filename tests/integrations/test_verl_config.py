@@ -17,6 +17,7 @@ from verl_profiling.integrations.verl.bridge import (
     settings_of,
     why_nothing,
 )
+from verl_profiling.integrations.verl.trainer import ProfilingTrainerMixin
 from verl_profiling.settings.schedule import Schedule
 
 TORCH = {
@@ -122,6 +123,26 @@ def test_taking_over_switches_verls_profiler_off() -> None:
     assert settings is not None
     assert settings.schedule.steps == (2,)
     assert config.global_profiler.steps is None
+
+
+def test_what_has_no_counterpart_is_said_once_for_a_trainer(caplog: pytest.LogCaptureFixture) -> None:
+    """However many of its classes have an ``__init__``, as verl's rollouter and its bases do."""
+
+    class Base(ProfilingTrainerMixin):
+        def __init__(self, config: Any) -> None:
+            self.config = config
+
+        def _process_single_sample_streaming(self) -> None:
+            pass
+
+    class Rollouter(Base):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+
+    with caplog.at_level(logging.WARNING):
+        Rollouter(verl_config(profiling="verl", relocate_results=True))
+    assert caplog.text.count("global_profiler.relocate_results") == 1
+    assert caplog.text.count("nothing is profiled") == 1
 
 
 def test_another_word_is_refused() -> None:

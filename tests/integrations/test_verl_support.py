@@ -15,7 +15,12 @@ from verl_profiling import ProfilingConfig, ToolUnavailableError
 from verl_profiling.integrations import hooks
 from verl_profiling.integrations.hooks import Hook
 from verl_profiling.integrations.verl import profiler as profilers
-from verl_profiling.integrations.verl.profiler import active_profiler, can_be_profiled, notes_on
+from verl_profiling.integrations.verl.profiler import (
+    active_profiler,
+    can_be_profiled,
+    log_values,
+    notes_on,
+)
 from verl_profiling.integrations.verl.trainer import TrainerProfiler, say_no_trainer_is_hooked
 
 CONFIG: dict[str, Any] = {}
@@ -124,6 +129,25 @@ def test_lines_are_heard_once_where_others_have_silenced_them(
     said = run_python(f"{configured}\n{LOGGING}").stderr
     found = {level: said.count(f"an {level} line") for level in ("debug", "info", "warning", "error")}
     assert found == {level: int(level in heard) for level in found}
+
+
+def test_a_tracker_that_fails_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """It is tried again at the next step, and the others get each."""
+    logged: list[int] = []
+
+    def log(data: Any, step: int) -> None:
+        logged.append(step)
+
+    def fail(data: Any, step: int) -> None:
+        logged.append(-step)
+        raise OSError("no space left")
+
+    trackers = {"own": SimpleNamespace(log=fail), "file": SimpleNamespace(log=log)}
+    for step in (1, 2):
+        log_values(trackers, {"a": 1.0}, step, step)
+    assert logged == [-1, 1, -2, 2]
+    (record,) = caplog.records
+    assert record.getMessage() == "own: step 1 is not logged: OSError: no space left"
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,11 @@ from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.commands.doctor import load_config
 from verl_profiling.identity import ROLLOUT_ROLE, step_folder_name
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig, RoleOverride
-from verl_profiling.settings.schedule import Action, Schedule
+from verl_profiling.settings.schedule import MOST_CAPTURES, planned_captures
 from verl_profiling.shifts import noticed_from
 from verl_profiling.tools import Tool
 from verl_profiling.units import step_list
 
-_MOST_CAPTURES = 10
-_FAR = 100_000
 _SPREADS = (0.08, 0.15, 0.3)
 
 
@@ -74,12 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _capture_lines(captures: Sequence[tuple[int, int]], steps: int | None, more: bool) -> Iterator[str]:
-    for first, last in captures[:_MOST_CAPTURES]:
+    for first, last in captures[:MOST_CAPTURES]:
         what = f"step {first}" if first == last else f"steps {first} to {last}"
         yield f"{what:<20}  {step_folder_name(first)}/"
     if more:
         yield "... and more" + ("; --steps N says where the loop ends" if steps is None else "")
-    elif len(captures) > _MOST_CAPTURES:
+    elif len(captures) > MOST_CAPTURES:
         yield f"... {len(captures)} captures in all, the last in {step_folder_name(captures[-1][0])}/"
     if not captures:
         yield "none" + (f" up to step {steps}" if steps is not None else "")
@@ -106,36 +103,6 @@ def _role_lines(role: RoleConfig) -> Iterator[str]:
     ranks = len(role.ranks) if role.ranks is not None else 0
     if most := ranks * each * sum(bool(tool.suffix) for tool in role.tools):
         yield f"         at most {most} for each capture{once}"
-
-
-def planned_captures(schedule: Schedule, steps: int | None) -> tuple[list[tuple[int, int]], list[int], bool]:
-    """Return the captures, the warm-up steps up to the last of them, and whether more captures follow.
-
-    A capture is its first and its last step. Of a run of unknown length, the first captures are returned.
-
-    Args:
-        schedule: The schedule.
-        steps: Number of the loop's last step, if known.
-    """
-    captures: list[tuple[int, int]] = []
-    warm_ups: list[int] = []
-    last = schedule.last_step(steps)
-    most = _MOST_CAPTURES if last is None else _FAR
-    first = schedule.every or 1 + schedule.skip_first
-    listed = count(first, schedule.every or 1) if schedule.steps is None else sorted(set(schedule.steps))
-    for step in islice(listed, _FAR):
-        if last is not None and step > last:
-            return captures, warm_ups, False
-        found = schedule.step_range(step)
-        if found is None or (captures and step <= captures[-1][1]):
-            continue
-        if found.action is Action.WARMUP:
-            warm_ups.append(step)
-            continue
-        if len(captures) == most:
-            return captures, warm_ups, True
-        captures.append((step, found.last if last is None else min(found.last, last)))
-    return captures, warm_ups, schedule.steps is None
 
 
 def _roles(config: ProfilingConfig) -> list[str]:

@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
+from itertools import count, islice
 
 from verl_profiling.errors import ConfigError
 from verl_profiling.settings.typed_values import NotNegative, Positive
+
+MOST_CAPTURES = 10
+"""Number of captures that are listed of a run of unknown length."""
+_FAR = 100_000
 
 
 class Action(Enum):
@@ -131,3 +136,33 @@ class Schedule:
         while self.continuous and self.action(last + 1) is action:
             last += 1
         return StepRange(first, last, action)
+
+
+def planned_captures(schedule: Schedule, steps: int | None) -> tuple[list[tuple[int, int]], list[int], bool]:
+    """Return the captures, the warm-up steps up to the last of them, and whether more captures follow.
+
+    A capture is its first and its last step. Of a run of unknown length, the first captures are returned.
+
+    Args:
+        schedule: The schedule.
+        steps: Number of the loop's last step, if known.
+    """
+    captures: list[tuple[int, int]] = []
+    warm_ups: list[int] = []
+    last = schedule.last_step(steps)
+    most = MOST_CAPTURES if last is None else _FAR
+    first = schedule.every or 1 + schedule.skip_first
+    listed = count(first, schedule.every or 1) if schedule.steps is None else sorted(set(schedule.steps))
+    for step in islice(listed, _FAR):
+        if last is not None and step > last:
+            return captures, warm_ups, False
+        found = None if captures and step <= captures[-1][1] else schedule.step_range(step)
+        if found is None:
+            continue
+        if found.action is Action.WARMUP:
+            warm_ups.append(step)
+            continue
+        if len(captures) == most:
+            return captures, warm_ups, True
+        captures.append((step, found.last if last is None else min(found.last, last)))
+    return captures, warm_ups, schedule.steps is None

@@ -12,7 +12,6 @@ import logging
 import math
 import shlex
 from collections.abc import Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.limits import EVERY_RANK
-from verl_profiling.settings.schedule import Action, Schedule
+from verl_profiling.settings.schedule import Schedule, planned_captures
 from verl_profiling.tools import nsys
 from verl_profiling.tools.nsys import NsysTool
 from verl_profiling.units import step_list
@@ -38,7 +37,6 @@ _EVERYWHERE = (*TRAINING_ROLES, ROLLOUT_ROLE)
 _BLOCKS = {role: f"actor_rollout_ref.{role}.profiler" for role in ("actor", "ref", ROLLOUT_ROLE)}
 _BLOCKS["critic"] = "critic.profiler"
 _MOST_NAMED = 10
-_FAR = 100_000
 _TOOLS = ("torch", "torch_memory", "npu", "nsys")
 _REPLICA_SIZES = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
 
@@ -169,13 +167,11 @@ def captured_steps(schedule: Schedule, last_step: int | None) -> str:
         schedule: The schedule.
         last_step: Number of the run's last step, if it is known.
     """
-    last = schedule.last_step(last_step)
-    steps = range(1, _FAR if last is None else last + 1) if schedule.steps is None else sorted(schedule.steps)
-    recorded = (step for step in steps if step <= (last or _FAR) and schedule.action(step) is Action.RECORD)
-    found = list(islice(recorded, _MOST_NAMED + 1))
-    if not found:
+    captures, _, more = planned_captures(schedule, last_step)
+    steps = [step for first, last in captures for step in range(first, last + 1)]
+    if not steps:
         return f"no step ({schedule.in_words()})"
-    return step_list(found[:_MOST_NAMED]) + " and more" * (len(found) > _MOST_NAMED)
+    return step_list(steps[:_MOST_NAMED]) + " and more" * (more or len(steps) > _MOST_NAMED)
 
 
 def expected_ranges(config: Any, settings: ProfilingConfig) -> dict[str, int]:

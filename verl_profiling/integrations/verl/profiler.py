@@ -37,6 +37,8 @@ _NO_METHODS = (
 )
 
 _active: Profiler | None = None
+_failing: set[str] = set()
+"""Names of trackers that a warning was logged of."""
 
 
 def active_profiler() -> Profiler | None:
@@ -266,7 +268,9 @@ def log_values(
         try:
             tracker.log(data=values, step=last_step if name in _ONWARD_ONLY else step)
         except Exception as error:
-            logger.warning("%s: step %s is not logged: %s: %s", name, step, type(error).__name__, error)
+            if name not in _failing:
+                _failing.add(name)
+                logger.warning("%s: step %s is not logged: %s: %s", name, step, type(error).__name__, error)
 
 
 def trainer_stage(name: str) -> AbstractContextManager[None]:

@@ -274,7 +274,8 @@ def prepare(trainer: Any) -> None:
         ToolUnavailableError: A part cannot be recorded, and the settings are strict.
     """
     if hasattr(trainer, _ATTRIBUTE):
-        return
+        return  # the class that it inherits from has an ``__init__`` of its own
+    setattr(trainer, _ATTRIBUTE, None)
     settings = settings_of(trainer.config)
     if settings is None:
         if why := why_nothing(trainer.config):

@@ -238,8 +238,8 @@ def rollout_processes(owner: Any, agent_loops: Any) -> dict[str, list[Any]]:
 def hook_vllm_server(module: Any) -> None:
     """Give ``vLLMHttpServer`` the capture methods, and its engine the arguments that it needs."""
     server_class = module.vLLMHttpServer
-    wrap(server_class, "run_headless", _run_headless)
-    if wrap(server_class, "run_server", _run_server):
+    wrap(server_class, "run_headless", _launch_vllm)
+    if wrap(server_class, "run_server", _launch_vllm):
         _add_server_methods(server_class)
 
 
@@ -255,18 +255,12 @@ def settings_of_server(holder: Any) -> Mapping[str, Any] | None:
     return settings
 
 
-async def _run_server(run: Callable[..., Any], self: Any, args: Any) -> None:
-    """Start an engine with the arguments that it needs to be captured."""
-    _add_engine_args(self, args)
+async def _launch_vllm(run: Callable[..., Any], self: Any, args: Any) -> None:
+    """Start a replica's processes on a node; on its first node, the server then has the engine."""
+    for name, value in VLLMCaptureMixin.engine_args(settings_of_server(self)).items():
+        setattr(args, name, value)
     await run(self, args)
-    _set_up(self, VLLMCaptureMixin(), self.engine)
-
-
-async def _run_headless(run: Callable[..., Any], self: Any, args: Any) -> None:
-    """Start a replica's processes on a node other than its first, whose server has the engine."""
-    _add_engine_args(self, args)
-    await run(self, args)
-    _set_up(self, VLLMCaptureMixin(), None)
+    _set_up(self, VLLMCaptureMixin(), getattr(self, "engine", None))
 
 
 async def _launch_sglang(launch: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
@@ -278,11 +272,6 @@ async def _noted_version(set_global_steps: Callable[..., Any], self: Any, global
     """Record the version of a server's new weights: the step that made them, as verl reports it."""
     await set_global_steps(self, global_steps)
     self._verl_profiling.set_policy_version(global_steps)
-
-
-def _add_engine_args(server: Any, args: Any) -> None:
-    for name, value in VLLMCaptureMixin.engine_args(settings_of_server(server)).items():
-        setattr(args, name, value)
 
 
 def _set_up(server: Any, capture: RolloutCaptureMixin, engine: Any) -> None:
