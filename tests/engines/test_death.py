@@ -10,9 +10,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -117,6 +118,33 @@ async def test_an_error_of_an_engine_that_is_dying_is_not_taken_for_the_cause(
     engine.stop = fail
     result = (await recorder.stop(order.capture_id, 0.0)).result
     assert result.reason.startswith("silent died (core ended with SIGKILL)")
+
+
+async def test_sglang_names_the_processes_that_its_watchdog_watches(tmp_path: Path) -> None:
+    """A scheduler that was killed, where this SGLang holds its processes."""
+    alive, scheduler = SimpleNamespace(exitcode=None), SimpleNamespace(exitcode=None)
+
+    class Manager:
+        server_args = SimpleNamespace(tp_size=1, device="cpu")
+        _subprocess_watchdog = SimpleNamespace(
+            _names=["detokenizer", "scheduler_0"], _processes=[alive, scheduler]
+        )
+
+        async def start_profile(self, **options: Any) -> None:
+            pass
+
+        async def stop_profile(self) -> None:
+            await asyncio.Event().wait()
+
+        async def generate_request(self, obj: Any) -> AsyncIterator[Any]:
+            yield {}
+
+    server, order = SGLangCaptureMixin(), request(tmp_path)
+    server.init_capture(settings(tmp_path), engine=SimpleNamespace(tokenizer_manager=Manager()))
+    assert (await server.start_capture(order)).status == "recording"
+    scheduler.exitcode = -signal.SIGKILL
+    result = (await server.stop_capture(order.capture_id)).result
+    assert result.reason.startswith("SGLang died (scheduler_0 ended with SIGKILL); its log is ")
 
 
 class _Routes(BaseHTTPRequestHandler):

@@ -7,8 +7,9 @@ fixes most options of torch_npu; docs/engines.md lists the free ones.
 from __future__ import annotations
 
 import re
+import signal
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import ClassVar, NamedTuple, NoReturn
@@ -16,7 +17,7 @@ from uuid import uuid4
 
 import msgspec
 
-from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.messages import CaptureRequest, cannot_be_had
 from verl_profiling.errors import ConfigError
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.settings.rollout import EngineStage, RolloutOptions
@@ -113,6 +114,15 @@ class EngineAdapter(ABC):
         return ""
 
 
+def how_processes_ended(codes: Mapping[str, int]) -> str:
+    """Return how processes ended, from their exit codes: ``EngineCore ended with SIGKILL``."""
+    return ", ".join(f"{name} ended with {_code(code)}" for name, code in codes.items())
+
+
+def _code(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
 def new_spool(folder: Path) -> Path:
     """Return a folder name for one engine's raw traces, on the file system of the step folders."""
     return folder / SPOOL_PARENT / uuid4().hex[:12]
@@ -150,19 +160,18 @@ def engine_tool(role: RoleConfig, engine: str) -> EngineTool | None:
     return tool
 
 
-def role_of_capture(config: ProfilingConfig, role: str, request: CaptureRequest, engine: str) -> RoleConfig:
-    """Return the settings of one capture of an engine, whose tool is fixed when the engine starts.
-
-    Raises:
-        ConfigError: The selection of the capture has another tool.
-    """
-    own, aimed = (config.for_role(role, selection) for selection in (None, request.selection))
-    tools, wanted = ([(tool.name, tool.options) for tool in one.tools if tool.suffix] for one in (own, aimed))
-    if aimed.enable and tools != wanted:
-        names = ", ".join(name for name, _ in tools)
-        how = f"to record with {names} alone" if names else "to be recorded without a trace"
-        raise ConfigError(f"roles.{role}.tool", f"{engine} was started {how}")
-    return aimed
+def refusal(config: ProfilingConfig, role: str, request: CaptureRequest, engine: str) -> str:
+    """Return why an engine cannot make a capture, as its tool is fixed when it starts; empty if it can."""
+    try:
+        own, new = (config.for_role(role, selection) for selection in (None, request.selection))
+    except ConfigError as error:
+        return cannot_be_had(request, error)
+    tools, others = ([(tool.name, tool.options) for tool in it.tools if tool.suffix] for it in (own, new))
+    if not new.enable or tools == others:
+        return ""
+    names = ", ".join(name for name, _ in tools)
+    how = f"to record with {names} alone" if names else "to be recorded without a trace"
+    return cannot_be_had(request, f"roles.{role}.tool: {engine} was started {how}")
 
 
 def check_device(tool: EngineTool, engine: str, device: str, role: str) -> None:

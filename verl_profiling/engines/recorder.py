@@ -23,18 +23,12 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.finishing import finish
-from verl_profiling.capture.messages import (
-    CaptureRequest,
-    StartReply,
-    StopReply,
-    cannot_be_had,
-    result_of,
-)
+from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, result_of
 from verl_profiling.capture.result_file import NOT_STOPPED, CostMeter, ResultFile, Slot
 from verl_profiling.capture.session import process_session
-from verl_profiling.engines.adapter import EngineAdapter, EngineTool, EngineTrace, role_of_capture
+from verl_profiling.engines.adapter import EngineAdapter, EngineTool, EngineTrace, refusal
 from verl_profiling.engines.request_log import RequestLog
-from verl_profiling.errors import CaptureStateError, ConfigError
+from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult, Device, expected_artifact, worst_status
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
@@ -87,10 +81,9 @@ class EngineRecorder:
             Exception: Whatever the engine raised; nothing records then.
         """
         received_ns, who = clock.now_ns(), self.identity
-        try:
-            role = role_of_capture(self.config, who.role, request, self.engine.name)
-        except ConfigError as error:
-            return StartReply(who, "refused", received_ns, cannot_be_had(request, error))
+        if why := refusal(self.config, who.role, request, self.engine.name):
+            return StartReply(who, "refused", received_ns, why)
+        role = self.config.for_role(who.role, request.selection)
         ranks = [rank for rank in range(self.engine.ranks) if role.selects(who.rank + rank, who.replica)]
         if not ranks:
             self._slot.hooks.begun(request, who, recorded=False)
@@ -166,12 +159,10 @@ class EngineRecorder:
         except Exception as error:
             logger.error("%s: stopping the profiler failed: %s", self.identity, error)
             problem = _death_of(self.engine) or f"stopping it raised {type(error).__name__}: {error}"
-        enter, artifacts = window.file.finished, []
+        artifacts, enter = [], window.file.finished
         for output in window.gather(problem):
-            artifact = finish(output, self._slot.background, window.request, enter)
-            if output.finish is None:
-                enter(artifact)
-            artifacts.append(artifact)
+            artifacts.append(finish(output, self._slot.background, window.request, enter))
+            enter(artifacts[-1])
         return artifacts
 
     async def _close(self, window: Window, failed: str = "") -> CaptureResult:
@@ -242,11 +233,8 @@ class SessionRecorder:
         if request.stage is not None and not self._open and session.recording:
             reason = f"another role of this process records by stage: mark this with stage({request.stage!r})"
             return StartReply(who, "skipped", reason=reason)
-        if self.elsewhere:
-            try:
-                role_of_capture(self.config, who.role, request, self.elsewhere)
-            except ConfigError as error:
-                return StartReply(who, "refused", reason=cannot_be_had(request, error))
+        if self.elsewhere and (why := refusal(self.config, who.role, request, self.elsewhere)):
+            return StartReply(who, "refused", reason=why)
         reply = session.start(request, who)
         if reply.status in ("recording", "joined") and self._open != request.capture_id:
             self._open = request.capture_id
@@ -346,23 +334,23 @@ class Window:
         """
         folder = Path(self.request.folder)
         expected = [msgspec.structs.replace(artifact, end_ns=self.end_ns) for artifact in self.expected]
-        outputs = []
         try:
             if isinstance(self.tool, NsysTool):
                 pending = process_ranges().note_closed(expected[0], folder.parent, keep=self.request.keep)
                 return [Output(expected[0].with_status("failed", problem) if problem else pending)]
-            raws = self._written() if self.request.keep else {}
-            for trace, artifact in zip(self._traces, expected, strict=True):
-                if trace in raws:
-                    outputs.append(output_of(raws[trace], folder, artifact, self.tool, self.engine.device))
-                else:
-                    outputs.append(Output(self._without_file(artifact, problem)))
+            written = self._written() if self.request.keep else {}
+            return [
+                output_of(written[trace], folder, artifact, self.tool, self.engine.device)
+                if trace in written
+                else Output(self._without_file(artifact, problem))
+                for trace, artifact in zip(self._traces, expected, strict=True)
+            ]
         except OSError as error:
             reason = f"{self.engine.name} recorded it, but it cannot be moved: {error}"
             logger.error("%s: step %d: %s", self.identity, self.request.step, reason)
-            outputs = [Output(artifact) for artifact in self.failed(reason)]
-        self.drop()
-        return outputs
+            return [Output(artifact) for artifact in self.failed(reason)]
+        finally:
+            self.drop()
 
     def drop(self) -> None:
         """Remove the spool with its remaining files: tables, and traces of unselected ranks."""
@@ -385,8 +373,7 @@ class Window:
 
     def _without_file(self, artifact: Artifact, problem: str) -> Artifact:
         if self.engine.window.bounded and not problem:
-            reason = f"the window was never reached ({self.engine.window})"
-            return artifact.with_status("empty", reason)
+            return artifact.with_status("empty", f"the window was never reached ({self.engine.window})")
         silent = f"{self.engine.name} reported no error and wrote no trace; its own log may say why"
         return artifact.with_status("failed", problem or silent)
 

@@ -22,6 +22,7 @@ from verl_profiling.engines.adapter import (
     EngineAdapter,
     EngineTrace,
     at_least,
+    how_processes_ended,
     is_recording,
     new_spool,
     rank_of_recording,
@@ -75,7 +76,7 @@ class SGLangAdapter(EngineAdapter):
         tool: TorchTool | NpuTool,
     ) -> None:
         self.window = config.rollout.with_stacks() if tool.options.stack else config.rollout
-        manager = manager_of(engine, identity)
+        self._manager = manager = manager_of(engine, identity)
         self._calls = HTTPCalls(engine) if manager is None else ManagerCalls(manager)
         self.spool = new_spool(config.local_folder)
         if self.window.by_stage:
@@ -103,6 +104,12 @@ class SGLangAdapter(EngineAdapter):
         stopped = await self._calls.stop()
         if self.window.by_stage or (self.window.bounded and not stopped):
             await self._disarm()
+
+    def died(self) -> str:
+        # Versions before the watchdog do not hold their processes.
+        watchdog = getattr(self._manager, "_subprocess_watchdog", None)
+        named = zip(getattr(watchdog, "_names", ()), getattr(watchdog, "_processes", ()), strict=False)
+        return how_processes_ended({name: one.exitcode for name, one in named if one.exitcode is not None})
 
     def identify(self, path: Path) -> EngineTrace | None:
         if self._on_npu:

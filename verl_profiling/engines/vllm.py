@@ -10,7 +10,6 @@ import dataclasses
 import inspect
 import os
 import re
-import signal
 import time
 from collections.abc import AsyncGenerator, Callable
 from importlib.util import find_spec
@@ -26,6 +25,7 @@ from verl_profiling.engines.adapter import (
     EngineTrace,
     at_least,
     engine_tool,
+    how_processes_ended,
     is_recording,
     new_spool,
     refuse_option,
@@ -131,14 +131,14 @@ def _known_options() -> set[str]:
     return {name for name, variable in _VARIABLES.items() if variable in envs.environment_variables}
 
 
-def _recorded_options(tool: TorchTool | NpuTool) -> TorchOptions:
+def _recorded_options(tool: EngineTool) -> TorchOptions:
     """Return the options of a tool as options of vLLM's own profiler.
 
     vllm-ascend uses vLLM's option for stacks as torch_npu's option for modules.
     """
-    if isinstance(tool, TorchTool):
-        return tool.options
-    return TorchOptions(stack=tool.options.modules, memory=tool.options.memory)
+    if isinstance(tool, NpuTool):
+        return TorchOptions(stack=tool.options.modules, memory=tool.options.memory)
+    return tool.options if isinstance(tool, TorchTool) else TorchOptions()
 
 
 def profiler_settings(tool: EngineTool, window: RolloutOptions, spool: Path) -> dict[str, Any]:
@@ -179,11 +179,7 @@ def profiler_variables(settings: dict[str, Any]) -> dict[str, str]:
 
 def _first_iteration(window: RolloutOptions, tool: EngineTool) -> int:
     """Return vLLM's ``delay_iterations``: the number of the first recorded iteration, or 0 for the next."""
-    return window.start + 1 if window.start or _with_stacks(tool) else 0
-
-
-def _with_stacks(tool: EngineTool) -> bool:
-    return not isinstance(tool, NsysTool) and _recorded_options(tool).stack
+    return window.start + 1 if window.start or _recorded_options(tool).stack else 0
 
 
 def check_vllm(tool: EngineTool, window: RolloutOptions) -> None:
@@ -210,7 +206,6 @@ def _recording_window(rollout: RolloutOptions, tool: EngineTool) -> RolloutOptio
     Raises:
         ConfigError: The installed vLLM cannot record it, or with ``nsys`` might not open its range.
     """
-    stack = _with_stacks(tool)
     check_vllm(tool, rollout)
     engine, newer = f"vLLM {_version()}", "vllm>=0.12"
     counts = "max_iterations" in _known_options()
@@ -218,7 +213,7 @@ def _recording_window(rollout: RolloutOptions, tool: EngineTool) -> RolloutOptio
         engine, newer = "this vllm-ascend", f"vllm-ascend>={_COUNTS_ITERATIONS}"
         counts = at_least("vllm-ascend", _COUNTS_ITERATIONS, missing=True)
     if counts:
-        return rollout.with_stacks() if stack else rollout
+        return rollout.with_stacks() if _recorded_options(tool).stack else rollout
     if rollout.start or rollout.count is not None:
         key = "rollout.start" if rollout.start else "rollout.count"
         raise ConfigError(
@@ -295,9 +290,8 @@ class VLLMAdapter(EngineAdapter):
         client = getattr(getattr(self._engine, "llm_engine", self._engine), "engine_core", None)
         resources = getattr(client, "resources", None)
         finished = getattr(getattr(resources, "engine_manager", None), "finished_procs", None)
-        if ended := finished() if callable(finished) else {}:
-            return ", ".join(f"{name} ended with {_code(code)}" for name, code in ended.items())
-        return "its core says that it is dead" if getattr(resources, "engine_dead", False) else ""
+        dead = "its core says that it is dead" if getattr(resources, "engine_dead", False) else ""
+        return how_processes_ended(finished() if callable(finished) else {}) or dead
 
     def identify(self, path: Path) -> EngineTrace | None:
         is_trace = is_recording(path) if self._on_npu else ".pt.trace.json" in path.name
@@ -336,10 +330,6 @@ class VLLMAdapter(EngineAdapter):
                     f"rollout.start and rollout.count mean {expected}; {remedy}"
                 )
         return folder
-
-
-def _code(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 async def _result(answer: Any) -> None:

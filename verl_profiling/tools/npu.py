@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -207,18 +207,15 @@ class _NpuRecording(Recording):
             self._profiler.step()
 
     def stop(self) -> Sequence[Output]:
-        begin = time.perf_counter()
         self._profiler.stop()
-        stop_s = time.perf_counter() - begin
         artifact = self._destination.artifact(NpuTool)
         recorded = sorted(self._folder.glob("*_ascend_pt"))
         if recorded:
-            output = output_of_recording(recorded[-1], artifact, self._options)
-            return [replace(output, export_s=stop_s)]
+            return [output_of_recording(recorded[-1], artifact, self._options)]
         reason = f"torch_npu printed an [ERROR]: {self._folder} is empty"
         if self._options.mini_batches is not None:
             reason = "the mini-batch window did not open; it counts calls of capture.step()"
-        return [Output(artifact.with_status("empty", reason), None, stop_s)]
+        return [Output(artifact.with_status("empty", reason))]
 
     def discard(self) -> None:
         self._profiler.stop()

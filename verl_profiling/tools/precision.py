@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -125,14 +124,12 @@ class _PrecisionRecording(Recording):
             ) from error
 
     def stop(self) -> Sequence[Output]:
-        begin = time.perf_counter()
         self._switch_off()
-        stop_s = time.perf_counter() - begin
         artifact = self._destination.artifact(PrecisionTool)
         if not any(map(_holds_data, self._folder.glob(f"step*/*/{self._file}"))):
             reason = "nothing that msprobe records ran, or nothing that tools.precision.only names"
-            return [Output(artifact.with_status("empty", reason), None, stop_s)]
-        return [Output(artifact.with_status("ok", bytes=folder_bytes(self._folder)), None, stop_s)]
+            return [Output(artifact.with_status("empty", reason))]
+        return [Output(artifact.with_status("ok", bytes=folder_bytes(self._folder)))]
 
     def discard(self) -> None:
         try:

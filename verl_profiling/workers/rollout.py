@@ -178,7 +178,7 @@ class RolloutCaptureMixin:
             self._capture_recorder.requests.set_policy_version(version)
 
     def _capture_engine(self) -> Any:
-        return getattr(self, "engine", None)
+        return getattr(self, "engine", None) or (self if hasattr(self, "tokenizer_manager") else None)
 
 
 class VLLMCaptureMixin(RolloutCaptureMixin):
@@ -191,9 +191,6 @@ class SGLangCaptureMixin(RolloutCaptureMixin):
     """For a server that holds an SGLang ``Engine`` as ``self.engine``, or a ``self.tokenizer_manager``."""
 
     engine_package: ClassVar[str | None] = "sglang"
-
-    def _capture_engine(self) -> Any:
-        return getattr(self, "engine", None) or (self if hasattr(self, "tokenizer_manager") else None)
 
 
 def make_recorder(
