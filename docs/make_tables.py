@@ -164,12 +164,10 @@ def listed(location: str) -> str:
 
 
 def cells(row: Any) -> Iterator[str]:
-    """Yield the cells of a named tuple: addresses as links, names and patterns as code."""
+    """Yield the cells of a named tuple: names and patterns as code."""
     for field, value in row._asdict().items():
         if isinstance(value, tuple):
             yield ", ".join(f"`{name}`" for name in value)
-        elif field == "source":
-            yield f"[source]({value})"
         elif field in ("pattern", "example"):
             yield f"`{value}`".replace("|", r"\|")
         else:

@@ -55,9 +55,8 @@ def test_these_kernels_compute(name: str) -> None:
 
 @pytest.mark.parametrize("row", PATTERNS, ids=lambda row: row.library)
 def test_a_row_of_the_table_matches_its_example(row: Pattern) -> None:
-    """What the documentation shows as an example is recognised, and has a source."""
+    """What the documentation shows as an example is recognised."""
     assert communicates()(row.example)
-    assert row.source.startswith("https://")
 
 
 @pytest.mark.parametrize("name", ["<" * 100_000, "(" * 5_000 + ")" * 5_000, "x<" * 4_000 + ">" * 4_000, ""])

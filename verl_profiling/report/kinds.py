@@ -33,100 +33,61 @@ class Pattern(NamedTuple):
         library: Whose they are.
         pattern: Regular expression that is searched for in a name.
         example: One of the names.
-        source: Where they are defined.
     """
 
     library: str
     pattern: str
     example: str
-    source: str
 
 
-_GITHUB = "https://github.com/"
 _COLLECTIVE = (
     r"(?:All|(?<![A-Za-z])(?:all|ALL))_?(?:[Rr]educe|REDUCE|[Gg]ather|GATHER|[Tt]o_?[Aa]ll|TO_?ALL|2[Aa]ll)"
     r"|[Rr]educe_?[Ss]catter"
 )
+_SYMMETRIC = r"\bmultimem_|symmetric_memory::|\b(?:put|wait)_signal_kernel"
+_DEEP_EP = r"deep_ep::(?!(?:\w+::)*layout::)|\bdpsk::ep::int(?:er|ra)node"
+_OVER_PCIE = r"[Ll]amport|\bipc_\w*(?:push|rsag)|\bpush_oneshot"
+_EXPERTS = r"moeA2A|moeAllToAll|allToAllMetadata|\w*_a2a_kernel"
 
-PATTERNS = tuple(
-    Pattern(library, pattern, example, _GITHUB + source)
-    for library, pattern, example, source in (
-        ("NCCL, RCCL", r"(?i:nccl)", "ncclDevKernel_AllGather_RING_LL", "NVIDIA/nccl/tree/master/src/device"),
-        (
-            "any: the name of a collective",
-            _COLLECTIVE,
-            "twoShotAllReduceKernel",
-            "flashinfer-ai/flashinfer/tree/main/include/flashinfer/comm",
-        ),
-        (
-            "RCCL with MSCCL",
-            r"mscclKernel_|rcclGenericKernel",
-            "mscclKernel_Sum_half_LL_false",
-            "ROCm/rccl/blob/develop/src/include/msccl/msccl_kernel.h",
-        ),
-        ("HCCL", r"^hccl|^hcom_", "hcom_allReduce_", "kali20gakki/msprof"),
-        ("oneCCL", r"\boneccl_", "oneccl_reduce_base", "intel/torch-xpu-ops/issues/5384"),
-        (
-            "torch, symmetric memory",
-            r"\bmultimem_|symmetric_memory::|\b(?:put|wait)_signal_kernel",
-            "multimem_all_reduce_kernel",
-            "pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryOps.cu",
-        ),
-        (
-            "vLLM, SGLang, aiter: custom all-reduce",
-            r"cross_device_reduce",
-            "vllm::cross_device_reduce_2stage",
-            "vllm-project/vllm/blob/main/csrc/custom_all_reduce.cuh",
-        ),
-        (
-            "vLLM, SGLang, aiter: quick reduce",
-            r"quickreduce::|allreduce_prototype_",
-            "quickreduce::allreduce_prototype_twoshot",
-            "vllm-project/vllm/blob/main/csrc/quickreduce/quick_reduce.h",
-        ),
-        (
-            "TensorRT-LLM, flashinfer: one-shot and two-shot all-reduce, over PCIe too",
-            r"[Ll]amport|\bipc_\w*(?:push|rsag)|\bpush_oneshot",
-            "rmsNormLamport",
-            "flashinfer-ai/flashinfer/tree/main/include/flashinfer/comm",
-        ),
-        (
-            "TensorRT-LLM, flashinfer: expert parallel",
-            r"moeA2A|moeAllToAll|allToAllMetadata|\w*_a2a_kernel",
-            "moeA2ADispatchKernel",
-            "flashinfer-ai/flashinfer/tree/main/csrc/nv_internal/tensorrt_llm/kernels/communicationKernels",
-        ),
-        (
-            "DeepEP",
-            r"deep_ep::(?!(?:\w+::)*layout::)|\bdpsk::ep::int(?:er|ra)node",
-            "deep_ep::internode_ll::dispatch",
-            "deepseek-ai/DeepEP/tree/main/csrc/kernels",
-        ),
-        (
-            "MoRI",
-            r"\bmori::|\bEp(?:Dispatch|Combine)\w*",
-            "mori::moe::EpDispatchIntraNodeKernel",
-            "ROCm/mori/tree/main/src/ops/dispatch_combine",
-        ),
-        (
-            "NVSHMEM",
-            r"nvshmem|_on_stream_kernel",
-            "alltoall_on_stream_kernel",
-            "NVIDIA/nvshmem/tree/devel/src/device",
-        ),
-        (
-            "MSCCL++",
-            r"mscclpp",
-            "mscclpp::collective::allreduceNvlsPacket",
-            "microsoft/mscclpp/tree/main/src/ext/collectives",
-        ),
-        (
-            "Transformer Engine, user buffers",
-            r"userbuffers_",
-            "kuserbuffers_pushsend",
-            "NVIDIA/TransformerEngine/tree/main/transformer_engine/common/comm_gemm_overlap/userbuffers",
-        ),
-    )
+PATTERNS = (
+    # NVIDIA/nccl: src/device
+    Pattern("NCCL, RCCL", r"(?i:nccl)", "ncclDevKernel_AllGather_RING_LL"),
+    Pattern("any: the name of a collective", _COLLECTIVE, "twoShotAllReduceKernel"),
+    # ROCm/rccl: src/include/msccl/msccl_kernel.h
+    Pattern("RCCL with MSCCL", r"mscclKernel_|rcclGenericKernel", "mscclKernel_Sum_half_LL_false"),
+    # kali20gakki/msprof
+    Pattern("HCCL", r"^hccl|^hcom_", "hcom_allReduce_"),
+    # intel/torch-xpu-ops: issue 5384
+    Pattern("oneCCL", r"\boneccl_", "oneccl_reduce_base"),
+    # pytorch/pytorch: torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryOps.cu
+    Pattern("torch, symmetric memory", _SYMMETRIC, "multimem_all_reduce_kernel"),
+    # vllm-project/vllm: csrc/custom_all_reduce.cuh, csrc/quickreduce/quick_reduce.h
+    Pattern(
+        "vLLM, SGLang, aiter: custom all-reduce", "cross_device_reduce", "vllm::cross_device_reduce_2stage"
+    ),
+    Pattern(
+        "vLLM, SGLang, aiter: quick reduce",
+        "quickreduce::|allreduce_prototype_",
+        "quickreduce::allreduce_prototype_twoshot",
+    ),
+    # flashinfer-ai/flashinfer: include/flashinfer/comm,
+    # csrc/nv_internal/tensorrt_llm/kernels/communicationKernels
+    Pattern(
+        "TensorRT-LLM, flashinfer: one-shot and two-shot all-reduce, over PCIe too",
+        _OVER_PCIE,
+        "rmsNormLamport",
+    ),
+    Pattern("TensorRT-LLM, flashinfer: expert parallel", _EXPERTS, "moeA2ADispatchKernel"),
+    # deepseek-ai/DeepEP: csrc/kernels
+    Pattern("DeepEP", _DEEP_EP, "deep_ep::internode_ll::dispatch"),
+    # ROCm/mori: src/ops/dispatch_combine
+    Pattern("MoRI", r"\bmori::|\bEp(?:Dispatch|Combine)\w*", "mori::moe::EpDispatchIntraNodeKernel"),
+    # NVIDIA/nvshmem: src/device
+    Pattern("NVSHMEM", "nvshmem|_on_stream_kernel", "alltoall_on_stream_kernel"),
+    # microsoft/mscclpp: src/ext/collectives
+    Pattern("MSCCL++", "mscclpp", "mscclpp::collective::allreduceNvlsPacket"),
+    # NVIDIA/TransformerEngine: transformer_engine/common/comm_gemm_overlap/userbuffers
+    Pattern("Transformer Engine, user buffers", "userbuffers_", "kuserbuffers_pushsend"),
 )
 """Kernels that communicate; those of NCCL, the first, are looked for in the whole name."""
 

@@ -13,16 +13,6 @@ from verl_profiling.timeline.trace import Event
 
 Meaning = Literal["kernel", "copy", "on device, no work", "host", "collective on the host", "no work"]
 
-_KINETO = "https://github.com/pytorch/kineto/blob/main/libkineto/include/ActivityType.h"
-_OLD = "https://github.com/pytorch/kineto/blob/be239c04/tb_plugin/torch_tb_profiler/profiler/trace.py"
-_HTA = "https://github.com/facebookresearch/HolisticTraceAnalysis/blob/main/hta/common/types.py"
-_XPU = "https://github.com/pytorch/kineto/tree/main/libkineto/src/plugin/xpupti"
-_GAUDI = "https://github.com/HabanaAI/gaudi-pytorch-bridge"
-_MLU = (
-    "https://github.com/Cambricon/torch_mlu/blob/main/third_party/kineto_mlu/libkineto/src/ActivityType.cpp"
-)
-_NPU = "https://github.com/Ascend/pytorch/tree/master/torch_npu/profiler/analysis"
-
 
 class Category(NamedTuple):
     """The meaning of one or several categories.
@@ -31,55 +21,54 @@ class Category(NamedTuple):
         names: The categories; ``*`` stands for the name of any vendor.
         of: Accelerators, or versions of torch, whose traces have the categories.
         meaning: Kind of the events.
-        source: URL of the definition.
     """
 
     names: tuple[str, ...]
     of: str
     meaning: Meaning
-    source: str
 
 
 CATEGORIES = (
-    Category(("kernel",), "CUDA, ROCm, XPU, HPU, PrivateUse1", "kernel", _KINETO),
-    Category(("gpu_memcpy", "gpu_memset"), "CUDA, ROCm, XPU, PrivateUse1", "copy", _KINETO),
-    Category(("Kernel",), "CUDA, older torch (seen: 1.9)", "kernel", _OLD),
-    Category(("Memcpy", "Memset"), "CUDA, older torch (seen: 1.9)", "copy", _OLD),
-    Category(("mtia_ccp_events",), "MTIA", "kernel", _HTA),
+    # pytorch/kineto: libkineto/include/ActivityType.h; of older torch,
+    # tb_plugin/torch_tb_profiler/profiler/trace.py of commit be239c04
+    Category(("kernel",), "CUDA, ROCm, XPU, HPU, PrivateUse1", "kernel"),
+    Category(("gpu_memcpy", "gpu_memset"), "CUDA, ROCm, XPU, PrivateUse1", "copy"),
+    Category(("Kernel",), "CUDA, older torch (seen: 1.9)", "kernel"),
+    Category(("Memcpy", "Memset"), "CUDA, older torch (seen: 1.9)", "copy"),
+    # facebookresearch/HolisticTraceAnalysis: hta/common/types.py
+    Category(("mtia_ccp_events",), "MTIA", "kernel"),
     Category(
         ("gpu_user_annotation", "cuda_sync", "cuda_event", "cuda_profiler_range"),
         "CUDA, ROCm",
         "on device, no work",
-        _KINETO,
     ),
-    Category(("xpu_sync", "xpu_scope_profiler"), "XPU", "on device, no work", _XPU),
-    Category(("mtia_insight", "mtia_counters"), "MTIA", "on device, no work", _KINETO),
-    Category(("hardware_counters",), "CUDA", "on device, no work", _KINETO),
-    Category(("cpu_op",), "every torch", "host", _KINETO),
-    Category(("Operator", "Runtime"), "older torch (seen: 1.9)", "host", _OLD),
-    Category(("cuda_runtime", "cuda_driver"), "CUDA, ROCm", "host", _KINETO),
-    Category(("xpu_runtime", "xpu_driver"), "XPU", "host", _KINETO),
-    Category(("hpu_op",), "HPU", "host", _GAUDI),
-    Category(("mtia_runtime", "glow_runtime"), "MTIA, Glow", "host", _KINETO),
-    Category(("privateuse1_runtime", "privateuse1_driver"), "PrivateUse1", "host", _KINETO),
-    Category(("*_memcpy", "*_memset"), "any other vendor, as MLU", "copy", _MLU),
-    Category(("*_runtime", "*_driver"), "any other vendor, as MLU", "host", _MLU),
+    # pytorch/kineto: libkineto/src/plugin/xpupti
+    Category(("xpu_sync", "xpu_scope_profiler"), "XPU", "on device, no work"),
+    Category(("mtia_insight", "mtia_counters"), "MTIA", "on device, no work"),
+    Category(("hardware_counters",), "CUDA", "on device, no work"),
+    Category(("cpu_op",), "every torch", "host"),
+    Category(("Operator", "Runtime"), "older torch (seen: 1.9)", "host"),
+    Category(("cuda_runtime", "cuda_driver"), "CUDA, ROCm", "host"),
+    Category(("xpu_runtime", "xpu_driver"), "XPU", "host"),
+    Category(("hpu_op",), "HPU", "host"),  # HabanaAI/gaudi-pytorch-bridge
+    Category(("mtia_runtime", "glow_runtime"), "MTIA, Glow", "host"),
+    Category(("privateuse1_runtime", "privateuse1_driver"), "PrivateUse1", "host"),
+    # Cambricon/torch_mlu: third_party/kineto_mlu/libkineto/src/ActivityType.cpp
+    Category(("*_memcpy", "*_memset"), "any other vendor, as MLU", "copy"),
+    Category(("*_runtime", "*_driver"), "any other vendor, as MLU", "host"),
     Category(
-        ("*_user_annotation", "*_sync", "*_profiler_range"),
-        "any other vendor, as MLU",
-        "on device, no work",
-        _MLU,
+        ("*_user_annotation", "*_sync", "*_profiler_range"), "any other vendor, as MLU", "on device, no work"
     ),
-    Category(("collective_comm",), "XPU", "collective on the host", _XPU),
-    Category(("Communication",), "older torch (not seen here)", "collective on the host", _OLD),
+    Category(("collective_comm",), "XPU", "collective on the host"),
+    Category(("Communication",), "older torch (not seen here)", "collective on the host"),
     Category(
         ("user_annotation", "python_function", "Python", "cpu_instant_event", "overhead", "Trace"),
         "every torch",
         "no work",
-        _KINETO,
     ),
-    Category(("external_correlation", "ProfilerStep", "Module", "Memory"), "torch", "no work", _OLD),
-    Category(("enqueue", "dequeue"), "Ascend NPU", "no work", _NPU),
+    Category(("external_correlation", "ProfilerStep", "Module", "Memory"), "torch", "no work"),
+    # Ascend/pytorch: torch_npu/profiler/analysis
+    Category(("enqueue", "dequeue"), "Ascend NPU", "no work"),
 )
 """All known categories."""
 
