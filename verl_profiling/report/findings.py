@@ -10,7 +10,9 @@ without a part in a stage, are only in the table of causes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from statistics import median_low
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,21 +21,57 @@ from verl_profiling.report.anatomy import CAPTURE_CALLS
 from verl_profiling.report.capture_rows import slow_replica
 from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import Finding, Report
-from verl_profiling.report.rollout_findings import (
-    MARK_MORE,
-    POLLS,
-    RULES,
-    TAIL,
-    Found,
-    called,
-    on_all,
-    polling,
-)
-from verl_profiling.report.rows import DeviceRow, StragglerRow
+from verl_profiling.report.records import BEFORE, LOOP_LAG, OWN_CODE, UNEXPLAINED, UNKNOWN
+from verl_profiling.report.rollout_section import KEPT
+from verl_profiling.report.rows import BlockRow, DeviceRow, Rollout, StragglerRow
+from verl_profiling.report.sentences import counted
 from verl_profiling.units import duration, listed
 
 LIMIT = 5
 _RECORD_LESS = "record less: fewer ranks, no stacks or shapes, the other mode, or the spans tool"
+_LOOP_BLOCKED = 0.02
+_POLLS = 0.05
+"""Share of the step lost to polling above which the polling trainer is a finding."""
+
+_AWAIT = "await it, or run it in a thread (asyncio.to_thread)"
+_TAIL = "or carry the tail over to the next step (partial rollout)"
+_MARK_MORE = "mark more of the agent loop with span(), so that this time gets a name"
+_ADVICE = {
+    "tool": "run more of it at once, give it a time limit, or cache what it answers",
+    "environment": "keep environments warm, start them ahead of time, or give them a time limit",
+    "reward": "score while other trajectories still run, or in more processes",
+    "wait": "add to what it waits for, or ask for less of it at once",
+    "queued": "more replicas, fewer requests at once, or less reserved memory for each (a larger KV cache)",
+    "decode": f"cap the response length, balance prompts by expected length, {_TAIL}",
+    "to the engine": "look at what is between the loop and the engine's scheduler: the load balancer, HTTP, "
+    "tokenizing and other work in the server's process",
+    "from the engine": "look at what is between the engine and the loop: detokenizing and other work in the "
+    "server's process, HTTP",
+    LOOP_LAG: f"see what blocks the event loops: {_AWAIT}",
+    OWN_CODE: _MARK_MORE,
+    BEFORE: "switch the watch on, which knows the spans that are open, or capture steps in a row",
+}
+"""Advice by the cause of the trajectories' time."""
+
+
+class Found(NamedTuple):
+    """The result of a rule.
+
+    Attributes:
+        share: Share of time that is compared with the rule's threshold.
+        seconds: Lane-seconds at stake.
+        lanes: The lanes that the finding is about.
+        text: A sentence with its number.
+        advice: What to try.
+    """
+
+    share: float
+    seconds: float
+    lanes: Sequence[str]
+    text: str
+    advice: str
+
+
 _Rule = tuple[str, float, Callable[[Report], Iterable[Found]]]
 """Name of the rule, threshold (share), and function that yields findings."""
 
@@ -71,7 +109,7 @@ def all_findings(report: Report, rules: Iterable[_Rule] = ()) -> list[Finding]:
 def _names_no_culprit(finding: Finding, report: Report) -> bool:
     """Return whether a finding asks to record more, or says of CPUs only that no operator ran."""
     vague = ("unexplained", "between_stages", *(() if _on_devices(report) else ("host_bound",)))
-    return finding.rule in vague or finding.advice == MARK_MORE
+    return finding.rule in vague or finding.advice == _MARK_MORE
 
 
 def _is_of_suspects(finding: Finding, report: Report) -> bool:
@@ -122,7 +160,7 @@ def _capture(report: Report) -> Iterator[Found]:
                 f"Starting and stopping the capture took {_time(stage.duration_us)} of the step "
                 f"({stage.share:.0%}), which a step that is not profiled does not spend."
             )
-            seconds = on_all(report, stage.duration_us / 1e6)
+            seconds = _on_all(report, stage.duration_us / 1e6)
             yield Found(stage.share, seconds, _by_cost(report), text, _RECORD_LESS)
             return
     text = "were not recorded, while the capture started and stopped"
@@ -140,7 +178,7 @@ def _pause(report: Report) -> Iterator[Found]:
             f"to start and stop{most}."
         )
         fewer = "; of engines, fewer iterations (rollout.count)" if longest == ROLLOUT else ""
-        seconds = on_all(report, report.pause_us / 1e6)
+        seconds = _on_all(report, report.pause_us / 1e6)
         yield Found(share, seconds, _by_cost(report), text, f"{_RECORD_LESS}{fewer}")
 
 
@@ -209,13 +247,9 @@ def _of_cause(report: Report, cause: str, text: str, advice: str) -> Found:
     return _lost(report, report.devices, lambda row: row.lost_us.get(cause, 0.0), text, advice)
 
 
-def _idle(cause: str, text: str, advice: str) -> Callable[[Report], Iterator[Found]]:
-    """Return what finds a cause of idle time; the sentence has what most of it consists of."""
-
-    def found(report: Report) -> Iterator[Found]:
-        yield _of_cause(report, cause, text + _mostly(report, cause), advice)
-
-    return found
+def _idle(report: Report, cause: str, text: str, advice: str) -> Iterator[Found]:
+    """Yield a cause of idle time; the sentence has the largest parts of the cause."""
+    yield _of_cause(report, cause, text + _mostly(report, cause), advice)
 
 
 def _lost(
@@ -238,7 +272,7 @@ def _tail(report: Report) -> Iterator[Found]:
             f"waited for the last replica of the rollout (rollout{tail.last_replica} was done after "
             f"{_time(tail.last_finish_us)}, the median is {_time(tail.median_finish_us)})"
         )
-        advice = f"if its responses are longer: balance prompts, cap lengths, {TAIL}; else compare its host"
+        advice = f"if its responses are longer: balance prompts, cap lengths, {_TAIL}; else compare its host"
         late = [row.name for row in report.workers if row.replica == tail.last_replica is not None]
         found = _of_cause(report, "long_tail", text, slow_replica(report.replicas) or advice)
         yield found._replace(lanes=late or found.lanes)
@@ -246,13 +280,11 @@ def _tail(report: Report) -> Iterator[Found]:
 
 def _after_generation(report: Report) -> Iterator[Found]:
     """Yield the time after the last replica, unless another finding says that lanes wait for a poll."""
-    polls = any(found.share >= POLLS for found in polling(report))
+    polls = any(found.share >= _POLLS for found in _polling(report))
     if not (polls and next(iter(_parts(report, "after_generation")), "") == f"controller: {POLLING}"):
-        yield from _idle(
-            "after_generation",
-            "were idle in the rollout after the last replica was done",
-            "overlap what the loop does there (scoring, moving responses) with generation or training",
-        )(report)
+        text = "were idle in the rollout after the last replica was done"
+        advice = "overlap what the loop does there (scoring, moving responses) with generation or training"
+        yield from _idle(report, "after_generation", text, advice)
 
 
 def _parts(report: Report, cause: str) -> Mapping[str, float]:
@@ -263,7 +295,7 @@ def _mostly(report: Report, cause: str) -> str:
     """Return what most of a cause consists of, as a part of a sentence."""
     largest = sorted(_parts(report, cause).items(), key=lambda part: -part[1])
     whole = sum(seconds for _, seconds in largest)
-    listed = [f"{seconds / whole:.0%} {called(name)}" for name, seconds in largest[:3] if whole]
+    listed = [f"{seconds / whole:.0%} {_called(name)}" for name, seconds in largest[:3] if whole]
     return f" ({', '.join(listed)})" if listed else ""
 
 
@@ -295,6 +327,128 @@ def _unexplained(report: Report) -> Iterator[Found]:
         text = "were idle while no operator or call ran: they were in Python, waited for data, or for a core"
         advice = "record Python stacks, which say what it was"
     yield _of_cause(report, "unexplained", text, advice)
+
+
+def _of_rollout(
+    found_in: Callable[[Report, Rollout], Iterator[Found]],
+) -> Callable[[Report], Iterator[Found]]:
+    """Turn a rule on the rollout into a rule on the report; its seconds become lane-seconds of all lanes."""
+
+    def found(report: Report) -> Iterator[Found]:
+        if report.rollout is not None and report.rollout.seconds:
+            for one in found_in(report, report.rollout):
+                yield one._replace(seconds=_on_all(report, one.seconds))
+
+    return found
+
+
+@_of_rollout
+def _blocked(report: Report, rollout: Rollout) -> Iterator[Found]:
+    """Yield a finding per function or span that blocked event loops, over all processes."""
+    by_name: dict[str, list[BlockRow]] = {}
+    for row in rollout.blocks:
+        by_name.setdefault(row.what, []).append(row)
+    for what, rows in sorted(by_name.items(), key=lambda item: -_stood_still(item[1])):
+        longest = max(rows, key=lambda row: row.seconds)
+        blocks, stopped = sum(row.blocks for row in rows), sum(row.trajectories for row in rows)
+        lanes, name = [row.lane for row in rows], _called(what)
+        who, advice = f"{name[:1].upper()}{name[1:]}", f"{_AWAIT}, so that the others go on"
+        if what == UNKNOWN:
+            who = "Something unknown"
+            advice = "look for a thread that keeps the GIL, or for too few CPUs: no task was seen to block it"
+        many = f", {blocks} times" if blocks > 1 else ""
+        where = f" (in {longest.function})" if longest.function not in ("", what) else ""
+        text = (
+            f"{who} blocked the event loop{'s' * (len(lanes) > 1)} of {listed(lanes)} for "
+            f"{duration(sum(row.seconds for row in rows))}{many}{where}: {counted(stopped, 'trajectory')} "
+            f"stood still, {duration(_stood_still(rows))} added up."
+        )
+        seconds = min(longest.seconds, rollout.wall_s)
+        yield Found(_stood_still(rows) / rollout.seconds, seconds, lanes, text, advice)
+
+
+def _loops_are_blocked(report: Report) -> bool:
+    return any(found.share >= _LOOP_BLOCKED for found in _blocked(report))
+
+
+def _stood_still(rows: Sequence[BlockRow]) -> float:
+    return sum(row.stood_still_s for row in rows)
+
+
+@_of_rollout
+def _last_trajectories(report: Report, rollout: Rollout) -> Iterator[Found]:
+    if last := rollout.last:
+        most = last.parts[0] if last.parts else None
+        cause = most.cause if most else ""
+        if cause == LOOP_LAG and _loops_are_blocked(report):
+            return  # it follows from the blocks
+        who = "trajectory takes" if last.trajectories == 1 else f"{last.trajectories} trajectories take"
+        text = (
+            f"The last {who} {duration(last.seconds)}, {last.share:.0%} of {rollout.of_trajectories} "
+            f"({last.trajectories / last.of:.1%} of {last.of} trajectories)"
+            + (f": {most.share:.0%} of that is {_called(cause)}." if most else ".")
+        )
+        advice = (slow_replica(report.replicas) if cause == "decode" else "") or _advice(cause)
+        yield Found(last.share - last.trajectories / last.of, last.seconds, [], text, advice)
+
+
+@_of_rollout
+def _one_cause(report: Report, rollout: Rollout) -> Iterator[Found]:
+    """Yield the largest cause but the engine's own work; skip loop lag if :func:`_blocked` reports it."""
+    of_engines = ("decode", "generate", "prefill", "first token")
+    said = (*of_engines, BEFORE, UNEXPLAINED, *((LOOP_LAG,) if _loops_are_blocked(report) else ()))
+    for row in [row for row in rollout.causes if not row.validate and row.cause not in said][:1]:
+        calls = next((call for call in rollout.calls if call.name == row.cause), None)
+        each = calls and (
+            f" ({calls.calls:,} calls, p50 {duration(calls.p50_s)}, p99 {duration(calls.p99_s)}, up to "
+            f"{calls.most_running} at once)"
+        )
+        text = (
+            f"{row.share:.0%} of the trajectories' time ({duration(row.seconds)}) is "
+            f"{_called(row.cause)}{each or ''}."
+        )
+        yield Found(row.share, row.share * rollout.wall_s, [], text, _advice(row.cause))
+
+
+@_of_rollout
+def _for_nothing(report: Report, rollout: Rollout) -> Iterator[Found]:
+    rows = [row for row in rollout.statuses if not row.validate and row.status not in KEPT]
+    share = sum(row.share for row in rows)
+    text = (
+        f"{share:.0%} of the trajectories' time ({duration(sum(row.seconds for row in rows))}) went into "
+        "those that nothing is made of: " + ", ".join(f"{row.trajectories} {row.status}" for row in rows[:4])
+    )
+    advice = "stop them sooner, filter prompts before the rollout, or repair what makes them fail"
+    yield Found(share, share * rollout.wall_s, [], f"{text}.", advice)
+
+
+@_of_rollout
+def _polling(report: Report, rollout: Rollout) -> Iterator[Found]:
+    if of := rollout.polling:
+        text = (
+            f"The trainer slept {duration(of.late_s)} ({of.late_share:.0%} of the step) after the "
+            f"last response was there: it looks into its replay buffer every {duration(of.interval_s)}."
+        )
+        advice = (
+            "look more often; with verl, name a replay buffer of your own with a smaller "
+            "poll_interval in trainer.v1.sampler.custom_sampler"
+        )
+        yield Found(of.late_share, of.late_s, [], text, advice)
+
+
+def _called(cause: str) -> str:
+    """Return a cause as a sentence shows it, e.g. ``tool `search``` for ``tool:search``."""
+    family, _, name = cause.partition(":")
+    return f"{family} `{name}`" if name and family in ("tool", "wait") else cause
+
+
+def _advice(cause: str) -> str:
+    return _ADVICE.get(cause) or _ADVICE.get(cause.partition(":")[0]) or _ADVICE["tool"]
+
+
+def _on_all(report: Report, seconds: float) -> float:
+    """Convert seconds that every device lane loses to lane-seconds."""
+    return seconds * max(len(report.devices), 1)
 
 
 def _lanes_that_lost(rows: Sequence[DeviceRow], lost_us: Callable[[DeviceRow], float]) -> list[str]:
@@ -356,12 +510,19 @@ _FIRST: tuple[_Rule, ...] = (
     ("coverage", 0, _missing),
 )
 _RANKED: tuple[_Rule, ...] = (
-    *RULES,
+    ("loop_blocked", _LOOP_BLOCKED, _blocked),  # of the trajectories' time
+    ("last_trajectories", 0.15, _last_trajectories),  # share of the rollout minus share of the trajectories
+    ("trajectory_cause", 0.25, _one_cause),  # of the trajectories' time
+    ("trajectories_for_nothing", 0.10, _for_nothing),
+    ("polling", _POLLS, _polling),  # of the step
     ("straggler", 0.05, _stragglers),  # of the role's time in the step
     ("idle_stage", 0.10, _idle_stages),  # of the step
     ("long_tail", 0.05, _tail),  # of the observed time of all devices, and so on
     ("after_generation", 0.05, _after_generation),
-    *((cause, least, _idle(cause, text, advice)) for cause, (least, text, advice) in _IDLE.items()),
+    *(
+        (cause, least, partial(_idle, cause=cause, text=text, advice=advice))
+        for cause, (least, text, advice) in _IDLE.items()
+    ),
     ("host_bound", 0.15, _host_bound),
     ("unexplained", 0.20, _unexplained),
     ("exposed_communication", 0.05, _communication),
