@@ -8,13 +8,13 @@ All times are unix nanoseconds on the clock of the process that wrote it. What r
 from __future__ import annotations
 
 import gzip
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+from isal import igzip, isal_zlib
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import Count, Ns
@@ -383,7 +383,7 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file that end in a line break; a file that was cut has half a line at its end."""
     left = MAX_BYTES
     try:
-        with gzip.open(path, "rb") as file:
+        with igzip.open(path, "rb") as file:
             while line := file.readline(MAX_LINE + 1):
                 left -= len(line)
                 if left < 0 or len(line) > MAX_LINE:
@@ -391,7 +391,7 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
                     raise TraceFormatError(path, f"has {what} bytes, which no log of trajectories has")
                 if line.endswith(b"\n"):
                     yield line
-    except (EOFError, zlib.error):
+    except (EOFError, isal_zlib.error):  # type: ignore[misc]  # the stub does not declare it as an exception
         return
     except gzip.BadGzipFile as error:
         raise TraceFormatError(path, f"is not a gzip file: {error}") from error

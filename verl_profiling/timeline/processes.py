@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 import msgspec
 
@@ -20,6 +21,7 @@ from verl_profiling.manifest import CaptureResult, Manifest, Request, StageSpan
 from verl_profiling.timeline.categories import is_host, is_on_device
 from verl_profiling.timeline.step import Keep
 from verl_profiling.timeline.trace import NO_ARGS, Event
+from verl_profiling.trajectory_log import SpanRecord, TrajectoryRecord
 
 LANE_PIDS = 10_000
 """Number of process ids reserved for a lane."""
@@ -44,10 +46,11 @@ _FIRST_OTHER = 2_000
 _LAST_OTHER = TRAJECTORIES_PID - 1
 _OTHERS_PER_TRACE = 50
 _NAME_LENGTH = 120  # characters
-_MOST_STAGE_ROWS = 64
+_MOST_ROWS = 64  # of stages, or of the spans of a trajectory
 _WORDS = {"process_name": "name", "process_labels": "labels"}
 _PROCESS_METADATA = {*_WORDS, "process_sort_index"}
 _ENCODER = msgspec.json.Encoder()
+_Span = TypeVar("_Span", bound=StageSpan | TrajectoryRecord | SpanRecord)
 
 
 def name_process(pid: int, name: str) -> list[Event]:
@@ -120,29 +123,45 @@ def packed_rows(spans: Sequence[tuple[int, int]]) -> list[int]:
     return rows
 
 
-def stages_by_row(spans: Iterable[StageSpan]) -> Iterator[tuple[StageSpan, int]]:
-    """Yield stages in order of begin, each with its row, in which it overlaps none that it is not nested in.
+def nested_rows(spans: Iterable[_Span], is_child: Callable[[_Span, _Span], bool]) -> list[int]:
+    """Return a row for each span, in which it overlaps none that it is not nested in.
 
-    A nested stage has the row of its parent, an outermost one the first free row. There are at most 64 rows;
-    further concurrent stages share the last one.
+    A span has the row of its parent if it is the innermost there and encloses the span, else the first free
+    row. There are at most 64 rows; further concurrent spans share the last one.
+
+    Args:
+        spans: The spans, parents before their children.
+        is_child: Returns whether the first span is a child of the second.
     """
-    rows: list[list[StageSpan]] = []  # open stages of each row, outermost first
-    for span in sorted(spans, key=lambda span: (span.begin_ns, span.depth, -span.end_ns)):
-        for opened in rows:
-            while opened and opened[-1].end_ns <= span.begin_ns:
+    rows: list[list[_Span]] = []  # open spans of each row, outermost first
+    found = []
+    for span in spans:
+        begin_ns, end_ns = span.begin_ns, span.end_ns
+        free, parent = len(rows), None
+        for number, opened in enumerate(rows):
+            while opened and opened[-1].end_ns <= begin_ns:
                 opened.pop()
-        parents = {row: opened[-1] for row, opened in enumerate(rows) if opened}
-        around = [
-            row
-            for row, parent in parents.items()
-            if parent.depth == span.depth - 1 and span.end_ns <= parent.end_ns
-        ]
-        free = next((row for row, opened in enumerate(rows) if not opened), len(rows))
-        row = max(around, key=lambda row: parents[row].begin_ns, default=min(free, _MOST_STAGE_ROWS - 1))
+            if not opened:
+                free = min(free, number)
+                continue
+            inner = opened[-1]
+            is_around = inner.begin_ns <= begin_ns and end_ns <= inner.end_ns and is_child(span, inner)
+            if is_around and (parent is None or inner.begin_ns > parent.begin_ns):
+                parent, row = inner, number
+        if parent is None:
+            row = min(free, _MOST_ROWS - 1)
         if row == len(rows):
             rows.append([])
         rows[row].append(span)
-        yield span, row
+        found.append(row)
+    return found
+
+
+def stages_by_row(spans: Iterable[StageSpan]) -> Iterator[tuple[StageSpan, int]]:
+    """Yield stages in order of begin, each with its row; a parent is of the depth above."""
+    ordered = sorted(spans, key=lambda span: (span.begin_ns, span.depth, -span.end_ns))
+    rows = nested_rows(ordered, lambda span, around: around.depth == span.depth - 1)
+    return zip(ordered, rows, strict=True)
 
 
 class Processes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
-from typing import TypeVar
+from itertools import accumulate, chain
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,6 +20,7 @@ from verl_profiling.timeline.processes import (
     joined,
     name_process,
     name_row,
+    nested_rows,
     packed_rows,
     shortened,
 )
@@ -40,6 +41,7 @@ _LEAST_LAG_NS = 1_000_000
 _BAD = {"failed": "terrible", "cancelled": "bad"}
 
 _Numbered = TypeVar("_Numbered", TrajectoryRecord, SpanRecord)
+_Record = TrajectoryRecord | SpanRecord | Block
 
 
 def read_logs(inputs: StepInputs) -> Iterator[tuple[Source, TrajectoryLog | None, list[str]]]:
@@ -118,13 +120,13 @@ def write_log_member(job: MemberJob) -> Member:
     drawn = _Drawn(job, log)
     counters = job.keep.select(list(drawn.counters()), job.base_ns)
     names = name_process(drawn.pid, f"{job.source.title} trajectories")
-    rows = (event for row, name in enumerate(drawn.layout.names) for event in name_row(drawn.pid, row, name))
+    rows = (event for row, name in enumerate(drawn.rows) for event in name_row(drawn.pid, row, name))
     with job.output.open("wb") as output, MemberFile(output) as file:
         written = file.write(chain(names, rows, drawn.slices(), counters))
     return Member(
         path=job.source.path,
         events=written,
-        left_out=drawn.layout.left_out,
+        left_out=len(log.trajectories) + len(log.spans) + len(log.blocks) - len(drawn.placed),
         problems=log.problems,
         arrows=list(drawn.arrows.values()),
     )
@@ -136,7 +138,8 @@ class _Drawn:
     Attributes:
         pid: Process id of the events.
         base_ns: Time of ``ts == 0`` in the timeline, on the clock of the log.
-        layout: Rows of the records.
+        rows: Names of the rows.
+        placed: The selected records, each with its row.
         arrows: Arrows to requests, by the id of the span at their tail.
     """
 
@@ -146,7 +149,7 @@ class _Drawn:
         self._log = log
         self._draw = partial(draw, self.base_ns, self.pid)
 
-        def is_wanted(record: Block | TrajectoryRecord | SpanRecord) -> bool:
+        def is_wanted(record: _Record) -> bool:
             begin_ns, end_ns = record.begin_ns - offset_ns, record.end_ns - offset_ns
             return end_ns >= job.base_ns and job.keep.holds(begin_ns, end_ns)
 
@@ -157,27 +160,25 @@ class _Drawn:
             else f"loop {loop.name} {loop.id}".replace("  ", " ")
             for loop in reversed(log.loops)
         }
-        self.layout = lay_out(log, is_wanted, self._loop)
-        self.arrows = _arrows(job, log, self.layout)
+        self.rows, self.placed = lay_out(log, is_wanted, self._loop)
+        self.arrows = self._arrows(job)
 
     def slices(self) -> Iterator[Event]:
-        """Yield the slices of all records that have a row."""
-        for one in self._log.trajectories:
-            if (row := self.layout.trajectories.get(one.id)) is not None:
-                yield self._trajectory(one, row + 1)
-        for span in self._log.spans:
-            if (row := self.layout.spans.get(span.id)) is not None:
-                yield self._span(span, row + 1)
-                if arrow := self.arrows.get(span.id):
-                    ts = max(span.begin_ns - self.base_ns, 0) / 1000
-                    yield Event("s", "request", "generate", self.pid, row + 1, ts, id=arrow.id)
+        """Yield the slices of all selected records, and the tails of the arrows."""
         blocking = {block.span for block in self._log.blocks}
         names = {span.id: span.name for span in self._log.spans if span.id in blocking}
-        for place, row in sorted(self.layout.blocks.items()):
-            block = self._log.blocks[place]
-            who = (names.get(block.span) or block.function) if block.function else "unknown"
-            about = {"task": block.task, "function": block.function}
-            yield self._draw(row + 1, "block", who, block.begin_ns, block.end_ns, about=about)
+        for record, row in self.placed:
+            if isinstance(record, TrajectoryRecord):
+                yield self._trajectory(record, row + 1)
+            elif isinstance(record, Block):
+                who = (names.get(record.span) or record.function) if record.function else "unknown"
+                about = {"task": record.task, "function": record.function}
+                yield self._draw(row + 1, "block", who, record.begin_ns, record.end_ns, about=about)
+            else:
+                yield self._span(record, row + 1)
+                if arrow := self.arrows.get(record.id):
+                    ts = max(record.begin_ns - self.base_ns, 0) / 1000
+                    yield Event("s", "request", "generate", self.pid, row + 1, ts, id=arrow.id)
 
     def counters(self) -> Iterator[Event]:
         """Yield counter events: lag of each event loop, counters of the log, and running trajectories."""
@@ -221,23 +222,23 @@ class _Drawn:
             event.cname = _BAD["failed"]
         return event
 
-
-def _arrows(job: MemberJob, log: TrajectoryLog, layout: Layout) -> dict[int, Arrow]:
-    """Return the arrows to requests, by the id of the span at their tail."""
-    offset_ns = job.source.offset_ns
-    waiting = {span.id: span for span in log.spans if span.request and span.id in layout.spans}
-    ends = (
-        (number, span.request, span.begin_ns - offset_ns, span.end_ns - offset_ns)
-        for number, span in waiting.items()
-    )
-    return {
-        number: Arrow(
-            job.index * ID_STRIDE + place,
-            (request.id, request.begin_ns),
-            max(waiting[number].begin_ns - offset_ns, job.base_ns),
-        )
-        for place, (number, request) in enumerate(joined(ends, job.requests).items())
-    }
+    def _arrows(self, job: MemberJob) -> dict[int, Arrow]:
+        """Return the arrows to requests, by the id of the span at their tail."""
+        offset_ns = job.source.offset_ns
+        waiting = [
+            (one.id, one.request, one.begin_ns - offset_ns, one.end_ns - offset_ns)
+            for one, _ in self.placed
+            if isinstance(one, SpanRecord) and one.request
+        ]
+        begins = {number: begin_ns for number, _, begin_ns, _ in waiting}
+        return {
+            number: Arrow(
+                job.index * ID_STRIDE + place,
+                (request.id, request.begin_ns),
+                max(begins[number], job.base_ns),
+            )
+            for place, (number, request) in enumerate(joined(waiting, job.requests).items())
+        }
 
 
 def _trajectory_name(trajectory: TrajectoryRecord) -> str:
@@ -249,136 +250,64 @@ def _trajectory_name(trajectory: TrajectoryRecord) -> str:
     return f"{shortened(name)} ({shortened(', '.join(said))})" if said else shortened(name)
 
 
-class Layout(msgspec.Struct, kw_only=True):
-    """The rows of a log of trajectories; records without a row are outside the selection.
-
-    Attributes:
-        names: The name of each row, from top to bottom.
-        trajectories: The row of each trajectory, by its id.
-        spans: The row of each span, by its id.
-        blocks: The row of each block, by its index in the log.
-        left_out: Number of records outside the selection, or over an hour before the step.
-    """
-
-    names: list[str] = []
-    trajectories: dict[int, int] = {}
-    spans: dict[int, int] = {}
-    blocks: dict[int, int] = {}
-    left_out: int = 0
-
-    def add_rows(self, name: str, owners: Sequence[_Owner]) -> list[int]:
-        """Add rows for some owners, and return the first row of each owner."""
-        packed = packed_rows([(owner.begin, owner.end) for owner in owners])
-        heights = [0] * (max(packed, default=-1) + 1)
-        for owner, row in zip(owners, packed, strict=True):
-            heights[row] = max(heights[row], owner.height)
-        firsts = []
-        for number, height in enumerate(heights):
-            firsts.append(len(self.names))
-            named = name if len(heights) == 1 else f"{name} {number}"
-            self.names += [named if part == 1 else f"{named}.{part}" for part in range(1, height + 1)]
-        return [firsts[row] for row in packed]
-
-
-class _Owner(msgspec.Struct, kw_only=True):
-    """An owner of rows: a block, a trajectory, or an outermost span of the process.
-
-    Attributes:
-        begin: Begin of the owner with its spans.
-        end: End of the owner with its spans.
-        height: Number of rows for the owner with its spans.
-        spans: The selected spans.
-    """
-
-    begin: int
-    end: int
-    height: int = 0
-    spans: list[SpanRecord] = []
-
-
 def lay_out(
-    log: TrajectoryLog,
-    is_wanted: Callable[[Block | TrajectoryRecord | SpanRecord], bool],
-    loop_name: Callable[[int], str],
-) -> Layout:
-    """Return the rows of a log: blocks by their loop, then trajectories, then spans outside trajectories.
+    log: TrajectoryLog, is_wanted: Callable[[_Record], bool], loop_name: Callable[[int], str]
+) -> tuple[list[str], list[tuple[_Record, int]]]:
+    """Return the names of the rows, from top to bottom, and each wanted record with its row.
 
-    Overlapping records get separate rows. A row of trajectories is followed by further rows if spans of
-    one trajectory overlap.
+    Blocks are above, by their loop, then come trajectories, then spans outside trajectories. Overlapping
+    records get separate rows. A row of trajectories is followed by further rows if spans of one trajectory
+    overlap.
 
     Args:
         log: The log, without contradictions (see :func:`mended_log`).
         is_wanted: Returns whether a record is selected.
         loop_name: Returns the name of an event loop by its number.
     """
-    layout = Layout()
-    by_loop: dict[int, dict[int, _Owner]] = {}
-    for place, block in enumerate(log.blocks):
-        if is_wanted(block):
-            owner = _Owner(begin=block.begin_ns, end=block.end_ns, height=1)
-            by_loop.setdefault(block.loop, {})[place] = owner
-    for loop, blocks in sorted(by_loop.items()):
-        rows = layout.add_rows(f"{loop_name(loop)} blocked", list(blocks.values()))
-        layout.blocks.update(zip(blocks, rows, strict=True))
-    trajectories = {
-        one.id: _Owner(begin=one.begin_ns, end=one.end_ns, height=int(is_wanted(one)))
-        for one in log.trajectories
-    }
-    wanted = {number for number, owner in trajectories.items() if owner.height}
-    outermost: dict[int, _Owner] = {}
-    owned: dict[int, _Owner] = {}  # outermost span, by the id of each span outside trajectories
+    groups: dict[str, list[list[Any]]] = {}  # by name of their rows: a record with its spans
+    for block in sorted(log.blocks, key=lambda block: block.loop):
+        groups.setdefault(f"{loop_name(block.loop)} blocked", []).append([block])
+    trajectories: dict[int, list[Any]] = {one.id: [one] for one in log.trajectories}
+    outside: dict[int, list[Any]] = {}  # by the id of each span outside trajectories
+    groups["trajectories"], groups["spans"] = list(trajectories.values()), []
     for span in log.spans:
         if span.trajectory != NO_SPAN:
-            owner = trajectories[span.trajectory]
+            trajectories[span.trajectory].append(span)
         elif span.parent != NO_SPAN:
-            owner = owned[span.id] = owned[span.parent]
+            outside[span.id] = outside[span.parent]
+            outside[span.id].append(span)
         else:
-            owner = owned[span.id] = outermost[span.id] = _Owner(begin=span.begin_ns, end=span.end_ns)
-        if is_wanted(span):
-            owner.spans.append(span)
-    below: dict[int, int] = {}
-    for owner in (*trajectories.values(), *outermost.values()):
-        owner.spans.sort(key=lambda span: (span.begin_ns, -span.end_ns))  # stable: parents precede children
-        _nest(owner, below)
-    for name, owners in (("trajectories", trajectories), ("spans", outermost)):
-        shown = {number: owner for number, owner in owners.items() if owner.height}
-        for number, first in zip(shown, layout.add_rows(name, list(shown.values())), strict=True):
-            if number in wanted and owners is trajectories:
-                layout.trajectories[number] = first
-            for span in shown[number].spans:
-                layout.spans[span.id] = first + below[span.id]
-    shown_records = len(layout.blocks) + len(wanted) + len(below)
-    layout.left_out = len(log.blocks) + len(log.trajectories) + len(log.spans) - shown_records
-    return layout
+            outside[span.id] = [span]
+            groups["spans"].append(outside[span.id])
+    names: list[str] = []
+    placed: list[tuple[_Record, int]] = []
+    for name, owners in groups.items():
+        found = [nested for records in owners if (nested := _nested(*records, is_wanted=is_wanted))]
+        spans = [(min(r.begin_ns for r in of), max(r.end_ns for r in of)) for of, _ in found]
+        packed = packed_rows(spans)
+        heights = [0] * (max(packed, default=-1) + 1)
+        for row, (_, below) in zip(packed, found, strict=True):
+            heights[row] = max(heights[row], max(below) + 1)
+        firsts = list(accumulate(heights, initial=len(names)))
+        for row, (of, below) in zip(packed, found, strict=True):
+            placed += zip(of, [firsts[row] + place for place in below], strict=True)
+        for number, height in enumerate(heights):
+            named = name if len(heights) == 1 else f"{name} {number}"
+            names += [named if part == 1 else f"{named}.{part}" for part in range(1, height + 1)]
+    return names, placed
 
 
-def _nest(owner: _Owner, below: dict[int, int]) -> None:
-    """Store the row of each span, relative to its owner's: the parent's row if it fits, else a free row.
+def _nested(
+    head: Any, *spans: SpanRecord, is_wanted: Callable[[_Record], bool]
+) -> tuple[list[Any], list[int]] | None:
+    """Return the selected ones of a record and its spans, and the row of each below that of the record.
 
-    Overlapping children of one parent get separate rows. A span that leaves the row of its parent takes its
-    own children along. The owner's begin, end and height grow to include all spans.
+    A span whose parent is not selected counts as a child of the record.
     """
-    begin, root_of = owner.begin, {NO_SPAN: NO_SPAN}  # the span that each span shares its row with, or none
-    opened = {NO_SPAN: [(owner.end, NO_SPAN)]}  # end and id of the open spans, by the root of their row
-    roots = []
-    for span in owner.spans:
-        parent = span.parent if span.parent in root_of else NO_SPAN
-        root = root_of[parent]
-        if span.begin_ns < begin or not _is_inside(opened[root], parent, span):
-            root = span.id
-            roots.append(span)
-        root_of[span.id] = root
-        opened.setdefault(root, []).append((span.end_ns, span.id))
-        owner.begin, owner.end = min(owner.begin, span.begin_ns), max(owner.end, span.end_ns)
-    rows = packed_rows([(root.begin_ns, root.end_ns) for root in roots])
-    row_of = {NO_SPAN: 0, **{root.id: row + 1 for root, row in zip(roots, rows, strict=True)}}
-    below.update((span.id, row_of[root_of[span.id]]) for span in owner.spans)
-    if owner.spans:
-        owner.height = 1 + max(row_of.values())
-
-
-def _is_inside(opened: list[tuple[int, int]], parent: int, span: SpanRecord) -> bool:
-    """Drop ended spans; return whether the parent is then the innermost open span and encloses ``span``."""
-    while opened and opened[-1][1] != parent and opened[-1][0] <= span.begin_ns:
-        opened.pop()
-    return bool(opened) and opened[-1][1] == parent and span.end_ns <= opened[-1][0]
+    wanted = sorted(filter(is_wanted, spans), key=lambda span: (span.begin_ns, -span.end_ns))
+    by_id = {span.id: span for span in wanted}
+    found = [head, *wanted]
+    rows = nested_rows(found, lambda span, around: around is by_id.get(span.parent, head))
+    if is_wanted(head):
+        return found, rows
+    return (wanted, rows[1:]) if wanted else None
