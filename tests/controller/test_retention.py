@@ -71,6 +71,22 @@ def test_a_folder_with_files_of_somebody_else_stays(tmp_path: Path, session: Ses
     assert note.read_text() == "keep"
 
 
+def test_a_folder_that_cannot_be_read_stays(tmp_path: Path, session: Session) -> None:
+    """Its manifest is damaged: that is a note, and the capture that takes its place is whole."""
+    config = every_step(tmp_path, limits={"keep_last": 1})
+    callback = following(config)
+    with callback:
+        for step in (1, 2, 3):
+            callback.on_step_begin(step)
+            callback.on_step_end()
+            if step == 1:
+                (Path(config.save_path) / names(1)[0] / "manifest.json").write_text("{")
+    assert kept(config) == names(1, 3)
+    [note] = manifest(config, 3).notes
+    assert note == "step_000002 was removed: limits.keep_last=1"
+    assert check(Path(config.save_path) / names(3)[0]).ok
+
+
 def test_a_step_is_not_removed_while_a_worker_writes(tmp_path: Path, session: Session) -> None:
     """An artifact that is still compressed keeps its folder until it is done."""
     import threading
