@@ -382,7 +382,7 @@ def test_what_blocks_many_processes_is_one_finding(tmp_path: Path, processes: in
     said = [finding for finding in all_findings(report) if finding.rule == "loop_blocked"]
     still = "trajectory" if processes == 1 else "trajectories"
     blocked = duration(processes)
-    times = f", {processes} times" if processes > 1 else ""
+    times = f" together, {processes} times" if processes > 1 else ""
     first, second = said
     assert first.text == (
         f"Tool `lookup` blocked the event {loops} for {blocked}{times}: {processes} {still} stood still, "

@@ -75,7 +75,7 @@ def test_findings_are_of_devices(tmp_path: Path) -> None:
     report = colocated(tmp_path, [GPU], [GPU])
     assert {finding.rule for finding in report.findings} <= {"host_bound", "after_generation", "idle_stage"}
     finding = next(finding for finding in report.findings if finding.rule == "host_bound")
-    assert finding.text.endswith("2.00 device-seconds (20% of all).")
+    assert finding.text.endswith("2.00 device-seconds (20% of the observed time).")
     assert finding.lanes == ["actor_rank0", "rollout0_rank0"]
 
 

@@ -249,6 +249,8 @@ def _of_cause(report: Report, cause: str, text: str, advice: str) -> Found:
 
 def _idle(report: Report, cause: str, text: str, advice: str) -> Iterator[Found]:
     """Yield a cause of idle time; the sentence has the largest parts of the cause."""
+    if next(iter(_parts(report, cause)), "") == LOOP_LAG and _loops_are_blocked(report):
+        advice = "unblock the event loops first: most of this follows from their blocks"
     yield _of_cause(report, cause, text + _mostly(report, cause), advice)
 
 
@@ -261,7 +263,7 @@ def _lost(
 ) -> Found:
     """Return what devices lost, as a share of the observed time of all devices."""
     total, observed = sum(map(lost_us, rows)), sum(row.span_us for row in report.devices) or 1.0
-    lost = f"{report.lane_seconds(total / 1e6)} ({total / observed:.0%} of all)"
+    lost = f"{report.lane_seconds(total / 1e6)} ({total / observed:.0%} of the observed time)"
     text = f"{report.whose.title()}s {text}: {lost}."
     return Found(total / observed, total / 1e6, _lanes_that_lost(rows, lost_us), text, advice)
 
@@ -356,7 +358,7 @@ def _blocked(report: Report, rollout: Rollout) -> Iterator[Found]:
         if what == UNKNOWN:
             who = "Something unknown"
             advice = "look for a thread that keeps the GIL, or for too few CPUs: no task was seen to block it"
-        many = f", {blocks} times" if blocks > 1 else ""
+        many = f"{' together' * (len(lanes) > 1)}, {blocks} times" if blocks > 1 else ""
         where = f" (in {longest.function})" if longest.function not in ("", what) else ""
         text = (
             f"{who} blocked the event loop{'s' * (len(lanes) > 1)} of {listed(lanes)} for "

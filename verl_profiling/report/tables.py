@@ -208,7 +208,7 @@ def flat_rows(step: int | None, found: Iterable[msgspec.Struct]) -> Iterator[dic
 class _Lost(msgspec.Struct, frozen=True):
     """A row of the table ``lost``: a cause, or a part of one."""
 
-    columns: ClassVar[str] = "cause=name, time=seconds, of observed=share"
+    columns: ClassVar[str] = "cause=name, lane time=seconds, of observed=share"
 
     name: str
     seconds: float
