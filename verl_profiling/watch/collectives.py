@@ -41,7 +41,6 @@ class _Entry(msgspec.Struct):
     collective_seq_id: int
     time_created_ns: int
     is_p2p: bool
-    size: int = 0
 
 
 class _Records(msgspec.Struct):
@@ -58,15 +57,22 @@ def with_collectives(
         steps: Begin and end of each step, on the clock of the loop's process.
         ahead_ns: Clock offset: this process's clock minus the loop's.
     """
-    entered = _entered()
+    entered: list[Collectives] = [{} for _ in steps]
+    for group, number, at_ns in _entered():
+        for of_step, (begin_ns, end_ns) in zip(entered, steps, strict=True):
+            if begin_ns <= at_ns - ahead_ns <= end_ns:
+                of_step.setdefault(group, {})[number] = at_ns - ahead_ns
     return [
-        use if use is None else msgspec.structs.replace(use, collectives=_between(entered, period, ahead_ns))
-        for use, period in zip(uses, steps, strict=True)
+        use and msgspec.structs.replace(use, collectives=of_step)
+        for use, of_step in zip(uses, entered, strict=True)
     ]
 
 
-def _entered() -> list[_Entry]:
-    """Return the collectives that torch's recorder has kept; empty if it is off or of another version."""
+def _entered() -> list[tuple[str, int, int]]:
+    """Return the collectives that torch's recorder has kept: group with its size, number, and time (ns).
+
+    There are none if the recorder is off, or of another version.
+    """
     dump = getattr(sys.modules.get(_RECORDER), "_dump_fr_trace_json", None)
     if dump is None:
         return []
@@ -79,19 +85,12 @@ def _entered() -> list[_Entry]:
         found = msgspec.json.decode(dump(True, False), type=_Records).entries
     except Exception:  # private to torch: it changes between versions
         return []
-    mine = [one for one in found if one.profiling_name.startswith(f"{_BACKEND}:") and not one.is_p2p]
-    for one in mine:
-        one.size = sizes.get(one.process_group[0], 0)
-    return mine
-
-
-def _between(entered: Sequence[_Entry], period: Period, ahead_ns: int) -> Collectives:
-    found: Collectives = {}
-    for one in entered:
-        time_ns = one.time_created_ns - ahead_ns
-        if period[0] <= time_ns <= period[1]:
-            found.setdefault(f"{one.process_group[0]} {one.size}", {})[one.collective_seq_id] = time_ns
-    return found
+    return [
+        (f"{group} {sizes.get(group, 0)}", one.collective_seq_id, one.time_created_ns)
+        for one in found
+        if one.profiling_name.startswith(f"{_BACKEND}:") and not one.is_p2p
+        for group in one.process_group[:1]
+    ]
 
 
 def with_lateness(summary: StepSummary) -> StepSummary:
@@ -100,29 +99,24 @@ def with_lateness(summary: StepSummary) -> StepSummary:
     The last process to enter is late by its entry minus the entry before it, in the stage in which it
     entered. Only groups of all processes of a role count: another process may have been later.
     """
-    if not any(use.collectives for use in (*summary.loop, *summary.workers)):
+    processes = (*summary.loop, *summary.workers)
+    if not any(use.collectives for use in processes):
         return summary
     late: dict[str, Counter[str]] = {}
-    for uses in _read_roles(summary):
-        late |= {use.lane: Counter() for use in uses}
-        _add_lateness(late, uses)
-    return msgspec.structs.replace(
-        summary,
-        loop=[_late(use, late) for use in summary.loop],
-        workers=[_late(use, late) for use in summary.workers],
-    )
+    for role in {use.role for use in processes} - {ROLLOUT_ROLE}:
+        uses = [use for use in processes if use.role == role]
+        if len(uses) > 1 and all(use.collectives for use in uses):
+            late |= {use.lane: Counter() for use in uses}
+            _add_lateness(late, uses)
 
+    def known(use: RankUse) -> RankUse:
+        stages = use.stages
+        if (of_lane := late.get(use.lane)) is not None:
+            stages = [msgspec.structs.replace(one, late_ns=of_lane[one.name]) for one in stages]
+        return msgspec.structs.replace(use, stages=stages, collectives={})
 
-def _read_roles(summary: StepSummary) -> list[list[RankUse]]:
-    """Return the processes of each role in which the collectives of all processes are known."""
-    roles: dict[str, list[RankUse]] = {}
-    for use in (*summary.loop, *summary.workers):
-        roles.setdefault(use.role, []).append(use)
-    return [
-        uses
-        for role, uses in roles.items()
-        if role != ROLLOUT_ROLE and len(uses) > 1 and all(use.collectives for use in uses)
-    ]
+    loop, workers = [*map(known, summary.loop)], [*map(known, summary.workers)]
+    return msgspec.structs.replace(summary, loop=loop, workers=workers)
 
 
 def _add_lateness(late: dict[str, Counter[str]], members: list[RankUse]) -> None:
@@ -159,14 +153,6 @@ def _stages_at(use: RankUse, time_ns: int) -> Iterator[tuple[str, int]]:
             yield stage.name, periods[at][0]
 
 
-def _late(use: RankUse, late: dict[str, Counter[str]]) -> RankUse:
-    of_lane = late.get(use.lane)
-    stages = use.stages
-    if of_lane is not None:
-        stages = [msgspec.structs.replace(stage, late_ns=of_lane[stage.name]) for stage in stages]
-    return msgspec.structs.replace(use, stages=stages, collectives={})
-
-
 class RecorderReading:
     """Decides in which steps the flight recorders are read: some in a row, then ever longer pauses.
 
@@ -186,8 +172,8 @@ class RecorderReading:
 
     def follow(self, summary: StepSummary) -> None:
         """Follow a step with its exposed times."""
+        processes = (*summary.loop, *summary.workers)
         if self.due:
-            processes = (*summary.loop, *summary.workers)
             complete = any(stage.late_ns is not None for use in processes for stage in use.stages)
             self.exist |= complete
             self._left -= complete
@@ -197,7 +183,7 @@ class RecorderReading:
                 self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
             return
         self._pause = max(0, self._pause - 1)
-        many = Counter(use.role for use in (*summary.loop, *summary.workers))
+        many = Counter(use.role for use in processes)
         unled_ns = sum(
             row.exposed_ns
             for row in summary.exposed

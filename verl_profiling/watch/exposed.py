@@ -186,26 +186,30 @@ class _Workers:
             inside = joined([self._under_way.within(begin, end) for begin, end in periods])
         elif not inside.who.size:
             inside = joined([_ended_in(self._under_way, begin, end) for begin, end in periods])
-        works = self._works(inside.own_time(), loop.length.sum())
+        room_ns = loop.length.sum()
+        works = self._works(inside.own_time(), room_ns)
         found = _by_weight(name, loop, works) if works else [own]
-        slow = [work.standing for work in works if self._is_slow(work.standing, loop.length.sum())]
-        by_request = bool(self._request_ns)  # then an engine stands out beside others by its requests only
-        first, *others = (
-            one._replace(leader="", lead_ns=0, clear=False)
-            if one.role in self._unclear or (by_request and one.role == ROLLOUT_ROLE and one is not found[0])
-            else one
-            for one in found
-        )
-        if first.role == ROLLOUT_ROLE and first.leader:
-            return [first, *others]
-        return [first, *slow, *(one for one in others if not slow or one.role != ROLLOUT_ROLE)]
+        first, *others = (self._known(one, one is found[0], room_ns) for one in found)
+        engines = [work.standing for work in works if work.standing.role == ROLLOUT_ROLE]
+        if self._request_ns and engines and ROLLOUT_ROLE not in (one.role for one in found):
+            others += [one for one in [self._known(engines[0], False, room_ns)] if one.leader]
+        return [first, *sorted(others, key=lambda one: one.role != ROLLOUT_ROLE or not one.leader)]
 
-    def _is_slow(self, standing: Standing, room_ns: float) -> bool:
-        """Whether an engine leads in a stage by enough, and takes longer for a request than the others."""
-        others = [each for lane, each in self._request_ns.items() if lane != standing.leader]
-        own = self._request_ns.get(standing.leader, 0.0)
-        leads = standing.clear and standing.lead_ns >= _OF_A_STAGE * room_ns
-        return leads and bool(others) and own >= SLOW * median(others)
+    def _known(self, one: Standing, is_first: bool, room_ns: float) -> Standing:
+        """Return a standing; without a leader where the watch cannot know it.
+
+        Beside other roles, an engine leads if its lead is large and it takes longer for a request than the
+        other engines.
+        """
+        is_beside = bool(self._request_ns) and one.role == ROLLOUT_ROLE and not is_first
+        if one.role not in self._unclear and not is_beside:
+            return one
+        others = [each for lane, each in self._request_ns.items() if lane != one.leader]
+        own_ns = self._request_ns.get(one.leader, 0.0)
+        leads = one.clear and one.lead_ns >= _OF_A_STAGE * room_ns
+        if leads and others and own_ns >= SLOW * median(others):
+            return one._replace(clear=False)
+        return one._replace(leader="", lead_ns=0, clear=False)
 
     @cached_property
     def _under_way(self) -> Runs:

@@ -65,11 +65,10 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
 
     def named_in(self, summary: StepSummary, before: StepSummary | None) -> Suspicion:
         """Return the suspicion with suspects, if a later step, as slow, has some that explain half of it."""
-        rows = [row.exposed_ns for row in summary.exposed if row.name == self.stage]
-        took_ns = sum(rows) if self.sign == "slow_stage" else summary.duration_ns
+        took_s = summary.exposed_s.get(self.stage, 0.0) if self.sign == "slow_stage" else summary.seconds
         first = next(iter(standings(summary, before).get(self.stage, [])), None)
-        is_slow = 2 * took_ns >= (self.value + self.median) * 1e9
-        if first is None or not is_slow or 2 * first.lead_ns < (self.value - self.median) * 1e9:
+        lead_s = first.lead_ns / 1e9 if first is not None else 0.0
+        if 2 * took_s < self.value + self.median or 2 * lead_s < self.value - self.median:
             return self
         later = self.with_suspects([(summary, before)])
         who = f"longest there in step {summary.step}: {', '.join(later.suspects)}"
