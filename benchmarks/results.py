@@ -91,11 +91,27 @@ def record(table: str, rows: Iterable[dict[str, Any]], *, method: str, peers: di
         "peers": peers,
         "rows": list(rows),
     }
-    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    write(RESULTS, results)
     print(markdown(results[table]))
 
 
+def write(path: Path, found: dict[str, Any]) -> None:
+    """Write results as JSON with a line for each row."""
+    path.write_text(_text(found) + "\n")
+
+
+def _text(value: Any, indent: str = " ") -> str:
+    if isinstance(value, dict) and any(isinstance(each, dict | list) for each in value.values()):
+        lines = [f'"{name}": {_text(each, f"{indent} ")}' for name, each in sorted(value.items())]
+        return "{\n" + ",\n".join(indent + line for line in lines) + f"\n{indent[1:]}}}"
+    if isinstance(value, list):
+        lines = [json.dumps(each, sort_keys=True) for each in value]
+        return "[\n" + ",\n".join(indent + line for line in lines) + f"\n{indent[1:]}]"
+    return json.dumps(value, sort_keys=True)
+
+
 def here() -> dict[str, Any]:
+    """Return what is measured, on what, and when."""
     from verl_profiling import __version__
 
     return {
@@ -149,14 +165,21 @@ def markdown(table: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {found}" for name, found in measured["packages"].items())
     lines += [
         "",
-        f"{table['method']} Measured at version {measured['version']}, commit `{measured['commit']}`, "
-        f"on {measured['date']}: {measured['cpu']}, {measured['cores']} cores"
-        + (f", load average {measured['load']}" if measured["load"] is not None else "")
-        + f", Python {measured['python']}{', ' if packages else ''}{packages}.",
+        f"{table['method']} {where(measured)}{', ' if packages else ''}{packages}.",
     ]
     if table["peers"]:
         lines += ["", *(f"- {name}: {setup}" for name, setup in table["peers"].items())]
     return "\n".join(lines)
+
+
+def where(measured: dict[str, Any]) -> str:
+    """Return what was measured, on what, and when, as a sentence without its end."""
+    return (
+        f"Measured at version {measured['version']}, commit `{measured['commit']}`, "
+        f"on {measured['date']}: {measured['cpu']}, {measured['cores']} cores"
+        + (f", load average {measured['load']}" if measured["load"] is not None else "")
+        + f", Python {measured['python']}"
+    )
 
 
 def ratios(tables: dict[str, Any]) -> str:

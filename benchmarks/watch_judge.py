@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import results
-from watch_fault_table import where
 from watch_judge_plan import LOG, Plan
 
 __all__ = ["FAULTS", "LOOPS", "Fault", "markdown"]
@@ -218,7 +217,7 @@ def markdown(found: dict[str, Any]) -> str:
         f"an innocent process (bold) was named in {sum(is_wrong(row) for row in faulty)}. "
         f"{sum(row['quiet_steps'] for row in rows):,} quiet steps with "
         f"{sum(row['alarms'] for row in rows)} alarms.",
-        *(["", where(found["measured"])] if "measured" in found else []),
+        *(["", f"{results.where(found['measured'])}."] if "measured" in found else []),
     ]
     return "\n".join(lines)
 
@@ -261,7 +260,7 @@ def main() -> None:
     found: dict[str, Any] = {"rows": rows}
     if not (given.fault or given.loop):
         found["measured"] = results.here()
-        RESULTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+        results.write(RESULTS, found)
     print(markdown(found))
 
 

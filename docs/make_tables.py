@@ -150,8 +150,8 @@ def measured(name: str) -> str:
 def faults(name: str) -> str:
     """Return what was noticed of faults in running loops."""
     sys.path.insert(0, str(DOCS.parent / "benchmarks"))
-    module = "watch_judge" if name == "watch_judge.json" else "watch_fault_table"
-    found: str = import_module(module).markdown(json.loads((DOCS.parent / "benchmarks" / name).read_text()))
+    path = DOCS.parent / "benchmarks" / name
+    found: str = import_module(path.stem).markdown(json.loads(path.read_text()))
     return found
 
 
