@@ -21,8 +21,8 @@ import pytest
 from verl_profiling import AsyncProfilingCallback
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture_request import CaptureSelection
-from verl_profiling.commands.trigger import find_job
-from verl_profiling.manifest import Artifact, CaptureResult
+from verl_profiling.engines.request_log import RequestLog
+from verl_profiling.manifest import Artifact, CaptureResult, Request
 from verl_profiling.run_files import read_manifest
 
 
@@ -61,6 +61,21 @@ def at_the_stop(result: CaptureResult) -> CaptureResult:
     """Return a result without what the background work on its artifacts changes."""
     artifacts = [msgspec.structs.replace(one, status="ok", bytes=0, events=0) for one in result.artifacts]
     return msgspec.structs.replace(result, artifacts=artifacts, revision=0)
+
+
+def noting(replica: int = 0) -> RequestLog:
+    """Return a log of requests that takes note."""
+    log = RequestLog()
+    log.serve(replica, enable=True)
+    log.begin(None)
+    return log
+
+
+def seconds(request: Request) -> dict[str, float]:
+    """Return the parts of a request, which add up to it."""
+    parts: dict[str, float] = {name: (end - begin) / 1e9 for name, begin, end in request.parts()}
+    assert sum(parts.values()) == pytest.approx((request.end_ns - request.begin_ns) / 1e9)
+    return parts
 
 
 async def assert_idling_with_stacks_is_cheap(server: Any, order: CaptureRequest) -> None:
@@ -106,61 +121,6 @@ async def assert_replicas_stop_at_the_same_time(servers: Sequence[Any], settings
         stops.append((artifact.end_ns, artifact.end_ns + worker.cost.stop_s * 1e9))
     assert len(stops) == len(servers)
     assert max(begin for begin, _ in stops) < min(end for _, end in stops), "one waited for the other"
-
-
-ASKED = {
-    1: CaptureSelection(roles=("rollout",), replicas=(1,)),
-    2: CaptureSelection(mode="discrete", stages=("rollout",), replicas=(0,)),
-    3: CaptureSelection(tools=("nsys",)),
-    4: CaptureSelection(roles=("rollout",), ranks=(9,)),
-}
-"""What a running job is asked for, by step."""
-
-
-async def assert_aims_hold_for_their_steps_alone(servers: Sequence[Any], settings: dict[str, Any]) -> None:
-    """Ask a loop with two replicas for captures; each is of what it is aimed at, and the last of both."""
-    for server in servers:
-        server.reconfigure()
-    callback = AsyncProfilingCallback({**settings, "watch": {"enable": True}, "schedule": {"steps": [5]}})
-    callback.add_rollout(servers)
-    await callback.on_train_begin()
-    job = find_job(Path(settings["save_path"]))
-    demands = [job.ask(selection, 1, step) for step, selection in ASKED.items()]
-    found = {}
-    for step in range(1, 6):
-        await callback.on_step_begin(step)
-        await callback.on_rollout_begin()
-        await asyncio.gather(*[server.generate(1, 10) for server in servers])
-        await callback.on_rollout_end()
-        await callback.on_step_end()
-        assert callback.last_folder is not None
-        found[step] = {worker.name: worker for worker in read_manifest(callback.last_folder).workers}
-    await callback.on_train_end()
-    names = {
-        step: [artifact.path for worker in workers.values() for artifact in worker.artifacts]
-        for step, workers in found.items()
-    }
-    assert names == {
-        1: ["rollout1_rank0.torch.json.gz"],
-        2: ["rollout0_rank0.rollout.torch.json.gz"],
-        3: [],
-        4: [],
-        5: ["rollout0_rank0.torch.json.gz", "rollout1_rank0.torch.json.gz"],
-    }
-    statuses = {step: {name: one.status for name, one in workers.items()} for step, workers in found.items()}
-    assert statuses == {
-        1: {"rollout1": "ok"},
-        2: {"rollout0": "ok"},
-        3: {"rollout0": "skipped", "rollout1": "skipped"},
-        4: {},
-        5: {"rollout0": "ok", "rollout1": "ok"},
-    }, "who is aimed at is there, and nobody else is missing"
-    assert all("was started to record with torch alone" in worker.reason for worker in found[3].values())
-    for path in names[5]:
-        iterations = servers[0].iterations(callback.last_folder / path)
-        assert 10 <= iterations < 20, "an engine recorded a step that was not aimed at it"
-    answers = [job.answer(demand) for demand in demands]
-    assert [answer and answer.state for answer in answers] == ["done"] * len(ASKED)
 
 
 class Captures:

@@ -6,11 +6,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import shutil
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -20,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.wheels import sources
-from tests.npu import engine_sources
+from tests.npu import artifacts_of, engine_sources, outcomes_of
 from verl_profiling import ConfigError, ProfilingConfig
 from verl_profiling.engines.adapter import (
     engine_tool,
@@ -35,7 +31,6 @@ from verl_profiling.timeline.trace import Trace
 from verl_profiling.tools.npu import NpuOptions, NpuTool
 from verl_profiling.workers import RequestLog, SGLangCaptureMixin
 
-ROOT = Path(__file__).resolve().parents[2]
 Outcome = dict[str, Any]
 
 
@@ -190,39 +185,15 @@ def installed(version: str | None) -> Any:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Outcome:
     """Build the stand-in CANN, run every scenario, and return what came out."""
-    if importlib.util.find_spec("torch_npu") is None:
-        pytest.skip("torch_npu is not installed; `make test-npu` builds an environment with it")
-    if missing := [name for name in ("cc", "nm", "readelf") if shutil.which(name) is None]:
-        pytest.skip(f"the stand-in CANN cannot be built without {', '.join(missing)}")
-    from tests.npu.cann_stub import build
-
-    cann, packages = tmp_path_factory.mktemp("cann"), tmp_path_factory.mktemp("packages")
-    build(cann)
+    packages = tmp_path_factory.mktemp("packages")
     wanted = (engine_sources.VLLM, engine_sources.VLLM_ASCEND, engine_sources.SGLANG)
     engine_sources.build(packages, {name: sources(name, request.config.cache) for name in wanted})
-    environment = {
-        **os.environ,
-        "LD_LIBRARY_PATH": str(cann),
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(packages)]),
-    }
-    target = tmp_path_factory.mktemp("captures")
-    command = [sys.executable, "-m", "tests.npu.engine_scenarios", str(target)]
-    done = subprocess.run(
-        command, cwd=target, env=environment, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found: Outcome = json.loads((target / "outcomes.json").read_text())
-    return found
+    return outcomes_of("engine_scenarios", tmp_path_factory, packages)
 
 
 def artifacts(outcome: Outcome) -> list[list[tuple[str, str]]]:
     """Return the path and the status of each artifact, by step."""
-    return [
-        [(artifact["path"], artifact["status"]) for artifact in worker["artifacts"]]
-        for manifest in outcome["manifests"]
-        for worker in manifest["workers"]
-    ]
+    return [artifacts_of(worker) for manifest in outcome["manifests"] for worker in manifest["workers"]]
 
 
 def recorded(folder: str, path: str) -> tuple[Path, Outcome]:

@@ -6,11 +6,9 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,103 +19,10 @@ import pytest
 
 from tests.engines.contract import request, stop
 from tests.engines.server import settings
-from verl_profiling.engines.adapter import EngineAdapter, EngineTrace
-from verl_profiling.engines.recorder import EngineRecorder
-from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import CaptureStateError
-from verl_profiling.identity import WorkerIdentity
-from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.rollout import RolloutOptions
-from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 from verl_profiling.workers import SGLangCaptureMixin
 
-IDENTITY = WorkerIdentity(role="rollout", rank=0, replica=0)
 LOG = r"its log is the output of process \d+ on \S+"
-
-
-@pytest.fixture
-def process() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that sleeps until it is killed."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    yield process
-    process.kill()
-    process.wait()
-
-
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process as the kernel does."""
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-
-
-class SilentEngine(EngineAdapter):
-    """An engine in one process, which does not answer once that process has ended."""
-
-    name = "silent"
-    window = RolloutOptions()
-    ranks = 1
-
-    def __init__(self, process: subprocess.Popen[bytes], spool: Path) -> None:
-        self.process = process
-        self.spool = spool
-
-    async def start(self) -> None:
-        await self._answer()
-
-    async def stop(self) -> None:
-        await self._answer()
-
-    def died(self) -> str:
-        code = self.process.poll()
-        return "" if code is None else f"core ended with {signal.Signals(-code).name}"
-
-    def identify(self, path: Path) -> EngineTrace | None:
-        return None
-
-    async def _answer(self) -> None:
-        if self.process.poll() is not None:
-            await asyncio.Event().wait()
-
-
-@pytest.fixture
-def recorder(process: subprocess.Popen[bytes], tmp_path: Path) -> EngineRecorder:
-    """A recorder of a silent engine."""
-    engine = SilentEngine(process, tmp_path / "spool")
-    config = ProfilingConfig.from_any(settings(tmp_path))
-    return EngineRecorder(engine, TorchTool(TorchOptions()), IDENTITY, config, RequestLog())
-
-
-async def test_a_stop_that_nobody_answers_is_not_waited_for(
-    process: subprocess.Popen[bytes], recorder: EngineRecorder, tmp_path: Path
-) -> None:
-    """The stop returns at once, failed, with the death as its reason; so does the next start."""
-    order = request(tmp_path, 3)
-    assert (await recorder.start(order)).status == "recording"
-    kill(process)
-    begin = time.monotonic()
-    result = (await recorder.stop(order.capture_id, 0.0)).result
-    assert time.monotonic() - begin < 30, "the deadline of a stop is 300 s"
-    assert result.status == "failed"
-    assert result.reason.startswith("silent died (core ended with SIGKILL); its log is ")
-    with pytest.raises(CaptureStateError, match=rf"start_capture\(step=4\): silent died .*{LOG}.*replica 0"):
-        await recorder.start(request(tmp_path, 4))
-
-
-async def test_an_error_of_an_engine_that_is_dying_is_not_taken_for_the_cause(
-    process: subprocess.Popen[bytes], recorder: EngineRecorder, tmp_path: Path
-) -> None:
-    """A core whose worker has died answers with some error first, and ends afterwards."""
-    engine: Any = recorder.engine
-
-    async def fail() -> None:
-        asyncio.get_running_loop().call_later(0.7, kill, process)
-        raise RuntimeError("cancelled")
-
-    order = request(tmp_path)
-    await recorder.start(order)
-    engine.stop = fail
-    result = (await recorder.stop(order.capture_id, 0.0)).result
-    assert result.reason.startswith("silent died (core ended with SIGKILL)")
 
 
 async def test_sglang_names_the_processes_that_its_watchdog_watches(tmp_path: Path) -> None:

@@ -21,21 +21,6 @@ def log() -> RequestLog:
     return log
 
 
-def test_nothing_is_kept_while_no_capture_is_open() -> None:
-    """Before, after and without one, a record counts for its user and is forgotten."""
-    log = RequestLog()
-    for _ in range(2):
-        assert not log.noting
-        with log.open(5) as request:
-            request.first_token()
-            request.response_tokens += 2
-            assert request.response_tokens == 2
-        assert log.end() == []
-        log.serve(0, enable=True)
-        log.begin(None)
-        log.end()
-
-
 def test_a_request_has_its_times_its_lengths_and_its_version(log: RequestLog) -> None:
     """The first of several first tokens counts, and the end of the block is the end."""
     with log.open(prompt_tokens=5) as request:
@@ -48,20 +33,6 @@ def test_a_request_has_its_times_its_lengths_and_its_version(log: RequestLog) ->
     assert (noted.replica, noted.policy_version) == (3, 7)
     assert (noted.prompt_tokens, noted.response_tokens, noted.failed) == (5, 9, False)
     assert noted.begin_ns < noted.first_token_ns <= after_first_ns < noted.end_ns
-
-
-def test_what_the_user_raises_passes_through_and_fails_the_request(log: RequestLog) -> None:
-    """What was generated until then is noted."""
-
-    def answer() -> None:
-        with log.open(5) as request:
-            request.response_tokens = 2
-            raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="mine"):
-        answer()
-    [noted] = log.end()
-    assert (noted.response_tokens, noted.failed) == (2, True)
 
 
 def test_a_batch_closes_one_record_for_each_of_its_requests(log: RequestLog) -> None:

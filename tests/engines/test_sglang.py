@@ -154,21 +154,6 @@ class TestOnlySGLang:
         assert error.value.key == key
         assert await server.generate(1, 2) == 2
 
-    async def test_an_engine_of_another_node_is_left_alone(self, tmp_path: Path) -> None:
-        """An engine object of node 1 has no tokenizer manager: it is seen by its own settings."""
-
-        class Settings:
-            node_rank = 1
-
-        class Node:
-            tokenizer_manager = None
-            server_args = Settings()
-
-        server = SGLangCaptureMixin()
-        server.init_capture({"enable": True}, engine=Node(), replica=4)
-        reply = await server.start_capture(request(tmp_path))
-        assert (reply.status, reply.identity.node_rank) == ("skipped", 1)
-
     async def test_no_manager_names_the_remedy(self) -> None:
         """Without a tokenizer manager there is nothing to drive, and the error says what to pass."""
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.engines.contract import noting, seconds
 from tests.engines.server import SGLANG_ON_CPU
-from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.engines.sglang import watch_manager
-from verl_profiling.manifest import Request
 
 pytest.importorskip("sglang", reason="SGLang is not installed; make test-sglang builds its environment")
 
@@ -26,13 +25,6 @@ CROWDED = {
     "max_running_requests": 4,
     "schedule_conservativeness": 0.01,
 }
-
-
-def seconds(request: Request) -> dict[str, float]:
-    """Return the parts of a request, which add up to it."""
-    parts: dict[str, float] = {name: (end - begin) / 1e9 for name, begin, end in request.parts()}
-    assert sum(parts.values()) == pytest.approx((request.end_ns - request.begin_ns) / 1e9)
-    return parts
 
 
 async def serve(engine: Any, requests: int) -> list[dict[str, Any]]:
@@ -86,9 +78,7 @@ async def test_the_division_is_that_of_the_engines_own_statistics(
         **{**SGLANG_ON_CPU, **CROWDED},
     )
     try:
-        log = RequestLog()
-        log.serve(2, enable=True)
-        log.begin(None)
+        log = noting(2)
         watch_manager(engine.tokenizer_manager, log)
         told = {meta["id"]: meta for meta in await serve(engine, 8)}
         noted = {request.id: request for request in log.end()}

@@ -13,25 +13,12 @@ from typing import Any
 
 import pytest
 
-from verl_profiling.engines.request_log import RequestLog
+from tests.engines.contract import noting, seconds
 from verl_profiling.engines.sglang import watch_manager
 from verl_profiling.engines.vllm import watch_vllm
 from verl_profiling.manifest import Request
 
 PARTS = ["to the engine", "queued", "prefill", "decode", "from the engine"]
-
-
-def noting() -> RequestLog:
-    """Return a log that takes note."""
-    log = RequestLog()
-    log.serve(0, enable=True)
-    log.begin(None)
-    return log
-
-
-def parts(request: Request) -> list[str]:
-    """Return the names of a request's parts."""
-    return [name for name, _, _ in request.parts()]
 
 
 class VLLM:
@@ -107,7 +94,7 @@ async def test_times_of_vllm_are_taken_over_where_its_clock_is_ours(
 ) -> None:
     """Not with statistics off, and not from engine cores on other hosts, even where nobody says so."""
     noted = await noted_by_vllm(engine)
-    assert (parts(noted), noted.preemptions) == (known, preemptions)
+    assert (list(seconds(noted)), noted.preemptions) == (known, preemptions)
     assert (noted.id, noted.prompt_tokens, noted.response_tokens) == ("turn-1", 2, 3)
     assert noted.cached_tokens == 2
 
@@ -115,7 +102,7 @@ async def test_times_of_vllm_are_taken_over_where_its_clock_is_ours(
 async def test_a_request_of_vllm_for_several_samples_keeps_its_id_alone() -> None:
     """What comes with its outputs is of one sample."""
     noted = await noted_by_vllm(VLLM(told={"num_preemptions": 1}), n=2, by_name=False)
-    assert (noted.id, parts(noted)) == ("turn-1", ["generate"])
+    assert (noted.id, list(seconds(noted))) == ("turn-1", ["generate"])
     assert (noted.cached_tokens, noted.preemptions) == (None, None)
 
 
@@ -172,7 +159,7 @@ async def test_times_of_sglang_are_taken_over_where_they_can_be(
     async for _ in manager.generate_request(SimpleNamespace(rid="turn-1")):
         pass
     [noted] = log.end()
-    assert (parts(noted), noted.preemptions) == (known, retractions)
+    assert (list(seconds(noted)), noted.preemptions) == (known, retractions)
     assert (noted.id, noted.prompt_tokens, noted.response_tokens) == ("turn-1", 4, 6)
     assert noted.cached_tokens == 3
     if known == PARTS[:4]:

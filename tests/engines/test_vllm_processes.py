@@ -1,4 +1,4 @@
-"""vLLM in the other places it runs in: `LLM` with and without processes of its own, and a Ray actor."""
+"""vLLM's `LLM`, with and without processes of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(580)]
 
-LOOP = """
+SCRIPT = """
 import json, sys
 from pathlib import Path
 from verl_profiling import ProfilingCallback
@@ -46,11 +46,7 @@ def print_workers(folder):
             "requests": [[r.prompt_tokens, r.response_tokens, r.policy_version] for r in worker.requests],
         }
     print("\\nMANIFESTS " + json.dumps(found))
-"""
 
-LLM_SCRIPT = (
-    LOOP
-    + """
 def main():
     from vllm import LLM, SamplingParams
     from verl_profiling.workers import VLLMCaptureMixin
@@ -80,66 +76,6 @@ def main():
 if __name__ == "__main__":
     main()
 """
-)
-
-RAY_SCRIPT = (
-    LOOP
-    + """
-def main():
-    import asyncio
-    import ray
-    from verl_profiling.workers import VLLMCaptureMixin
-
-    model, folder, _ = sys.argv[1:]
-
-    @ray.remote(num_cpus=1)
-    class Server(VLLMCaptureMixin):
-        async def start(self):
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.v1.engine.async_llm import AsyncLLM
-
-            self.count = 0
-            self.engine = AsyncLLM.from_engine_args(
-                AsyncEngineArgs(
-                    model=model, skip_tokenizer_init=True, enforce_eager=True, max_model_len=128,
-                    max_num_seqs=4, dtype="float32", **self.engine_args(settings(folder, "e2e")),
-                )
-            )
-
-        async def configure(self, profiling):
-            self.init_capture(profiling)
-
-        async def generate(self):
-            await asyncio.gather(self.one(), self.one())
-
-        async def one(self):
-            from vllm import SamplingParams
-
-            self.count += 1
-            sampling = SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False)
-            async for _ in self.engine.generate(
-                {"prompt_token_ids": [5, 6, 7]}, sampling, request_id=str(self.count)
-            ):
-                pass
-
-        async def stop(self):
-            self.engine.shutdown()
-
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    server = Server.remote()
-    ray.get(server.start.remote())
-    for mode in ("e2e", "discrete"):
-        profiling = settings(Path(folder, mode), mode)
-        ray.get(server.configure.remote(profiling))
-        run_steps(profiling, server, lambda: ray.get(server.generate.remote()))
-    ray.get(server.stop.remote())
-    ray.shutdown()
-    print_workers(folder)
-
-if __name__ == "__main__":
-    main()
-"""
-)
 
 
 @pytest.fixture(autouse=True)
@@ -149,9 +85,9 @@ def engine_of_the_table(record_property: Any) -> None:
     record_property("engine", f"vLLM {vllm.__version__}")
 
 
-def assert_complete(script: str, model: Path, folder: Path, backend: str = "", **environment: str) -> None:
+def assert_complete(model: Path, folder: Path, backend: str = "", **environment: str) -> None:
     """Run a training loop with an engine in both modes and check every manifest it wrote."""
-    (folder / "script.py").write_text(script)
+    (folder / "script.py").write_text(SCRIPT)
     run = subprocess.run(
         [sys.executable, folder / "script.py", model, folder / "out", backend],
         capture_output=True,
@@ -174,14 +110,9 @@ def assert_complete(script: str, model: Path, folder: Path, backend: str = "", *
 
 def test_llm_with_a_core_process(tiny_model: Path, tmp_path: Path) -> None:
     """A sync `LLM` as vLLM starts it: complete folders in both modes."""
-    assert_complete(LLM_SCRIPT, tiny_model, tmp_path)
+    assert_complete(tiny_model, tmp_path)
 
 
 def test_llm_in_this_process(tiny_model: Path, tmp_path: Path) -> None:
     """The session records an `LLM` without separate processes: complete folders in both modes."""
-    assert_complete(LLM_SCRIPT, tiny_model, tmp_path, "uni", VLLM_ENABLE_V1_MULTIPROCESSING="0")
-
-
-def test_async_llm_in_a_ray_actor(tiny_model: Path, tmp_path: Path) -> None:
-    """An async Ray actor driven from another process: complete folders in both modes."""
-    assert_complete(RAY_SCRIPT, tiny_model, tmp_path)
+    assert_complete(tiny_model, tmp_path, "uni", VLLM_ENABLE_V1_MULTIPROCESSING="0")

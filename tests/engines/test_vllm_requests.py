@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from verl_profiling.engines.request_log import RequestLog
+from tests.engines.contract import noting, seconds
 from verl_profiling.engines.vllm import watch_vllm
-from verl_profiling.manifest import Request
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds its environment")
 
@@ -39,21 +38,6 @@ def no_process_is_left() -> Iterator[None]:
     yield
     for process in set(multiprocessing.active_children()) - before:
         process.join(30)
-
-
-def noting() -> RequestLog:
-    """Return a log that takes note, of replica 2."""
-    log = RequestLog()
-    log.serve(2, enable=True)
-    log.begin(None)
-    return log
-
-
-def seconds(request: Request) -> dict[str, float]:
-    """Return the parts of a request, which add up to it."""
-    parts: dict[str, float] = {name: (end - begin) / 1e9 for name, begin, end in request.parts()}
-    assert sum(parts.values()) == pytest.approx((request.end_ns - request.begin_ns) / 1e9)
-    return parts
 
 
 async def serve(engine: Any, requests: int) -> None:
@@ -99,7 +83,7 @@ async def test_the_division_is_that_of_the_engines_own_statistics(tiny_model: Pa
         AsyncEngineArgs(model=str(tiny_model), dtype="float32", **TINY), stat_loggers=[Statistics]
     )
     try:
-        log = noting()
+        log = noting(2)
         watch_vllm(engine, log)
         await serve(engine, 8)
         noted = {request.id: request for request in log.end()}
@@ -138,7 +122,7 @@ def test_a_batch_is_told_apart(tiny_model: Path, statistics: bool, monkeypatch: 
 
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     engine = LLM(model=str(tiny_model), dtype="float32", disable_log_stats=not statistics, **TINY)
-    log = noting()
+    log = noting(2)
     watch_vllm(engine, log)
     prompts = [{"prompt_token_ids": [*SHARED, place]} for place in range(4)]
     sampling = [

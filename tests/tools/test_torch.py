@@ -251,16 +251,6 @@ def test_a_profiler_that_wrote_nothing_is_a_failure(tmp_path: Path, content: byt
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_trace_that_is_cut_off_is_kept_for_salvage(tmp_path: Path) -> None:
-    """The artifact names the raw file, its size, and that it is truncated."""
-    output, _ = output_of(tmp_path, b'{"traceEvents": [{"ph": "X"')
-    assert output.finish is None
-    assert (output.artifact.status, output.artifact.path) == ("truncated", "a.torch.json")
-    assert output.artifact.bytes == 27
-    assert output.artifact.reason.startswith("cut off after 27 bytes")
-    assert (tmp_path / "a.torch.json").read_bytes() == b'{"traceEvents": [{"ph": "X"'
-
-
 def test_a_trace_without_spans_is_empty(tmp_path: Path) -> None:
     """A whole file without events is reported as empty."""
     output, _ = output_of(tmp_path, b'{"traceEvents": [{"ph": "M"}]}')
