@@ -25,7 +25,7 @@ HEAVY = (
 
 # Rooms from the ground up: a module imports from its own room and from those below it.
 FLOORS = (
-    ("errors", "clock", "units", "shifts"),
+    ("errors", "clock", "units", "memory", "shifts"),
     ("capture_request",),
     ("identity",),
     ("manifest",),
@@ -50,7 +50,7 @@ TOOLS_INTERFACE = ("tools", "tools.base")
 SHARED = (
     *("errors", "clock", "units", "identity"),
     *("manifest", "run_files", "remote", "trajectory_log", "step_summary", "capture_request"),
-    *("watch_log", "shifts"),
+    *("watch_log", "shifts", "memory"),
 )
 ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")
 # Look at settings and machine before a run: on neither side, and known to their commands alone.

@@ -74,7 +74,8 @@ def photographed(step: StepInputs, folder: Path, picture: Path, *rows: str) -> l
         picture: Where the picture goes.
         rows: A process and those of its threads that are pictured; by default each worker's busiest one.
     """
-    server = TimelineServer({"t.json.gz": merge(step, folder / "t.json.gz").path}, bundled_ui(), port=0)
+    merge(step, folder / "t.json.gz")
+    server = TimelineServer(folder, bundled_ui(), port=0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         seen = run_script("timeline.js", server.timeline_address("t.json.gz"), str(picture), *rows)

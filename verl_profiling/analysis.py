@@ -22,9 +22,9 @@ from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
 from verl_profiling.manifest import Manifest, RunInfo
 from verl_profiling.report.check import CheckResult, check
 from verl_profiling.report.kinds import communicates
-from verl_profiling.run_files import never_came, read_run
+from verl_profiling.run_files import known_run, never_came, read_run
 from verl_profiling.timeline.content import Limits
-from verl_profiling.timeline.inputs import absent, steps_of, the_run
+from verl_profiling.timeline.inputs import steps_of, the_run
 from verl_profiling.timeline.merge import MergeResult, merge, select_ranks, stage_windows
 from verl_profiling.timeline.step import TIMELINE_NAME, Keep, StepInputs, one_by_one
 from verl_profiling.units import visible
@@ -79,9 +79,8 @@ def only_step(steps: Sequence[CapturedStep], path: str | os.PathLike[str]) -> Ca
     """
     if len(steps) > 1:
         last = steps[-1].inputs
-        named = last.directory if last.manifest else " ".join(str(source.path) for source in last.sources[:3])
-        more = f" (and {len(last.sources) - 3} more)" if not last.manifest and len(last.sources) > 3 else ""
-        raise ConfigError("path", f"{os.fspath(path)} holds {len(steps)} steps; name one, e.g. {named}{more}")
+        named = last.directory if last.manifest else " ".join(str(source.path) for source in last.sources)
+        raise ConfigError("path", f"{os.fspath(path)} holds {len(steps)} steps; name one, e.g. {named}")
     return steps[0]
 
 
@@ -99,7 +98,7 @@ def open_run(
         TraceFormatError: There is no such file or folder, or it holds several runs.
         ConfigError: An expression is invalid.
     """
-    return CapturedRun(_existing(path), limits or Limits(), tuple(communication))
+    return CapturedRun(the_run(Path(path)), limits or Limits(), tuple(communication))
 
 
 def open_steps(
@@ -123,7 +122,7 @@ def open_steps(
     """
     patterns = tuple(communication)
     communicates(patterns)
-    return _opened([_existing(path) for path in paths], limits or Limits(), patterns)
+    return _opened([the_run(Path(path)) for path in paths], limits or Limits(), patterns)
 
 
 def _opened(
@@ -134,12 +133,6 @@ def _opened(
         step.limits, step.communication = limits, communication
     begun = [f"{step.directory}: {step.unfinished}" for step in steps if step.unfinished]
     return list(map(CapturedStep, steps)), [*map(str, damaged), *begun]
-
-
-def _existing(path: str | os.PathLike[str]) -> Path:
-    if not Path(path).exists():
-        raise absent(Path(path))
-    return the_run(Path(path))
 
 
 def load_reports(path: str | os.PathLike[str]) -> list[Report]:
@@ -214,10 +207,7 @@ class CapturedRun:
         The sentence is also empty while the run trains, if the run was killed, and if ``run.json`` is
         damaged (:meth:`check` reports the damage).
         """
-        try:
-            return visible(never_came(self.info()))
-        except TraceFormatError:
-            return ""
+        return visible(never_came(known_run(self.directory)))
 
     def check(self) -> CheckResult:
         """Read every artifact to its last byte, and report missing, empty and damaged artifacts.

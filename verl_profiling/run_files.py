@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import stat
 import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
@@ -40,31 +39,17 @@ def named_file(folder: Path, name: str) -> Path:
     Raises:
         TraceFormatError: It leads out of the folder, or is neither a regular file nor a folder.
     """
-    relative = PurePosixPath(name)
-    if not name or "\0" in name or relative.is_absolute() or ".." in relative.parts:
-        raise TraceFormatError(folder, f"names {name!r}, which is not a path inside of it")
-    path = folder / relative
+    path = folder / name
     try:
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise TraceFormatError(path, f"is a link that leads out of {folder}")
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        return path
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
-        raise TraceFormatError(path, f"cannot be looked at: {error}") from error
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        is_inside = path.resolve().is_relative_to(folder.resolve())
+        is_special = path.exists() and not (path.is_file() or path.is_dir())
+    except (OSError, ValueError, RuntimeError) as error:  # too long, with a NUL, or links in a circle
+        raise TraceFormatError(folder, f"names {name!r:.99}, not a path inside of it: {error}") from error
+    if not (name and is_inside):
+        raise TraceFormatError(folder, f"names {name!r:.99}, which is not a path inside of it")
+    if is_special:
         raise TraceFormatError(path, "is neither a regular file nor a folder")
     return path
-
-
-def check_lane(manifest: Path, lane: str) -> None:
-    """Check that a lane can be part of a file name.
-
-    Raises:
-        TraceFormatError: It cannot be.
-    """
-    if not lane or "/" in lane or "\0" in lane or lane.startswith("."):
-        raise TraceFormatError(manifest, f"names a lane {lane!r}, which is not a name")
 
 
 _PART = ".part"
@@ -85,7 +70,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     """
     part = part_of(path)
     try:
-        with naming(path, part):
+        with naming(path):
             with part.open("wb") as file:
                 yield file
             part.replace(path)
@@ -101,7 +86,7 @@ def scratch_folder(path: Path) -> Iterator[Path]:
         OSError: It cannot be written; the error names ``path``.
     """
     folder = part_of(path)
-    with naming(path, folder):
+    with naming(path):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         try:
@@ -110,37 +95,12 @@ def scratch_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def clear_leftovers(folder: Path) -> list[str]:
-    """Remove temporary files of killed processes; return sentences on the files that had to stay."""
-    stayed = []
-    for path in sorted(folder.glob(f".*{_PART}")):
-        if not _is_left(path):
-            stayed.append(f"{path} is a temporary file of another process; remove it if none writes it")
-            continue
-        try:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-        except OSError as error:
-            stayed.append(f"{path} is a temporary file of a process that was killed ({error.strerror})")
-    return stayed
-
-
-def _is_left(path: Path) -> bool:
-    """Return whether nobody writes a temporary file any more: its process is dead.
-
-    That of a process on another host is taken for dead after a day.
-    """
-    rest, _, number = path.name.removesuffix(_PART).rpartition(".")
-    if not number.isdecimal():
-        return False
-    try:
-        if not rest.endswith(f".{socket.gethostname()}"):
-            return time.time() - path.lstat().st_mtime > _OLD_S
-        os.kill(int(number), 0)
-    except (ProcessLookupError, FileNotFoundError, OverflowError):
-        return True
-    except OSError:  # the process is another user's
-        pass
-    return False
+def clear_leftovers(folder: Path) -> None:
+    """Remove temporary files of killed processes: those that are older than a day."""
+    for path in folder.glob(f".*{_PART}"):
+        with suppress(OSError):
+            if time.time() - path.lstat().st_mtime > _OLD_S:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 RESULT_SUFFIX = ".result.json"
@@ -150,23 +110,16 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 @contextmanager
-def naming(path: Path, temporary: Path | None = None) -> Iterator[None]:
-    """Add the path to write errors that lack it, such as those of a full disk.
-
-    Args:
-        path: What is written.
-        temporary: The file or folder that becomes it; errors do not name that.
+def naming(path: Path) -> Iterator[None]:
+    """Let write errors name what is written: not its temporary file, and not nothing, as for a full disk.
 
     Raises:
-        OSError: Whatever was raised inside, with a file name.
+        OSError: Whatever was raised inside, with ``path`` as its file name.
     """
     try:
         yield
     except OSError as error:
-        is_part = temporary is not None and str(error.filename).startswith(str(temporary))
-        if (error.filename is not None and not is_part) or error.errno is None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def write_json_atomically(path: Path, value: msgspec.Struct, *, durable: bool = True) -> None:
@@ -202,6 +155,14 @@ def read_run(run: Path) -> RunInfo | None:
         raise TraceFormatError(path, f"not the file of a run: {error}") from error
 
 
+def known_run(run: Path) -> RunInfo | None:
+    """Return :func:`read_run` of a run; ``None`` as well if its file cannot be read."""
+    try:
+        return read_run(run)
+    except TraceFormatError:
+        return None
+
+
 def never_came(run: RunInfo | None) -> str:
     """Return a sentence on the steps of the schedule that the loop never began; empty if it began all.
 
@@ -232,13 +193,9 @@ def read_manifest(step_dir: Path) -> Manifest:
             raise TraceFormatError(
                 path, f"schema version {version}, newer than {SCHEMA_VERSION}: update verl-profiling"
             )
-        manifest = _folded(step_dir, msgspec.json.decode(data, type=Manifest))
+        return _folded(step_dir, msgspec.json.decode(data, type=Manifest))
     except _UNREADABLE as error:
         raise TraceFormatError(path, f"not a manifest: {error}") from error
-    for worker in manifest.workers:
-        for artifact in worker.artifacts:
-            check_lane(path, artifact.lane)
-    return manifest
 
 
 def write_result(folder: Path, worker: CaptureResult) -> None:
@@ -259,8 +216,6 @@ def _folded(folder: Path, manifest: Manifest) -> Manifest:
     for path in sorted(folder.glob(f"*{RESULT_SUFFIX}")):
         try:
             result = msgspec.json.decode(_read(path), type=CaptureResult)
-            for artifact in result.artifacts:
-                check_lane(path, artifact.lane)
         except (*_UNREADABLE, TraceFormatError) as error:
             notes.append(f"{path.name} cannot be read, so the reply holds: {error}")
             continue
@@ -376,10 +331,7 @@ def _is_over(folder: Path, worker: CaptureResult) -> bool:
     """Return whether nobody works on a worker's artifacts any more."""
     if worker.process is not None and worker.process.alive() is False:
         return True
-    try:
-        run = read_run(folder.parent)
-    except TraceFormatError:
-        return False
+    run = known_run(folder.parent)
     return run is not None and run.end_ns is not None
 
 

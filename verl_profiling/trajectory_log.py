@@ -329,43 +329,32 @@ def open_log(path: Path) -> tuple[LogHeader, Iterator[Line]]:
     return header, lines
 
 
-class LaterStatuses:
-    """The statuses that trajectories got after they had ended, by the logs of a step.
+LaterStatuses = dict[tuple[str, int | str | None], tuple[int, str]]
+"""Time and status of the last change on each sample of a group, or on all of it (``None``)."""
+
+
+def later_statuses(logs: Iterable[tuple[Path, int]]) -> LaterStatuses:
+    """Return the changes of statuses in all logs of a step.
 
     The process that logs a change may be another than the one that recorded the trajectory.
 
     Args:
-        changes: The changes, each with what to subtract from its time. The last on a sample, or on all of a
-            group, holds.
+        logs: The logs, each with what to subtract from its times.
     """
-
-    def __init__(self, changes: Iterable[tuple[StatusChange, int]] = ()) -> None:
-        self._said: dict[tuple[str, int | str | None], tuple[int, str]] = {}
-        for change, offset_ns in changes:
-            key = change.group, change.sample
-            at_ns = change.at_ns - offset_ns
-            if change.group and at_ns >= self._said.get(key, (at_ns, ""))[0]:
-                self._said[key] = at_ns, change.status
-
-    @classmethod
-    def of(cls, logs: Iterable[tuple[Path, int]]) -> LaterStatuses:
-        """Read the changes of some logs, each with what to subtract from its times."""
-        return cls((change, offset_ns) for path, offset_ns in logs for change in _status_changes(path))
-
-    def of_trajectory(self, trajectory: TrajectoryRecord) -> str:
-        """Return the status of a trajectory."""
-        if not self._said:
-            return trajectory.status
-        keys = ((trajectory.group, trajectory.sample), (trajectory.group, None))
-        return max((self._said[key] for key in keys if key in self._said), default=(0, trajectory.status))[1]
-
-
-def _status_changes(path: Path) -> list[StatusChange]:
-    """Return the changes of statuses in a log, as far as it can be read, without decoding its other lines."""
-    found: list[StatusChange] = []
-    with suppress(TraceFormatError):
-        found += (line for line in _decoded(path, b'["status"') if isinstance(line, StatusChange))
+    found: LaterStatuses = {}
+    for path, offset_ns in logs:
+        with suppress(TraceFormatError):  # a damaged log is reported when its trajectories are read
+            for change in _decoded(path, b'["status"'):
+                if isinstance(change, StatusChange) and change.group:
+                    key, new = (change.group, change.sample), (change.at_ns - offset_ns, change.status)
+                    found[key] = max(found.get(key, new), new)
     return found
+
+
+def last_status(trajectory: TrajectoryRecord, later: LaterStatuses) -> str:
+    """Return the status of a trajectory: its own, or the last one that it got after its end."""
+    keys = ((trajectory.group, trajectory.sample), (trajectory.group, None))
+    return max((later[key] for key in keys if key in later), default=(0, trajectory.status))[1]
 
 
 def _decoded(path: Path, begin: bytes = b"") -> Iterator[Line]:

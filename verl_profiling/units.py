@@ -23,18 +23,13 @@ def duration(seconds: float, *, signed: bool = False) -> str:
     """
     if not seconds:
         return "0 s"
-    unit, scale = time_unit(seconds)
+    unit, scale = _unit(seconds, _TIMES)
     return f"{'+' if signed and seconds > 0 else ''}{_three_digits(seconds / scale)} {unit}"
 
 
 def lane_seconds(seconds: float, whose: str = "lane") -> str:
     """Return time that is added up over lanes, or devices: ``4.34 lane-seconds``."""
     return f"{_three_digits(seconds)} {whose}-seconds"
-
-
-def time_unit(seconds: float) -> tuple[str, float]:
-    """Return the unit that fits a time, e.g. the longest of an axis: its name, and its length (s)."""
-    return _unit(seconds, _TIMES) if seconds else _TIMES[0]
 
 
 def byte_size(size: float) -> str:

@@ -589,8 +589,7 @@ def test_a_killed_loop_is_seen_at_once(
     run = tmp_path / "run"
     loop = start_loop(run)
     wait_until((run / "requests").exists)
-    job = find_job(run)
-    assert not job.gone
+    assert not find_job(run).info.over
     loop.kill()
     loop.wait()
     assert main(["trigger", str(run)]) == 2

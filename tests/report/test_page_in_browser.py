@@ -157,7 +157,7 @@ def test_a_served_page_links_into_the_timeline(report: Report, step: Path, tmp_p
     page, timeline = tmp_path / "report.html", tmp_path / "t.json.gz"
     page.write_text(render_html(report), encoding="utf-8")
     merge(inputs, timeline)
-    server = TimelineServer({path.name: path for path in (page, timeline)}, bundled_ui(), port=0)
+    server = TimelineServer(tmp_path, bundled_ui(), port=0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         seen = run_script("report.js", server.page_address(page.name, timeline.name))
@@ -184,7 +184,7 @@ def test_a_link_to_elsewhere_is_none(report: Report, tmp_path: Path, timeline: s
     """Whoever sends the page's address with another timeline in it leads nobody there."""
     page = tmp_path / "report.html"
     page.write_text(render_html(report), encoding="utf-8")
-    server = TimelineServer({page.name: page}, None, port=0)
+    server = TimelineServer(tmp_path, None, port=0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         seen = run_script("link.js", f"{server.address(page.name)}#timeline={timeline}")

@@ -18,7 +18,7 @@ from verl_profiling.capture_request import Trigger
 from verl_profiling.cli import main
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Asked, Report
-from verl_profiling.report.run_page import render_run, runs_of
+from verl_profiling.report.run_page import render_run
 from verl_profiling.step_summary import SpanTotal
 from verl_profiling.watch.log import WatchLog
 
@@ -146,10 +146,16 @@ def test_the_command_writes_it_into_the_folder_of_the_run(tmp_path: Path) -> Non
 
 def test_each_run_has_a_page_of_its_own(tmp_path: Path) -> None:
     """Plain traces, whose folder is what the user named, have none."""
-    folders = [tmp_path / name for name in ("a/step_1", "a/step_2", "b/step_1")]
-    assert runs_of(tmp_path, folders) == {tmp_path / "a": [0, 1], tmp_path / "b": [2]}
-    assert runs_of(tmp_path / "a", folders[:2]) == {tmp_path / "a": [0, 1]}
-    assert runs_of(tmp_path / "a" / "step_1", folders[:1]) == {}
+    a, b, traces = (tmp_path / name for name in ("a", "b", "traces"))
+    for run, step in ((a, 1), (a, 2), (b, 3)):
+        build_step(run, step=step)
+    traces.mkdir()
+    shutil.copy(a / "step_000001" / "actor_rank0.torch.json.gz", traces)
+    assert main(["report", str(a), str(b), str(traces), "--save"]) == 0
+    links = {run: set(re.findall(r'href="(step_\d+)/', (run / "index.html").read_text())) for run in (a, b)}
+    assert links == {a: {"step_000001", "step_000002"}, b: {"step_000003"}}
+    assert not (traces / "index.html").exists()
+    assert not (tmp_path / "index.html").exists()
 
 
 @pytest.fixture(scope="module")

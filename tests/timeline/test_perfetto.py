@@ -85,11 +85,11 @@ TRAJECTORIES = {
 
 def perfetto(timeline: Path, asked: dict[str, tuple] = QUERIES) -> dict[str, list[list]]:
     """Open a timeline in the bundled Perfetto UI and return what the queries give."""
-    server = TimelineServer({"timeline.json.gz": timeline}, bundled_ui(), port=0)
+    server = TimelineServer(timeline.parent, bundled_ui(), port=0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         queries = {name: {"sql": sql, "columns": columns} for name, (sql, columns) in asked.items()}
-        address = server.timeline_address("timeline.json.gz")
+        address = server.timeline_address(timeline.name)
         return run_script("perfetto.js", address, json.dumps(queries))
     finally:
         server.shutdown()

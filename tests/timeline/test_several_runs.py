@@ -88,22 +88,11 @@ def test_a_folder_above_a_single_run_will_do(tmp_path: Path) -> None:
     assert [step.directory for step in find_steps(tmp_path)] == [tmp_path / "a" / "profiling" / "step_000001"]
 
 
-def test_steps_of_several_runs_side_by_side_are_not_mixed(tmp_path: Path) -> None:
-    """They were copied there; each can be read by itself."""
-    build_run(tmp_path, "first", 1)
-    step = build_step(tmp_path, step=2)
-    with pytest.raises(
-        TraceFormatError, match=r"steps of 2 runs; name a step folder \(run first: step_000001; run run: "
-    ):
-        find_steps(tmp_path)
-    assert len(find_steps(step)) == 1
-
-
 @pytest.mark.parametrize("damage", [b"", b"\xff", b"[]"])
 def test_a_run_whose_file_is_damaged_is_listed(outputs: Path, damage: bytes) -> None:
     """It is one of those to choose from."""
     (outputs / "run" / "run_2" / "run.json").write_bytes(damage)
-    with pytest.raises(TraceFormatError, match=r"1 step, run\.json cannot be read"):
+    with pytest.raises(TraceFormatError, match=r"1 step, without a readable run\.json"):
         find_steps(outputs / "run")
     assert len(find_steps(outputs / "run" / "run_2")) == 1
 

@@ -87,22 +87,18 @@ def test_spans_of_a_trajectory_that_overlap_are_on_rows_below_it(tmp_path: Path)
 
 
 def test_spans_of_no_trajectory_have_rows_of_their_own(tmp_path: Path) -> None:
-    """As do those of a trajectory that is not in the log, which is said."""
+    """As do those of a trajectory that is not in the log."""
     drawn = Drawn(tmp_path)
     drawn.span("fill the queue", 1, 9)
     drawn.span("inside", 2, 3, parent=0)
     drawn.span("wait:batch", 5, 12)
     drawn.span("tool:lost", 20, 30, 77)
-    result, timeline = drawn.merged()
+    _, timeline = drawn.merged()
     assert timeline.shown("span") == [
         ("spans 0", "fill the queue", 1, 9),
         ("spans 0", "inside", 2, 3),
         ("spans 0", "tool:lost", 20, 30),
         ("spans 1", "wait:batch", 5, 12),
-    ]
-    assert result.problems == [
-        "agent_loop_rank0.trajectories.jsonl.gz: spans of trajectories that are not in the log, "
-        "which count as the process's: 1"
     ]
 
 
@@ -211,34 +207,33 @@ def test_a_selection_holds_for_trajectories_too(tmp_path: Path) -> None:
     assert len([e for e in timeline.events if e["ph"] in "sf" and e["cat"] == "request"]) == 2
 
 
-SPAN = st.tuples(st.integers(-1, 6), st.integers(-1, 11), st.integers(0, 30), st.integers(0, 30))
+TIMES = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted)
+SPAN = st.tuples(st.integers(-1, 6), st.integers(-1, 11), TIMES)
 
 
 @settings(max_examples=15, deadline=None)
 @given(
-    trajectories=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=6),
+    trajectories=st.lists(TIMES, max_size=6),
     spans=st.lists(SPAN, max_size=12),
-    blocks=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(0, 20)), max_size=4),
+    blocks=st.lists(st.tuples(st.integers(0, 2), TIMES), max_size=4),
 )
 def test_on_every_row_slices_nest(
     tmp_path_factory: pytest.TempPathFactory,
-    trajectories: list[tuple[int, int]],
-    spans: list[tuple[int, int, int, int]],
-    blocks: list[tuple[int, int, int]],
+    trajectories: list[list[int]],
+    spans: list[tuple[int, int, list[int]]],
+    blocks: list[tuple[int, list[int]]],
 ) -> None:
     """Whatever a log holds, what is shown of it is shown once, and no slice crosses the end of another."""
     drawn = Drawn(tmp_path_factory.mktemp("drawn"))
     for begin, end in trajectories:
         drawn.trajectory(begin, end)
-    for owner, parent, begin, end in spans:
+    for owner, parent, (begin, end) in spans:
         drawn.span("s", begin, end, owner, parent)
-    for loop, begin, end in blocks:
+    for loop, (begin, end) in blocks:
         drawn.block(begin, end, 1, "f", loop)
     _, timeline = drawn.merged()
     shown = [timeline.shown(category) for category in ("trajectory", "span", "block")]
-    assert [len(found) for found in shown] == [
-        sum(begin <= end for *_, begin, end in records) for records in (trajectories, spans, blocks)
-    ]
+    assert [len(found) for found in shown] == [len(trajectories), len(spans), len(blocks)]
     by_row: dict[str, list[tuple[float, float]]] = {}
     for row, _, begin, end in (one for found in shown for one in found):
         by_row.setdefault(row, []).append((begin, end))
@@ -249,31 +244,6 @@ def test_on_every_row_slices_nest(
                 opened.pop()
             assert not opened or end <= opened[-1]
             opened.append(end)
-
-
-def test_records_that_contradict_each_other_are_mended(tmp_path: Path) -> None:
-    """Numbers that repeat, ends before begins, owners and parents that are not there, and circles."""
-    drawn = Drawn(tmp_path)
-    one = drawn.trajectory(0, 100)
-    gone = drawn.trajectory(9, 3)
-    kept = drawn.span("kept", 10, 90, one)
-    backwards = drawn.span("backwards", 60, 55, one, kept)
-    drawn.span("without its parent", 60, 65, one, backwards)
-    drawn.span("without its trajectory", 10, 20, gone)
-    drawn.span("in a circle", 70, 80, one, len(drawn.log.spans))
-    drawn.log.spans.append(drawn.log.spans[kept])
-    result, timeline = drawn.merged()
-    assert {name for _, name, *_ in timeline.shown("span")} == {
-        "kept",
-        "without its parent",
-        "without its trajectory",
-        "in a circle",
-    }
-    name = "agent_loop_rank0.trajectories.jsonl.gz"
-    assert result.problems == [
-        f"{name}: left out, because they end before they begin or repeat a number: 3",
-        f"{name}: spans of trajectories that are not in the log, which count as the process's: 1",
-    ]
 
 
 def test_a_log_that_was_full_says_so(tmp_path: Path) -> None:

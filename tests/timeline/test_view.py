@@ -17,8 +17,9 @@ from verl_profiling.commands.view import TimelineServer
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A timeline, a report and a UI."""
     tmp_path = tmp_path_factory.mktemp("served")
-    (tmp_path / "timeline.json.gz").write_bytes(b"timeline")
-    (tmp_path / "report.html").write_bytes(b"report")
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "timeline.json.gz").write_bytes(b"timeline")
+    (tmp_path / "served" / "report.html").write_bytes(b"report")
     (tmp_path / "ui").mkdir()
     (tmp_path / "ui" / "index.html").write_bytes(b"<head></head>perfetto")
     return tmp_path
@@ -26,8 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def serve(folder: Path, ui: Path | None) -> Iterator[TimelineServer]:
     """Serve until the test is over."""
-    files = {name: folder / name for name in ("timeline.json.gz", "report.html")}
-    with TimelineServer(files, ui, port=0) as server:
+    with TimelineServer(folder / "served", ui, port=0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()

@@ -9,8 +9,9 @@ import pytest
 
 from verl_profiling import stage
 from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.memory import process_peak_bytes
 from verl_profiling.testing import record_step
-from verl_profiling.tools.process_memory import process_peak_bytes, take_host_peak
+from verl_profiling.tools.process_memory import take_host_peak
 from verl_profiling.workers import CaptureMixin
 
 MIB = 1 << 20

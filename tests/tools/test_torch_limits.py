@@ -11,8 +11,8 @@ from example_loops import settings, spans, train
 
 from verl_profiling import stage
 from verl_profiling.capture.session import Session
+from verl_profiling.memory import available_bytes, own_bytes
 from verl_profiling.testing import leaks, record_step
-from verl_profiling.tools.process_memory import available_bytes, own_bytes
 from verl_profiling.tools.torch_profiler import _TorchRecording
 
 pytestmark = pytest.mark.skipif(own_bytes() is None, reason="only Linux tells the memory of a process")
@@ -84,7 +84,7 @@ def test_the_estimate_is_near(run_python: Any, tmp_path: Path) -> None:
         import torch
         from example_loops import settings
         from verl_profiling.tools import Destination
-        from verl_profiling.tools.process_memory import own_bytes
+        from verl_profiling.memory import own_bytes
 
         one = torch.ones(1)
         [tool] = settings(tools={"torch": {"shapes": True}}).for_role("actor").tools

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from verl_profiling.tools.process_memory import process_peak_bytes
+from verl_profiling.memory import process_peak_bytes
 from verl_profiling.watch.sums import process_memory
 
 STATISTICS = {"allocated_bytes": {"all": {"current": 3, "peak": 7}, "small_pool": {"current": 1, "peak": 1}}}

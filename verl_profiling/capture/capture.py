@@ -21,10 +21,11 @@ from verl_profiling.capture.result_file import CostMeter
 from verl_profiling.capture.stage import OpenSpan, SpanLog, StageSink
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult, Device, StageSpan, worst_status
+from verl_profiling.memory import process_peak_bytes
 from verl_profiling.settings.role import TRAJECTORIES, RoleConfig
 from verl_profiling.tools import Destination, Output, Recording, Tool
 from verl_profiling.tools.devices import used_devices
-from verl_profiling.tools.process_memory import memory_overrun, process_peak_bytes
+from verl_profiling.tools.process_memory import memory_overrun
 from verl_profiling.trajectories import spans as trajectories
 
 logger = logging.getLogger(__name__)

@@ -87,9 +87,10 @@ class StepByStep:
         self.steps, problems = open_steps(paths, limits_of(arguments), communication)
         self._failures: list[TraceFormatError] = []
         self.exit_code = EXIT_FINDING if problems else EXIT_OK
-        left = {step.directory for step in self.steps}
-        for problem in (*problems, *(sentence for folder in left for sentence in clear_leftovers(folder))):
+        for problem in problems:
             warn(problem)
+        for folder in {step.directory for step in self.steps}:
+            clear_leftovers(folder)
 
     @property
     def each(self) -> list[CapturedStep]:

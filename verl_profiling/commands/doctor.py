@@ -17,7 +17,7 @@ import msgspec
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.settings.config import ProfilingConfig, load_tool
-from verl_profiling.tools import TOOLS
+from verl_profiling.tools import TOOLS, Tool
 from verl_profiling.tools.devices import injected_cupti
 
 
@@ -82,20 +82,11 @@ def examine_config(config: ProfilingConfig) -> list[Diagnosis]:
     diagnoses = []
     for role in ("", *config.roles):
         chosen = config.for_role(role)
-        subject = f"role {role}" if role else "every role"
-        for tool in chosen.tools:
-            if role and not chosen.enable:
-                continue
-            try:
-                tool.check_machine()
-            except ToolUnavailableError as error:
-                diagnoses.append(Diagnosis(subject, str(error), problem=True))
-                continue
-            if tool.name == "torch" and (wrong := injected_cupti()):
-                diagnoses.append(Diagnosis(subject, wrong, problem=True))
-                continue
-            state = f"can record with {tool.name} ({chosen.mode})"
-            diagnoses.append(Diagnosis(subject, state))
+        for tool in chosen.tools if chosen.enable or not role else ():
+            problem = _problem_of(tool) or (injected_cupti() if tool.name == "torch" else "")
+            subject = f"role {role}" if role else "every role"
+            state = problem or f"can record with {tool.name} ({chosen.mode})"
+            diagnoses.append(Diagnosis(subject, state, problem=bool(problem)))
     return [*diagnoses, _save_path(config)]
 
 
@@ -177,13 +168,17 @@ def _accelerators() -> Iterator[Diagnosis]:
 def _tools() -> Iterator[Diagnosis]:
     for name in TOOLS:
         tool_class = load_tool(name)
-        tool = tool_class(tool_class.options_class())
-        try:
-            tool.check_machine()
-        except ToolUnavailableError as error:
-            yield Diagnosis(f"tool {name}", f"unavailable: {error}")
-        else:
-            yield Diagnosis(f"tool {name}", "available")
+        problem = _problem_of(tool_class(tool_class.options_class()))
+        yield Diagnosis(f"tool {name}", f"unavailable: {problem}" if problem else "available")
+
+
+def _problem_of(tool: Tool) -> str:
+    """Return why a tool cannot record on this machine; empty if it can."""
+    try:
+        tool.check_machine()
+    except ToolUnavailableError as error:
+        return str(error)
+    return ""
 
 
 def _save_path(config: ProfilingConfig) -> Diagnosis:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from verl_profiling.analysis import CapturedStep, Progress
 from verl_profiling.commands import at_least_0, count, size
-from verl_profiling.commands.common import StepByStep, add_limits, add_paths, progress, warn
+from verl_profiling.commands.common import StepByStep, add_limits, add_paths, progress
 from verl_profiling.run_files import clear_leftovers
 from verl_profiling.units import byte_size
 
@@ -52,8 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     work = StepByStep(arguments.paths, arguments)
     work.output_for_one(arguments.output)
     if arguments.output:
-        for problem in clear_leftovers(arguments.output.parent):
-            warn(problem)
+        clear_leftovers(arguments.output.parent)
     with progress("merging", work.traces) as advance:
         for step in work.steps:
             with work.surviving():

@@ -24,7 +24,7 @@ from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.report.files import write_csv, write_tensorboard
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
-from verl_profiling.report.run_page import RUN_PAGE, render_run, runs_of
+from verl_profiling.report.run_page import RUN_PAGE, render_run
 from verl_profiling.report.terminal import fitting_console, print_report
 from verl_profiling.report.watch_frame import Pulse, logged_steps, watch_frame, watch_sentence
 from verl_profiling.run_files import naming, whole_file
@@ -110,8 +110,11 @@ def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: lis
     for path in paths:
         if sentence := open_run(path).never_came():
             warn(sentence)
-    folders = [step.directory for step, _ in reports]
-    runs = {run: steps for path in paths for run, steps in runs_of(path, folders).items()}
+    runs: dict[Path, list[tuple[CapturedStep, Report]]] = {}
+    for step, report in reports:
+        run = step.directory.parent
+        if any(run.resolve().is_relative_to(path.resolve()) for path in paths):
+            runs.setdefault(run, []).append((step, report))
     watched = {run: _watched(run) for run in runs}
     for step, report in reports:
         if arguments.json:
@@ -127,8 +130,8 @@ def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: lis
         if history and not arguments.json:
             print(visible(f"watch of {folder}: {watch_sentence(history)}"))
     if arguments.save:
-        for folder, indices in runs.items():
-            of_run = sorted((reports[index] for index in indices), key=lambda of: of[1].step or 0)
+        for folder, of_run in runs.items():
+            of_run.sort(key=lambda of: of[1].step or 0)
             pages = [step.output("report.html") for step, _ in of_run]
             page = render_run(folder, pages, [report for _, report in of_run], watched[folder])
             _write(folder / RUN_PAGE, page.encode())

@@ -38,10 +38,9 @@ from verl_profiling.units import visible
 from verl_profiling.watch_log import WATCH_LOG
 
 _SOON_S = 0.3
-_PAUSE_S = 0.25
+_PAUSE_S = 0.1
 _SLOW_PAUSE_S = 5.0
 _MOST_FOLDERS = 3
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -181,16 +180,12 @@ class Job:
     Attributes:
         folder: The run's folder, local or at a URL.
         info: The run's ``run.json``.
+        before: Step folders that were there before the request.
     """
 
     folder: LocalFolder | RemoteFolder
     info: RunInfo
-    _request_of: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def gone(self) -> str:
-        """Why the job can take no request; empty while it runs, or if its process is on another host."""
-        return (_run_in(self.folder) or self.info).over
+    before: set[str] = field(default_factory=set)
 
     def in_words(self) -> str:
         """Return a sentence on whether the job runs, and on the age of its last logged step."""
@@ -210,7 +205,7 @@ class Job:
             ConfigError: The job would refuse the request, e.g. because of too many steps or ranks.
             OSError: The folder cannot be written (for a URL, other errors are possible).
         """
-        self._request_of.update(dict.fromkeys(self._steps() - self._request_of.keys(), ""))
+        self.before.update(self.folder.names())
         by = f"{_user()}@{socket.gethostname()}"[:200]
         demand = Demand(
             id=new_request_id(), by=by, asked_ns=time.time_ns(), steps=steps, at=at, selection=selection
@@ -229,8 +224,7 @@ class Job:
     def answer(self, demand: Demand) -> Answer | None:
         """Return the state of a request; ``None`` until the job has taken it."""
         names, state, reason = self._requests.names(), "accepted", ""
-        steps = sorted(self._steps())
-        captures = {name: capture for name in steps if (capture := self._capture(name, demand.id))}
+        captures = {name: made for name in self._new_steps() if (made := self._capture(name, demand.id))}
         found = list(captures.values())
         if f"{demand.id}{REFUSED}" in names:
             state = "refused"
@@ -255,41 +249,38 @@ class Job:
             ProfilingError: The job has ended before the request was done.
         """
         deadline = time.monotonic() + seconds
+        pause_s = _PAUSE_S if isinstance(self.folder, LocalFolder) else _SLOW_PAUSE_S
         seen: Answer | None = None
-        pause_s, most_s = 0.01, _PAUSE_S if isinstance(self.folder, LocalFolder) else _SLOW_PAUSE_S
         while True:
-            gone = self.gone if pause_s == most_s else ""  # checked first: a job may answer and then end
+            over = (_run_in(self.folder) or self.info).over  # first: a job may answer and then end
             answer = self.answer(demand)
             if answer is not None and answer != seen:
                 yield (seen := answer)
                 if answer.state != "accepted":
                     return
-            if gone:
-                raise ProfilingError(gone)
-            if time.monotonic() > deadline:
+            if over:
+                raise ProfilingError(over)
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
                 return
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, most_s)
+            time.sleep(min(pause_s, left_s))
 
     @property
     def _requests(self) -> LocalFolder | RemoteFolder:
         return self.folder.child(REQUESTS)
 
-    def _steps(self) -> set[str]:
-        return {name for name in self.folder.names() if name.startswith("step_")}
+    def _new_steps(self) -> list[str]:
+        return sorted(name for name in self.folder.names() - self.before if name.startswith("step_"))
 
     def _capture(self, name: str, request: str) -> Manifest | None:
         """Return the manifest of a step folder if its capture belongs to the given request, else ``None``."""
-        if self._request_of.get(name, request) != request:
-            return None
         try:
             if isinstance(self.folder, LocalFolder):
                 manifest = read_manifest(self.folder.path / name)
             else:
                 manifest = msgspec.json.decode(self.folder.child(name).read(MANIFEST_NAME), type=Manifest)
-        except (*_UNREADABLE, TraceFormatError, OSError):  # a new folder may have no manifest yet
+        except (msgspec.MsgspecError, TraceFormatError, OSError):  # a new folder may have no manifest yet
             return None
-        self._request_of[name] = manifest.trigger.request
         return manifest if manifest.trigger.request == request else None
 
 
@@ -318,9 +309,9 @@ def find_job(place: str | Path, run_id: str | None = None) -> Job:
     if not found:
         named = f" {run_id!r}" if run_id is not None else ""
         raise TraceFormatError(place, f"has no run{named} that can be asked: it needs watch.enable=true")
-    running = [job for job in found if not job.gone]
+    running = [job for job in found if not job.info.over]
     if not running:
-        raise TraceFormatError(place, f"no job runs here: {found[-1].gone}")
+        raise TraceFormatError(place, f"no job runs here: {found[-1].info.over}")
     if len(running) > 1:
         which = ", ".join(f"{job.folder.url} (run {job.info.run_id})" for job in running)
         raise TraceFormatError(place, f"several runs are here, name one with --run: {which}")
@@ -331,7 +322,7 @@ def _run_in(folder: LocalFolder | RemoteFolder) -> RunInfo | None:
     """Return ``run.json`` of a folder; ``None`` if it is missing or unreadable."""
     try:
         return msgspec.json.decode(folder.read(RUN_NAME), type=RunInfo)
-    except (*_UNREADABLE, OSError):
+    except (msgspec.MsgspecError, OSError):
         return None
 
 

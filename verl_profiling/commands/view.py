@@ -11,14 +11,14 @@ from __future__ import annotations
 import argparse
 import http.server
 import importlib.util
-import shutil
 import webbrowser
-from collections.abc import Mapping
-from functools import partial
+from contextlib import suppress
 from http import HTTPStatus
-from io import SEEK_END, BytesIO
+from io import BytesIO
 from pathlib import Path
-from urllib.parse import quote, urlsplit
+from tempfile import TemporaryDirectory
+from typing import BinaryIO
+from urllib.parse import quote
 
 from verl_profiling.analysis import only_step
 from verl_profiling.commands import EXIT_OK, local_path
@@ -32,7 +32,6 @@ PERFETTO_PORT = 9001
 
 _ONLINE_UI = "https://ui.perfetto.dev"
 _OWN_NAMES = ("127.0.0.1", "localhost")
-_TYPES = {".gz": "application/gzip", ".html": "text/html; charset=utf-8"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -65,20 +64,24 @@ def run(arguments: argparse.Namespace) -> int:
     if timeline.is_symlink() or not timeline.is_file():
         step.merge()
     # A report.html in the folder is untrusted: its scripts would have this server's origin. So render anew.
-    pages = {part.output("report.html").name: render_html(part.report()).encode() for part in step.by_step()}
-    try:
-        server = TimelineServer({timeline.name: timeline, **pages}, ui, arguments.port)
-    except OSError as error:
-        raise ConfigError("--port", f"{arguments.port} cannot be used: {error.strerror}") from error
-    with server:
-        print(f"timeline  {server.timeline_address(timeline.name)}")
-        for name in pages:
-            print(f"report    {server.page_address(name, timeline.name)}", flush=True)
-        if not arguments.no_browser:
-            webbrowser.open(server.timeline_address(timeline.name))
+    pages = {part.output("report.html").name: part.report() for part in step.by_step()}
+    with TemporaryDirectory() as scratch:
+        served = Path(scratch)
+        (served / timeline.name).symlink_to(timeline.absolute())
+        for name, report in pages.items():
+            (served / name).write_text(render_html(report), encoding="utf-8")
         try:
-            server.serve_forever()
-        except KeyboardInterrupt:
+            server = TimelineServer(served, ui, arguments.port)
+        except OSError as error:
+            raise ConfigError("--port", f"{arguments.port} cannot be used: {error.strerror}") from error
+        with server:
+            print(f"timeline  {server.timeline_address(timeline.name)}")
+            for name in pages:
+                print(f"report    {server.page_address(name, timeline.name)}", flush=True)
+            if not arguments.no_browser:
+                webbrowser.open(server.timeline_address(timeline.name))
+            with suppress(KeyboardInterrupt):
+                server.serve_forever()
             print()
     return EXIT_OK
 
@@ -93,24 +96,24 @@ def bundled_ui() -> Path | None:
 
 
 class TimelineServer(http.server.ThreadingHTTPServer):
-    """Serves the files in ``files``; any other path is served from the folder of the Perfetto UI.
+    """Serves the files in ``folder``; any other path is served from the folder of the Perfetto UI.
 
     Attributes:
-        files: Path of a file, or content of a page, by URL path.
+        folder: Folder of the timeline and the pages.
         ui: Folder of the Perfetto UI, or ``None`` to use ``ui.perfetto.dev``.
     """
 
     daemon_threads = True
 
-    def __init__(self, files: Mapping[str, Path | bytes], ui: Path | None, port: int = PERFETTO_PORT) -> None:
+    def __init__(self, folder: Path, ui: Path | None, port: int = PERFETTO_PORT) -> None:
         """Bind to the loopback interface.
 
         Raises:
             OSError: The port is taken.
         """
-        self.files = dict(files)
+        self.folder = folder
         self.ui = ui
-        super().__init__(("127.0.0.1", port), partial(_Handler, directory=ui))
+        super().__init__(("127.0.0.1", port), _Handler)
 
     def address(self, name: str) -> str:
         """Return the URL of a served file."""
@@ -129,28 +132,17 @@ class TimelineServer(http.server.ThreadingHTTPServer):
 class _Handler(http.server.SimpleHTTPRequestHandler):
     server: TimelineServer
 
-    def do_GET(self) -> None:
+    def send_head(self) -> BytesIO | BinaryIO | None:
         # Against DNS rebinding: a foreign page that resolves to 127.0.0.1 still sends its own Host header.
         if (self.headers["Host"] or "").partition(":")[0] not in _OWN_NAMES:
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
-            return
-        name = urlsplit(self.path).path.removeprefix("/")
-        served = self.server.files.get(name)
-        if served is None and self.server.ui is not None:
-            super().do_GET()
-            return
-        if served is None or (isinstance(served, Path) and not served.is_file()):
-            self.send_error(HTTPStatus.NOT_FOUND)
-            return
-        with BytesIO(served) if isinstance(served, bytes) else served.open("rb") as file:
-            self.send_response(HTTPStatus.OK)
-            self.send_header("Content-Type", _TYPES.get(Path(name).suffix, "application/octet-stream"))
-            self.send_header("Content-Length", str(file.seek(0, SEEK_END)))
-            self.end_headers()
-            file.seek(0)
-            shutil.copyfileobj(file, self.wfile)
+            return None
+        self.directory = str(self.server.folder)
+        if self.server.ui is not None and not Path(self.translate_path(self.path)).is_file():
+            self.directory = str(self.server.ui)
+        return super().send_head()
 
-    def do_HEAD(self) -> None:
+    def list_directory(self, path: object) -> None:
         self.send_error(HTTPStatus.NOT_FOUND)
 
     def end_headers(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
@@ -48,15 +48,6 @@ class _Step(NamedTuple):
     @property
     def cell(self) -> Cell:
         return named(self.title, self.link)
-
-
-def runs_of(path: Path, folders: Iterable[Path]) -> dict[Path, list[int]]:
-    """Return, for each folder at or below ``path`` that holds step folders, which of ``folders`` they are."""
-    runs: dict[Path, list[int]] = {}
-    for index, folder in enumerate(folders):
-        if folder.resolve().parent.is_relative_to(path.resolve()):
-            runs.setdefault(folder.parent, []).append(index)
-    return runs
 
 
 def render_run(
@@ -200,29 +191,26 @@ def _tables(steps: Sequence[_Step], reports: Sequence[Report]) -> Iterator[str]:
     if any(report.lost for report in reports):
         lost = [step._replace(stages=one.lost_s) for step, one in zip(steps, reports, strict=True)]
         yield section("Lost time of each step", _trend(lost, lambda name: f"k-{name}", cause_name), note)
-    headings = (
-        "step",
-        "took",
-        "busy",
-        f"lost {whose}-seconds",
-        "most lost by",
-        "slowest stage",
-        "first finding",
-    )
     rows = []
     for step, report in zip(steps, reports, strict=True):
-        lost_s, stages = report.lost_s, step.stages
         busy = report.working_share
-        row = [step.cell, timed(step.seconds), Cell(busy, "" if busy is None else f"{busy:.1%}")]
-        row.append(timed(sum(lost_s.values())))
-        row.append(named(cause_name(max(lost_s, key=lambda name: lost_s[name], default=""))))
-        row.append(named(max(stages, key=lambda name: stages[name], default="")))
-        row.append(named(report.findings[0].text, step.link) if report.findings else named(""))
+        found = report.findings[0].text if report.findings else ""
+        row = {
+            "took": timed(step.seconds),
+            "busy": Cell(busy, "" if busy is None else f"{busy:.1%}"),
+            f"lost {whose}-seconds": timed(sum(report.lost_s.values())),
+            "most lost by": named(cause_name(_largest(report.lost_s))),
+            "slowest stage": named(_largest(step.stages)),
+            "first finding": named(found, step.link if found else ""),
+        }
         rows.append(row)
-    yield section("Steps", table("Steps", headings, rows))
-    cells = [step.cell for step in steps]
-    yield _by_step("Stages by step", cells, [_times(step.stages) for step in steps])
-    yield _by_step("Lost time by step", cells, [_times(report.lost_s) for report in reports], note=note)
+    yield _by_step("Steps", steps, rows)
+    yield _by_step("Stages by step", steps, [_times(step.stages) for step in steps])
+    yield _by_step("Lost time by step", steps, [_times(report.lost_s) for report in reports], note)
+
+
+def _largest(seconds: Mapping[str, float]) -> str:
+    return max(seconds, key=lambda name: seconds[name], default="")
 
 
 def _trend(
@@ -271,18 +259,11 @@ def _times(seconds: Mapping[str, float]) -> dict[str, Cell]:
     return {name: timed(took) for name, took in seconds.items()}
 
 
-def _by_step(
-    title: str,
-    steps: Sequence[Cell],
-    rows: Sequence[Mapping[str, Cell]],
-    names: Sequence[str] | None = None,
-    note: str = "",
-) -> str:
-    """Return a table with a row for each step and a column for each name; by default for all in the rows."""
-    if names is None:
-        names = list(dict.fromkeys(name for row in rows for name in row))
+def _by_step(title: str, steps: Sequence[_Step], rows: Sequence[Mapping[str, Cell]], note: str = "") -> str:
+    """Return a table with a row for each step and a column for each name in the rows."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [
-        [step, *(row.get(name, Cell(None, "")) for name in names)]
+        [step.cell, *(row.get(name, Cell(None, "")) for name in names)]
         for step, row in zip(steps, rows, strict=True)
     ]
     return section(title, table(title, ("step", *map(visible, names)), cells if names else []), note)
@@ -325,19 +306,22 @@ def _every_step(bars: Sequence[_Step], total: int) -> str:
 
 def _watch_tables(bars: Sequence[_Step]) -> str:
     """Return the same in numbers, and what trajectories spent."""
-    steps = [named(bar.title.removeprefix("Step "), bar.link) for bar in bars]
-    rows = [
-        {"took": timed(bar.seconds), **_times(bar.stages), "captured": named(bar.captured)} for bar in bars
-    ]
     stages = dict.fromkeys(name for bar in bars for name in bar.stages)
+    exposed = []
+    for bar in bars:
+        times = {name: timed(bar.stages.get(name)) for name in stages}
+        exposed.append({"took": timed(bar.seconds), **times, "captured": named(bar.captured)})
     sums = Counter[str]()
     for bar in bars:
         sums.update({spans.name: spans.seconds for spans in bar.spans})
     names = [name for name, _ in sums.most_common(_MOST_SPANS)]
-    spent = [{spans.name: _spent(spans) for spans in bar.spans} for bar in bars]
+    spent = []
+    for bar in bars:
+        of_step = {spans.name: _spent(spans) for spans in bar.spans}
+        spent.append({name: of_step.get(name, Cell(None, "")) for name in names})
     note = "All spans of a name together. They run side by side, so they may be longer than the step."
-    exposed = _by_step("Exposed time by step", steps, rows, ["took", *stages, "captured"])
-    return exposed + _by_step("Time of trajectories by step", steps, spent, names, note)
+    tables = _by_step("Exposed time by step", bars, exposed)
+    return tables + _by_step("Time of trajectories by step", bars, spent, note)
 
 
 def _spent(spans: SpanTotal) -> Cell:

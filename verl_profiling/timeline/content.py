@@ -6,7 +6,6 @@ stops at a limit; the content up to there is kept, and a warning is added.
 
 from __future__ import annotations
 
-import os
 import stat
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import msgspec
 from isal import isal_zlib
 
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.memory import available_bytes, own_bytes
 from verl_profiling.units import byte_size
 
 BLOCK_BYTES = 1 << 18
@@ -26,12 +26,6 @@ BLOCK_BYTES = 1 << 18
 _READ_BYTES = 1 << 16
 _GZIP_MAGIC = b"\x1f\x8b"
 _LEAST_BYTES = 1 << 30
-_MEMINFO = Path("/proc/meminfo")
-_STATM = Path("/proc/self/statm")
-_CGROUPS = (  # folder, limit, usage; version 2 and version 1
-    (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
-    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +43,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def reached(self, events: int) -> str:
         """Return a sentence if this process is over its memory limit, else ``""``."""
         allowed = _allowed_bytes() if self.memory_bytes is None else self.memory_bytes
-        if (used := _resident_bytes()) <= allowed:
+        if (used := own_bytes() or 0) <= allowed:
             return ""
         return (
             f"stopped after {events:,} events: the process takes {byte_size(used)} of memory, "
@@ -59,41 +53,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 @cache
 def _allowed_bytes() -> int:
-    return max(memory_available() * 3 // 4, _LEAST_BYTES)
-
-
-def memory_available() -> int:
-    """Return the bytes of memory this process can use in all: its present use plus the free memory."""
-    free = [_counted(_MEMINFO).get("MemAvailable:", sys.maxsize >> 10) << 10]
-    for folder, limit, usage in _CGROUPS:
-        bound, used = _text(folder / limit).strip(), _text(folder / usage).strip()
-        if bound.isdecimal() and used.isdecimal():
-            cached = _counted(folder / "memory.stat")
-            kept = int(used) - cached.get("inactive_file", 0) - cached.get("active_file", 0)
-            free.append(max(int(bound) - kept, 0))
-    return min(free) + _resident_bytes()
-
-
-def _resident_bytes() -> int:
-    """Return the memory of this process (bytes); 0 without /proc, which switches the limit off."""
-    try:
-        with _STATM.open("rb", buffering=0) as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
-
-
-def _counted(path: Path) -> dict[str, int]:
-    """Return the number in the second column of each line, by the word in the first."""
-    lines = (line.split() for line in _text(path).splitlines())
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+    free = available_bytes()
+    return sys.maxsize if free is None else max((free + (own_bytes() or 0)) * 3 // 4, _LEAST_BYTES)
 
 
 class Blocks:

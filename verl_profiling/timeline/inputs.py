@@ -19,9 +19,8 @@ from verl_profiling.manifest import (
     Artifact,
     CaptureResult,
     Manifest,
-    RunInfo,
 )
-from verl_profiling.run_files import named_file, read_manifest, read_run
+from verl_profiling.run_files import known_run, named_file, read_manifest
 from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.step import Source, StepInputs, sorted_sources
 from verl_profiling.trajectory_log import LOG_SUFFIX
@@ -57,16 +56,17 @@ def steps_of(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceFormatE
     damaged: list[TraceFormatError] = []
     plain: list[Path] = []
     for path in paths:
-        if not path.exists():
-            raise absent(path)
         if is_uncaptured(path):
             raise TraceFormatError(path, how_to_capture(path))
-        captured = _captured_steps(path)
-        if captured is None:
+        folders = [path] if is_step(path) else step_folders(path)
+        if not any(map(is_step, folders)):
             plain.append(path)
             continue
-        steps.update((step.directory.resolve(), step) for step in captured[0])
-        damaged += captured[1]
+        for folder in folders:
+            try:
+                steps[folder.resolve()] = _from_manifest(folder)
+            except TraceFormatError as error:
+                damaged.append(error)
     traces, unreadable = plain_steps(plain)
     found, damaged = [*steps.values(), *traces], [*damaged, *unreadable]
     if not found:
@@ -76,30 +76,13 @@ def steps_of(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceFormatE
 
 def absent(path: Path) -> TraceFormatError:
     """Return the error for a missing path; for a missing step folder, it names the capture with that step."""
-    if (match := _STEP_FOLDER.fullmatch(path.name)) and path.parent.is_dir():
+    if match := _STEP_FOLDER.fullmatch(path.name):
         for folder in step_folders(path.parent):
             with suppress(TraceFormatError):
                 steps = read_manifest(folder).steps
                 if int(match[1]) in steps:
                     return TraceFormatError(path, f"no such folder; {folder} has {step_list(steps)}")
     return TraceFormatError(path, "no such file or folder")
-
-
-def _captured_steps(path: Path) -> tuple[list[StepInputs], list[TraceFormatError]] | None:
-    """Return the steps as :func:`steps_of`; ``None`` if there is no step folder (plain traces)."""
-    if is_step(path):
-        return [_from_manifest(path)], []
-    folders = step_folders(path) if path.is_dir() else []
-    if not any(is_step(folder) for folder in folders):
-        return None
-    steps, damaged = [], []
-    for folder in folders:
-        try:
-            steps.append(_from_manifest(folder))
-        except TraceFormatError as error:
-            damaged.append(error)
-    _refuse_mixture(path, steps)
-    return steps, damaged
 
 
 def is_step(folder: Path) -> bool:
@@ -134,9 +117,11 @@ def the_run(path: Path, run_id: str | None = None, *, live: bool = False) -> Pat
         live: Prefer the only run that is not over.
 
     Raises:
-        TraceFormatError: The path holds several runs, or none with this id.
+        TraceFormatError: The path does not exist, or holds several runs, or none with this id.
     """
-    found = {run: _info(run) for run in runs_at(path)}
+    if not path.exists():
+        raise absent(path)
+    found = {run: known_run(run) for run in runs_at(path)}
     if run_id is not None:
         found = {run: info for run, info in found.items() if info is not None and info.run_id == run_id}
         if not found:
@@ -175,32 +160,21 @@ def described(run: Path) -> str:
     """Return a run's number of captured steps, its id, its start, and whether it is running."""
     steps = len(step_folders(run))
     count = f"{steps} step{'s' if steps != 1 else ''}" if steps else "no captured step"
-    try:
-        info = read_run(run)
-    except TraceFormatError:
-        return f"{count}, {RUN_NAME} cannot be read"
+    info = known_run(run)
     if info is None:
-        return f"{count}, without {RUN_NAME}: name a step folder"
+        return f"{count}, without a readable {RUN_NAME}: name a step folder"
     goes_on = ", running" if info.end_ns is None and info.process.alive() else ""
     return f"{count}, run {info.run_id}, started {local_time(info.begin_ns)}{goes_on}"
 
 
 def is_uncaptured(path: Path) -> bool:
     """Return whether a path is the folder of a run that has a log of its watch, and no step folder."""
-    return path.is_dir() and has_watch_log(path) and not (is_step(path) or step_folders(path))
-
-
-def _info(run: Path) -> RunInfo | None:
-    """Return ``run.json`` of a run; ``None`` if it is missing or unreadable."""
-    try:
-        return read_run(run)
-    except TraceFormatError:
-        return None
+    return has_watch_log(path) and not (is_step(path) or step_folders(path))
 
 
 def how_to_capture(run: Path) -> str:
     """Return that no step of a run was captured, and how one is."""
-    info = _info(run)
+    info = known_run(run)
     ask = f"`verl-profiling trigger {shlex.quote(str(run))}`"
     if info is not None and not info.over:
         return f"No step was captured so far; {ask} asks the job for its next one."
@@ -211,21 +185,10 @@ def how_to_capture(run: Path) -> str:
     )
 
 
-def _refuse_mixture(path: Path, steps: list[StepInputs]) -> None:
-    """Refuse step folders of several runs in one folder, e.g. copies."""
-    runs: dict[str, list[str]] = {}
-    for step in steps:
-        if step.manifest is not None:
-            runs.setdefault(step.manifest.run_id, []).append(step.directory.name)
-    if len(runs) > 1:
-        named = "; ".join(f"run {run_id}: {', '.join(names)}" for run_id, names in runs.items())
-        raise TraceFormatError(path, f"holds steps of {len(runs)} runs; name a step folder ({named})")
-
-
 def step_folders(run: Path) -> list[Path]:
     """Return the step folders of a run folder, finished or not, by step and then by recording."""
     found = []
-    for child in run.iterdir():
+    for child in run.iterdir() if run.is_dir() else ():
         if (match := _STEP_FOLDER.fullmatch(child.name)) and child.is_dir():
             found.append((int(match[1]), int(match[2] or 1), child))
     return [folder for _, _, folder in sorted(found)]

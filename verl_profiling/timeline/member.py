@@ -18,7 +18,7 @@ from isal import isal_zlib
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import Request
 from verl_profiling.timeline.content import Limits
-from verl_profiling.timeline.processes import Arrow, Processes
+from verl_profiling.timeline.processes import Processes
 from verl_profiling.timeline.step import Keep, Source
 from verl_profiling.timeline.trace import Event, Trace
 from verl_profiling.trajectory_log import LaterStatuses
@@ -46,6 +46,7 @@ class MemberJob(msgspec.Struct, frozen=True, kw_only=True):
         keep: Selection of events.
         limits: Limits on reading the trace.
         requests: For a log: the requests of the step, by the engine's request id.
+        places: For a log: process and thread of each request in the timeline, by its id and begin.
         statuses: For a log: statuses set after the trajectories had ended.
     """
 
@@ -58,7 +59,8 @@ class MemberJob(msgspec.Struct, frozen=True, kw_only=True):
     keep: Keep
     limits: Limits
     requests: dict[str, list[Request]] = {}
-    statuses: LaterStatuses = LaterStatuses()
+    places: dict[tuple[str, int], tuple[int, int]] = {}
+    statuses: LaterStatuses = {}
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +71,6 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         events: Number of events written, without metadata (``ph == "M"``).
         left_out: Number of events that :class:`Keep` left out.
         problems: Sentences on unreadable parts.
-        arrows: Arrows from the trace's spans to requests.
         is_readable: Whether any part of the trace could be read.
     """
 
@@ -77,7 +78,6 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     events: int = 0
     left_out: int = 0
     problems: list[str] = []
-    arrows: list[Arrow] = []
     is_readable: bool = True
 
 

@@ -26,11 +26,12 @@ from verl_profiling.timeline.member import Member, MemberFile, MemberJob, compre
 from verl_profiling.timeline.processes import (
     CONTROLLER,
     LANE_PIDS,
+    REQUESTS_PID,
     STAGES_TID,
-    Arrow,
     controller_events,
     name_process,
     request_events,
+    request_rows,
     requests_by_id,
 )
 from verl_profiling.timeline.step import (
@@ -43,7 +44,7 @@ from verl_profiling.timeline.step import (
 )
 from verl_profiling.timeline.trace import Event, Trace
 from verl_profiling.timeline.trajectories import write_log_member
-from verl_profiling.trajectory_log import LaterStatuses
+from verl_profiling.trajectory_log import later_statuses
 
 _SLACK_NS = 3_600_000_000_000  # the clock starts an hour before the step, so that no ts is negative
 _LONGEST_US = 1e6  # longer events are never dropped to reduce the size
@@ -101,24 +102,29 @@ def merge(
     base_ns = zero_ns(inputs.manifest.begin_ns if inputs.manifest else min(begins, default=0))
     with scratch_folder(output) as scratch:
         while True:
-            plan = _plan(inputs, scratch, base_ns, keep)
+            plan, pids = _plan(inputs, scratch, base_ns, keep)
             members = []
             for job, member in _run(plan, jobs):
                 members.append(member)
                 if on_progress:
                     on_progress(job.source)
-            result = _join(scratch / "timeline", inputs, plan, members, base_ns, keep)
+            result = _join(scratch / "timeline", inputs, plan, pids, members, base_ns, keep)
             if max_bytes is None or result.bytes <= max_bytes or keep.min_us > _LONGEST_US:
                 break
             share = max_bytes / result.bytes
             fitting = min_us_for_share(result.path, share)
             keep = msgspec.structs.replace(keep, min_us=max(fitting, 2 * keep.min_us, 1.0))
-        result.path.chmod(0o644)
         return msgspec.structs.replace(result, path=result.path.replace(output))
 
 
 def _join(
-    path: Path, inputs: StepInputs, plan: list[MemberJob], members: list[Member], base_ns: int, keep: Keep
+    path: Path,
+    inputs: StepInputs,
+    plan: list[MemberJob],
+    pids: dict[str, int],
+    members: list[Member],
+    base_ns: int,
+    keep: Keep,
 ) -> MergeResult:
     """Concatenate the controller's events, the requests, the members and the footer into one file.
 
@@ -129,23 +135,14 @@ def _join(
     problems = [*inputs.absent, *named]
     if inputs.manifest is None and not any(member.is_readable for member in members):
         raise TraceFormatError(inputs.directory, "; ".join(problems) or "holds no trace to merge")
-    pids = {CONTROLLER: LANE_PIDS}
-    for job in plan:
-        pids.setdefault(job.source.worker, job.pid)
-    last = max(job.pid for job in plan) if plan else LANE_PIDS
-    for number, worker in enumerate(inputs.manifest.workers if inputs.manifest else (), 1):
-        pids.setdefault(worker.name, last + number * LANE_PIDS)
     opening = _opening(inputs, plan, pids, base_ns)
-    leading: dict[tuple[str, int], list[Arrow]] = {}
-    for arrow in (arrow for member in members for arrow in member.arrows):
-        leading.setdefault(arrow.request, []).append(arrow)
     left_out = sum(member.left_out for member in members)
     events = sum(member.events for member in members) + sum(event.ph != "M" for event in opening)
     with path.open("wb") as timeline:
         timeline.write(_gzip(_header(base_ns) + b",\n".join(map(msgspec.json.encode, opening))))
         with MemberFile(timeline) as requests:
             for worker in inputs.manifest.workers if inputs.manifest else ():
-                slices, omitted = request_events(worker, pids[worker.name], base_ns, keep, leading)
+                slices, omitted = request_events(worker, pids[worker.name], base_ns, keep)
                 left_out += omitted
                 events += requests.write(slices)
         for job in plan:
@@ -168,13 +165,28 @@ def zero_ns(begin_ns: int) -> int:
     return (begin_ns - _SLACK_NS) // 1_000_000_000 * 1_000_000_000
 
 
-def _plan(inputs: StepInputs, scratch: Path, base_ns: int, keep: Keep) -> list[MemberJob]:
+def _plan(
+    inputs: StepInputs, scratch: Path, base_ns: int, keep: Keep
+) -> tuple[list[MemberJob], dict[str, int]]:
+    """Return the members to write, and the first process id of each worker and of the controller."""
     lanes: dict[str, int] = {}
+    pids = {CONTROLLER: LANE_PIDS}
     sources = sorted_sources([*inputs.sources, *inputs.logs])
     for source in sources:
         lanes.setdefault(source.lane, (len(lanes) + 2) * LANE_PIDS)
+        pids.setdefault(source.worker, lanes[source.lane])
+    workers = inputs.manifest.workers if inputs.manifest else []
+    last = max(lanes.values(), default=LANE_PIDS)
+    for number, worker in enumerate(workers, 1):
+        pids.setdefault(worker.name, last + number * LANE_PIDS)
     requests = requests_by_id(inputs.manifest) if inputs.manifest and inputs.logs else {}
-    statuses = LaterStatuses.of((source.path, source.offset_ns) for source in inputs.logs)
+    places = {
+        (request.id, request.begin_ns): (pids[worker.name] + REQUESTS_PID, row + 1)
+        for worker in (workers if inputs.logs else ())
+        for request, row in zip(worker.requests, request_rows(worker), strict=True)
+        if keep.holds(request.begin_ns, request.end_ns)
+    }
+    statuses = later_statuses((source.path, source.offset_ns) for source in inputs.logs)
     uses: dict[str, int] = {}
     plan = []
     for index, source in enumerate(sources, 1):
@@ -189,10 +201,11 @@ def _plan(inputs: StepInputs, scratch: Path, base_ns: int, keep: Keep) -> list[M
             keep=keep,
             limits=inputs.limits,
             requests=requests if source.is_log else {},
+            places=places if source.is_log else {},
             statuses=statuses,
         )
         plan.append(job)
-    return plan
+    return plan, pids
 
 
 def _run(plan: list[MemberJob], jobs: int) -> Iterator[tuple[MemberJob, Member]]:

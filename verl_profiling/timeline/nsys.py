@@ -27,7 +27,6 @@ from verl_profiling.manifest import (
     worst_status,
 )
 from verl_profiling.run_files import named_file, read_manifest, whole_file, write_result
-from verl_profiling.timeline.trace import LONGEST_US
 
 REPORT = ".nsys-rep"
 _TOOL = "nsys"
@@ -143,11 +142,11 @@ def _fetch(run: Path, noted: NsysRange, report: Path | None, export: bool) -> It
     if database.is_file():
         trace = target.with_suffix(".nsys.json.gz")
         try:
-            events, problem = convert_nsys(database, trace, {"range": noted.number})
+            events = convert_nsys(database, trace, {"range": noted.number})
         except TraceFormatError as error:
             yield Collected(f"{noted.folder}/{trace.name}", "damaged", str(error))
             return
-        yield _entered(folder, noted, trace, reason or problem, events)
+        yield _entered(folder, noted, trace, reason, events)
 
 
 def _export(report: Path, database: Path) -> None:
@@ -225,16 +224,13 @@ _TABLES = {
 """By table: category of its events, and the query for name, begin, end, process, thread and arguments."""
 
 
-def convert_nsys(database: Path, output: Path, metadata: Mapping[str, Any]) -> tuple[int, str]:
-    """Write a compressed Chrome trace of an exported report.
+def convert_nsys(database: Path, output: Path, metadata: Mapping[str, Any]) -> int:
+    """Write a compressed Chrome trace of an exported report; return the number of its events.
 
     Args:
         database: The SQLite file.
         output: The trace, ending in ``.json.gz``.
         metadata: Plain values kept under ``verl_profiling`` in the trace.
-
-    Returns:
-        The number of events, and a sentence on skipped rows; empty if no row was skipped.
 
     Raises:
         TraceFormatError: The file is not an export of Nsight Systems.
@@ -247,29 +243,25 @@ def convert_nsys(database: Path, output: Path, metadata: Mapping[str, Any]) -> t
     try:
         with whole_file(output) as file:
             return _write(connection, file, metadata)
-    except (sqlite3.Error, OverflowError) as error:
+    except (sqlite3.Error, TypeError, OverflowError) as error:  # SQLite does not check types
         raise TraceFormatError(database, f"is not an export of Nsight Systems ({error})") from error
     finally:
         connection.close()
 
 
-def _write(connection: sqlite3.Connection, output: BinaryIO, metadata: Mapping[str, Any]) -> tuple[int, str]:
+def _write(connection: sqlite3.Connection, output: BinaryIO, metadata: Mapping[str, Any]) -> int:
     head = {
         "verl_profiling": dict(metadata),
         "baseTimeNanoseconds": _session_start_ns(connection),
         "traceEvents": [],
     }
-    count = skipped = 0
+    count = 0
     with igzip.open(output, "wb", compresslevel=1) as packed, BufferedWriter(packed, 1 << 18) as file:
         file.write(msgspec.json.encode(head)[:-2])
-        for event in _events(connection):
-            if event is None:
-                skipped += 1
-                continue
-            file.write((b"," if count else b"") + msgspec.json.encode(event))
-            count += 1
+        for count, event in enumerate(_events(connection), 1):
+            file.write((b"," if count > 1 else b"") + msgspec.json.encode(event))
         file.write(b"]}")
-    return count, f"skipped {skipped:,} rows that are no events" if skipped else ""
+    return count
 
 
 def _session_start_ns(connection: sqlite3.Connection) -> int:
@@ -281,17 +273,13 @@ def _session_start_ns(connection: sqlite3.Connection) -> int:
     raise sqlite3.DataError(f"{start!r:.40} is not the time of its start")
 
 
-def _events(connection: sqlite3.Connection) -> Iterator[dict[str, Any] | None]:
-    """Yield an event for each row; ``None`` for a row with invalid values (SQLite does not check types)."""
+def _events(connection: sqlite3.Connection) -> Iterator[dict[str, Any]]:
+    """Yield an event for each row."""
     known = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     for category, columns in (_TABLES[name] for name in _TABLES if name in known):
         rows = connection.execute(f"SELECT {columns}")
         arguments = [column for column, *_ in rows.description[5:]]
         for name, begin, end, pid, tid, *values in rows:
-            is_span = type(begin) is type(end) is type(pid) is type(tid) is int and abs(begin) <= MAX_NS
-            if not (is_span and 0 <= end - begin <= LONGEST_US * 1000):
-                yield None
-                continue
             event = {"ph": "X", "name": str(name), "cat": category, "pid": pid, "tid": tid}
             event |= {"ts": begin / 1000, "dur": (end - begin) / 1000}
             yield {**event, "args": dict(zip(arguments, values, strict=True))} if values else event

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 
@@ -33,7 +32,7 @@ from verl_profiling.timeline.trace import UNDECODABLE, Event, Trace
 from verl_profiling.trajectory_log import LOG_SUFFIX, open_log
 
 _HEAD_BYTES = 1 << 14  # process names, if any, are at the beginning
-_OTHER_BYTES = 1 << 20  # JSON files that are no traces are read up to here
+_OTHER_BYTES = 64 << 20
 _STEP = re.compile(r"step[_-]?(\d+)", re.IGNORECASE)
 _RANK = re.compile(r"(?:rank|TP)[_-]?(\d+)", re.IGNORECASE)
 _REPLICA = re.compile(r"(?:rollout|replica)[_-]?(\d+)", re.IGNORECASE)
@@ -73,20 +72,19 @@ def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceForm
     traces: dict[Path, _PlainTrace] = {}
     damaged: list[TraceFormatError] = []
     for path in paths:
-        before = len(traces) + len(damaged)
+        found = 0
         for file in _files(path):
-            if (place := file.resolve()) in traces:
-                before -= 1  # an earlier path has the same file
-                continue
-            name = os.path.relpath(file.absolute(), directory.absolute())
             try:
-                traces[place] = _described(file, name)
+                name = os.path.relpath(file.absolute(), directory.absolute())
+                traces[file.resolve()] = _described(file, name)
             except TraceFormatError as error:
                 if path == file:
                     raise
-                if not _is_other_json(file):
-                    damaged.append(error)
-        if len(traces) + len(damaged) == before:
+                if _is_other_json(file):
+                    continue
+                damaged.append(error)
+            found += 1
+        if not found:
             raise TraceFormatError(path, "holds no manifest.json, no step folders and no trace files")
     together = len(paths) > 1 and not any(path.is_dir() for path in paths)
     return list(_steps(directory, _label(paths, directory), list(traces.values()), together)), damaged
@@ -106,15 +104,9 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _is_other_json(path: Path) -> bool:
-    """Return whether a file is valid JSON; a file of more than 1 MiB is assumed to be."""
-    if not path.is_file():
-        return False
-    content = b""
+    """Return whether a file of at most 64 MiB is valid JSON."""
     try:
-        for block in Blocks(path, Limits()):
-            content += block
-            if len(content) > _OTHER_BYTES:
-                return True
+        content = b"".join(Blocks(path, Limits(content_bytes=_OTHER_BYTES)))
         msgspec.json.decode(content, type=msgspec.Raw)
     except (TraceFormatError, *UNDECODABLE):
         return False
@@ -123,10 +115,10 @@ def _is_other_json(path: Path) -> bool:
 
 def _label(paths: Sequence[Path], directory: Path) -> str:
     """Return the part of result names for a selection of traces; empty for a whole folder."""
-    if len(paths) > 1:
-        names = sorted({os.path.relpath(path.absolute(), directory.absolute()) for path in paths})
-        return f"{len(names)}_paths_{sha256(os.fsencode(chr(0).join(names))).hexdigest()[:8]}"
-    return "" if paths[0].is_dir() else short_label(_TRACE_SUFFIX.sub("", paths[0].name))
+    if len(paths) == 1 and paths[0].is_dir():
+        return ""
+    names = {os.path.relpath(path.absolute(), directory.absolute()) for path in paths}
+    return short_label("+".join(_TRACE_SUFFIX.sub("", name) for name in sorted(names)))
 
 
 def _steps(directory: Path, label: str, traces: list[_PlainTrace], together: bool) -> Iterator[StepInputs]:

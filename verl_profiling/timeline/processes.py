@@ -353,20 +353,6 @@ def _end(stage: Event, phase: str, number: int) -> Event:
     return Event(phase, "stage", _ARROW, stage.pid, stage.tid, stage.ts, id=number, bp=bind)
 
 
-class Arrow(msgspec.Struct, frozen=True):
-    """An arrow from a ``generate`` span to its request.
-
-    Attributes:
-        id: Number of the arrow in the timeline.
-        request: Id and begin (unix ns) of the request.
-        from_ns: Time of the arrow's tail (unix ns, controller's clock).
-    """
-
-    id: int
-    request: tuple[str, int]
-    from_ns: int
-
-
 def requests_by_id(manifest: Manifest) -> dict[str, list[Request]]:
     """Return the requests by their id, sorted by begin; requests without an id are left out."""
     found: dict[str, list[Request]] = {}
@@ -412,9 +398,12 @@ def _common(request: Request, begin: int, end: int) -> int:
     return min(request.end_ns, end) - max(request.begin_ns, begin)
 
 
-def request_events(
-    worker: CaptureResult, pid: int, base_ns: int, keep: Keep, leading: Mapping[tuple[str, int], list[Arrow]]
-) -> tuple[list[Event], int]:
+def request_rows(worker: CaptureResult) -> list[int]:
+    """Return the row of each request of an engine; requests of a row do not overlap."""
+    return packed_rows([(request.begin_ns, request.end_ns) for request in worker.requests])
+
+
+def request_events(worker: CaptureResult, pid: int, base_ns: int, keep: Keep) -> tuple[list[Event], int]:
     """Return the slices of an engine's requests, in a process of their own, and the number left out.
 
     Args:
@@ -422,10 +411,9 @@ def request_events(
         pid: First process id of its lane.
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
         keep: Selection of the slices.
-        leading: Arrows to each request, by its id and begin.
     """
     pid += REQUESTS_PID
-    rows = packed_rows([(request.begin_ns, request.end_ns) for request in worker.requests])
+    rows = request_rows(worker)
     events = name_process(pid, f"{worker.name} requests") if rows else []
     for row in range(max(rows, default=-1) + 1):
         events += name_row(pid, row, f"requests {row}")
@@ -435,9 +423,6 @@ def request_events(
         kept = keep.select(slices, base_ns)
         left_out += len(slices) - len(kept)
         events += kept
-        if kept:
-            arrows = leading.get((request.id, request.begin_ns), ())
-            events += (_head(request, arrow, base_ns, pid, row + 1) for arrow in arrows)
     return events, left_out
 
 
@@ -460,14 +445,31 @@ def _slices(request: Request, draw: Callable[..., Event]) -> Iterator[Event]:
         yield from (draw(*part) for part in parts)
 
 
-def _head(request: Request, arrow: Arrow, base_ns: int, pid: int, tid: int) -> Event:
-    """Return the head of an arrow, 1 us before the request; Perfetto attaches it to the next slice.
+def request_arrow(
+    number: int,
+    tail: tuple[int, int],
+    from_ns: int,
+    request: Request,
+    head: tuple[int, int],
+    base_ns: int,
+) -> tuple[Event, Event]:
+    """Return an arrow from a span to its request: its two ends.
 
-    At the request's own begin, Perfetto would attach the head to the request's first part. If the tail is
-    later than the request's begin (clock error), the head is 1 us after the tail.
+    The head is 1 us before the request; Perfetto attaches it to the next slice. At the request's own begin,
+    it would attach the head to the request's first part. If the tail is later than the request's begin (clock
+    error), the head is 1 us after the tail.
+
+    Args:
+        number: Number of the arrow in the timeline.
+        tail: Process and thread of the span.
+        from_ns: Begin of the span (unix ns, controller's clock).
+        request: The request.
+        head: Process and thread of the request.
+        base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
     """
     at_ns, inside = request.begin_ns - _APART_NS, None
-    if at_ns <= arrow.from_ns:
-        at_ns, inside = arrow.from_ns + _APART_NS, "e"
-    ts = (at_ns - base_ns) / 1000
-    return Event("f", "request", "generate", pid, tid, ts, id=arrow.id, bp=inside)
+    if at_ns <= from_ns:
+        at_ns, inside = from_ns + _APART_NS, "e"
+    start = Event("s", "request", "generate", *tail, (from_ns - base_ns) / 1000, id=number)
+    end = Event("f", "request", "generate", *head, (at_ns - base_ns) / 1000, id=number, bp=inside)
+    return start, end

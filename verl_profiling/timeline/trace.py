@@ -45,7 +45,6 @@ _SEPARATOR = re.compile(rb"[\s,]*")
 _BOUNDARY = re.compile(rb"\}\s*,\s*(?=\{)")
 _SCANNER = json.JSONDecoder()
 _TOLERANT = json.JSONDecoder(parse_constant=lambda name: None)
-_READ_ON = 1 << 16
 _TAIL_BYTES = 1 << 18
 _MOST_HEAD = 16 << 20
 _MOST_EVENT = 16 << 20
@@ -180,30 +179,16 @@ class Trace:
 
     def _finish(self, closed: bool) -> None:
         """Read the rest of the file after the events, and warn if the file is incomplete."""
-        behind = b""
-        while self._fill(_READ_ON):
-            behind += self._buffer[: _MOST_HEAD - len(behind)]
+        end = b""
+        while self._buffer or self._fill(1):
+            end = self._buffer.rstrip()[-1:] or end
             self._drop(len(self._buffer))
-        behind += self._buffer
         if self.skipped > 1:
             self._warn(self._consumed, f"skipped {self.skipped:,} things in all")
         if self._blocks.damage:
             self._stop(self._blocks.position, self._blocks.damage)
-        elif closed and len(behind) < _MOST_HEAD:
-            self._check_behind(behind[1:].decode("utf-8", "replace").strip())
-
-    def _check_behind(self, text: str) -> None:
-        """Warn if the text after the events does not complete the JSON around them."""
-        try:
-            rest = json.loads('{"":0' + text) if self._is_object else json.loads(text or "{}")
-        except (ValueError, RecursionError) as error:
-            self.truncated = not text.endswith("}")
-            problem = f"what follows the events is not whole ({error})"
-        else:
-            if not text or (self._is_object and "traceEvents" not in rest):
-                return
-            problem = "something that is not read follows the list of events"
-        self._warn(self._blocks.position - len(text), problem)
+        elif closed and end != (b"}" if self._is_object else b"]"):
+            self._stop(self._consumed, "the file is cut off behind its events")
 
     def _read_header(self) -> dict[str, Any]:
         while self._fill(len(self._buffer) + 1):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import accumulate, chain
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -15,13 +15,13 @@ from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.member import ID_STRIDE, Member, MemberFile, MemberJob
 from verl_profiling.timeline.processes import (
     TRAJECTORIES_PID,
-    Arrow,
     draw,
     joined,
     name_process,
     name_row,
     nested_rows,
     packed_rows,
+    request_arrow,
     shortened,
 )
 from verl_profiling.timeline.step import Source, StepInputs
@@ -34,79 +34,58 @@ from verl_profiling.trajectory_log import (
     SpanRecord,
     TrajectoryLog,
     TrajectoryRecord,
+    last_status,
+    later_statuses,
     read_log,
 )
 
 _LEAST_LAG_NS = 1_000_000
 _BAD = {"failed": "terrible", "cancelled": "bad"}
 
-_Numbered = TypeVar("_Numbered", TrajectoryRecord, SpanRecord)
 _Record = TrajectoryRecord | SpanRecord | Block
 
 
 def read_logs(inputs: StepInputs) -> Iterator[tuple[Source, TrajectoryLog | None, list[str]]]:
     """Yield the logs of a step, sorted by lane, with one log in memory at a time.
 
-    Each is the source, the log on the clock of its process, as :func:`mended_log` returns it (``None`` if it
+    Each is the source, the log on the clock of its process, as :func:`linked_log` returns it (``None`` if it
     is unreadable), and sentences on parts that are unreadable or unrecorded. Statuses are the latest in any
     log of the step.
     """
-    statuses = LaterStatuses.of((source.path, source.offset_ns) for source in inputs.logs)
+    statuses = later_statuses((source.path, source.offset_ns) for source in inputs.logs)
     for source in inputs.logs:
         try:
-            log = mended_log(source, inputs.limits, statuses)
+            log = linked_log(source, inputs.limits, statuses)
         except TraceFormatError as error:
             yield source, None, [str(error)]
         else:
             yield source, log, [f"{source.path.name}: {problem}" for problem in log.problems]
 
 
-def mended_log(source: Source, limits: Limits, statuses: LaterStatuses) -> TrajectoryLog:
-    """Read one log, and leave out or correct the records that contradict others.
+def linked_log(source: Source, limits: Limits, statuses: LaterStatuses) -> TrajectoryLog:
+    """Read one log, in which each parent precedes its children and is in their trajectory.
 
-    Ids are then unique, no end is before its begin, and each parent precedes its children and is in their
-    trajectory.
-    A span whose trajectory is not in the log becomes a span outside trajectories. A parent with a larger
-    id than its child is dropped: ids are given in order of begin.
+    A span whose trajectory was not recorded becomes a span outside trajectories. A parent that was not
+    recorded is left out.
 
     Raises:
         TraceFormatError: The file is not a log of trajectories, or cannot be read.
     """
     log = read_log(source.path, limits.reached)
-    trajectories, spans = _standing(log.trajectories), _standing(log.spans)
-    wrong = len(log.trajectories) + len(log.spans) - len(trajectories) - len(spans)
-    lost = 0
-    for number, span in spans.items():
-        owner = span.trajectory if span.trajectory in trajectories else NO_SPAN
-        lost += owner != span.trajectory
-        around = spans.get(span.parent) if span.parent < number else None
+    for place, trajectory in enumerate(log.trajectories):
+        if (status := last_status(trajectory, statuses)) != trajectory.status:
+            log.trajectories[place] = msgspec.structs.replace(trajectory, status=status)
+    known = {trajectory.id for trajectory in log.trajectories}
+    spans: dict[int, SpanRecord] = {}
+    for span in sorted(log.spans, key=lambda span: span.id):
+        owner = span.trajectory if span.trajectory in known else NO_SPAN
+        around = spans.get(span.parent)
         parent = span.parent if around is not None and around.trajectory == owner else NO_SPAN
         if (owner, parent) != (span.trajectory, span.parent):
-            spans[number] = msgspec.structs.replace(span, trajectory=owner, parent=parent)
-    log.trajectories = [
-        t if (status := statuses.of_trajectory(t)) == t.status else msgspec.structs.replace(t, status=status)
-        for t in trajectories.values()
-    ]
+            span = msgspec.structs.replace(span, trajectory=owner, parent=parent)
+        spans[span.id] = span
     log.spans = list(spans.values())
-    log.blocks = [block for block in log.blocks if block.begin_ns <= block.end_ns]
-    if wrong:
-        log.problems.append(f"left out, because they end before they begin or repeat a number: {wrong:,}")
-    if lost:
-        what = "spans of trajectories that are not in the log, which count as the process's"
-        log.problems.append(f"{what}: {lost:,}")
     return log
-
-
-def _standing(records: Sequence[_Numbered]) -> dict[int, _Numbered]:
-    """Return the records by id, sorted by id, without repeated ids and ends before begins."""
-    first: dict[int, _Numbered] = {}
-    for record in records:
-        first.setdefault(record.id, record)
-    return {
-        number: record
-        for number, record in sorted(first.items())
-        if record.begin_ns <= record.end_ns and number != NO_SPAN
-    }
 
 
 def write_log_member(job: MemberJob) -> Member:
@@ -116,19 +95,18 @@ def write_log_member(job: MemberJob) -> Member:
         TraceFormatError: The log cannot be read at all.
         OSError: The member cannot be written.
     """
-    log = mended_log(job.source, job.limits, job.statuses)
+    log = linked_log(job.source, job.limits, job.statuses)
     drawn = _Drawn(job, log)
     counters = job.keep.select(list(drawn.counters()), job.base_ns)
     names = name_process(drawn.pid, f"{job.source.title} trajectories")
     rows = (event for row, name in enumerate(drawn.rows) for event in name_row(drawn.pid, row, name))
     with job.output.open("wb") as output, MemberFile(output) as file:
-        written = file.write(chain(names, rows, drawn.slices(), counters))
+        written = file.write(chain(names, rows, drawn.slices(), drawn.arrows(), counters))
     return Member(
         path=job.source.path,
         events=written,
         left_out=len(log.trajectories) + len(log.spans) + len(log.blocks) - len(drawn.placed),
         problems=log.problems,
-        arrows=list(drawn.arrows.values()),
     )
 
 
@@ -140,13 +118,12 @@ class _Drawn:
         base_ns: Time of ``ts == 0`` in the timeline, on the clock of the log.
         rows: Names of the rows.
         placed: The selected records, each with its row.
-        arrows: Arrows to requests, by the id of the span at their tail.
     """
 
     def __init__(self, job: MemberJob, log: TrajectoryLog) -> None:
         offset_ns = job.source.offset_ns
         self.pid, self.base_ns = job.pid + TRAJECTORIES_PID, job.base_ns + offset_ns
-        self._log = log
+        self._job, self._log = job, log
         self._draw = partial(draw, self.base_ns, self.pid)
 
         def is_wanted(record: _Record) -> bool:
@@ -161,10 +138,9 @@ class _Drawn:
             for loop in reversed(log.loops)
         }
         self.rows, self.placed = lay_out(log, is_wanted, self._loop)
-        self.arrows = self._arrows(job)
 
     def slices(self) -> Iterator[Event]:
-        """Yield the slices of all selected records, and the tails of the arrows."""
+        """Yield the slices of all selected records."""
         blocking = {block.span for block in self._log.blocks}
         names = {span.id: span.name for span in self._log.spans if span.id in blocking}
         for record, row in self.placed:
@@ -176,9 +152,6 @@ class _Drawn:
                 yield self._draw(row + 1, "block", who, record.begin_ns, record.end_ns, about=about)
             else:
                 yield self._span(record, row + 1)
-                if arrow := self.arrows.get(record.id):
-                    ts = max(record.begin_ns - self.base_ns, 0) / 1000
-                    yield Event("s", "request", "generate", self.pid, row + 1, ts, id=arrow.id)
 
     def counters(self) -> Iterator[Event]:
         """Yield counter events: lag of each event loop, counters of the log, and running trajectories."""
@@ -222,23 +195,24 @@ class _Drawn:
             event.cname = _BAD["failed"]
         return event
 
-    def _arrows(self, job: MemberJob) -> dict[int, Arrow]:
-        """Return the arrows to requests, by the id of the span at their tail."""
-        offset_ns = job.source.offset_ns
-        waiting = [
-            (one.id, one.request, one.begin_ns - offset_ns, one.end_ns - offset_ns)
-            for one, _ in self.placed
-            if isinstance(one, SpanRecord) and one.request
-        ]
-        begins = {number: begin_ns for number, _, begin_ns, _ in waiting}
-        return {
-            number: Arrow(
-                job.index * ID_STRIDE + place,
-                (request.id, request.begin_ns),
-                max(begins[number], job.base_ns),
-            )
-            for place, (number, request) in enumerate(joined(waiting, job.requests).items())
+    def arrows(self) -> Iterator[Event]:
+        """Yield both ends of the arrow from each span to its request, if the request is in the timeline."""
+        job, offset_ns = self._job, self._job.source.offset_ns
+        spans = {
+            one.id: (one, row) for one, row in self.placed if isinstance(one, SpanRecord) and one.request
         }
+        ends = (
+            (number, one.request, one.begin_ns - offset_ns, one.end_ns - offset_ns)
+            for number, (one, _) in spans.items()
+        )
+        for place, (number, request) in enumerate(joined(ends, job.requests).items()):
+            if head := job.places.get((request.id, request.begin_ns)):
+                span, row = spans[number]
+                from_ns = max(span.begin_ns - offset_ns, job.base_ns)
+                tail = self.pid, row + 1
+                yield from request_arrow(
+                    job.index * ID_STRIDE + place, tail, from_ns, request, head, job.base_ns
+                )
 
 
 def _trajectory_name(trajectory: TrajectoryRecord) -> str:
@@ -260,7 +234,7 @@ def lay_out(
     overlap.
 
     Args:
-        log: The log, without contradictions (see :func:`mended_log`).
+        log: The log, from :func:`linked_log`.
         is_wanted: Returns whether a record is selected.
         loop_name: Returns the name of an event loop by its number.
     """

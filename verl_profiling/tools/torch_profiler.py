@@ -13,10 +13,10 @@ import msgspec
 
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.manifest import Artifact
+from verl_profiling.memory import own_bytes
 from verl_profiling.settings.typed_values import NotNegative, Positive
 from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool, imported
 from verl_profiling.tools.devices import used_devices
-from verl_profiling.tools.process_memory import own_bytes
 from verl_profiling.tools.trace_file import CUDA, output_of_trace
 
 _KINETO_TEXT = {'"': "'", "\\": "/"}

@@ -20,8 +20,8 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.identity import ProcessId, WorkerIdentity
+from verl_profiling.memory import own_bytes, process_peak_bytes
 from verl_profiling.step_summary import OTHERS, Period, RankUse, SpanTotal, StageUse
-from verl_profiling.tools.process_memory import own_bytes, process_peak_bytes
 from verl_profiling.watch.collectives import with_collectives
 
 STAGES_OF_A_STEP = 16
