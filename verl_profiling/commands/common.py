@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -17,6 +18,9 @@ from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.run_files import clear_leftovers
 from verl_profiling.timeline.content import Limits
 from verl_profiling.units import visible
+
+if TYPE_CHECKING:
+    from verl_profiling.report.model import Report
 
 
 def add_paths(parser: argparse.ArgumentParser) -> None:
@@ -92,15 +96,17 @@ class StepByStep:
         for folder in {step.directory for step in self.steps}:
             clear_leftovers(folder)
 
-    @property
-    def each(self) -> list[CapturedStep]:
-        """All steps, with continuous captures split into their steps."""
-        return [step for capture in self.steps for step in capture.by_step()]
-
-    @property
-    def traces(self) -> int:
-        """Number of traces and logs in all captures."""
-        return sum(len(step.inputs.sources) + len(step.inputs.logs) for step in self.steps)
+    def reports(self) -> list[tuple[CapturedStep, Report]]:
+        """Return each step with its report; a continuous capture is split into its steps."""
+        each = [step for capture in self.steps for step in capture.by_step()]
+        reports = []
+        with progress("reading", sum(len(step.inputs.sources) for step in each)) as advance:
+            for step in each:
+                with self.surviving():
+                    reports.append((step, step.report(advance)))
+                    if reports[-1][1].coverage.missing:
+                        self.exit_code = EXIT_FINDING
+        return reports
 
     def output_for_one(self, output: Path | None) -> None:
         """Check that there is only one step if ``--output`` is given.

@@ -77,13 +77,7 @@ def _reports(path: Path, arguments: argparse.Namespace) -> tuple[list[Report], i
     if (saved := saved_report(path)) is not None:
         return [saved], EXIT_OK
     work = StepByStep([path], arguments)
-    reports = []
-    for step in work.each:
-        with work.surviving():
-            reports.append(step.report())
-            if reports[-1].coverage.missing:
-                work.exit_code = EXIT_FINDING
-    return reports, work.exit_code
+    return [report for _, report in work.reports()], work.exit_code
 
 
 def _share(text: str) -> float:

@@ -53,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     work.output_for_one(arguments.output)
     if arguments.output:
         clear_leftovers(arguments.output.parent)
-    with progress("merging", work.traces) as advance:
+    traces = sum(len(step.inputs.sources) + len(step.inputs.logs) for step in work.steps)
+    with progress("merging", traces) as advance:
         for step in work.steps:
             with work.surviving():
                 print(_merge(step, arguments, advance, work))

@@ -11,13 +11,12 @@ import msgspec
 from rich.console import Console
 
 from verl_profiling.analysis import CapturedStep, open_run
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK
+from verl_profiling.commands import EXIT_OK
 from verl_profiling.commands.common import (
     StepByStep,
     add_communication,
     add_limits,
     add_paths,
-    progress,
     warn,
 )
 from verl_profiling.errors import ConfigError, TraceFormatError
@@ -63,9 +62,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Report on every captured step under the paths, and on runs without a captured step."""
-    runs = {path: the_run(path) for path in arguments.paths if path.exists()}
-    uncaptured = [run for run in runs.values() if is_uncaptured(run)]
-    paths = [path for path in arguments.paths if runs.get(path) not in uncaptured]
+    runs = [the_run(path) for path in arguments.paths]
+    uncaptured = [run for run in runs if is_uncaptured(run)]
+    paths = [run for run in runs if run not in uncaptured]
     written = _of_uncaptured(uncaptured, arguments, alone=not paths)
     code = _of_steps(paths, arguments, written) if paths else EXIT_OK
     for path in written:
@@ -100,13 +99,7 @@ def _of_uncaptured(runs: Sequence[Path], arguments: argparse.Namespace, *, alone
 def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: list[Path]) -> int:
     """Report on the captured steps; append the written files to ``written``, and return the exit code."""
     work = StepByStep(paths, arguments)
-    reports: list[tuple[CapturedStep, Report]] = []
-    with progress("reading", sum(len(step.inputs.sources) for step in work.each)) as advance:
-        for step in work.each:
-            with work.surviving():
-                reports.append((step, step.report(advance)))
-                if reports[-1][1].coverage.missing:
-                    work.exit_code = EXIT_FINDING
+    reports = work.reports()
     for path in paths:
         if sentence := open_run(path).never_came():
             warn(sentence)

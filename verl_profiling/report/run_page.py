@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -26,10 +26,8 @@ _MOST_LABELS = 12
 _MOST_LINES = 3  # times in the title of a bar; a table has all
 _FLEX = 1e6  # CSS leaves a part of a bar empty where the factors add up to less than 1
 _THINNEST = 0.01  # part of a bar, as a share of the axis: two pixels
-_MOST_STAGES = 15
 _MOST_CAPTURES = 1000
 _MOST_SPANS = 10
-_OTHERS = "(other stages)"
 _FEWEST_BEFORE = 2  # steps, of which a range is known
 _OF_ITSELF = 0.1  # share of its median before by which a stage or a cause has to change
 _OF_THE_STEP = 0.02  # the same, as a share of the step; for a cause, of all devices' time
@@ -67,19 +65,18 @@ def render_run(
         for report, link in zip(reports, links, strict=True)
     ]
     by_step = {report.step: link for report, link in zip(reports, links, strict=True)}
-    ran = [
-        _Step(f"Step {one.step}", by_step.get(one.step, ""), one.seconds, one.exposed_s) for one in watched
-    ] or steps
+    logged = _logged(directory, watched, by_step)
+    ran = logged or steps
     content = figures_section(_figures(reports, ran)) if ran else ""
     if steps:
         content += f'<section id="findings" aria-label="What changed">{_story(steps, reports, ran)}</section>'
     else:
         note = escape(visible(how_to_capture(directory)))
         content += f'<section id="findings" aria-label="Captures"><p>{note}</p></section>'
-    history = _history(directory, watched, by_step)
-    content += _every_step(history, len(watched)) if history else ""
+    bars = _shown(logged)
+    content += _every_step(bars, len(logged)) if bars else ""
     content += "".join(_tables(steps, reports)) if steps else ""
-    content += _watch_tables(history)
+    content += _watch_tables(bars)
     count = f"{len(reports) or 'no'} captured step{'s' if len(reports) > 1 else ''}"
     return document(visible(directory.resolve().name), count, content)
 
@@ -132,7 +129,7 @@ def _story(steps: Sequence[_Step], reports: Sequence[Report], ran: Sequence[_Ste
         step = linked(named(ran[index].title, ran[index].link))
         said += (
             f"</p><p>Slowest: {step}; most of what it has over the median is in "
-            f"<bdi>{escape(visible(name) or IN_NO_STAGE)}</bdi> ({duration(seconds, signed=True)})."
+            f"<bdi>{escape(name)}</bdi> ({duration(seconds, signed=True)})."
         )
     return f"<p>{said}</p>"
 
@@ -269,8 +266,8 @@ def _by_step(title: str, steps: Sequence[_Step], rows: Sequence[Mapping[str, Cel
     return section(title, table(title, ("step", *map(visible, names)), cells if names else []), note)
 
 
-def _history(run: Path, steps: Sequence[StepSummary], links: Mapping[int | None, str]) -> list[_Step]:
-    """Return the logged steps that are shown.
+def _logged(run: Path, steps: Sequence[StepSummary], links: Mapping[int | None, str]) -> list[_Step]:
+    """Return the steps that the watch has logged.
 
     Args:
         run: The run's folder.
@@ -278,19 +275,13 @@ def _history(run: Path, steps: Sequence[StepSummary], links: Mapping[int | None,
         links: Address of the page of each captured step that has one.
     """
     _, asked = captures_so_far(run, _MOST_CAPTURES)
-    totals = Counter[str]()
+    found = []
     for step in steps:
-        totals.update(step.exposed_s)
-    kept = {name for name, _ in totals.most_common(_MOST_STAGES)}
-    bars = []
-    for step in _shown(steps, {step.step for step in steps if step.captured in asked or step.step in links}):
-        times = defaultdict[str, float](float)
-        for name, exposed_s in step.exposed_s.items():
-            times[(visible(name) or IN_NO_STAGE) if name in kept else _OTHERS] += exposed_s
-        captured = asked.get(step.captured, "yes" if step.step in links else "")
-        shown = (f"Step {step.step}", links.get(step.step, ""), step.seconds, times)
-        bars.append(_Step(*shown, visible(captured), step.spans))
-    return bars
+        stages = {visible(name) or IN_NO_STAGE: seconds for name, seconds in step.exposed_s.items()}
+        link = links.get(step.step, "")
+        captured = visible(asked.get(step.captured, "yes" if link else ""))
+        found.append(_Step(f"Step {step.step}", link, step.seconds, stages, captured, step.spans))
+    return found
 
 
 def _every_step(bars: Sequence[_Step], total: int) -> str:
@@ -330,15 +321,13 @@ def _spent(spans: SpanTotal) -> Cell:
     return Cell(spans.seconds, f"{duration(spans.seconds)} in {spans.runs:,} {calls}{failed}")
 
 
-def _shown(steps: Sequence[StepSummary], captured: set[int]) -> list[StepSummary]:
+def _shown(steps: Sequence[_Step]) -> list[_Step]:
     """Return the captured steps, and of each group of the others in a row the longest."""
-    if len(steps) <= _MOST_BARS:
-        return list(steps)
-    width = -(-len(steps) // _MOST_BARS)
+    width = max(-(-len(steps) // _MOST_BARS), 1)
     shown = []
     for begin in range(0, len(steps), width):
         group = steps[begin : begin + width]
-        others = [step for step in group if step.step not in captured]
+        others = [step for step in group if not step.captured]
         longest = max(others, key=lambda step: step.seconds, default=None)
-        shown += [step for step in group if step is longest or step.step in captured]
+        shown += [step for step in group if step is longest or step.captured]
     return shown
