@@ -518,6 +518,9 @@ def test_no_job_was_ever_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["trigger", str(tmp_path)]) == 2
     assert "needs watch.enable=true" in capsys.readouterr().err
     assert main(["trigger", str(tmp_path / "none")]) == 2
+    for damage in (b"", b"[]", b'{"run_id": "\xff"}', b"[" * 100_000):
+        (tmp_path / "run.json").write_bytes(damage)
+        assert main(["trigger", str(tmp_path)]) == 2
 
 
 LOOP = """

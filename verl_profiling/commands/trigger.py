@@ -34,6 +34,7 @@ from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, CaptureResult, Mani
 from verl_profiling.remote import LocalFolder, RemoteFolder, is_url
 from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import is_step, runs_at
+from verl_profiling.timeline.trace import UNDECODABLE
 from verl_profiling.units import visible
 from verl_profiling.watch_log import WATCH_LOG
 
@@ -279,7 +280,7 @@ class Job:
                 manifest = read_manifest(self.folder.path / name)
             else:
                 manifest = msgspec.json.decode(self.folder.child(name).read(MANIFEST_NAME), type=Manifest)
-        except (msgspec.MsgspecError, TraceFormatError, OSError):  # a new folder may have no manifest yet
+        except (*UNDECODABLE, TraceFormatError, OSError):  # a new folder may have no manifest yet
             return None
         return manifest if manifest.trigger.request == request else None
 
@@ -322,7 +323,7 @@ def _run_in(folder: LocalFolder | RemoteFolder) -> RunInfo | None:
     """Return ``run.json`` of a folder; ``None`` if it is missing or unreadable."""
     try:
         return msgspec.json.decode(folder.read(RUN_NAME), type=RunInfo)
-    except (msgspec.MsgspecError, OSError):
+    except (*UNDECODABLE, OSError):
         return None
 
 
