@@ -154,18 +154,6 @@ def test_kernels_are_those_of_the_device(report: Report) -> None:
     }
 
 
-def test_a_difference_from_the_overlap_analysis_is_said(tmp_path: Path) -> None:
-    """Where the rules do not give msprof's own figures, a note says both."""
-    events = device_events(Decimal(1_700_000_000_000_000))
-    for event in events:
-        if event["name"] == "Computing" and event["ts"] == "1700000000000300":
-            event["dur"] += 70.0
-    (tmp_path / "trace_view.json").write_text(json.dumps(events))
-    (note,) = open_step(tmp_path).report().notes
-    assert "320 us of Computing" in note
-    assert "250 us" in note
-
-
 def test_ranks_of_an_npu_wait_in_the_group_that_its_collectives_name(tmp_path: Path) -> None:
     """Of ``hcom_allReduce__661_0_1`` the first number is the group's; sends are between two ranks only."""
     begins = {0: ("661", 80), 1: ("661", 120), 2: ("204", 190), 3: ("204", 190)}

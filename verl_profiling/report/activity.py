@@ -30,7 +30,6 @@ from verl_profiling.report.kinds import (
     MEMORY,
     NO_WORK,
     NOTHING,
-    OVERLAP,
     UNKNOWN,
     Group,
     blocks_from_ns,
@@ -58,7 +57,6 @@ _NEVER = 1 << 62  # a duration (ns) longer than any other
 _OF_A_STREAM = re.compile(rb'"(?:device|stream)"\s*:\s*"?\d')
 _TASK_TYPE = re.compile(rb'"Task Type"\s*:\s*"([^"]*)"')
 _CALL_NUMBER = re.compile(r"_*_(\d+)_\d+_\d+$")  # the first number is the group of an NPU's collective
-_MOST_SHARE, _MOST_NS = 0.001, 1000  # tolerance between our figures and msprof's
 _COVERS = ("compute", "communication", "memory", "unrecognised")
 _ON_DEVICE, _ON_HOST = (COMPUTE, COMMUNICATION, MEMORY, UNKNOWN), (HOST, HOST_COMMUNICATION)
 
@@ -275,26 +273,15 @@ class LaneReader:
 
     def _add_tasks(self) -> None:
         """Add the events without a category; by now, the names of their processes are known."""
-        theirs: dict[str, list[int]] = defaultdict(list)
         for number, (pid, tid, task_type) in self._tasks.items():
             process = self._said.get(("process_name", pid, None), "")
             thread = self._said.get(("thread_name", pid, tid), "")
             key = self._keys[number]
-            if process == OVERLAP:
-                theirs[key.name].append(number)
             kind = npu_kind(process, pid, thread, key.name, task_type)
             self._keys[number] = _key(kind, key.name, key.group)
             self._names[pid] = self._said.get(("process_labels", pid, None)) or "device"
         rows = _joined(self._waiting)
         kinds = self._kinds_of(rows.keys)
-        for kind, name in ((COMPUTE, "Computing"), (COMMUNICATION, "Communication")):
-            found = length(union(rows.spans[kinds == kind]))
-            told = length(union(rows.spans[np.isin(rows.keys, theirs[name])]))
-            if theirs and abs(found - told) > max(_MOST_NS, _MOST_SHARE * told):
-                self.notes.append(
-                    f"{self.paths[-1].name}: its Overlap Analysis has {duration(told / 1e9)} of {name}, and "
-                    f"its tasks have {duration(found / 1e9)}, which is what the report shows"
-                )
         self._has_device |= bool((kinds < UNKNOWN).any())
         self._add(rows.of(kinds != NOTHING), kinds[kinds != NOTHING])
 

@@ -265,9 +265,6 @@ def is_launch(category: str, name: str) -> bool:
 _HARDWARE = ("Ascend Hardware", "Task Scheduler")  # a thread per stream, an event per task
 _COLLECTIVES = ("Communication", "HCCL")  # a thread per group; "Plane" threads hold parts of collectives
 _HOSTS = ("CANN", "AscendCL", "CPU functions")  # runtime calls; "CPU functions": torch.autograd.profiler
-OVERLAP = "Overlap Analysis"
-"""Name of the process whose events are msprof's own overlap figures."""
-
 _COLLECTIVE_KERNELS = ("AicpuKernel", "AivKernel")
 _COMPUTING = re.compile(
     r"(?:^|[ _])(?:AI_?CORE|AI_?VEC(?:TOR_CORE)?|AI_?CPU|AIC|AIV|SIMT|DSA)(?:[ _]|$)", re.IGNORECASE
