@@ -10,9 +10,7 @@ without a part in a stage, are only in the table of causes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from statistics import median_low
-from typing import NamedTuple
 
 import msgspec
 
@@ -29,10 +27,6 @@ from verl_profiling.units import duration, listed
 
 LIMIT = 5
 _RECORD_LESS = "record less: fewer ranks, no stacks or shapes, the other mode, or the spans tool"
-_LOOP_BLOCKED = 0.02
-_POLLS = 0.05
-"""Share of the step lost to polling above which the polling trainer is a finding."""
-
 _AWAIT = "await it, or run it in a thread (asyncio.to_thread)"
 _TAIL = "or carry the tail over to the next step (partial rollout)"
 _MARK_MORE = "mark more of the agent loop with span(), so that this time gets a name"
@@ -54,26 +48,7 @@ _ADVICE = {
 """Advice by the cause of the trajectories' time."""
 
 
-class Found(NamedTuple):
-    """The result of a rule.
-
-    Attributes:
-        share: Share of time that is compared with the rule's threshold.
-        seconds: Lane-seconds at stake.
-        lanes: The lanes that the finding is about.
-        text: A sentence with its number.
-        advice: What to try.
-    """
-
-    share: float
-    seconds: float
-    lanes: Sequence[str]
-    text: str
-    advice: str
-
-
-_Rule = tuple[str, float, Callable[[Report], Iterable[Found]]]
-"""Name of the rule, threshold (share), and function that yields findings."""
+_Rule = Callable[[Report], Iterable[Finding]]
 
 
 def find(report: Report) -> Report:
@@ -98,12 +73,8 @@ def find(report: Report) -> Report:
 
 def all_findings(report: Report, rules: Iterable[_Rule] = ()) -> list[Finding]:
     """Return what rules say of a report, by default those that are ranked, however much that is."""
-    return [
-        Finding(rule=rule, text=of.text, advice=of.advice, seconds=of.seconds, lanes=list(of.lanes))
-        for rule, least, quantities in rules or _RANKED
-        for of in quantities(report)
-        if of.share >= least
-    ]
+    found = (finding for rule in rules or _RANKED for finding in rule(report))
+    return [finding for finding in found if finding.share >= FINDINGS.get(finding.rule, 0)]
 
 
 def _names_no_culprit(finding: Finding, report: Report) -> bool:
@@ -121,25 +92,25 @@ def _is_of_suspects(finding: Finding, report: Report) -> bool:
     )
 
 
-def _comes_last(report: Report) -> Iterator[Found]:
+def _comes_last(report: Report) -> Iterator[Finding]:
     if (asked := report.asked) and asked.last and asked.quiet_s is None:
         text = (
             f"Of the captured ranks, {asked.last} comes last to the collectives of "
             f"{asked.stage or 'the step'}: the others waited {duration(asked.waited_s)} for it."
         )
         advice = "see what it does before them, and how its kernels compare with those of the others"
-        yield Found(1.0, asked.waited_s, [asked.last], text, advice)
+        yield Finding("straggler", text, advice, asked.waited_s, [asked.last])
 
 
-def _missing(report: Report) -> Iterator[Found]:
+def _missing(report: Report) -> Iterator[Finding]:
     missing, lanes = len(report.coverage.missing), report.coverage.lanes
     if missing > len(report.coverage.unrecorded):
         text = f"The capture is not whole ({missing} missing or damaged): the numbers are partial."
         advice = "see what is missing below, and `verl-profiling check`"
-        yield Found(1.0, len(lanes) * report.span_us / 1e6, lanes, text, advice)
+        yield Finding("coverage", text, advice, len(lanes) * report.span_us / 1e6, lanes)
 
 
-def _unrecorded(report: Report) -> Iterator[Found]:
+def _unrecorded(report: Report) -> Iterator[Finding]:
     if lost := report.coverage.unrecorded:
         text = (
             f"No event of a device was recorded on {listed(lost)}, although it was in use: the traces hold "
@@ -149,10 +120,10 @@ def _unrecorded(report: Report) -> Iterator[Found]:
             "another profiler or NVTX holds CUPTI: start workers with NVTX_INJECTION64_PATH set to a "
             "file that does not exist (`verl-profiling doctor` looks for it), and without nsys beside"
         )
-        yield Found(1.0, len(lost) * report.span_us / 1e6, lost, text, advice)
+        yield Finding("device_unrecorded", text, advice, len(lost) * report.span_us / 1e6, lost)
 
 
-def _capture(report: Report) -> Iterator[Found]:
+def _capture(report: Report) -> Iterator[Finding]:
     """Yield the time of the calls that start and stop the capture, else what was not recorded meanwhile."""
     for stage in report.stages:
         if stage.name == CAPTURE_CALLS and stage.share >= FINDINGS["capture"]:
@@ -161,13 +132,13 @@ def _capture(report: Report) -> Iterator[Found]:
                 f"({stage.share:.0%}), which a step that is not profiled does not spend."
             )
             seconds = _on_all(report, stage.duration_us / 1e6)
-            yield Found(stage.share, seconds, _by_cost(report), text, _RECORD_LESS)
+            yield Finding("capture", text, _RECORD_LESS, seconds, _by_cost(report), stage.share)
             return
     text = "were not recorded, while the capture started and stopped"
     yield _of_cause(report, "capture", text, _RECORD_LESS)
 
 
-def _pause(report: Report) -> Iterator[Found]:
+def _pause(report: Report) -> Iterator[Finding]:
     """Yield the time that the loop waited before and after the step for the capture."""
     pauses = sorted((row for row in report.outside if row.is_pause), key=lambda row: -row.duration_us)
     for pause in pauses[:1]:
@@ -179,10 +150,10 @@ def _pause(report: Report) -> Iterator[Found]:
         )
         fewer = "; of engines, fewer iterations (rollout.count)" if longest == ROLLOUT else ""
         seconds = _on_all(report, report.pause_us / 1e6)
-        yield Found(share, seconds, _by_cost(report), text, f"{_RECORD_LESS}{fewer}")
+        yield Finding("pause", text, f"{_RECORD_LESS}{fewer}", seconds, _by_cost(report), share)
 
 
-def _stragglers(report: Report) -> Iterator[Found]:
+def _stragglers(report: Report) -> Iterator[Finding]:
     """Yield each worker that is the slowest of its role, with the stage where it is worst."""
     worst: dict[str, StragglerRow] = {}
     for row in _outermost(report):
@@ -204,10 +175,10 @@ def _stragglers(report: Report) -> Iterator[Found]:
         names = [one.name for one in report.workers]
         lanes = [name for name in names if name == row.slowest or name.startswith(several)]
         share = row.behind_us / (row.workers * _span_us(report))
-        yield Found(share, row.behind_us / 1e6, lanes or [row.slowest], text, advice)
+        yield Finding("straggler", text, advice, row.behind_us / 1e6, lanes or [row.slowest], share)
 
 
-def _idle_stages(report: Report) -> Iterator[Found]:
+def _idle_stages(report: Report) -> Iterator[Finding]:
     lanes = [row.name for row in report.workers]
     for stage in report.stages:
         share = stage.idle_us / _span_us(report)
@@ -219,10 +190,11 @@ def _idle_stages(report: Report) -> Iterator[Found]:
         if any(span.name == stage.name and span.lane != "controller" for span in report.gantt):
             text += ": the loop called its workers, or took their results"
             advice = "pass less to its workers and back, or by a faster way"
-        yield Found(share, stage.idle_us / 1e6 * len(report.devices), lanes, f"{text}.", advice)
+        lost_s = stage.idle_us / 1e6 * len(report.devices)
+        yield Finding("idle_stage", f"{text}.", advice, lost_s, lanes, share)
 
 
-def _communication(report: Report) -> Iterator[Found]:
+def _communication(report: Report) -> Iterator[Finding]:
     """Yield the communication with nothing beside it, without what a straggler adds to it."""
     busy = sum(row.busy_us for row in report.devices)
     slow = sum(row.behind_us for row in _outermost(report))
@@ -239,36 +211,43 @@ def _communication(report: Report) -> Iterator[Found]:
         advice = "prefetch shards (FSDP), overlap gradient reduction, or use a smaller parallel group"
     lanes = _lanes_that_lost(report.devices, lambda row: row.exposed_communication_us)
     observed = sum(row.span_us for row in report.devices) or 1.0
-    yield Found(exposed / observed, exposed / 1e6, lanes, text, advice)
+    yield Finding("exposed_communication", text, advice, exposed / 1e6, lanes, exposed / observed)
 
 
-def _of_cause(report: Report, cause: str, text: str, advice: str) -> Found:
+def _of_cause(report: Report, cause: str, text: str, advice: str) -> Finding:
     """Return what devices lost by a cause of idle time."""
-    return _lost(report, report.devices, lambda row: row.lost_us.get(cause, 0.0), text, advice)
+    return _lost(report, cause, report.devices, lambda row: row.lost_us.get(cause, 0.0), text, advice)
 
 
-def _idle(report: Report, cause: str, text: str, advice: str) -> Iterator[Found]:
-    """Yield a cause of idle time; the sentence has the largest parts of the cause."""
-    if next(iter(_parts(report, cause)), "") == LOOP_LAG and _loops_are_blocked(report):
+def _idle(report: Report) -> Iterator[Finding]:
+    for cause, (text, advice) in _IDLE.items():
+        yield _with_parts(report, cause, text, advice)
+
+
+def _with_parts(report: Report, cause: str, text: str, advice: str) -> Finding:
+    """Return a cause of idle time; the sentence has the largest parts of the cause."""
+    most, rollout = next(iter(_parts(report, cause)), ""), report.rollout
+    if most == LOOP_LAG and rollout is not None and _loops_are_blocked(report, rollout):
         advice = "unblock the event loops first: most of this follows from their blocks"
-    yield _of_cause(report, cause, text + _mostly(report, cause), advice)
+    return _of_cause(report, cause, text + _mostly(report, cause), advice)
 
 
 def _lost(
     report: Report,
+    cause: str,
     rows: Sequence[DeviceRow],
     lost_us: Callable[[DeviceRow], float],
     text: str,
     advice: str,
-) -> Found:
+) -> Finding:
     """Return what devices lost, as a share of the observed time of all devices."""
     total, observed = sum(map(lost_us, rows)), sum(row.span_us for row in report.devices) or 1.0
     lost = f"{report.lane_seconds(total / 1e6)} ({total / observed:.0%} of the observed time)"
     text = f"{report.whose.title()}s {text}: {lost}."
-    return Found(total / observed, total / 1e6, _lanes_that_lost(rows, lost_us), text, advice)
+    return Finding(cause, text, advice, total / 1e6, _lanes_that_lost(rows, lost_us), total / observed)
 
 
-def _tail(report: Report) -> Iterator[Found]:
+def _tail(report: Report) -> Iterator[Finding]:
     if tail := report.tail:
         text = (
             f"waited for the last replica of the rollout (rollout{tail.last_replica} was done after "
@@ -277,16 +256,17 @@ def _tail(report: Report) -> Iterator[Found]:
         advice = f"if its responses are longer: balance prompts, cap lengths, {_TAIL}; else compare its host"
         late = [row.name for row in report.workers if row.replica == tail.last_replica is not None]
         found = _of_cause(report, "long_tail", text, slow_replica(report.replicas) or advice)
-        yield found._replace(lanes=late or found.lanes)
+        yield msgspec.structs.replace(found, lanes=late or found.lanes)
 
 
-def _after_generation(report: Report) -> Iterator[Found]:
+def _after_generation(report: Report) -> Iterator[Finding]:
     """Yield the time after the last replica, unless another finding says that lanes wait for a poll."""
-    polls = any(found.share >= _POLLS for found in _polling(report))
+    polling = report.rollout.polling if report.rollout else None
+    polls = polling is not None and polling.late_share >= FINDINGS["polling"]
     if not (polls and next(iter(_parts(report, "after_generation")), "") == f"controller: {POLLING}"):
         text = "were idle in the rollout after the last replica was done"
         advice = "overlap what the loop does there (scoring, moving responses) with generation or training"
-        yield from _idle(report, "after_generation", text, advice)
+        yield _with_parts(report, "after_generation", text, advice)
 
 
 def _parts(report: Report, cause: str) -> Mapping[str, float]:
@@ -301,7 +281,7 @@ def _mostly(report: Report, cause: str) -> str:
     return f" ({', '.join(listed)})" if listed else ""
 
 
-def _host_bound(report: Report) -> Iterator[Found]:
+def _host_bound(report: Report) -> Iterator[Finding]:
     """Yield what all lanes of a role have in common; what one has more of is the straggler's."""
     rows = [row for row in report.devices if row.device == _on_devices(report)]
     by_role: dict[tuple[str, ...], list[float]] = {}
@@ -320,10 +300,14 @@ def _host_bound(report: Report) -> Iterator[Found]:
         advice = f"fewer, larger operators ({larger}), no more processes than cores"
     elif any(row.graphs for row in rows):
         advice = "do less on the host between the launches of graphs, or put more into each of them"
-    yield _lost(report, rows, lambda row: min(row.host_bound_us, usual[tuple(row.roles)]), text, advice)
+
+    def in_common_us(row: DeviceRow) -> float:
+        return min(row.host_bound_us, usual[tuple(row.roles)])
+
+    yield _lost(report, "host_bound", rows, in_common_us, text, advice)
 
 
-def _unexplained(report: Report) -> Iterator[Found]:
+def _unexplained(report: Report) -> Iterator[Finding]:
     text, advice = "were idle for no reason that the capture shows", "look at the lanes in the timeline"
     if not report.captured:
         text = "were idle while no operator or call ran: they were in Python, waited for data, or for a core"
@@ -331,21 +315,15 @@ def _unexplained(report: Report) -> Iterator[Found]:
     yield _of_cause(report, "unexplained", text, advice)
 
 
-def _of_rollout(
-    found_in: Callable[[Report, Rollout], Iterator[Found]],
-) -> Callable[[Report], Iterator[Found]]:
-    """Turn a rule on the rollout into a rule on the report; its seconds become lane-seconds of all lanes."""
-
-    def found(report: Report) -> Iterator[Found]:
-        if report.rollout is not None and report.rollout.seconds:
-            for one in found_in(report, report.rollout):
-                yield one._replace(seconds=_on_all(report, one.seconds))
-
-    return found
+def _of_trajectories(report: Report) -> Iterator[Finding]:
+    """Yield what the rules on trajectories say; what these lose, every device loses."""
+    if report.rollout is not None and report.rollout.seconds:
+        for rule in (_blocked, _last_trajectories, _one_cause, _for_nothing, _polling):
+            for finding in rule(report, report.rollout):
+                yield msgspec.structs.replace(finding, seconds=_on_all(report, finding.seconds))
 
 
-@_of_rollout
-def _blocked(report: Report, rollout: Rollout) -> Iterator[Found]:
+def _blocked(report: Report, rollout: Rollout) -> Iterator[Finding]:
     """Yield a finding per function or span that blocked event loops, over all processes."""
     by_name: dict[str, list[BlockRow]] = {}
     for row in rollout.blocks:
@@ -366,23 +344,23 @@ def _blocked(report: Report, rollout: Rollout) -> Iterator[Found]:
             f"stood still, {duration(_stood_still(rows))} added up."
         )
         seconds = min(longest.seconds, rollout.wall_s)
-        yield Found(_stood_still(rows) / rollout.seconds, seconds, lanes, text, advice)
+        share = _stood_still(rows) / rollout.seconds
+        yield Finding("loop_blocked", text, advice, seconds, lanes, share)
 
 
-def _loops_are_blocked(report: Report) -> bool:
-    return any(found.share >= _LOOP_BLOCKED for found in _blocked(report))
+def _loops_are_blocked(report: Report, rollout: Rollout) -> bool:
+    return any(found.share >= FINDINGS["loop_blocked"] for found in _blocked(report, rollout))
 
 
 def _stood_still(rows: Sequence[BlockRow]) -> float:
     return sum(row.stood_still_s for row in rows)
 
 
-@_of_rollout
-def _last_trajectories(report: Report, rollout: Rollout) -> Iterator[Found]:
+def _last_trajectories(report: Report, rollout: Rollout) -> Iterator[Finding]:
     if last := rollout.last:
         most = last.parts[0] if last.parts else None
         cause = most.cause if most else ""
-        if cause == LOOP_LAG and _loops_are_blocked(report):
+        if cause == LOOP_LAG and _loops_are_blocked(report, rollout):
             return  # it follows from the blocks
         who = "trajectory takes" if last.trajectories == 1 else f"{last.trajectories} trajectories take"
         text = (
@@ -391,14 +369,14 @@ def _last_trajectories(report: Report, rollout: Rollout) -> Iterator[Found]:
             + (f": {most.share:.0%} of that is {_called(cause)}." if most else ".")
         )
         advice = (slow_replica(report.replicas) if cause == "decode" else "") or _advice(cause)
-        yield Found(last.share - last.trajectories / last.of, last.seconds, [], text, advice)
+        share = last.share - last.trajectories / last.of
+        yield Finding("last_trajectories", text, advice, last.seconds, share=share)
 
 
-@_of_rollout
-def _one_cause(report: Report, rollout: Rollout) -> Iterator[Found]:
+def _one_cause(report: Report, rollout: Rollout) -> Iterator[Finding]:
     """Yield the largest cause but the engine's own work; skip loop lag if :func:`_blocked` reports it."""
     of_engines = ("decode", "generate", "prefill", "first token")
-    said = (*of_engines, BEFORE, UNEXPLAINED, *((LOOP_LAG,) if _loops_are_blocked(report) else ()))
+    said = (*of_engines, BEFORE, UNEXPLAINED, *((LOOP_LAG,) if _loops_are_blocked(report, rollout) else ()))
     for row in [row for row in rollout.causes if not row.validate and row.cause not in said][:1]:
         calls = next((call for call in rollout.calls if call.name == row.cause), None)
         each = calls and (
@@ -409,11 +387,11 @@ def _one_cause(report: Report, rollout: Rollout) -> Iterator[Found]:
             f"{row.share:.0%} of the trajectories' time ({duration(row.seconds)}) is "
             f"{_called(row.cause)}{each or ''}."
         )
-        yield Found(row.share, row.share * rollout.wall_s, [], text, _advice(row.cause))
+        seconds = row.share * rollout.wall_s
+        yield Finding("trajectory_cause", text, _advice(row.cause), seconds, share=row.share)
 
 
-@_of_rollout
-def _for_nothing(report: Report, rollout: Rollout) -> Iterator[Found]:
+def _for_nothing(report: Report, rollout: Rollout) -> Iterator[Finding]:
     rows = [row for row in rollout.statuses if not row.validate and row.status not in KEPT]
     share = sum(row.share for row in rows)
     text = (
@@ -421,11 +399,10 @@ def _for_nothing(report: Report, rollout: Rollout) -> Iterator[Found]:
         "those that nothing is made of: " + ", ".join(f"{row.trajectories} {row.status}" for row in rows[:4])
     )
     advice = "stop them sooner, filter prompts before the rollout, or repair what makes them fail"
-    yield Found(share, share * rollout.wall_s, [], f"{text}.", advice)
+    yield Finding("trajectories_for_nothing", f"{text}.", advice, share * rollout.wall_s, share=share)
 
 
-@_of_rollout
-def _polling(report: Report, rollout: Rollout) -> Iterator[Found]:
+def _polling(report: Report, rollout: Rollout) -> Iterator[Finding]:
     if of := rollout.polling:
         text = (
             f"The trainer slept {duration(of.late_s)} ({of.late_share:.0%} of the step) after the "
@@ -435,7 +412,7 @@ def _polling(report: Report, rollout: Rollout) -> Iterator[Found]:
             "look more often; with verl, name a replay buffer of your own with a smaller "
             "poll_interval in trainer.v1.sampler.custom_sampler"
         )
-        yield Found(of.late_share, of.late_s, [], text, advice)
+        yield Finding("polling", text, advice, of.late_s, share=of.late_share)
 
 
 def _called(cause: str) -> str:
@@ -483,56 +460,50 @@ def _time(us: float) -> str:
     return duration(us / 1e6)
 
 
-_IDLE = {  # threshold, sentence and advice of causes that need no more
+_IDLE = {  # sentence and advice of causes that need no more
     "no_requests": (
-        0.10,
         "of engines waited for requests: none was on its way",
         "more trajectories at once, so that some generate while others wait for tools; or shorten what they "
         "wait for",
     ),
     "weight_sync": (
-        0.15,
         "were idle while weights went to the engines",
         "transfer in larger buckets or over a faster path, or synchronise less often",
     ),
     "host_blocked": (
-        0.10,
         "were idle while their hosts were inside calls that copy, allocate or wait for the device",
         "copy from pinned memory with non_blocking=True, and leave out calls that wait (.item(), .cpu())",
     ),
     "between_stages": (
-        0.20,
         "were idle while the loop was in no stage",
         "mark more of the loop with stage(), so that this time gets a name",
     ),
 }
-_FIRST: tuple[_Rule, ...] = (
-    ("straggler", 0, _comes_last),
-    ("device_unrecorded", 0, _unrecorded),
-    ("coverage", 0, _missing),
-)
+_FIRST: tuple[_Rule, ...] = (_comes_last, _unrecorded, _missing)
 _RANKED: tuple[_Rule, ...] = (
-    ("loop_blocked", _LOOP_BLOCKED, _blocked),  # of the trajectories' time
-    ("last_trajectories", 0.15, _last_trajectories),  # share of the rollout minus share of the trajectories
-    ("trajectory_cause", 0.25, _one_cause),  # of the trajectories' time
-    ("trajectories_for_nothing", 0.10, _for_nothing),
-    ("polling", _POLLS, _polling),  # of the step
-    ("straggler", 0.05, _stragglers),  # of the role's time in the step
-    ("idle_stage", 0.10, _idle_stages),  # of the step
-    ("long_tail", 0.05, _tail),  # of the observed time of all devices, and so on
-    ("after_generation", 0.05, _after_generation),
-    *(
-        (cause, least, partial(_idle, cause=cause, text=text, advice=advice))
-        for cause, (least, text, advice) in _IDLE.items()
-    ),
-    ("host_bound", 0.15, _host_bound),
-    ("unexplained", 0.20, _unexplained),
-    ("exposed_communication", 0.05, _communication),
+    *(_of_trajectories, _stragglers, _idle_stages, _tail, _after_generation),
+    *(_idle, _host_bound, _unexplained, _communication),
 )
-_LAST: tuple[_Rule, ...] = (
-    ("capture", 0.05, _capture),  # of the step, or of the observed time of all devices
-    ("pause", 0.25, _pause),  # of the step
-)
+_LAST: tuple[_Rule, ...] = (_capture, _pause)
 
-FINDINGS = {rule: least for rule, least, _ in (*_RANKED, *_LAST)}
+FINDINGS = {
+    "loop_blocked": 0.02,  # of the trajectories' time
+    "last_trajectories": 0.15,  # share of the rollout minus share of the trajectories
+    "trajectory_cause": 0.25,  # of the trajectories' time
+    "trajectories_for_nothing": 0.10,
+    "polling": 0.05,  # of the step
+    "straggler": 0.05,  # of the role's time in the step
+    "idle_stage": 0.10,  # of the step
+    "long_tail": 0.05,  # of the observed time of all devices, and so on
+    "after_generation": 0.05,
+    "no_requests": 0.10,
+    "weight_sync": 0.15,
+    "host_blocked": 0.10,
+    "between_stages": 0.20,
+    "host_bound": 0.15,
+    "unexplained": 0.20,
+    "exposed_communication": 0.05,
+    "capture": 0.05,  # of the step, or of the observed time of all devices
+    "pause": 0.25,  # of the step
+}
 """Shares by the rule of a finding: above them, acting is usually worth the effort."""

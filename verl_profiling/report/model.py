@@ -129,7 +129,7 @@ class GanttSpan(msgspec.Struct, frozen=True, kw_only=True):
     communication_us: float | None = None
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class Finding(msgspec.Struct, frozen=True):
     """One finding: a sentence on lost time, with advice.
 
     Attributes:
@@ -139,6 +139,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         seconds: Lane-seconds at stake, by which findings are sorted. Findings on missing data come first,
             findings on the capture's own cost last.
         lanes: The lane at fault, if known; else the lanes that lost time, sorted by lost time.
+        share: Share of time that is compared with the rule's threshold; 1 for rules without one.
     """
 
     rule: str
@@ -146,6 +147,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     advice: str
     seconds: float = 0.0
     lanes: list[str] = []
+    share: float = 1.0
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True):
