@@ -316,8 +316,9 @@ class LaneReader:
         )
         counted = (kinds < UNKNOWN) | ((kinds == UNKNOWN) & ~np.isin(pid_of, list(known)))
         owners: dict[str, list[int]] = defaultdict(list)
-        for pid, number in sorted(numbers.items(), key=lambda item: _order(self._names.get(item[0], ""))):
-            name, label = self._names.get(pid, ""), self._labels.get(pid, "")
+        named = {pid: self._names.get(pid, "") for pid in numbers}
+        for pid, name in sorted(named.items(), key=lambda item: (len(item[1]), item[1])):  # GPU 9, GPU 10
+            number, label = numbers[pid], self._labels.get(pid, "")
             if number in unknown:
                 if not (number in known or _is_device(label) or (not label and pid in self._on_streams)):
                     continue
@@ -427,12 +428,6 @@ def _device_name(pid: object, label: str) -> str:
     """Return the name of the device that a process stands for: its label, or its number."""
     name = label if _is_device(label) else f"GPU {pid}" if isinstance(pid, int) else str(pid or "device")
     return name[:_LONGEST_NAME]
-
-
-def _order(name: str) -> tuple[str, int]:
-    """Return the sort key of a device name, so that ``GPU 10`` comes after ``GPU 9``."""
-    number = re.search(r"\d{1,18}$", name)
-    return (name[: number.start()], int(number[0])) if number else (name, 0)
 
 
 def _says_device(trace: Trace) -> bool:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,7 +27,7 @@ from verl_profiling.report.intervals import (
 )
 from verl_profiling.report.lanes import Step
 from verl_profiling.report.model import GanttSpan
-from verl_profiling.report.rows import OutsideRow, RequestRow, RunningRow, StageRow
+from verl_profiling.report.rows import OutsideRow, RunningRow, StageRow
 from verl_profiling.timeline.processes import stages_by_row
 
 CAPTURE_CALLS = "(starting and stopping the capture)"
@@ -65,10 +64,9 @@ def anatomy(step: Step, nobody: Spans = EMPTY) -> list[StageRow]:
     rows = []
     for ((name, depth), spans), time, part_ns in zip(runs.items(), times, parts_ns, strict=True):
         beside = crowded([times[row] for row in np.flatnonzero(depths == depth)])
-        row = _row(name, len(spans), spans[0].begin_ns, time, part_ns, step)
         side_by_side_us, idle_us = (int(overlaps(time, of).sum()) / 1000 for of in (beside, idle))
         more = {"depth": depth, "side_by_side_us": side_by_side_us, "idle_us": idle_us}
-        rows.append(msgspec.structs.replace(row, **more))
+        rows.append(_row(name, len(spans), spans[0].begin_ns, time, part_ns, step, **more))
     outermost = [time for time, depth in zip(within_step, depths, strict=True) if depth == 0]
     rest = subtract(step.whole, union(*outermost, capture))
     named = [*([(CAPTURE_CALLS, capture)] if len(capture) else []), (OUTSIDE_STAGES, rest)]
@@ -83,13 +81,16 @@ def _without(capture: Spans, time: Spans) -> Spans:
     return union(time - covered_before(capture, time))
 
 
-def _row(name: str, runs: int, begin_ns: int, time: Spans, part_ns: float, step: Step) -> StageRow:
+def _row(
+    name: str, runs: int, begin_ns: int, time: Spans, part_ns: float, step: Step, **more: Any
+) -> StageRow:
     return StageRow(
         name=name,
         runs=runs,
         begin_us=(begin_ns - step.begin_ns) / 1000,
         duration_us=length(time) / 1000,
         share=part_ns / max(step.span_ns, 1),
+        **more,
     )
 
 
@@ -161,35 +162,34 @@ def percent(spans: Spans, begin_ns: int, end_ns: int) -> list[int]:
     return [int(share) for share in np.rint(100 * _running(spans, begin_ns, end_ns))]
 
 
-def requests_running(requests: Iterable[RequestRow], span_us: float) -> list[RunningRow]:
+def requests_running(step: Step) -> list[RunningRow]:
     """Return the mean number of unfinished and of queued requests of each replica, per part of the step.
 
     A request is queued from its arrival at the engine (if unknown, from its begin) until the engine first
     schedules it.
     """
-    spans: defaultdict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
-    queued: defaultdict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
-    for row in requests:
-        spans[row.replica, row.worker].append((row.begin_us, row.end_us))
-        if row.scheduled_us is not None:
-            since_us = row.begin_us if row.arrival_us is None else row.arrival_us
-            queued[row.replica, row.worker].append((since_us, max(since_us, row.scheduled_us)))
+    spans: defaultdict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
+    queued: defaultdict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
+    for worker in step.capture.workers if step.capture else []:
+        for one in worker.requests:
+            spans[one.replica, worker.name].append((one.begin_ns, one.end_ns))
+            if one.scheduled_ns:
+                since_ns = one.arrival_ns or one.begin_ns
+                queued[one.replica, worker.name].append((since_ns, max(since_ns, one.scheduled_ns)))
     return [
         RunningRow(
             worker=worker,
             replica=replica,
-            requests=_means(spans[replica, worker], span_us),
-            queued=_means(queued[replica, worker], span_us),
+            requests=_means(spans[replica, worker], step),
+            queued=_means(queued[replica, worker], step),
         )
         for replica, worker in sorted(spans)
     ]
 
 
-def _means(spans_us: list[tuple[float, float]], whole_us: float) -> list[float]:
-    if not spans_us:
-        return []
-    spans = np.rint(np.array(spans_us) * 1000).astype(np.int64)
-    return [round(float(mean), 2) for mean in _running(spans, 0, round(whole_us * 1000))]
+def _means(spans: list[tuple[int, int]], step: Step) -> list[float]:
+    means = _running(np.array(spans, np.int64), step.begin_ns, step.end_ns) if spans else ()
+    return [round(float(mean), 2) for mean in means]
 
 
 def _running(spans: Spans, begin_ns: int, end_ns: int) -> NDArray[np.float64]:

@@ -115,9 +115,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
             "costs": capture_rows.costs(manifest, inputs.directory),
             "anchors": capture_rows.anchors(manifest),
             "replicas": capture_rows.replica_rows(step.requests),
-            "running": anatomy.requests_running(
-                capture_rows.requests(capture, step.begin_ns), step.span_ns / 1000
-            ),
+            "running": anatomy.requests_running(step),
             "outside": anatomy.outside_rows(manifest),
             "timeline_begin_ns": step.begin_ns - zero_ns(capture.begin_ns),
         }

@@ -61,19 +61,13 @@ def _size(directory: Path, artifact: Artifact) -> int:
     return artifact.bytes or (path.stat().st_size if path and path.is_file() else 0)
 
 
-def requests(manifest: Manifest, zero_ns: int | None = None) -> list[RequestRow]:
-    """Return the requests of every replica, on the controller's clock.
-
-    Args:
-        manifest: The capture.
-        zero_ns: Zero of the times in the rows; the begin of the capture by default.
-    """
-    zero_ns = manifest.begin_ns if zero_ns is None else zero_ns
+def requests(manifest: Manifest) -> list[RequestRow]:
+    """Return the requests of every replica, on the controller's clock."""
     validations = [span for span in manifest.stages if span.name == VALIDATE]
     rows = []
     for worker, request in [(one, request) for one in manifest.workers for request in one.requests]:
         known: dict[str, Any] = {
-            name.replace("_ns", "_us"): _since(zero_ns, value) if name.endswith("_ns") else value
+            name.replace("_ns", "_us"): _since(manifest.begin_ns, value) if name.endswith("_ns") else value
             for name, value in msgspec.structs.asdict(request).items()
         }
         row = RequestRow(
