@@ -390,7 +390,7 @@ class CapturedStep:
         if output is None:
             return self.inputs.output(name, selection)
         place = Path(output).resolve()
-        if any(place == read.path.resolve() for read in (*self.inputs.sources, *self.inputs.logs)):
+        if any(place == read.path.resolve() for read in self.inputs.files):
             raise ConfigError("output", f"{os.fspath(output)} is one of the traces that are read")
         return Path(output)
 

@@ -47,7 +47,7 @@ def read_step(
     if manifest is not None:
         promised = (artifact for worker in manifest.workers for artifact in worker.artifacts)
         expected = [artifact.lane for artifact in promised if artifact.status != "skipped"]
-        known = {source.lane for source in (*inputs.sources, *inputs.logs)}
+        known = {source.lane for source in inputs.files}
         coverage.expected = len(expected)
         coverage.lanes = [lane for lane in dict.fromkeys(expected) if lane not in known]
     for name, group in groupby(inputs.sources, key=lambda source: source.lane):

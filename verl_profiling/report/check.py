@@ -84,7 +84,7 @@ def check(path: Path, limits: Limits | None = None) -> CheckResult:
         checked = lost + [entry for folder in folders for entry in _check_step(path, folder, limits)]
     elif path.is_dir():
         steps, damaged = plain_steps([path])
-        files = [source.path for step in steps for source in (*step.sources, *step.logs)]
+        files = [source.path for step in steps for source in step.files]
         files += [Path(error.path) for error in damaged]
         checked = [_check_file(str(file.relative_to(path)), file, limits) for file in sorted(files)]
     elif path.exists():

@@ -243,8 +243,7 @@ def _from_manifest(directory: Path) -> StepInputs:
                 inputs.absent.append(f"{artifact.path} is {state}{because}")
                 continue
             found += (_source(manifest, worker, artifact, file) for file in _files_in(path))
-    inputs.sources = sorted_sources(source for source in found if not source.is_log)
-    inputs.logs = sorted_sources(source for source in found if source.is_log)
+    inputs.files = sorted_sources(found)
     return inputs
 
 

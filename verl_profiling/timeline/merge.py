@@ -40,7 +40,6 @@ from verl_profiling.timeline.step import (
     Keep,
     Source,
     StepInputs,
-    sorted_sources,
 )
 from verl_profiling.timeline.trace import Event, Trace
 from verl_profiling.timeline.trajectories import write_log_member
@@ -98,7 +97,7 @@ def merge(
     """
     output = output or inputs.output(TIMELINE_NAME)
     keep = keep or Keep()
-    begins = [source.begin_ns for source in (*inputs.sources, *inputs.logs)]
+    begins = [source.begin_ns for source in inputs.files]
     base_ns = zero_ns(inputs.manifest.begin_ns if inputs.manifest else min(begins, default=0))
     with scratch_folder(output) as scratch:
         while True:
@@ -171,8 +170,7 @@ def _plan(
     """Return the members to write, and the first process id of each worker and of the controller."""
     lanes: dict[str, int] = {}
     pids = {CONTROLLER: LANE_PIDS}
-    sources = sorted_sources([*inputs.sources, *inputs.logs])
-    for source in sources:
+    for source in inputs.files:
         lanes.setdefault(source.lane, (len(lanes) + 2) * LANE_PIDS)
         pids.setdefault(source.worker, lanes[source.lane])
     workers = inputs.manifest.workers if inputs.manifest else []
@@ -189,7 +187,7 @@ def _plan(
     statuses = later_statuses((source.path, source.offset_ns) for source in inputs.logs)
     uses: dict[str, int] = {}
     plan = []
-    for index, source in enumerate(sources, 1):
+    for index, source in enumerate(inputs.files, 1):
         lane_index = uses[source.lane] = uses.get(source.lane, -1) + 1
         job = MemberJob(
             source=source,
@@ -311,12 +309,11 @@ def select_ranks(inputs: StepInputs, ranks: str) -> StepInputs:
         ConfigError: ``ranks`` is not a list of ranks, or selects nothing.
     """
     wanted = parse_ranks(ranks, "--ranks") or frozenset()
-    sources = [source for source in inputs.sources if source.rank in wanted]
-    logs = [log for log in inputs.logs if log.rank in wanted]
-    if not sources and not logs:
-        known = sorted({source.rank for source in (*inputs.sources, *inputs.logs)})
+    files = [file for file in inputs.files if file.rank in wanted]
+    if not files:
+        known = sorted({file.rank for file in inputs.files})
         raise ConfigError("--ranks", f"{ranks!r} selects nothing; there are ranks {known}")
-    return msgspec.structs.replace(inputs, sources=sources, logs=logs)
+    return msgspec.structs.replace(inputs, files=files)
 
 
 def min_us_for_share(path: Path, share: float) -> float:

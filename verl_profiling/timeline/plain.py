@@ -129,12 +129,10 @@ def _steps(directory: Path, label: str, traces: list[_PlainTrace], together: boo
     only = traces[0].name if label and len(traces) == 1 else ""
     for step, of_step in sorted(steps.items(), key=lambda item: -1 if item[0] is None else item[0]):
         numbered = f"step_{step:06d}" if step is not None and len(traces) > 1 else ""
-        logs = [trace for trace in of_step if trace.source.is_log]
         yield StepInputs(
             directory=directory,
             step=step,
-            sources=_distinct([trace for trace in of_step if trace not in logs]),
-            logs=_distinct(logs),
+            files=_distinct(of_step),
             name=only,
             label=".".join(filter(None, (label, numbered))),
         )

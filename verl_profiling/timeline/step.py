@@ -94,9 +94,7 @@ class StepInputs(msgspec.Struct, kw_only=True):
         step: Number of the step, if known.
         manifest: The manifest, if there is one; all its times are on the controller's clock.
         capture: Manifest of the whole capture, if the capture has several steps.
-        sources: Trace files, sorted by lane.
-        logs: Logs of trajectories, sorted by lane, for
-            :func:`~verl_profiling.timeline.trajectories.read_logs`.
+        files: Traces and logs of trajectories, sorted by lane.
         absent: Sentences on artifacts and workers that are missing.
         limits: Limits on reading each trace.
         communication: Regular expressions of further communication kernels.
@@ -109,14 +107,23 @@ class StepInputs(msgspec.Struct, kw_only=True):
     step: int | None = None
     manifest: Manifest | None = None
     capture: Manifest | None = None
-    sources: list[Source] = []
-    logs: list[Source] = []
+    files: list[Source] = []
     absent: list[str] = []
     unfinished: str = ""
     limits: Limits = Limits()
     communication: tuple[str, ...] = ()
     name: str = ""
     label: str = ""
+
+    @property
+    def sources(self) -> list[Source]:
+        """The traces."""
+        return [file for file in self.files if not file.is_log]
+
+    @property
+    def logs(self) -> list[Source]:
+        """The logs of trajectories."""
+        return [file for file in self.files if file.is_log]
 
     @property
     def title(self) -> str:
@@ -266,12 +273,11 @@ def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
         step=span.step,
         manifest=manifest,
         capture=whole,
-        sources=[
-            source
-            for source in inputs.sources
-            if any(
-                source.worker == name and str(source.path).startswith(str(path)) for name, path in recorded
-            )
+        files=[
+            file
+            for file in inputs.files
+            if file.is_log
+            or any(file.worker == name and str(file.path).startswith(str(path)) for name, path in recorded)
         ],
         label=step_folder_name(span.step),
     )
