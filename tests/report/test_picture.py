@@ -28,7 +28,7 @@ def test_lanes_are_grouped_by_role_the_controller_first(report: Report) -> None:
     }
     (lane,) = (lane for lane in groups["actor"]["lanes"] if lane["stands_out"])
     assert lane["name"] == "actor_rank7"
-    assert lane["stands_out"].startswith("slowest in update_actor: 6.60 s, median ")
+    assert lane["stands_out"] == "slower than the others"
 
 
 def test_a_late_replica_and_an_idle_lane_stand_out(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_a_late_replica_and_an_idle_lane_stand_out(tmp_path: Path) -> None:
     lanes = [lane for group in shown for lane in group["lanes"] if lane["stands_out"]]
     assert [lane["name"] for lane in lanes] == ["actor_rank0", "rollout3_rank0"]
     assert lanes[0]["stands_out"].startswith("busy 1%, median ")
-    assert lanes[1]["stands_out"] == "last in the rollout: 8.95 s, median 4.03 s"
+    assert lanes[1]["stands_out"] == "last in the rollout"
 
 
 def test_a_role_shows_from_when_to_when_all_lanes_were_in_a_stage(tmp_path: Path) -> None:

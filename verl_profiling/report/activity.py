@@ -359,8 +359,6 @@ class LaneReader:
             **covers,
             collectives={call: runs.spans[np.isin(runs.keys, mine)] for call, mine in called.items()},
             ops=self._ops(rows),
-            first_ns=int(rows.spans[:, 0].min()) if len(rows.spans) else None,
-            last_ns=int(rows.spans[:, 1].max()) if len(rows.spans) else None,
         )
 
     def _ops(self, rows: Rows) -> dict[tuple[str, str], tuple[int, int]]:

@@ -25,8 +25,7 @@ VALIDATE = "validate"
 """Name of the validation stage."""
 
 _STAGE_PREFIX = "stage/"
-SLOWER = 1.2
-"""Times its peers' median that a lane or replica takes to stand out."""
+_SLOWER = 1.2  # times its peers' median that a replica takes to stand out
 _SET_CLOCK_US = 1_000
 _SET_CLOCK_SHARE = 0.001  # twice the rate at which NTP slews a clock (500 ppm)
 
@@ -197,7 +196,7 @@ def slow_replica(rows: Iterable[ReplicaRow]) -> str:
         return ""
     *others, (slowest_us, worker) = known
     usual_us = median(us for us, _ in others)
-    if slowest_us <= SLOWER * usual_us:
+    if slowest_us <= _SLOWER * usual_us:
         return ""
     return (
         f"compare the host and the device of {worker} with those of the others: it takes "

@@ -44,8 +44,7 @@ from verl_profiling.report.rows import CollectiveRow, StragglerRow
 
 _TOP_COLLECTIVES = 20
 _SMALL = 0.01
-LATE_SHARE = 0.8
-"""Share of a collective's calls, or of the waiting, from which on one rank is the last one."""
+_LATE_SHARE = 0.8  # of the waiting, from which on one rank is the last one
 
 
 class Calls(NamedTuple):
@@ -141,7 +140,7 @@ def last_to(stage: str, step: Step, calls: Iterable[Calls]) -> tuple[str, float]
     for (name, _), parts in waited.items():
         sums[name] += length(union(*parts))
     name, most = next(iter(sums.most_common(1)), ("", 0))
-    told = most > max(LATE_SHARE * sums.total(), _SMALL * longest)
+    told = most > max(_LATE_SHARE * sums.total(), _SMALL * longest)
     return (name, most / 1e9) if told else ("", 0.0)
 
 

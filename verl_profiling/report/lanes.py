@@ -49,8 +49,6 @@ class Lane:
         unrecognised: Spans in which only work of unknown kind ran on the device.
         collectives: All runs of each collective by name and process group, sorted by begin.
         ops: Calls and self time (ns) of kernels, or of operators in a CPU trace, by stage and name.
-        first_ns: Begin of the first event of work.
-        last_ns: End of the last event of work.
         stages: Runs of the worker's own stages.
         recorded: Spans in which the worker's tool recorded.
         observed: Observed time: the set ``S`` of :mod:`~verl_profiling.report.numbers`.
@@ -75,8 +73,6 @@ class Lane:
     unrecognised: Spans = field(default_factory=lambda: EMPTY)
     collectives: Mapping[tuple[str, Group], Spans] = field(default_factory=dict)
     ops: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
-    first_ns: int | None = None
-    last_ns: int | None = None
     stages: Sequence[StageSpan] = ()
     recorded: Spans = field(default_factory=lambda: EMPTY)
     observed: Spans = field(default_factory=lambda: EMPTY)
@@ -138,7 +134,7 @@ class Step:
         """Add a lane, with its stages, its device and its observed time from the manifest."""
         self.lanes.append(lane)
         if self.manifest is None:
-            ends = [ns for one in self.lanes for ns in (one.first_ns, one.last_ns) if ns is not None]
+            ends = [int(ns) for one in self.lanes for ns in (*one.busy[:1, 0], *one.busy[-1:, 1])]
             self.begin_ns, self.end_ns = min(ends, default=0), max(ends, default=0)
         worker = self.worker_of(lane.source)
         if worker is None:

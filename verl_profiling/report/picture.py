@@ -8,19 +8,14 @@ from itertools import zip_longest
 from statistics import median
 from typing import Any
 
-from verl_profiling.report.capture_rows import SLOWER
-from verl_profiling.report.collectives import LATE_SHARE
-from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import GanttSpan, Report
 from verl_profiling.report.rows import WorkerRow
 from verl_profiling.report.tables import stage_class
-from verl_profiling.units import duration
 
 CONTROLLER = "controller"
 _ROLE = re.compile(r"(.*?)(?:_rank)?\d*")
 _MOST_DEVICES = 8  # whose lanes are drawn together; of more, roles are, so that they can be folded
-_OF_THE_STEP = 0.03  # that a slow stage, or waiting for a lane, has to be
-_LATE_CALLS = 5  # of a collective, which say enough
+_REASONS = {"straggler": "slower than the others", "long_tail": "last in the rollout"}  # by rule
 _SPREADS = 3.0  # robust standard deviations between a lane's busy share and the median of its role
 _NORMAL = 1.4826  # median absolute deviation of a normal distribution, in standard deviations
 _POINTS = 0.05  # the same, in busy share, at the least
@@ -146,24 +141,9 @@ def _mean(loads: Sequence[Sequence[int]]) -> list[float]:
 def outliers(report: Report) -> dict[str, str]:
     """Return what stands out about a worker or lane, by its name; the most telling ones first."""
     found: dict[str, str] = {}
-    late = next((finding for finding in report.findings if finding.rule == "long_tail"), None)
-    if late is not None and report.tail is not None:
-        done, usual = duration(report.tail.last_finish_us / 1e6), duration(report.tail.median_finish_us / 1e6)
-        found |= dict.fromkeys(late.lanes, f"last in the rollout: {done}, median {usual}")
-    for row in report.stragglers:
-        if row.stage == ROLLOUT and report.tail is not None:  # the tail says who was late there
-            continue
-        long = row.slowest_us - row.median_us > _OF_THE_STEP * report.span_us
-        if long and row.slowest_us > SLOWER * row.median_us:
-            others_us = 2 * row.median_us - row.slowest_us if row.workers == 2 else row.median_us
-            took, usual = duration(row.slowest_us / 1e6), duration(others_us / 1e6)
-            other = "the other one" if row.workers == 2 else "median"
-            found.setdefault(row.slowest, f"slowest in {row.stage}: {took}, {other} {usual}")
-    for call in report.collectives:
-        lanes = sum(row.role == call.role for row in report.workers)
-        cost = call.wait_us > _OF_THE_STEP * report.span_us * lanes
-        if cost and call.late_share >= LATE_SHARE and call.calls >= _LATE_CALLS:
-            found.setdefault(call.late, f"last at {call.late_share:.0%} of {call.calls} {call.name[:40]}")
+    for finding in report.findings:
+        if reason := _REASONS.get(finding.rule):
+            found |= dict.fromkeys(finding.lanes, reason)
     for role in dict.fromkeys(row.role for row in report.workers):
         for lane, reason in _unlike([row for row in report.workers if row.role == role]):
             found.setdefault(lane, reason)
