@@ -231,7 +231,10 @@ def kind_of(category: str, name: str, communicates: Callable[[str], bool]) -> in
     """
     meaning = meaning_of(category)
     if meaning == "kernel":
-        return _kernel(category, name, communicates)
+        if category == _MTIA and _MTIA_CONTROL.match(name):
+            return NOTHING
+        is_copy = category == _MTIA and _MTIA_COPY.match(name)
+        return MEMORY if is_copy else COMMUNICATION if communicates(name) else COMPUTE
     if meaning == "copy":
         return MEMORY
     if meaning == "collective on the host":
@@ -243,14 +246,6 @@ def kind_of(category: str, name: str, communicates: Callable[[str], bool]) -> in
     if category == "user_annotation" and parse_iteration(name):
         return ITERATION
     return UNKNOWN if meaning is None else NOTHING
-
-
-def _kernel(category: str, name: str, communicates: Callable[[str], bool]) -> int:
-    if category == _MTIA and _MTIA_COPY.match(name):
-        return MEMORY
-    if category == _MTIA and _MTIA_CONTROL.match(name):
-        return NOTHING
-    return COMMUNICATION if communicates(name) else COMPUTE
 
 
 def is_launch(category: str, name: str) -> bool:

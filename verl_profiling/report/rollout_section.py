@@ -94,8 +94,6 @@ def rollout_of(
     if not len(window):
         window = spans_of([(int(begin.min(initial=step.end_ns)), int(end.max(initial=0)))])
     time = _part_rows(explanation.of(window))
-    groups, of_groups = _group_rows(found, pieces, step.begin_ns)
-    versions, versioned, partial = _version_rows(records, served, step.manifest.policy_version)
     first = int(begin[training].min()) if len(training) else step.begin_ns
     lag = pieces.of(np.flatnonzero(pieces.cause == pieces.causes.index(LOOP_LAG)))
     rollout = Rollout(
@@ -114,13 +112,10 @@ def rollout_of(
         last=_last_trajectories(training, begin[training], end[training], pieces, step.begin_ns),
         calls=_call_rows(records),
         blocks=_block_rows(records, lag),
-        groups=groups,
-        **of_groups,
+        **_groups(found, pieces, step.begin_ns),
+        **_versions(records, served, step.manifest.policy_version),
         statuses=_status_rows(records, served),
         failures=_failure_rows(found),
-        versions=versions,
-        versioned=versioned,
-        partial=partial,
         polling=_polling(step, end[training]),
     )
     return rollout, explanation
@@ -234,13 +229,11 @@ def _block_rows(records: Records, lag: Pieces) -> list[BlockRow]:
     return sorted(rows, key=lambda row: -row.seconds)
 
 
-def _group_rows(
-    trajectories: Sequence[Trajectory], pieces: Pieces, begin_ns: int
-) -> tuple[list[GroupRow], dict[str, Any]]:
-    """Return groups of two or more training trajectories, sorted by the time members waited for the last.
+def _groups(trajectories: Sequence[Trajectory], pieces: Pieces, begin_ns: int) -> dict[str, Any]:
+    """Return the fields of the section on groups of two or more training trajectories.
 
-    The second result has totals over all groups: their count, the time waited, and median and maximum of
-    the spread (seconds from a group's first end to its last).
+    Groups are sorted by the time for which members waited for the last. A group's spread is the time from
+    its first end to its last.
 
     Args:
         trajectories: All trajectories.
@@ -274,7 +267,8 @@ def _group_rows(
             )
         )
     spreads = [(last - first) / 1e9 for _, _, _, first, last in found] or [0.0]
-    return rows, {
+    return {
+        "groups": rows,
         "groups_seen": len(found),
         "group_waited_s": sum(item[0] for item in found) / 1e9,
         "group_spread_p50_s": median(spreads),
@@ -336,13 +330,10 @@ def _failure_rows(trajectories: Sequence[Trajectory]) -> list[FailureRow]:
     ]
 
 
-def _version_rows(
-    records: Records, served: Mapping[int, Request], trained: int | None
-) -> tuple[list[VersionRow], int, int]:
-    """Return policy versions, newest first, and two counts of training trajectories.
+def _versions(records: Records, served: Mapping[int, Request], trained: int | None) -> dict[str, Any]:
+    """Return the fields of the section on policy versions, newest first, of training trajectories.
 
-    The counts are the trajectories of known version, and those generated with several versions. Versions
-    come from the loop (``min_version``, ``max_version``), else from the trajectory's requests.
+    Versions come from the loop (``min_version``, ``max_version``), else from the trajectory's requests.
 
     Args:
         records: The recorded trajectories.
@@ -377,7 +368,7 @@ def _version_rows(
         )
         for version in sorted({*oldest, *newest, *segments}, reverse=True)
     ]
-    return rows, oldest.total(), partial
+    return {"versions": rows, "versioned": oldest.total(), "partial": partial}
 
 
 def _last_trajectories(

@@ -47,10 +47,14 @@ _NOT_A_TRACE = {"report.json", "run.json", "manifest.json", TIMELINE_NAME}
 _Process = tuple[str, str, int | str | None]  # host, name, id of a process; empty or None if unknown
 
 
-class _PlainTrace(msgspec.Struct, frozen=True):
-    """A trace without a manifest: its source, its process, and its path relative to the capture's folder."""
+class _PlainTrace(Source, frozen=True, kw_only=True):
+    """A trace without a manifest.
 
-    source: Source
+    Attributes:
+        process: Its process.
+        name: Its path, relative to the folder of the capture.
+    """
+
     process: _Process
     name: str
 
@@ -168,7 +172,7 @@ def _described(path: Path, name: str) -> _PlainTrace:
     worker = f"{role}{replica}" if replica is not None else f"{role}_rank{rank}"
     lane = f"{worker}_rank{rank}" if replica is not None else worker
     first_us = next((e.ts for events in chain([head], chunks) for e in events if e.ts is not None), 0.0)
-    source = Source(
+    return _PlainTrace(
         path=path,
         lane=lane,
         worker=worker,
@@ -176,8 +180,9 @@ def _described(path: Path, name: str) -> _PlainTrace:
         rank=rank,
         replica=replica,
         begin_ns=trace.base_ns + round(first_us * 1000),
+        process=process,
+        name=name,
     )
-    return _PlainTrace(source, process, name)
 
 
 def _described_log(path: Path, name: str) -> _PlainTrace:
@@ -185,15 +190,16 @@ def _described_log(path: Path, name: str) -> _PlainTrace:
     lane = safe_name(header.lane)
     role, _, rank = lane.rpartition("_rank")
     known = bool(role) and rank.isdecimal()
-    source = Source(
+    return _PlainTrace(
         path=path,
         lane=lane,
         worker=lane,
         role=role if known else lane,
         rank=int(rank[:9]) if known else 0,
         begin_ns=header.begin_ns,
+        process=("", name, None),
+        name=name,
     )
-    return _PlainTrace(source, ("", name, None), name)
 
 
 def _rank(trace: Trace, name: str) -> int:
@@ -221,13 +227,12 @@ def _process(trace: Trace, head: list[Event]) -> _Process:
 def _distinct(traces: list[_PlainTrace]) -> list[Source]:
     """Give files of the same lane, but of different processes, separate lanes, e.g. ``actor_rank0.2``."""
     owners: dict[str, list[_Process]] = {}
-    result = []
+    result: list[Source] = []
     for trace in sorted(traces, key=lambda trace: trace.name):
-        source = trace.source
-        known = owners.setdefault(source.lane, [])
+        known = owners.setdefault(trace.lane, [])
         if trace.process not in known:
             known.append(trace.process)
         number = known.index(trace.process) + 1
-        lane = source.lane if number == 1 else f"{source.lane}.{number}"
-        result.append(msgspec.structs.replace(source, lane=lane))
+        lane = trace.lane if number == 1 else f"{trace.lane}.{number}"
+        result.append(msgspec.structs.replace(trace, lane=lane))
     return sorted_sources(result)
