@@ -15,7 +15,7 @@ from verl_profiling.timeline.step import StepInputs
 from verl_profiling.timeline.trace import Trace
 
 DATA = Path(__file__).parents[1] / "data"
-NO_TRACES = {"hta.json", "figures.json", "drawn_figures.json"}
+NO_TRACES = {"hta.json", "figures.json", "drawn_figures.json", "demo_figures.json"}
 TRACES = sorted(path for path in DATA.glob("*.json*") if path.name not in NO_TRACES)
 
 
