@@ -22,13 +22,13 @@ from verl_profiling.identity import WorkerIdentity, artifact_name, step_folder_n
 from verl_profiling.manifest import (
     MANIFEST_NAME,
     Artifact,
-    CaptureCost,
     CaptureResult,
     HostClock,
     Manifest,
     Request,
     Rpc,
     StageSpan,
+    ToolSpan,
 )
 from verl_profiling.run_files import read_manifest, write_json_atomically
 
@@ -202,7 +202,10 @@ def with_facts(folder: Path) -> Path:
     rewrite_worker(
         folder,
         "actor_rank0",
-        cost=CaptureCost(start_s=0.25, stop_s=1.5, export_s=0.5),
+        tool_spans=[
+            ToolSpan("start", begin - 250_000_000, begin),
+            ToolSpan("stop", begin + 10**9, begin + 2_500_000_000),
+        ],
         metrics={"stage/update_actor/process_peak_rss_bytes": 3e9, "throughput": 2.0},
     )
     rewrite_worker(folder, "rollout0", requests=requests)

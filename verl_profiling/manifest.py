@@ -185,7 +185,6 @@ class CaptureCost(msgspec.Struct, frozen=True, kw_only=True):
 
     start_s: float = 0.0
     stop_s: float = 0.0
-    export_s: float = 0.0
 
 
 class ToolSpan(msgspec.Struct, frozen=True):
@@ -321,7 +320,6 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
         artifacts: Everything expected of this worker.
         stages: Spans of the stages it ran, in order of their begin.
         anchors: Clock readings at start and stop.
-        cost: What the capture cost this worker.
         tool_spans: When its tools were started and stopped, in order of their end.
         cores: CPUs of its host; 0 where that is not known.
         notes: Things a user should know, e.g. a selection that matched nothing.
@@ -352,7 +350,6 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
     artifacts: list[Artifact] = []
     stages: list[StageSpan] = []
     anchors: list[ClockAnchor] = []
-    cost: CaptureCost = CaptureCost()
     tool_spans: list[ToolSpan] = []
     cores: int = 0
     notes: list[str] = []
@@ -368,6 +365,14 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
     folder: str = ""
     cut_short: str = ""
     clock: HostClock | None = None
+
+    @property
+    def cost(self) -> CaptureCost:
+        """Seconds for which its tools were started and stopped; a stop includes writing."""
+        seconds = {"start": 0.0, "stop": 0.0}
+        for span in self.tool_spans:
+            seconds[span.name] += (span.end_ns - span.begin_ns) / 1e9
+        return CaptureCost(start_s=seconds["start"], stop_s=seconds["stop"])
 
     @property
     def name(self) -> str:

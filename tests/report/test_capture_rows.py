@@ -41,7 +41,7 @@ def test_each_worker_has_its_cost_with_its_bytes_on_disk(report: Report) -> None
     sizes = {path.name.split(".")[0]: path.stat().st_size for path in Path(report.directory).glob("*.torch*")}
     costs = {row.worker: row for row in report.costs}
     assert costs["actor_rank0"] == CostRow(
-        worker="actor_rank0", start_s=0.25, stop_s=1.5, export_s=0.5, bytes=sizes["actor_rank0"]
+        worker="actor_rank0", start_s=0.25, stop_s=1.5, bytes=sizes["actor_rank0"]
     )
     assert costs["rollout0"].bytes == sizes["rollout0_rank0"]
 
@@ -50,7 +50,7 @@ def test_numbers_are_shown_in_their_units(report: Report) -> None:
     """On the terminal and on the page."""
     shown = printed(report)
     assert re.search(r"actor_rank0 +update_actor +process_peak_rss_bytes +3 GB", shown)
-    assert re.search(r"actor_rank0 +250 ms +1.50 s +500 ms", shown)
+    assert re.search(r"actor_rank0 +250 ms +1.50 s +\d", shown)
     assert re.search(r"actor_rank0 +here +2.00 s +3.00 us", shown)
     said = " ".join(shown.split())
     assert "The capture added 500 us to the loop." in said
@@ -65,7 +65,6 @@ def test_tensorboard_marks_the_step_and_has_them_as_scalars(report: Report) -> N
     assert found["peak/throughput"] == 2
     assert found["capture/added_s"] == pytest.approx(500e-6)
     assert (found["capture/longest_start_s"], found["capture/longest_stop_s"]) == (0.25, 1.5)
-    assert found["capture/longest_export_s"] == 0.5
     assert found["capture/bytes"] == sum(row.bytes for row in report.costs)
     assert found["clock/largest_set_us"] == 3
 

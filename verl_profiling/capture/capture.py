@@ -17,10 +17,10 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.capture.finishing import BackgroundWork, finish
 from verl_profiling.capture.messages import CaptureRequest, result_of
-from verl_profiling.capture.result_file import CostMeter
+from verl_profiling.capture.result_file import measured
 from verl_profiling.capture.stage import OpenSpan, SpanLog, StageSink
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import Artifact, CaptureResult, Device, StageSpan, worst_status
+from verl_profiling.manifest import Artifact, CaptureResult, Device, StageSpan, ToolSpan, worst_status
 from verl_profiling.memory import process_peak_bytes
 from verl_profiling.settings.role import TRAJECTORIES, RoleConfig
 from verl_profiling.tools import Destination, Output, Recording, Tool
@@ -92,7 +92,7 @@ class Capture:
         self._metrics: dict[str, float] = {}
         self._truncated = ""
         self._looked_s = 0.0
-        self._cost = CostMeter()
+        self._tool_spans: list[ToolSpan] = []
         self._spans = SpanLog()
         self._spans.long_stage_ended = self._stage_ended
         self._stages: list[StageSpan] = []
@@ -225,7 +225,7 @@ class Capture:
         """
         self._owner = threading.get_native_id()
         destination = self._destination(stage, occurrence)
-        with self._cost.measured("start", stage), self._lock:
+        with measured(self._tool_spans, "start", stage), self._lock:
             for tool in self.role.tools:
                 writes = tool.suffix and self.request.keep
                 if writes and (refusal := self.role.limits.no_room(destination.folder)):
@@ -257,7 +257,7 @@ class Capture:
             self._stages += self._spans.close()
         stopping, self._running = self._running, []
         if stopping:
-            with self._cost.measured("stop", stopping[0].destination.stage):
+            with measured(self._tool_spans, "stop", stopping[0].destination.stage):
                 for running in stopping:
                     self._stop(running)
 
@@ -286,7 +286,7 @@ class Capture:
                     self._running.remove(running)
                     self._spans.stop_marking()
                     self._truncated = reason
-                    with self._cost.measured("stop", running.destination.stage):
+                    with measured(self._tool_spans, "stop", running.destination.stage):
                         self._stop(running, reason)
                     self._mark_spans()
 
@@ -308,7 +308,6 @@ class Capture:
                 recording.discard()
                 return
             for output in recording.stop():
-                self._cost.export_s += output.export_s
                 self._keep(output, end_ns, truncated)
             for name, value in recording.metrics().items():
                 self._metrics[name] = max(value, self._metrics.get(name, value))
@@ -416,8 +415,7 @@ class Capture:
             notes=notes,
             metrics=self._metrics,
             anchors=self._anchors,
-            cost=self._cost.cost(),
-            tool_spans=self._cost.spans,
+            tool_spans=self._tool_spans,
             cores=os.cpu_count() or 0,
             devices=used_devices() or self.given,
         )

@@ -18,7 +18,6 @@ from verl_profiling.capture.messages import CaptureRequest, result_of, skipped
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import (
     Artifact,
-    CaptureCost,
     CaptureResult,
     CaptureStatus,
     ToolSpan,
@@ -86,33 +85,14 @@ class Slot:
         return self.file.result if same else result
 
 
-@dataclass
-class CostMeter:
-    """Measures the starts and stops of one capture's tools.
-
-    Attributes:
-        spans: One span per start and stop of the tools, in order of their end.
-        export_s: Seconds that writing took; part of the time of the stops.
-    """
-
-    spans: list[ToolSpan] = field(default_factory=list)
-    export_s: float = 0.0
-
-    @contextmanager
-    def measured(self, name: Literal["start", "stop"], stage: str | None) -> Iterator[None]:
-        """Measure a start or stop of the tools; ``stage`` is the recorded stage in discrete mode."""
-        begin_ns = clock.now_ns()
-        try:
-            yield
-        finally:
-            self.spans.append(ToolSpan(name, begin_ns, clock.now_ns(), stage))
-
-    def cost(self) -> CaptureCost:
-        """Return the seconds measured so far."""
-        seconds = {"start": 0.0, "stop": 0.0}
-        for span in self.spans:
-            seconds[span.name] += (span.end_ns - span.begin_ns) / 1e9
-        return CaptureCost(start_s=seconds["start"], stop_s=seconds["stop"], export_s=self.export_s)
+@contextmanager
+def measured(spans: list[ToolSpan], name: Literal["start", "stop"], stage: str | None) -> Iterator[None]:
+    """Append the span of a start or stop of the tools; ``stage`` is the recorded stage in discrete mode."""
+    begin_ns = clock.now_ns()
+    try:
+        yield
+    finally:
+        spans.append(ToolSpan(name, begin_ns, clock.now_ns(), stage))
 
 
 @dataclass(eq=False)
@@ -233,14 +213,12 @@ def _merged(results: list[CaptureResult]) -> CaptureResult:
     last = results[-1]
     joined = {name: [one for result in results for one in getattr(result, name)] for name in _JOINED}
     joined |= {name: list(dict.fromkeys(joined[name])) for name in ("roles", "notes", "policy_versions")}
-    seconds = zip(*(msgspec.structs.astuple(result.cost) for result in results), strict=True)
     return msgspec.structs.replace(
         last,
         step=min(result.step for result in results),
         status=worst.status,
         reason=worst.reason,
         metrics={name: value for result in results for name, value in result.metrics.items()},
-        cost=CaptureCost(**dict(zip(CaptureCost.__struct_fields__, map(sum, seconds), strict=True))),
         **joined,
     )
 

@@ -24,13 +24,20 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.capture.finishing import finish
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, result_of
-from verl_profiling.capture.result_file import NOT_STOPPED, CostMeter, ResultFile, Slot
+from verl_profiling.capture.result_file import NOT_STOPPED, ResultFile, Slot, measured
 from verl_profiling.capture.session import process_session
 from verl_profiling.engines.adapter import EngineAdapter, EngineTool, EngineTrace, refusal
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import Artifact, CaptureResult, Device, expected_artifact, worst_status
+from verl_profiling.manifest import (
+    Artifact,
+    CaptureResult,
+    Device,
+    ToolSpan,
+    expected_artifact,
+    worst_status,
+)
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.tools.base import Output
 from verl_profiling.tools.npu import NpuTool, output_of_recording
@@ -126,7 +133,7 @@ class EngineRecorder:
         file = self._slot.file.opened(request, role, self.identity)
         window = Window(request, role, file, self.engine, self.tool, self.identity, ranks)
         try:
-            with window.meter.measured("start", request.stage):
+            with measured(window.tool_spans, "start", request.stage):
                 await _while_alive(self.engine, self.engine.start())
         except BaseException:
             window.drop()
@@ -154,7 +161,7 @@ class EngineRecorder:
         """
         window.end_ns, problem = clock.now_ns(), ""
         try:
-            with window.meter.measured("stop", window.request.stage):
+            with measured(window.tool_spans, "stop", window.request.stage):
                 await _while_alive(self.engine, self.engine.stop())
         except Exception as error:
             logger.error("%s: stopping the profiler failed: %s", self.identity, error)
@@ -171,9 +178,11 @@ class EngineRecorder:
             window.timer.cancel()
         halting = self._halting = self._halting or asyncio.create_task(self._halt(window))
         await asyncio.wait([halting], timeout=self._stop_s)
+        tool_spans = list(window.tool_spans)
         if halting.done():
             artifacts = halting.result()
         else:
+            tool_spans.append(ToolSpan("stop", window.end_ns, clock.now_ns(), window.request.stage))
             reason = (
                 f"{self.engine.name} had not written it {self._stop_s:g} s after the stop; {_RECORD_LESS}"
             )
@@ -186,7 +195,6 @@ class EngineRecorder:
             status, reason, artifacts = "skipped", "warm-up", []
         if failed:
             status, reason = "failed", failed
-        cost = window.meter.cost()
         result = result_of(
             window.request,
             window.role,
@@ -196,8 +204,7 @@ class EngineRecorder:
             reason=reason,
             artifacts=artifacts,
             anchors=[window.anchor, clock.read_anchor()],
-            cost=msgspec.structs.replace(cost, stop_s=cost.stop_s or self._stop_s),
-            tool_spans=list(window.meter.spans),
+            tool_spans=tool_spans,
             cores=os.cpu_count() or 0,
             notes=window.notes,
             devices=list(self.devices),
@@ -296,7 +303,7 @@ class Window:
     def __post_init__(self) -> None:
         request, engine = self.request, self.engine
         self.notes: list[str] = []
-        self.meter = CostMeter()
+        self.tool_spans: list[ToolSpan] = []
         self.anchor = clock.read_anchor()
         self._before: set[Path] = set()
         self._traces: list[EngineTrace] = []

@@ -156,7 +156,6 @@ def _about_the_capture(report: Report) -> Iterator[tuple[str, float]]:
         yield "capture/added_s", report.capture_us / 1e6
         yield "capture/longest_start_s", max(row.start_s for row in report.costs)
         yield "capture/longest_stop_s", max(row.stop_s for row in report.costs)
-        yield "capture/longest_export_s", max(row.export_s for row in report.costs)
         yield "capture/bytes", float(sum(row.bytes for row in report.costs))
     if report.anchors:
         yield "clock/largest_set_us", max(abs(row.set_us) for row in report.anchors)

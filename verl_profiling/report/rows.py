@@ -487,17 +487,15 @@ class CostRow(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         worker: Name of the worker.
         start_s: Seconds to start recording.
-        stop_s: Seconds to stop recording.
-        export_s: Part of ``stop_s`` for writing the artifacts.
+        stop_s: Seconds to stop recording, which includes writing.
         bytes: Size of the worker's artifacts on disk; artifacts of unknown size count 0.
     """
 
-    columns: ClassVar[str] = "worker, start_s, stop_s, writing=export_s, on disk=bytes"
+    columns: ClassVar[str] = "worker, start_s, stop_s, on disk=bytes"
 
     worker: str
     start_s: float
     stop_s: float
-    export_s: float
     bytes: int
 
 

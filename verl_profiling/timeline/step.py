@@ -13,7 +13,6 @@ import msgspec
 from verl_profiling.identity import step_folder_name
 from verl_profiling.manifest import (
     MAX_NS,
-    CaptureCost,
     CaptureResult,
     Manifest,
     Rpc,
@@ -232,13 +231,11 @@ def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
         return (not index and stage.end_ns <= begin_ns) or end_ns <= stage.begin_ns < next_ns
 
     def part_of(worker: CaptureResult) -> CaptureResult:
-        tool_spans = [one for one in worker.tool_spans if drives(one)]
         return msgspec.structs.replace(
             worker,
             step=span.step,
             stages=clipped(worker.stages),
-            tool_spans=tool_spans,
-            cost=_cost(worker, tool_spans),
+            tool_spans=list(filter(drives, worker.tool_spans)),
             requests=[request for request in worker.requests if begin_ns <= request.begin_ns < end_ns],
             artifacts=[
                 one
@@ -280,19 +277,4 @@ def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
             or any(file.worker == name and str(file.path).startswith(str(path)) for name, path in recorded)
         ],
         label=step_folder_name(span.step),
-    )
-
-
-def _cost(worker: CaptureResult, tool_spans: Sequence[ToolSpan]) -> CaptureCost:
-    """Return the cost of the given tool spans; the export is divided in proportion to the stop times."""
-
-    def seconds(spans: Sequence[ToolSpan], name: str) -> float:
-        return sum(span.end_ns - span.begin_ns for span in spans if span.name == name) / 1e9
-
-    stops_s = seconds(worker.tool_spans, "stop")
-    stop_s = seconds(tool_spans, "stop")
-    return CaptureCost(
-        start_s=seconds(tool_spans, "start"),
-        stop_s=stop_s,
-        export_s=worker.cost.export_s * stop_s / stops_s if stops_s else 0.0,
     )

@@ -61,12 +61,10 @@ class Output:
         artifact: Its state now; ``pending`` when ``finish`` has to run.
         finish: The rest of the work, such as compression. It runs on a background thread while
             training continues, and returns the artifact's final state.
-        export_s: Seconds that writing took, after recording had stopped.
     """
 
     artifact: Artifact
     finish: Callable[[], Artifact] | None = None
-    export_s: float = 0.0
 
 
 class Marks(NamedTuple):

@@ -6,7 +6,6 @@ import importlib.util
 import logging
 import os
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +99,6 @@ class _MemoryRecording(Recording):
         return self._peaks.marks if self._peaks is not None else None
 
     def stop(self) -> Sequence[Output]:
-        begin = time.perf_counter()
         try:
             self._metrics = {
                 "memory/allocated_bytes": float(self._memory.memory_allocated()),
@@ -109,8 +107,7 @@ class _MemoryRecording(Recording):
             snapshot = self._write(TorchMemoryTool.suffix)
         finally:
             self.discard()
-        outputs = [Output(snapshot, export_s=time.perf_counter() - begin)]
-        return [*outputs, Output(self._oom)] if self._oom is not None else outputs
+        return [Output(written) for written in (snapshot, self._oom) if written is not None]
 
     def discard(self) -> None:
         _history.recording = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -238,7 +237,6 @@ class _TorchRecording(Recording):
             return [Output(expected.with_status("empty", reason))]
         final = self._destination.path(TorchTool.suffix)
         part: Path = final.with_name(f".{final.stem}.part")
-        begin = time.perf_counter()
         self._profiler.export_chrome_trace(str(part))
         uses_cuda = self._on_accelerator and CUDA in {device.kind for device in used_devices()}
         device = CUDA if uses_cuda else ""
@@ -252,7 +250,7 @@ class _TorchRecording(Recording):
             events.clear()  # frees their memory in the background
             return finish()
 
-        return [replace(output, finish=release_and_finish, export_s=time.perf_counter() - begin)]
+        return [replace(output, finish=release_and_finish)]
 
     def discard(self) -> None:
         self._stop()

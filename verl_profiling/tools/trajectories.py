@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -55,7 +54,6 @@ class _TrajectoryRecording(Recording):
     _log: OpenLog
 
     def stop(self) -> Sequence[Output]:
-        begin = time.perf_counter()
         self.discard()
         artifact = self._destination.artifact(TrajectoriesTool)
         events = len(self._log.spans) + len(self._log.trajectories)
@@ -63,7 +61,7 @@ class _TrajectoryRecording(Recording):
             reason = "no trajectory and no span ran in this process"
             return [Output(artifact.with_status("skipped", reason))]
         pending = artifact.with_status("pending", events=events)
-        return [Output(pending, lambda: self._written(pending), time.perf_counter() - begin)]
+        return [Output(pending, lambda: self._written(pending))]
 
     def discard(self) -> None:
         stop_log(self._log)
