@@ -103,17 +103,14 @@ def _problem(error: str, value: Any, options: tuple[Any, ...]) -> str:
     """Return an error of msgspec in the words of settings, with the remedy if there is one."""
     if bound := _BOUND.match(error):
         return f"must be {_BOUNDS[bound[1]]} {bound[2].removesuffix('.0')}, is {value}"
-    if isinstance(value, str) and str not in options and any(map(_is_list, options)):
+    lists = [option for option in options if typing.get_origin(option) in (tuple, list)]
+    if isinstance(value, str) and str not in options and lists:
         return f"{error}; write a list: [{value}]"
     for option in options:
         for literal in (option, *typing.get_args(option)):
             if typing.get_origin(literal) is Literal:
                 return f"{error}; choose from: {', '.join(map(str, typing.get_args(literal)))}"
     return error
-
-
-def _is_list(option: Any) -> bool:
-    return typing.get_origin(option) in (tuple, list)
 
 
 def _size(text: str, key: str) -> int:

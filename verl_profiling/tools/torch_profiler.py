@@ -100,8 +100,7 @@ class TorchTool(Tool):
         self.prepare()
         import torch
 
-        profiler_state = torch.autograd.profiler
-        if getattr(profiler_state, "_is_profiler_enabled", False) or torch._C._autograd._profiler_enabled():
+        if torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
             raise CaptureStateError(
                 f"{destination.lane}: another torch profiler already records this process, and two at once "
                 "crash it; stop that one, or switch one of the two off"
@@ -151,10 +150,8 @@ class TorchTool(Tool):
 @cache
 def _experimental_options() -> frozenset[str]:
     """Return the experimental options used here that this torch has."""
-    try:
-        from torch._C._profiler import _ExperimentalConfig
-    except ImportError:
-        return frozenset()
+    from torch._C._profiler import _ExperimentalConfig
+
     signature = inspect.getdoc(_ExperimentalConfig.__init__) or ""
     return frozenset(name for name in ("profile_all_threads", "trace_only") if name in signature)
 
@@ -268,7 +265,7 @@ def _started_profilers() -> list[int]:
     """Return a counter of the torch profilers that this process starts; torch reports no second one."""
     from torch.autograd import profiler
 
-    count, original = [0], getattr(profiler, "_run_on_profiler_start", lambda: None)
+    count, original = [0], profiler._run_on_profiler_start
 
     def counted() -> None:
         count[0] += 1
