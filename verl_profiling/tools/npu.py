@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -130,7 +130,6 @@ class NpuTool(Tool):
 
     def start(self, destination: Destination) -> Recording:
         """Start recording into the folder of this destination."""
-        self.prepare()
         import torch
 
         if torch._C._autograd._profiler_enabled():
@@ -159,8 +158,7 @@ class NpuTool(Tool):
         window = options.mini_batches
         return api.profile(
             activities=[getattr(api.ProfilerActivity, name.upper()) for name in options.activities],
-            schedule=window
-            and api.schedule(wait=window.wait, warmup=window.warmup, active=window.active, repeat=1),
+            schedule=window and api.schedule(**asdict(window), repeat=1),
             # torch_npu has one output folder per process, that of the handler made last. So each
             # recording makes its handler just before it needs it.
             on_trace_ready=api.tensorboard_trace_handler(str(folder), worker_name=lane, analyse_flag=False),

@@ -100,7 +100,6 @@ class NsysTool(Tool):
         imported("nvtx", self.name, "nvtx")
 
     def start(self, destination: Destination) -> Recording:
-        self.prepare()
         process_ranges().check(destination.lane)
         return _NsysRecording(self, destination)
 

@@ -84,7 +84,6 @@ class PrecisionTool(Tool):
 
     def start(self, destination: Destination) -> Recording:
         """Start recording into the folder of this destination."""
-        self.prepare()
         model = None if _model is None or self.options.level == "L1" else _model()
         if model is None and self.options.level != "L1":
             raise CaptureStateError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -97,7 +97,6 @@ class TorchTool(Tool):
         self._activities()
 
     def start(self, destination: Destination) -> Recording:
-        self.prepare()
         import torch
 
         if torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
@@ -109,10 +108,7 @@ class TorchTool(Tool):
         activities = self._activities()
         profiler = torch.profiler.profile(
             activities=activities,
-            schedule=window
-            and torch.profiler.schedule(
-                wait=window.wait, warmup=window.warmup, active=window.active, repeat=1
-            ),
+            schedule=window and torch.profiler.schedule(**asdict(window), repeat=1),
             record_shapes=self.options.shapes,
             profile_memory=self.options.memory,
             with_stack=self.options.stack,
