@@ -508,6 +508,12 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
         return isinstance(watch, dict) and watch.get("enable") is True
 
     @property
+    def scheduled_steps(self) -> list[int]:
+        """The steps that ``schedule.steps`` lists."""
+        schedule = self.config.get("schedule")
+        return (schedule.get("steps") or []) if isinstance(schedule, dict) else []
+
+    @property
     def over(self) -> str:
         """Why the run has no further step; empty while it runs, or if its process is on another host."""
         if self.end_ns is not None:

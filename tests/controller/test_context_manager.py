@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from fleet import TrainWorker
 from test_callback import configured, following, local_worker, manifest
 
 from verl_profiling import AsyncProfilingCallback, CaptureStateError, ProfilingCallback
+from verl_profiling.capture.messages import CaptureRequest, StartReply
 from verl_profiling.capture.session import Session
 
 FAILS_AT_STOP = "tools.test_third_party:FailsAtStop"
@@ -125,6 +127,30 @@ async def test_a_task_that_is_cancelled_keeps_its_step(tmp_path: Path, session: 
         await task
     assert not manifest(config).complete
     assert session.sink is None
+
+
+class Slow(TrainWorker):
+    """A worker whose start takes a while, on the loop's event loop."""
+
+    async def start_capture(self, request: CaptureRequest) -> StartReply:  # type: ignore[override]
+        """Start, after a while."""
+        await asyncio.sleep(0.3)
+        return super().start_capture(request)
+
+
+async def test_a_hook_that_is_cancelled_ends_its_work_first(tmp_path: Path, session: Session) -> None:
+    """The next hook finds no worker busy, and no step is lost."""
+    config = configured(tmp_path, schedule={"steps": [2, 3]})
+    worker = Slow()
+    worker.set_up(config)
+    async with AsyncProfilingCallback(config) as profiling:
+        profiling.add_workers("actor", worker)
+        for step in (1, 2, 3):
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(profiling.on_step_begin(step), 0.1)
+            worker.work()
+            await profiling.on_step_end()
+    assert [manifest(config, step).workers[0].status for step in (2, 3)] == ["ok", "ok"]
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])

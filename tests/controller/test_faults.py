@@ -8,6 +8,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -411,6 +412,27 @@ def test_a_step_whose_folder_cannot_be_made_is_said_everywhere(
     assert main(["check", str(run_folder)]) == 1
     assert re.search(rf"missing +run.json +step 2 was not captured: .*{why}", capsys.readouterr().out)
     assert [manifest(config, step).workers[0].status for step in (1, 3)] == ["ok", "ok"]
+
+
+_READ_ONLY = """
+import subprocess, sys
+from verl_profiling import ProfilingCallback
+settings = {"enable": True, "tool": "spans", "save_path": f"{sys.argv[1]}/run", "schedule": {"steps": [1, 2]}}
+with ProfilingCallback(settings) as callback:
+    for step in (1, 2):
+        callback.on_step_begin(step)
+        callback.on_step_end()
+        subprocess.run(["mount", "-o", "remount,ro", sys.argv[1]], check=True)
+"""
+
+
+def test_a_disk_that_stays_read_only_is_said_by_check(
+    tiny_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing could be written into ``run.json``, which has the schedule."""
+    subprocess.run([sys.executable, "-c", _READ_ONLY, str(tiny_disk)], check=True)
+    assert main(["check", str(tiny_disk / "run")]) == 1
+    assert re.search("step 2 of schedule.steps has no folder.* is gone", capsys.readouterr().out)
 
 
 LIMITED = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import msgspec
@@ -9,6 +10,7 @@ import pytest
 from fleet import TrainWorker
 from test_callback import configured, following, run
 
+from verl_profiling import trajectory
 from verl_profiling.capture.messages import CaptureRequest, StartReply
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
@@ -48,3 +50,20 @@ def test_a_file_that_cannot_be_seen_is_named_with_its_host(
     assert f"files of {host} are not seen from here" in " ".join(found.notes)
     assert main(["check", str(folder)]) == 1
     assert f"it is at {artifact.where}" in capsys.readouterr().out
+
+
+def test_a_log_that_is_still_written_is_not_on_another_disk(tmp_path: Path, session: Session) -> None:
+    """Trajectories are written in the background, after the stop; the process's result is there before."""
+    config, worker = (
+        configured(tmp_path, tool=["torch", "trajectories"], schedule={"every": 1}),
+        TrainWorker(),
+    )
+    worker.set_up(config)
+
+    async def work() -> None:
+        async with trajectory(group="a"):
+            worker.work()
+
+    run(following(config, worker), lambda step: asyncio.run(work()), steps=8)
+    found = [read_manifest(folder) for folder in sorted((tmp_path / "run").glob("step_*"))]
+    assert [(one.notes, len(one.workers[0].artifacts)) for one in found] == [([], 2)] * 8

@@ -45,7 +45,7 @@ def test_a_rank_that_becomes_late_is_captured_with_a_peer(
     """Over the store: noticed within five steps; whom the capture is not aimed at is not missing in it."""
     trigger: dict[str, Any] = {"window": 8, "cooldown": 0, "slow_stage": 4.0, "slow_step": None}
     watch = {"enable": True, "every": 10, "trigger": {**trigger, "leader": None, "memory": None}}
-    logs = run(tmp_path, "slow", all={"watch": watch})
+    logs = run(tmp_path, "slow", all={"watch": watch, "tool": "torch"})
     folder = max((tmp_path / "run").glob("step_*"))  # an earlier one is of something else on the machine
     manifest = read_manifest(folder)
     said = manifest.trigger
@@ -54,6 +54,7 @@ def test_a_rank_that_becomes_late_is_captured_with_a_peer(
     [peer] = said.peers
     recorded = {worker.name: worker.status for worker in manifest.workers}
     assert recorded == {peer: "ok", "actor_rank2": "ok"}
+    assert all(worker.artifacts for worker in manifest.workers)
     assert (manifest.complete, manifest.notes) == (True, [])
     assert main(["report", "--all", str(folder)]) == 0
     assert "actor_rank2" in capsys.readouterr().out

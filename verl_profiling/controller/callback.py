@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from operator import index
 from pathlib import Path
 from types import TracebackType
@@ -361,14 +361,29 @@ class AsyncProfilingCallback(_Callback[Coroutine[Any, Any, None]]):
     async def _call(
         self, hook: Callable[[Controller, Any], Waits[None] | None], argument: Any, loop_raised: bool = False
     ) -> None:
-        """Call a hook on the caller's task; only its blocking functions run on another thread."""
+        """Call a hook on the caller's task; only its blocking functions run on another thread.
+
+        A cancelled hook ends its work before it raises, so that no worker is still busy in the next one.
+        """
         controller = self._controller
         if controller is None:
             return
+        cancelled: list[asyncio.CancelledError] = []
         try:
-            for wait in hook(controller, argument) or ():
-                await asyncio.to_thread(wait)
+            await _do(hook(controller, argument) or (), cancelled)
         except Exception as error:
-            for wait in self._abandoned(controller, hook.__name__, error):
-                await asyncio.to_thread(wait)
+            await _do(self._abandoned(controller, hook.__name__, error), cancelled)
             self._failed(hook.__name__, error, loop_raised)
+        if cancelled:
+            raise cancelled[0]
+
+
+async def _do(waits: Iterable[Callable[[], object]], cancelled: list[asyncio.CancelledError]) -> None:
+    """Do blocking work on other threads, to its end; append what cancels it meanwhile to ``cancelled``."""
+    for wait in waits:
+        done = asyncio.ensure_future(asyncio.to_thread(wait))
+        while not done.done():
+            try:
+                await asyncio.shield(done)
+            except asyncio.CancelledError as error:
+                cancelled.append(error)

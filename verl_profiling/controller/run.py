@@ -273,8 +273,9 @@ def _located(folder: Path, results: list[CaptureResult], notes: list[str]) -> li
     workers = []
     for worker in results:
         artifacts = []
+        shares_disk = f"{worker.name}{RESULT_SUFFIX}" in seen  # a log may still be written in the background
         for artifact in worker.artifacts:
-            is_here = artifact.path in seen or artifact.path.removesuffix(".gz") in seen
+            is_here = shares_disk or artifact.path in seen or artifact.path.removesuffix(".gz") in seen
             written = artifact.status in ("ok", "pending", "truncated") and not artifact.reason
             if written and not is_here and not artifact.where:
                 hosts[worker.identity.host] = None

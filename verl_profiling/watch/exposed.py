@@ -101,9 +101,7 @@ def _stages(
     found = {}
     for stage, front_ns, standing in frontier(summary.loop[0].role, lanes, own):
         clear = standing.clear and stage not in covered and (workers is not None or not calls)
-        ran = (names[stage],) if len(lanes) > 1 else ()
-        own_standing = standing._replace(ran=ran)
-        first, *others = workers.standings(stage, standing) if workers is not None else [own_standing]
+        first, *others = workers.standings(stage, standing) if workers is not None else [standing]
         found[names[stage]] = front_ns, [first._replace(clear=clear and first.clear), *others]
     return found
 
