@@ -335,11 +335,6 @@ class TestHistory:
         steps = logged_steps(again, before)
         assert [step.step for step in steps] == [0, 1, 2, 3, 4, 5, 6]
 
-    def test_only_the_latest_are_kept(self) -> None:
-        """Of a long run, and a late line of a step that is no longer kept changes nothing."""
-        latest = logged_steps(summary(number) for number in range(10))[-3:]
-        assert [step.step for step in logged_steps([summary(2)], latest)] == [7, 8, 9]
-
     def test_the_last_line_of_a_step_counts(self) -> None:
         """A start that goes on may run a step again."""
         steps = logged_steps([summary(1, leader=""), summary(1)])

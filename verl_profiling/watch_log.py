@@ -47,13 +47,16 @@ class WatchLogReader:
         """Yield the steps logged since the last call; the first call yields all steps in the log.
 
         Raises:
-            TraceFormatError: The log is not a file, leads out of the run's folder, or cannot be read.
+            TraceFormatError: The log leads out of the run's folder, or cannot be read.
         """
         try:
             with ExitStack() as opened:
                 # The newer one first: rotated meanwhile, it is the older one, too, and no part is missed.
-                found = [_opened(self._run, name, opened) for name in (WATCH_LOG, OLDER_WATCH_LOG)]
-                parts = {_identity(part): part for part in reversed(found) if part is not None}
+                found: list[BinaryIO] = []
+                for name in (WATCH_LOG, OLDER_WATCH_LOG):
+                    with suppress(FileNotFoundError):
+                        found.append(opened.enter_context(named_file(self._run, name).open("rb")))
+                parts = {_identity(part): part for part in reversed(found)}
                 known = list(parts)
                 since = known.index(self._read_to[0]) if self._read_to[0] in parts else 0
                 for identity in known[since:]:
@@ -76,18 +79,6 @@ class WatchLogReader:
             if is_first and is_whole:
                 with suppress(*_UNREADABLE):
                     yield self._decoder.decode(line)
-
-
-def _opened(run: Path, name: str, opened: ExitStack) -> BinaryIO | None:
-    """Open one part; ``None`` if it is not there."""
-    path = named_file(run, name)
-    try:
-        part = opened.enter_context(path.open("rb"))
-    except FileNotFoundError:
-        return None
-    except IsADirectoryError:
-        raise TraceFormatError(path, "is not a file") from None
-    return part
 
 
 def _identity(part: BinaryIO) -> tuple[int, int, bytes]:

@@ -285,7 +285,7 @@ class TestEveryStep:
         (run / "watch.jsonl").unlink()
         (run / "watch.jsonl").mkdir()
         assert main(["report", str(run), "--save"]) == 0
-        assert "watch.jsonl: is not a file" in capsys.readouterr().err
+        assert "watch.jsonl: cannot be read" in capsys.readouterr().err
         assert 'id="every-step"' not in (run / "index.html").read_text()
 
     @pytest.mark.skipif(any(mark.args[0] for mark in needs_browser), reason="needs a browser")

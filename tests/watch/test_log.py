@@ -74,7 +74,7 @@ class TestWriting:
         assert "No space left on device" in caplog.text
         assert steps(WatchLogReader(tmp_path)) == [3, 4]
 
-    @pytest.mark.parametrize("harm", ["vanished", "a folder is there", "a pipe is there"])
+    @pytest.mark.parametrize("harm", ["vanished", "a folder is there"])
     def test_a_folder_that_fails_is_said_once(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str
     ) -> None:
@@ -83,9 +83,6 @@ class TestWriting:
         log = WatchLog(run)
         if harm == "a folder is there":
             (run / WATCH_LOG).mkdir(parents=True)
-        elif harm == "a pipe is there":
-            run.mkdir()
-            os.mkfifo(run / WATCH_LOG)
         with caplog.at_level(logging.WARNING):
             log(summary(1))
             log(summary(2))
@@ -93,10 +90,8 @@ class TestWriting:
         assert str(run / WATCH_LOG) in caplog.text
         if harm == "vanished":
             run.mkdir()
-        elif harm == "a folder is there":
-            (run / WATCH_LOG).rmdir()
         else:
-            (run / WATCH_LOG).unlink()
+            (run / WATCH_LOG).rmdir()
         log(summary(3))
         assert steps(WatchLogReader(run)) == [3]
 
@@ -178,7 +173,7 @@ class TestReading:
     def test_a_folder_or_a_pipe_is_no_log(self, tmp_path: Path) -> None:
         """It is an error that names it, and does not hang."""
         (tmp_path / WATCH_LOG).mkdir()
-        with pytest.raises(TraceFormatError, match="is not a file"):
+        with pytest.raises(TraceFormatError, match="cannot be read"):
             steps(WatchLogReader(tmp_path))
         (tmp_path / WATCH_LOG).rmdir()
         os.mkfifo(tmp_path / WATCH_LOG)

@@ -26,7 +26,7 @@ from verl_profiling.run_files import read_run
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.timeline.inputs import the_run
 from verl_profiling.units import duration
-from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG, WatchLogReader, has_watch_log
+from verl_profiling.watch_log import WATCH_LOG, WatchLogReader, has_watch_log
 
 _STEPS = 200
 _CAPTURES = 5
@@ -66,9 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise TraceFormatError(run_dir, "no such folder of a run")
     view = View(run_dir)
     console = Console(highlight=False)
-    frame = view.frame()
     if arguments.once or not console.is_terminal:
-        fitting_console(console).print(frame)
+        fitting_console(console).print(view.frame())
     else:
         shown = Live(view.frame("q quits"), console=console, screen=True, auto_refresh=False)
         with _inputs() as inputs, shown as live:
@@ -109,23 +108,15 @@ class View:
 
 
 def _pulse(run: Path) -> Pulse:
-    heard, info = _heard(run), read_run(run)
+    info, heard = read_run(run), "nothing heard of it yet"
+    with suppress(OSError):  # the log does not exist, or was just rotated
+        quiet_s = time.time() - (run / WATCH_LOG).stat().st_mtime
+        heard = f"last heard of {duration(max(round(quiet_s), 0))} ago"
     if info is None:
         return Pulse(says=f"has no {RUN_NAME}; {heard}")
     if not info.over:
         return Pulse(says=f"{info.process}, {heard}")
     return Pulse(says=f"{info.over}; {heard}", is_over=True, is_well=info.end_ns is not None)
-
-
-def _heard(run_dir: Path) -> str:
-    """Return the time since the run last logged a step, as text."""
-    written = []
-    for log in (WATCH_LOG, OLDER_WATCH_LOG):
-        with suppress(OSError):  # the log does not exist, or was just rotated
-            written.append((run_dir / log).stat().st_mtime)
-    if not written:
-        return "nothing heard of it yet"
-    return f"last heard of {duration(max(round(time.time() - max(written)), 0))} ago"
 
 
 @contextmanager

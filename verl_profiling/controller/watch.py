@@ -23,7 +23,7 @@ from verl_profiling.clock import Handshake, best_handshake
 from verl_profiling.controller.open_capture import ROLLOUT
 from verl_profiling.controller.rank_summaries import RankSummaries
 from verl_profiling.controller.spmd import Ranks
-from verl_profiling.controller.targets import Call, Postponed, Roster, Target, Worker
+from verl_profiling.controller.targets import Call, Postponed, Roster, Worker
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.step_summary import RankUse, StepSummary
@@ -206,8 +206,13 @@ class Watch:
         elif ranks is not None:
             ranks.send(steps)
         for step in steps:
-            summary = self._explained(step)
+            step.add_up()
+            summary = with_lateness(step)
+            before = self.summaries[-1] if self.summaries else None
+            summary.exposed = exposed(summary, before, self._workers.has_any)
             self.summaries.append(summary)
+            if self._options.trigger is not None:
+                self.recorders.follow(summary)
             for listener in [*self._log, *self.listeners]:
                 try:
                     listener(summary)
@@ -215,19 +220,6 @@ class Watch:
                     self._say_once(id(listener), summary.step, error)
         if ranks is not None and ranks.leads:
             ranks.ask_collectives(self.recorders.due)
-
-    def _explained(self, summary: StepSummary) -> StepSummary:
-        """Return the summary with exposed times, memory by role and sums of spans."""
-        before = self.summaries[-1] if self.summaries else None
-        summary.add_up()
-        try:
-            summary = with_lateness(summary)
-            summary.exposed = exposed(summary, before, self._workers.has_any)
-            if self._options.trigger is not None:
-                self.recorders.follow(summary)
-        except Exception as error:
-            self._say_once(id(exposed), summary.step, error)
-        return summary
 
     def _say_once(self, what: int, step: int, error: Exception) -> None:
         if what not in self._failed:
@@ -249,7 +241,6 @@ class WatchedWorkers:
         self.alone = True
         self._roster = roster
         self._late: list[Call] = []
-        self._without: set[Target] = set()
         self._said: set[Worker] = set()
         self._handshakes: dict[str, deque[Handshake]] = {}
 
@@ -269,7 +260,7 @@ class WatchedWorkers:
         times = [(step.begin_ns, step.end_ns) for step in steps]
         uses: dict[ProcessId, list[RankUse | None]] = {}
         self._late = [call for call in self._late if not call.future.done()]
-        to_call = {*self._roster.driven(None)} - self._without
+        to_call = {*self._roster.driven(None)}
         while (to_call := to_call - {call.target for call in self._late}) and left_s() > 0:
             offsets_ns = {clock.domain(): 0}
             for domain, known in self._handshakes.items():
@@ -302,8 +293,6 @@ class WatchedWorkers:
         if call.error is not None and "ActorUnavailableError" in call.problem():  # Ray restarts it
             time.sleep(_RESTART_PAUSE_S)
             return False
-        if type(call.error) is AttributeError:  # it has no such method
-            self._without.add(call.target)
         if not isinstance(reading, WatchReading):
             if reading is not None or call.error is not None:
                 self._say(call, f"is not read: {call.problem()}")

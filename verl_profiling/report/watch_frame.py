@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from heapq import nlargest
-from itertools import islice
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
@@ -30,12 +28,10 @@ from verl_profiling.units import byte_size, duration, visible
 _WIDTH = 100
 _TREND = 20
 _MANY_STAGES = 16
-_MANY_ROLES = 16
 _MANY_SPANS = 8
 _MANY_UNSTEADY = 3
 _MOST_RATIO = 10
 _RATIO, _WINDOW, _MATTERS = 1.3, 20, 0.05  # defaults of watch.trigger
-_MOST_BYTES = 64 << 20
 
 IN_NO_STAGE = "(in no stage)"
 """Name of the time of a step outside all stages."""
@@ -44,31 +40,18 @@ IN_NO_STAGE = "(in no stage)"
 def logged_steps(lines: Iterable[StepSummary], before: Iterable[StepSummary] = ()) -> list[StepSummary]:
     """Return the steps of a run, in order.
 
-    Of a step that was logged again, the last line counts. Where a run was resumed from an earlier step, the
-    steps that it runs again replace those that its start before had run.
+    Where a run was resumed from an earlier step, the steps that it runs again replace those before.
 
     Args:
         lines: Lines of the log, in the order in which they were logged.
         before: The steps of the lines before.
     """
-    steps = {step.step: step for step in before}
+    steps = [*before]
     for line in lines:
-        while steps and (last := next(reversed(steps.values()))).step > line.step:
-            if last.begin_ns >= line.begin_ns:  # a late line
-                break
-            steps.popitem()
-        if line.step in steps or not steps or line.step > next(reversed(steps)):
-            steps[line.step] = line
-    return list(steps.values())
-
-
-def main_rows(step: StepSummary) -> dict[str, ExposedStage]:
-    """Return, by name of the stage, the row of a step that is exposed longest."""
-    rows: dict[str, ExposedStage] = {}
-    for row in step.exposed:
-        if row.name not in rows or row.exposed_ns > rows[row.name].exposed_ns:
-            rows[row.name] = row
-    return rows
+        while steps and steps[-1].step >= line.step:
+            steps.pop()
+        steps.append(line)
+    return steps
 
 
 def watch_sentence(steps: Sequence[StepSummary]) -> str:
@@ -105,12 +88,9 @@ def captures_so_far(run: Path, most: int) -> tuple[int, dict[str, str]]:
 
 
 def _asked(folder: Path) -> str:
-    head = None
-    with suppress(OSError, TraceFormatError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        path = named_file(folder, MANIFEST_NAME)
-        if path.is_file() and path.stat().st_size <= _MOST_BYTES:
-            head = msgspec.json.decode(path.read_bytes(), type=_Head)
-    if head is None:
+    try:
+        head = msgspec.json.decode(named_file(folder, MANIFEST_NAME).read_bytes(), type=_Head)
+    except (OSError, TraceFormatError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return "no manifest yet"
     trigger = head.trigger
     by = f" by {trigger.by}" if trigger.by and trigger.by not in trigger.reason else ""
@@ -205,7 +185,7 @@ def _stages(steps: Sequence[StepSummary]) -> Table:
     latest = steps[-1]
     table = table_of("", ("stage", "exposed", "share", "median", "trend", "leads"), texts=(5,))
     by_stage = [step.exposed_s for step in steps]
-    rows = main_rows(latest)
+    rows = {row.name: row for row in latest.exposed}
     seconds = by_stage[-1]
     kept = set(nlargest(_MANY_STAGES, seconds, key=lambda name: seconds[name]))
     for name in [name for name in seconds if name in kept]:
@@ -283,7 +263,7 @@ def _unsteady(steps: Sequence[StepSummary]) -> str:
 
 def _memory(rows: Iterable[RoleMemory]) -> Table:
     table = table_of("", ("memory", "processes", "highest peak", "held", "of"), texts=(4,))
-    for row in islice(rows, _MANY_ROLES):
+    for row in rows:
         sizes = ["" if size is None else byte_size(size) for size in (row.peak_bytes, row.held_bytes)]
         table.add_row(*_texts(row.role, str(row.processes), *sizes, row.lane))
     return table

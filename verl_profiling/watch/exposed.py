@@ -45,9 +45,9 @@ def exposed(
         has_workers: Whether the loop calls workers. If so, no leader is clear in a summary without workers.
     """
     rows: list[ExposedStage] = []
-    done_ns = 0
+    done_ns, step_ns = 0, summary.duration_ns
     for name, (front_ns, [first, *_]) in _stages(summary, before, has_workers).items():
-        reached_ns = min(round(front_ns), summary.duration_ns)
+        reached_ns = min(round(front_ns), step_ns)
         rows.append(
             ExposedStage(
                 name=name,
@@ -59,9 +59,9 @@ def exposed(
             )
         )
         done_ns = reached_ns
-    if done_ns < summary.duration_ns:
+    if done_ns < step_ns:
         role = summary.loop[0].role if summary.loop else "controller"
-        rows.append(ExposedStage(name="", exposed_ns=summary.duration_ns - done_ns, role=role))
+        rows.append(ExposedStage(name="", exposed_ns=step_ns - done_ns, role=role))
     return rows
 
 

@@ -6,11 +6,9 @@ The log has one line per step, in two bounded parts. TensorBoard gets the number
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -28,7 +26,6 @@ Listener = Callable[[StepSummary], object]
 
 MAX_PART_BYTES = 8 << 20
 """Bytes of each of the two parts."""
-_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
 
 
 class WatchLog(RotatingFileHandler):
@@ -45,20 +42,26 @@ class WatchLog(RotatingFileHandler):
     def __init__(self, folder: Path, max_part_bytes: int = MAX_PART_BYTES) -> None:
         super().__init__(folder / WATCH_LOG, maxBytes=max_part_bytes, backupCount=1, delay=True)
         self.namer = lambda name: str(folder / OLDER_WATCH_LOG)
+        self._record = logging.makeLogRecord({})  # made once, as making one takes as long as the line
         self._torn, self._complained = True, False
 
     def __call__(self, summary: StepSummary) -> None:
         """Log a step, without its processes."""
         without = msgspec.structs.replace(summary, loop=[], workers=[], beside=())
         line = msgspec.json.encode(without).decode()
-        with suppress(OSError):
-            path = Path(self.baseFilename)
-            if self._torn and path.stat().st_size and not path.read_bytes().endswith(b"\n"):
-                line = f"\n{line}"  # an earlier write has left half a line
-        self._torn = False
-        self.handle(logging.makeLogRecord({"msg": line}))
+        if self._torn:
+            with suppress(OSError):
+                path = Path(self.baseFilename)
+                if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+                    line = f"\n{line}"  # an earlier write has left half a line
+        self._torn, self._record.msg = False, line
+        self.handle(self._record)
         with suppress(OSError):
             self.close()
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record as it is."""
+        return str(record.msg)
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Log the first error, and no others."""
@@ -67,10 +70,6 @@ class WatchLog(RotatingFileHandler):
             error = sys.exc_info()[1]
             logger.warning("the log of the watch cannot be written: %s: %s", self.baseFilename, error)
         self._complained = True
-
-    def _open(self) -> TextIOWrapper:
-        """Open the file; with ``O_NONBLOCK``, a pipe in its place does not block."""
-        return TextIOWrapper(os.fdopen(os.open(self.baseFilename, _FLAGS, 0o644), "ab"), encoding="utf-8")
 
 
 def log_listeners(run: Path, sinks: Sequence[str]) -> list[Listener]:

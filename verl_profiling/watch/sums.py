@@ -297,8 +297,20 @@ def _use(name: str, runs: list[Period]) -> StageUse:
     return StageUse(name, duration_ns, len(runs), periods[0][0], tuple(periods))
 
 
-_Sums = dict[object, list[int]]
-"""Number, total duration (ns) and failures of the spans that ended in a time slice, by name."""
+_Sums = dict[str, list[int]]
+"""Number, total duration (ns) and failures of spans, by name."""
+
+
+def _sums_of(sums: _Sums, name: object) -> list[int]:
+    """Return the sums of a name; beyond the maximum number of names, those of ``OTHERS``."""
+    if not isinstance(name, str) or (name not in sums and len(sums) >= MOST_NAMES):
+        name = OTHERS
+    return sums.setdefault(name, [0, 0, 0])
+
+
+def _add(sums: _Sums, name: str, numbers: list[int]) -> None:
+    known = _sums_of(sums, name)
+    known[:] = [one + other for one, other in zip(known, numbers, strict=True)]
 
 
 class SpanSums:
@@ -307,24 +319,23 @@ class SpanSums:
     def __init__(self) -> None:
         self._slices: dict[int, _Sums] = {}
         self._slice_ns = _SHORTEST_SLICE_NS
-        self._names: set[object] = set()
         self._lock = threading.RLock()  # reentrant: the garbage collector may end a span under the lock
 
     def add(self, name: str, begin_ns: int, end_ns: int, failed: bool) -> None:
         """Add a span that has ended. Any object is accepted as its name, and nothing raises."""
         with self._lock:
-            slice_ = self._slices.get(end_ns // self._slice_ns)
-            if slice_ is None:
+            sums = self._slices.get(end_ns // self._slice_ns)
+            if sums is None:
                 if len(self._slices) >= MOST_SLICES:
                     self._join()
-                slice_ = self._slices.setdefault(end_ns // self._slice_ns, {})
+                sums = self._slices.setdefault(end_ns // self._slice_ns, {})
             try:
-                sums = slice_[name]
+                numbers = sums[name]
             except (KeyError, TypeError):
-                sums = slice_.setdefault(self._known(name), [0, 0, 0])
-            sums[0] += 1
-            sums[1] += max(0, end_ns - begin_ns)
-            sums[2] += failed
+                numbers = _sums_of(sums, name)
+            numbers[0] += 1
+            numbers[1] += max(0, end_ns - begin_ns)
+            numbers[2] += failed
 
     def of_steps(self, steps: Sequence[Period], ahead_ns: int) -> list[list[SpanTotal]]:
         """Return the sums of the spans that ended in each step; then drop all up to the last step's end.
@@ -333,7 +344,7 @@ class SpanSums:
             steps: Begin and end of each step, in order, on the clock of the loop's process.
             ahead_ns: Clock offset: this process's clock minus the loop's.
         """
-        found: list[dict[str, SpanTotal]] = [{} for _ in steps]
+        found: list[_Sums] = [{} for _ in steps]
         with self._lock:
             for number in list(self._slices):
                 middle_ns = number * self._slice_ns + self._slice_ns // 2 - ahead_ns
@@ -341,38 +352,22 @@ class SpanSums:
                     continue
                 sums, at = self._slices.pop(number), bisect_right(steps, middle_ns, key=_begin_of) - 1
                 if at >= 0 and middle_ns <= steps[at][1]:
-                    _add(found[at], sums)
+                    for name, numbers in sums.items():
+                        shown = name[:_LONGEST_NAME].encode("utf-8", "replace").decode()
+                        _add(found[at], shown, numbers)
             if not self._slices:
                 self._slice_ns = _SHORTEST_SLICE_NS
-        return [list(totals.values()) for totals in found]
-
-    def _known(self, name: object) -> object:
-        if not isinstance(name, str):
-            return OTHERS
-        if name not in self._names:
-            if len(self._names) >= MOST_NAMES:
-                return OTHERS
-            self._names.add(name)
-        return name
+        return [[SpanTotal(name, *numbers) for name, numbers in totals.items()] for totals in found]
 
     def _join(self) -> None:
-        """Make slices twice as long, until at most half of the maximum are left."""
+        """Make slices longer, until at most half of the maximum are left."""
         while len(self._slices) > MOST_SLICES // 2:
             self._slice_ns *= 2
             joined: dict[int, _Sums] = {}
-            for number, sums in list(self._slices.items()):
-                both = joined.setdefault(number // 2, {})
-                for name, more in sums.items():
-                    before = both.setdefault(name, [0, 0, 0])
-                    before[:] = [one + other for one, other in zip(before, more, strict=True)]
+            for number, sums in self._slices.items():
+                for name, numbers in sums.items():
+                    _add(joined.setdefault(number // 2, {}), name, numbers)
             self._slices = joined
-
-
-def _add(totals: dict[str, SpanTotal], sums: _Sums) -> None:
-    for name, (runs, duration_ns, failed) in sums.items():
-        shown = str(name)[:_LONGEST_NAME].encode("utf-8", "replace").decode()
-        total = SpanTotal(shown, runs, duration_ns, failed)
-        totals[shown] = totals[shown] + total if shown in totals else total
 
 
 class Busy:

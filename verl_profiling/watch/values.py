@@ -15,15 +15,11 @@ def values_of(summary: StepSummary) -> dict[str, float]:
     """
     ranks = {process.lane: process.rank for process in (*summary.loop, *summary.workers)}
     values = {f"{PREFIX}step_s": summary.seconds}
-    longest: dict[str, int] = {}
     for row in summary.exposed:
         stage = f"{PREFIX}{row.name or _IN_NO_STAGE}"
-        values[f"{stage}/exposed_s"] = values.get(f"{stage}/exposed_s", 0.0) + row.exposed_ns / 1e9
-        if row.exposed_ns < longest.setdefault(stage, row.exposed_ns) or not row.name:
-            continue
-        longest[stage] = row.exposed_ns
-        values[f"{stage}/imbalance"] = row.imbalance
-        values.pop(f"{stage}/leader_rank", None)
+        values[f"{stage}/exposed_s"] = row.exposed_ns / 1e9
+        if row.name:
+            values[f"{stage}/imbalance"] = row.imbalance
         if row.leader in ranks:
             values[f"{stage}/leader_rank"] = float(ranks[row.leader])
     for role in summary.memory:
