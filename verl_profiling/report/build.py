@@ -133,7 +133,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         collectives=collectives.collective_rows(calls),
         kernels=numbers.kernels(step),
         lost=lost.lost_total(device_rows, parts),
-        weight_sync_share=step.share(step.during(lost.WEIGHT_SYNC)),
+        weight_sync_share=length(step.during(lost.WEIGHT_SYNC)) / max(step.span_ns, 1),
         throughput=numbers.throughput(step, engines, len(devices)),
         gantt=list(anatomy.gantt(step)),
         findings=[],

@@ -60,12 +60,9 @@ def find(report: Report) -> Report:
     capture itself cost comes last, because it is not about the training.
     """
     first, ranked, last = (all_findings(report, rules) for rules in (_FIRST, _RANKED, _LAST))
+    ranked.sort(key=lambda finding: -finding.seconds)
     ranked.sort(
-        key=lambda finding: (
-            _names_no_culprit(finding, report),
-            not _is_of_suspects(finding, report),
-            -finding.seconds,
-        )
+        key=lambda finding: (_names_no_culprit(finding, report), not _is_of_suspects(finding, report))
     )
     found = [*first, *ranked[: LIMIT - len(first) - len(last)], *last]
     return msgspec.structs.replace(report, findings=found)

@@ -224,7 +224,3 @@ class Step:
                 before = spans_of([(self.begin_ns, last_ns)])
                 served[replica] = union(served[replica], before)
         return served
-
-    def share(self, spans: Spans) -> float:
-        """Return the length of a set of spans as a share of the step."""
-        return length(spans) / max(self.span_ns, 1)

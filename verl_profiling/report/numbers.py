@@ -53,9 +53,9 @@ from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.lost import CAUSES, ROLLOUT, partition, working_spans
 from verl_profiling.report.model import OTHER_RANKS, Percentiles, Tail, Throughput
 from verl_profiling.report.rows import DeviceRow, EngineRow, KernelRow, WorkerRow
+from verl_profiling.units import listed
 
 _TOKEN_METRICS = ("perf/total_num_tokens", "total_num_tokens", "tokens")
-_NAMED = 4
 _TURNS = (
     *("capture", "weight_sync", "straggler_wait", "host_blocked", "host_bound"),
     *("no_requests", "long_tail", "after_generation", "waiting_for_rollout"),
@@ -280,5 +280,4 @@ def unknown_devices(step: Step) -> Iterator[str]:
     lanes = [lane for lane in step.lanes if lane.on_device]
     unknown = [lane.name for lane in lanes if not (lane.device and (lane.device.uuid or lane.device.place))]
     if unknown and len({lane.is_engine for lane in lanes}) == 2:
-        named = ", ".join(unknown[:_NAMED]) + (" and others" if len(unknown) > _NAMED else "")
-        yield f"which devices {named} computed on is not known: each counts as a device of its own"
+        yield f"which devices {listed(unknown)} computed on is not known: each counts as a device of its own"

@@ -111,7 +111,7 @@ class SpanTable(NamedTuple):
 
     Attributes:
         trajectory: Number of the trajectory, or -1 for spans outside trajectories.
-        process: Index in :attr:`Records.processes`.
+        process: Index in :attr:`Records.roles`.
         name: Index in :attr:`Records.names`.
         begin: Begin (unix ns).
         end: End (unix ns).
@@ -161,7 +161,7 @@ class Records:
         end_ns: End of the step (unix ns, controller's clock).
 
     Attributes:
-        processes: Lane and role of each process.
+        roles: Role of each process.
         trajectories: The trajectories.
         names: Causes of a trajectory's time: those that are no span's name, then the names of spans.
         spans: Spans of the trajectories, and spans outside trajectories.
@@ -172,7 +172,7 @@ class Records:
     """
 
     def __init__(self, logs: Iterable[tuple[Source, TrajectoryLog]], begin_ns: int, end_ns: int) -> None:
-        self.processes: list[tuple[str, str]] = []
+        self.roles: list[str] = []
         self.trajectories: list[Trajectory] = []
         self.requests: dict[int, str] = {}
         self._names = dict(_NUMBERS)
@@ -196,7 +196,7 @@ class Records:
         self._offset, self._window = source.offset_ns, window
         self._loop_of = {loop.id: self._loops + index for index, loop in enumerate(log.loops)}
         self._loops += len(log.loops)
-        self.processes.append((source.lane, source.role))
+        self.roles.append(source.role)
         numbers: dict[int, int] = {NO_SPAN: NO_SPAN}
         failed_in = _failed_in(log)
         for record in log.trajectories:
@@ -247,18 +247,10 @@ class Records:
             self._parents.append(around)
             self._ends.append(end)
             self._reach.append(end)
-            rows.append(
-                (
-                    number,
-                    len(self.processes) - 1,
-                    self._names.setdefault(name, len(self._names)),
-                    begin,
-                    end,
-                    self._loop_of.get(span.loop, NO_SPAN),
-                    span.failed,
-                    span.open or span.end_ns - self._offset > end,
-                )
-            )
+            cause = self._names.setdefault(name, len(self._names))
+            loop = self._loop_of.get(span.loop, NO_SPAN)
+            goes_on = span.open or span.end_ns - self._offset > end
+            rows.append((number, len(self.roles) - 1, cause, begin, end, loop, span.failed, goes_on))
         self._spans.append(np.array(rows, dtype=np.int64).reshape(-1, 8))
         return owners
 

@@ -167,8 +167,8 @@ def _call_rows(records: Records) -> list[CallRow]:
 
     Durations include nested spans, and are clipped to the step.
     """
-    roles = list(dict.fromkeys(role for _, role in records.processes))
-    role_of = np.array([roles.index(role) for _, role in records.processes], dtype=np.int64)
+    roles = list(dict.fromkeys(records.roles))
+    role_of = np.array([roles.index(role) for role in records.roles], dtype=np.int64)
     keys = role_of[records.spans.process] * len(records.names) + records.spans.name
     rows = []
     for key in np.unique(keys).tolist():
