@@ -31,6 +31,8 @@ LOOPS = ("user", "ranks", "pipeline")
 RANKS = 2
 MATTERS = 0.1
 """A process counts as named in a step if it is said to be longer than its peers by this share of it."""
+BLAMING = ("straggler", "long_tail")
+"""Findings that name a process as the cause; the lanes of others have only lost time."""
 LIMIT_S = 300
 LONGEST = re.compile(r"watch: step (\d+) .*longest there: (\w+)")
 TOOL = re.compile(r"\btool:\w+")
@@ -206,15 +208,16 @@ def markdown(found: dict[str, Any]) -> str:
             noticed(row),
             ", ".join(named) or ("nobody" if row["captured"] else "no capture" if row["noticed"] else ""),
             ", ".join(led[:2]),
-            row["finding"],
+            f"**{row['finding']}**" if finds_innocent(row) else row["finding"],
             str(row["alarms"]),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     faulty = [row for row in rows if row["fault"] != "none"]
     lines += [
         "",
-        f"{len(faulty)} runs with a fault, {sum(bool(row['noticed']) for row in faulty)} of them noticed; "
-        f"an innocent process (bold) was named in {sum(is_wrong(row) for row in faulty)}. "
+        f"{len(faulty)} runs with a fault, {sum(bool(row['noticed']) for row in faulty)} of them noticed. "
+        f"An innocent process (bold) was named by the watch in {sum(map(is_wrong, faulty))} of them, "
+        f"by the first finding of the capture in {sum(map(finds_innocent, faulty))}. "
         f"{sum(row['quiet_steps'] for row in rows):,} quiet steps with "
         f"{sum(row['alarms'] for row in rows)} alarms.",
         *(["", f"{results.where(found['measured'])}."] if "measured" in found else []),
@@ -229,9 +232,15 @@ def noticed(row: dict[str, Any]) -> str:
 
 
 def is_wrong(row: dict[str, Any]) -> bool:
-    """Return whether an innocent process was named, of those suspected first or leading most often."""
+    """Return whether the watch named an innocent process, of those suspected first or leading most often."""
     first = [name for name in row["named"] if ":" not in name] or list(row["led"])[:1]
     return any(not is_right(name, row["who"]) for name in first)
+
+
+def finds_innocent(row: dict[str, Any]) -> bool:
+    """Return whether the first finding of the capture blames an innocent process."""
+    rule, _, name = row["finding"].partition(" ")
+    return rule in BLAMING and not is_right(name, row["who"])
 
 
 def main() -> None:

@@ -90,7 +90,7 @@ def _is_of_suspects(finding: Finding, report: Report) -> bool:
 
 
 def _comes_last(report: Report) -> Iterator[Finding]:
-    if (asked := report.asked) and asked.last and asked.quiet_s is None:
+    if (asked := report.asked) and asked.last:
         text = (
             f"Of the captured ranks, {asked.last} comes last to the collectives of "
             f"{asked.stage or 'the step'}: the others waited {duration(asked.waited_s)} for it."

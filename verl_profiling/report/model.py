@@ -30,13 +30,11 @@ class Asked(Trigger, frozen=True, kw_only=True):
         when: Begin of the capture as a date and time, on the clock of the loop's host.
         last: Rank for which the others mostly waited in the collectives of the trigger's stage, or ``""``.
         waited_s: Total time for which the others waited for ``last`` (s).
-        quiet_s: Duration of the slow step or stage in the captured step, if it was not slow there (s).
     """
 
     when: str = ""
     last: str = ""
     waited_s: float = 0.0
-    quiet_s: float | None = None
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):

@@ -80,9 +80,6 @@ def asked_sentences(asked: Asked | None) -> Iterator[str]:
         shown = {"memory": byte_size, "leader": "{:.1%}".format}.get(asked.sign, duration)
         last, before = shown(asked.history[-1]), shown(asked.median)
         yield f"{sparkline(asked.history, _MOST_BARS)} {last}, median before {before}"
-    if asked.quiet_s is not None:
-        what = asked.stage if asked.sign == "slow_stage" else "it"
-        yield f"the captured step was not slow: {what} took {duration(asked.quiet_s)}"
 
 
 def sentences(report: Report) -> Iterator[str]:

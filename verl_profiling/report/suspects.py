@@ -50,17 +50,7 @@ def asked_of(step: Step, calls: Sequence[Calls]) -> tuple[Asked | None, list[Sus
     if trigger.stage or trigger.sign in ("slow_step", "leader"):
         last, waited_s = last_to(trigger.stage, step, calls)
     fields = {**msgspec.structs.asdict(trigger), "peers": [peer.name for peer in peers]}
-    return Asked(**fields, when=when, last=last, waited_s=waited_s, quiet_s=_quiet_s(trigger, step)), rows
-
-
-def _quiet_s(trigger: Trigger, step: Step) -> float | None:
-    """Return how long the slow step or stage took, if the captured step is as the steps before the fault."""
-    if trigger.sign not in ("slow_step", "slow_stage") or (
-        trigger.sign == "slow_stage" and not trigger.stage
-    ):
-        return None
-    took_ns = length(step.during(trigger.stage)) if trigger.sign == "slow_stage" else step.span_ns
-    return took_ns / 1e9 if 0 < took_ns < (trigger.value + trigger.median) * 1e9 / 2 else None
+    return Asked(**fields, when=when, last=last, waited_s=waited_s), rows
 
 
 def _named(names: Sequence[str], step: Step) -> Iterator[_Process]:
