@@ -10,6 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from verl_profiling.analysis import open_step
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import (
     MANIFEST_NAME,
@@ -23,7 +24,6 @@ from verl_profiling.manifest import (
     StepSpan,
     ToolSpan,
 )
-from verl_profiling.report.build import build_report
 from verl_profiling.report.model import Report
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.timeline.inputs import find_steps
@@ -102,7 +102,8 @@ def report_of(
     calls: Sequence[Drawn] = (),
 ) -> Report:
     """Write a step that is drawn by hand, and return its report."""
-    return build_report(drawn_inputs(folder, stages, workers, end, calls))
+    drawn_inputs(folder, stages, workers, end, calls)
+    return open_step(folder).report()
 
 
 def drawn_inputs(
