@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -26,6 +26,7 @@ _MOST_LABELS = 12
 _MOST_LINES = 3  # times in the title of a bar; a table has all
 _FLEX = 1e6  # CSS leaves a part of a bar empty where the factors add up to less than 1
 _THINNEST = 0.01  # part of a bar, as a share of the axis: two pixels
+_MOST_STAGES = 15
 _MOST_CAPTURES = 1000
 _MOST_SPANS = 10
 _FEWEST_BEFORE = 2  # steps, of which a range is known
@@ -275,9 +276,15 @@ def _logged(run: Path, steps: Sequence[StepSummary], links: Mapping[int | None, 
         links: Address of the page of each captured step that has one.
     """
     _, asked = captures_so_far(run, _MOST_CAPTURES)
+    totals = Counter[str]()
+    for step in steps:
+        totals.update(step.exposed_s)
+    kept = {name: visible(name) or IN_NO_STAGE for name, _ in totals.most_common(_MOST_STAGES)}
     found = []
     for step in steps:
-        stages = {visible(name) or IN_NO_STAGE: seconds for name, seconds in step.exposed_s.items()}
+        stages = defaultdict[str, float](float)
+        for name, seconds in step.exposed_s.items():
+            stages[kept.get(name, "(other stages)")] += seconds
         link = links.get(step.step, "")
         captured = visible(asked.get(step.captured, "yes" if link else ""))
         found.append(_Step(f"Step {step.step}", link, step.seconds, stages, captured, step.spans))
