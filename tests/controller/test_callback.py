@@ -415,6 +415,17 @@ class ServingWorker(TrainWorker):
         return reply if result is None else msgspec.structs.replace(reply, result=result)
 
 
+def test_every_captures_a_step_numbered_zero(tmp_path: Path, session: Session) -> None:
+    """Like any other of a loop that counts from 0."""
+    config = configured(tmp_path, schedule={"every": 3})
+    with following(config) as callback:
+        for step in range(5):
+            callback.on_step_begin(step)
+            callback.on_step_end()
+    assert {path.name for path in Path(config.save_path).glob("step_*")} == {"step_000000", "step_000003"}
+    assert manifest(config, 0).workers[0].status == "ok"
+
+
 @pytest.mark.parametrize("steps", [[2], [2, 3]])
 def test_requests_and_versions_of_all_rollout_windows_reach_the_manifest(
     tmp_path: Path, session: Session, steps: list[int]

@@ -10,8 +10,11 @@ import msgspec
 import pytest
 from step_folders import build_step, rewrite, rewrite_worker
 
+from verl_profiling.cli import main
+from verl_profiling.identity import ProcessId
+from verl_profiling.manifest import RunInfo
 from verl_profiling.report.check import check
-from verl_profiling.run_files import read_manifest
+from verl_profiling.run_files import read_manifest, write_json_atomically
 
 VICTIM = "actor_rank0.torch.json.gz"
 
@@ -59,6 +62,22 @@ def test_what_the_manifest_knows_is_said_with_its_reason(tmp_path: Path, status:
     [entry] = [entry for entry in check(folder).artifacts if entry.path == VICTIM]
     assert (entry.status, entry.reason) == (status, reason)
     assert not check(folder).ok
+
+
+@pytest.mark.parametrize(("end_ns", "said"), [(None, "missing"), (2, "never finished")])
+def test_what_was_promised_until_the_run_ended_was_never_finished(
+    end_ns: int | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While the run goes on, its file may still come."""
+    folder = build_step(tmp_path)
+    (folder / VICTIM).unlink()
+    process = ProcessId.current()
+    run = RunInfo(run_id="run", begin_ns=1, end_ns=end_ns, process=process, config={}, versions={})
+    write_json_atomically(tmp_path / "run.json", run)
+    assert main(["check", str(folder)]) == 1
+    shown = capsys.readouterr().out
+    assert said in shown
+    assert ("never finished" in shown) == (end_ns is not None)
 
 
 @pytest.mark.parametrize(

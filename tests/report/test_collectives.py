@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from step_folders import rewrite_worker
 
 from verl_profiling.analysis import open_step
+from verl_profiling.cli import main
 from verl_profiling.report.model import Report
 
 DATA = Path(__file__).parents[1] / "data"
@@ -213,14 +214,23 @@ def test_a_collective_without_a_group_is_matched_with_none(groups: list[list[int
 
 
 def real_rank(
-    folder: Path, content: Mapping[str, Any], rank: int, group: list[int], late_us: float, shorter: float
+    folder: Path,
+    content: Mapping[str, Any],
+    rank: int,
+    groups: Mapping[str, list[int]],
+    late_us: float,
+    shorter: float = 1.0,
 ) -> None:
-    """Write a real trace as one rank of a group, which comes late to each collective, or is quicker in it."""
+    """Write a real trace as one rank of a group, which comes late to each collective, or is quicker in it.
+
+    The groups are by the name of the collective.
+    """
     changed = []
     for event in content["traceEvents"]:
         args = event.get("args", {})
         if "Process Group Ranks" in args and event["cat"] == "kernel":
             took = event["dur"] * shorter
+            group = groups[args["Collective name"]]
             args = {**args, "Process Group Ranks": str(group), "Group size": len(group)}
             late = min(late_us, took)
             event = {**event, "args": args, "ts": event["ts"] + late, "dur": took - late}
@@ -236,13 +246,45 @@ def test_ranks_of_a_real_step_wait_in_their_group_only(tmp_path: Path) -> None:
     for rank, (group, late_us, shorter) in enumerate(
         [([0, 1], 0, 1.0), ([0, 1], 100, 1.0), ([2, 3], 0, 0.5), ([2, 3], 0, 0.5)]
     ):
-        real_rank(tmp_path, content, rank, group, late_us, shorter)
+        real_rank(tmp_path, content, rank, {"allreduce": group, "broadcast": group}, late_us, shorter)
     report = open_step(tmp_path).report()
     kernels = [e for e in content["traceEvents"] if e.get("cat") == "kernel" and "nccl" in e["name"]]
     expected = sum(min(100, event["dur"]) for event in kernels)
     assert [row.waiting_us for row in report.workers] == [pytest.approx(expected, abs=1), 0, 0, 0]
     late = {(row.group, row.late) for row in report.collectives if row.wait_us}
     assert late == {("[0, 1]", "worker_rank1")}
+
+
+@pytest.mark.parametrize(
+    ("collective", "others_wait"),
+    [("allreduce", True), ("all_to_allv", True), ("send", False)],
+    ids=["TP x DP", "EP", "PP"],
+)
+def test_the_last_rank_of_a_real_step_is_waited_for_in_both_of_its_groups(
+    collective: str, others_wait: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 3 is late for rank 2 in one group and for rank 1 in the other; nobody waits for a send."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    content = json.loads(gzip.decompress((DATA / "nccl_data.json.gz").read_bytes()))
+    took: dict[str, list[float]] = {}
+    for event in content["traceEvents"]:
+        if (args := event.get("args", {})).get("Collective name") == "allreduce" != collective:
+            args["Collective name"] = collective
+            event["name"] = SEND
+        if event.get("cat") == "kernel" and "Collective name" in args:
+            took.setdefault(args["Collective name"], []).append(min(100, event["dur"]))
+    run = tmp_path / "run"
+    run.mkdir()
+    for rank in range(4):
+        groups = {collective: [rank // 2 * 2, rank // 2 * 2 + 1], "broadcast": [rank % 2, rank % 2 + 2]}
+        real_rank(run, content, rank, groups, 100.0 * (rank == 3))
+    assert main(["report", str(run), "--json", "--tensorboard", str(tmp_path / "curves")]) == 0
+    waits = [row["waiting_us"] for row in json.loads(capsys.readouterr().out)["workers"]]
+    second = sum(took[collective]) if others_wait else 0
+    assert waits == [0, pytest.approx(sum(took["broadcast"]), abs=1), pytest.approx(second, abs=1), 0]
+    curves = accumulator.EventAccumulator(str(tmp_path / "curves")).Reload()
+    [point] = curves.Scalars("profiling/lost/waiting_for_other_ranks_s")
+    assert point.value == pytest.approx(sum(waits) / 1e6)
 
 
 @pytest.mark.parametrize(("ends", "slow"), [((8.0, 8.1), []), ((8.0, 4.0), ["actor_rank0"])])

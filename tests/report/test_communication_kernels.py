@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+from pathlib import Path
 
+import pytest
+from drawn_steps import Worker, drawn_inputs
+
+from verl_profiling.cli import main
 from verl_profiling.report.kinds import (
     COMPUTE,
     MEMORY,
@@ -51,6 +56,18 @@ def test_these_kernels_communicate(name: str) -> None:
 def test_these_kernels_compute(name: str) -> None:
     """Neither a similar word nor a type among the arguments makes a kernel one that communicates."""
     assert not communicates()(name)
+
+
+def test_experts_are_dispatched_and_combined_by_communication(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSeek's own kernels; the layout of a dispatch is computed."""
+    names = ["internode::dispatch<4>", "intranode::combine<8>", "cuda::get_dispatch_layout<256>"]
+    kernels = [(f"void dpsk::ep::{name}(int*)", at, at + 1.0) for at, name in enumerate(names)]
+    drawn_inputs(tmp_path, [("update_actor", 0, 4)], [Worker("actor", kernels=kernels)], 4)
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    [row] = json.loads(capsys.readouterr().out)["workers"]
+    assert (row["busy_us"], row["communication_us"], row["compute_us"]) == (3e6, 2e6, 1e6)
 
 
 @pytest.mark.parametrize("row", PATTERNS, ids=lambda row: row.library)
