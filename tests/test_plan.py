@@ -109,7 +109,10 @@ def test_bad_input_is_exit_2(tmp_path: Path, config: dict[str, Any], arguments: 
 def test_a_file_of_another_kind_is_one_readable_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A program in the place of its settings; doctor says the same."""
+    """A program in the place of its settings, or a text alone; doctor says the same."""
+    (tmp_path / "text.yaml").write_text("all of it\n")
+    assert main(["plan", str(tmp_path / "text.yaml")]) == 2
+    assert capsys.readouterr().err.endswith(f"{tmp_path / 'text.yaml'}: must be a mapping, is str\n")
     (tmp_path / "x.py").write_text("import torch\ndef train(model: str) -> None:\n    pass\n")
     for command in (["plan", str(tmp_path / "x.py")], ["doctor", str(tmp_path / "x.py")]):
         assert main(command) == 2
