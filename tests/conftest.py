@@ -39,11 +39,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End a process that drove Ray without Ray's exit handlers: they crash now and then, after the verdict.
-
-    The core worker's destructor runs in them (``CoreWorkerProcess::HandleAtExit``; compare Ray's issues
-    31145 and 65184). What the package does when a process ends is tested in processes of its own.
-    """
+    """End a process that drove Ray without Ray's exit handlers."""
     if "ray" in sys.modules and config.stash.get(_VERDICT, pytest.ExitCode.USAGE_ERROR) <= 1:
         sys.stdout.flush()
         sys.stderr.flush()

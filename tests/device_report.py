@@ -28,11 +28,7 @@ _PRODUCTS = 2_000
 
 
 def device_report(junit: Path | None = None) -> dict[str, Any]:
-    """Look at the machine and its device, and measure what recording costs.
-
-    Args:
-        junit: The JUnit report of a test run on this machine.
-    """
+    """Look at the machine and its device, and measure what recording costs."""
     tests = None if junit is None else read_tests(junit)
     device = _device()
     return {

@@ -31,14 +31,7 @@ MS = 1_000_000
 
 
 def add_log(folder: Path, log: TrajectoryLog, *, rank: int = 0, clock_ns: int = 0) -> Path:
-    """Write the log of an agent-loop worker and enter the worker into the step's manifest.
-
-    Args:
-        folder: The step folder.
-        log: What the worker recorded, on its own clock.
-        rank: Its rank.
-        clock_ns: How far its clock is ahead of the controller's.
-    """
+    """Write the log of an agent-loop worker and enter the worker into the step's manifest."""
     host = f"agents{rank}"
     identity = WorkerIdentity(role="agent_loop", rank=rank, host=host, clock_domain=host, pid=100 + rank)
     path = folder / f"{identity.lane()}{LOG_SUFFIX}"
@@ -65,15 +58,7 @@ def add_log(folder: Path, log: TrajectoryLog, *, rank: int = 0, clock_ns: int = 
 
 
 class DrawnLog:
-    """The log of an agent-loop worker, drawn in some unit of time after the step's begin.
-
-    Args:
-        rank: Rank of the worker.
-        end: When its recording ended.
-        begin_ns: The step's begin, by the controller's clock.
-        unit_ns: The unit of time.
-        clock_ns: How far the clock of the log is ahead of the controller's.
-    """
+    """The log of an agent-loop worker, drawn in some unit of time after the step's begin."""
 
     def __init__(
         self,
@@ -156,12 +141,7 @@ class DrawnLog:
 
 
 class Drawn(DrawnLog):
-    """A log that is drawn in milliseconds, and a real step that it is added to.
-
-    Args:
-        run: Where the step goes.
-        clock_ms: How far the clock of the log is ahead of the controller's.
-    """
+    """A log that is drawn in milliseconds, and a real step that it is added to."""
 
     def __init__(self, run: Path, clock_ms: float = 0) -> None:
         self.folder = build_step(run)

@@ -39,18 +39,7 @@ STAGES = [("rollout", 0, 4), ("reward", 4, 5), ("update_actor", 5, 8), ("update_
 
 @dataclass
 class Worker:
-    """One worker of a synthetic step, in seconds after its begin.
-
-    Attributes:
-        kernels: What its device ran; a kernel may have arguments.
-        operators: What its host ran.
-        calls: Calls of the CUDA runtime that its host made.
-        tool: Starts and stops of its tool, each with the stage that it recorded.
-        logged: Whether its requests were logged, though there may be none.
-        pending: When requests were sent that had not ended.
-        devices: What it computed on.
-        groups: Ranks of each process group that it is in, as the header of its trace has them.
-    """
+    """One worker of a synthetic step, in seconds after its begin."""
 
     role: str
     rank: int = 0
@@ -114,16 +103,7 @@ def drawn_inputs(
     calls: Sequence[Drawn] = (),
     steps: Sequence[StepSpan] = (),
 ) -> StepInputs:
-    """Write a capture that is drawn by hand, and return what is found of it.
-
-    Args:
-        folder: Where it is written.
-        stages: The controller's stages, with their depth where it is not 0.
-        workers: Its workers.
-        end: When it ends.
-        calls: Calls of the controller that start and stop the capture.
-        steps: Its steps, if there are several.
-    """
+    """Write a capture that is drawn by hand, and return what is found of it."""
     results = []
     for worker in workers:
         identity = WorkerIdentity(
@@ -200,14 +180,7 @@ FAULTS = ("healthy", "slow rank", "long tail", "host-bound", "slow weight sync")
 
 
 def whole_step(folder: Path, *, ranks: int = 8, replicas: int = 4, fault: str = "healthy") -> Report:
-    """Write a GRPO step, and return its report.
-
-    Args:
-        folder: Where it goes.
-        ranks: Number of training ranks.
-        replicas: Number of rollout replicas.
-        fault: One of ``FAULTS``.
-    """
+    """Write a GRPO step, and return its report."""
     slow = ranks * 5 // 8 if fault == "slow rank" else None
     generated = 9.0 if fault == "long tail" else 4.2
     updated = 6.6 if fault == "slow rank" else 3.0

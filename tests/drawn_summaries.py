@@ -20,16 +20,7 @@ def summary(
     peak_bytes: int | None = 6_000_000_000,
     spans: Sequence[SpanTotal] = (),
 ) -> StepSummary:
-    """Return the summary of a step of a loop that calls four ranks of an actor.
-
-    Args:
-        step: Its number; each step begins a minute after the one before.
-        exposed_ms: Exposed time by stage; a half second is added that lies in no stage.
-        leader: Who leads in each stage.
-        captured: Name of its step folder.
-        peak_bytes: Of the first rank; each other one has a GB more.
-        spans: What the spans of an agent loop add up to, which is a worker, too, if there are any.
-    """
+    """Return the summary of a step of a loop that calls four ranks of an actor."""
     times = {**(STAGES if exposed_ms is None else exposed_ms), "": 500}
     begin_ns = BEGIN_NS + step * 60_000 * MS
     made = StepSummary(

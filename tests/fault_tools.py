@@ -21,21 +21,13 @@ FAULTY = f"{__name__}:FaultyTool"
 
 @dataclass(frozen=True, kw_only=True)
 class FaultyOptions:
-    """Options of the tool.
-
-    Attributes:
-        plan: A JSON file: the fault at ``step/lane`` or ``step/lane/stage``.
-    """
+    """Options of the tool."""
 
     plan: str = ""
 
 
 class FaultyTool(Tool):
-    """Writes a trace of fifty spans, unless its plan says otherwise.
-
-    Faults: ``start raises``, ``stop raises``, ``disk full``, ``killed while writing``, ``hangs at stop``
-    (until the plan is another one), ``export raises`` (in the background).
-    """
+    """Writes a trace of fifty spans, unless its plan says otherwise."""
 
     name: ClassVar[str] = "faulty"
     suffix: ClassVar[str] = ".faulty.json.gz"

@@ -45,11 +45,7 @@ def once_all_hang(switches: Path, switch: str, workers: int, do: Callable[[], ob
 
 
 class TrainWorker(CaptureMixin):
-    """A training rank.
-
-    Files named ``start``, ``stop`` and ``work`` in the folder ``switches`` make those methods hang
-    until they are removed; who hangs leaves a file, too (see :func:`once_all_hang`).
-    """
+    """A training rank."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()

@@ -1,7 +1,4 @@
-"""The light suite, ``pytest -p tests.light``: a test that needs what is not installed is skipped, by name.
-
-Without this plugin such a test fails, so that the default suite cannot shrink unnoticed.
-"""
+"""The light suite, ``pytest -p tests.light``: a test that needs what is not installed is skipped, by name."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The suites on every interpreter that is found: ``make test-pythons``; it ends in a table.
-
-Each version that setup.cfg names gets an environment with what the analysis needs, and runs the light suite
-(see :mod:`tests.light`). The oldest and the newest for which torch and Ray come without CUDA run the default
-suite too. Needs nothing but the standard library.
-"""
+"""The suites on every interpreter that is found: ``make test-pythons``; it ends in a table."""
 
 from __future__ import annotations
 

@@ -25,17 +25,7 @@ def summary(
     read: bool = True,
     captured: str = "",
 ) -> StepSummary:
-    """Return a step of a controller with engines and training ranks.
-
-    Args:
-        step: Its number.
-        times: How long the processes are in each stage, in milliseconds.
-        slow: By which factor one is longer in what it does, by its lane.
-        held: What the processes have of memory, by lane.
-        noise: Whence the durations vary by 2%.
-        read: Whether the workers were.
-        captured: Its folder, if it was.
-    """
+    """Return a step of a controller with engines and training ranks."""
     begin_ns = step * 10_000 * MS
     now_ns = begin_ns + MS
     loop, lanes = [], {}

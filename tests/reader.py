@@ -36,11 +36,7 @@ def assignments(words: Sequence[str]) -> dict[str, str]:
 
 
 class Reader:
-    """Runs each command once, whoever asks for it.
-
-    Args:
-        folder: An empty folder; the commands run in ``page`` below it.
-    """
+    """Runs each command once, whoever asks for it."""
 
     def __init__(self, folder: Path) -> None:
         self._page = folder / "page"

@@ -1,7 +1,4 @@
-"""The sentences of the package and its pages: ``python -m tests.sentences``; exits 1 where a limit is passed.
-
-Reads docstrings, messages of errors and logs, and Markdown. Code, tables and headings are no sentences.
-"""
+"""The sentences of the package and its pages."""
 
 from __future__ import annotations
 

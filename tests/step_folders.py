@@ -1,7 +1,4 @@
-"""Makes step folders as a capture leaves them, from real torch.profiler traces.
-
-Where torch is not installed, from those that ``python -m tests.step_folders`` wrote to ``tests/data``.
-"""
+"""Makes step folders as a capture leaves them, from real torch.profiler traces."""
 
 from __future__ import annotations
 
@@ -121,14 +118,7 @@ def _recorded() -> dict[str, Recording]:
 
 
 def build_step(run: Path, *, step: int = STEP, mode: str = "e2e", rank1_clock_ns: int = 0) -> Path:
-    """Write a whole step folder and return it.
-
-    Args:
-        run: The run folder.
-        step: Number of the step.
-        mode: ``e2e`` or ``discrete``.
-        rank1_clock_ns: How far the clock of actor rank 1's host is ahead of the controller's.
-    """
+    """Write a whole step folder and return it."""
     folder = run / step_folder_name(step)
     folder.mkdir(parents=True)
     taken = recordings()

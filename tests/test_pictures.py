@@ -1,10 +1,4 @@
-"""The documentation's pictures: taken of what a user sees, by a browser, from a real capture.
-
-Only ``make pictures`` runs this: ``VERL_PROFILING_PICTURES`` names the folder to write,
-``VERL_PROFILING_PICTURES_OF`` the run of the recipe to picture, ``VERL_PROFILING_PICTURES_OF_AGENT`` that of
-the recipe of an agent, and ``VERL_PROFILING_PICTURES_OF_WATCH`` one that a person and its watch asked for
-captures.
-"""
+"""The documentation's pictures: taken of what a user sees, by a browser, from a real capture."""
 
 from __future__ import annotations
 
@@ -66,14 +60,7 @@ def size_of(picture: Path) -> tuple[int, int]:
 
 
 def photographed(step: StepInputs, folder: Path, picture: Path, *rows: str) -> list[str]:
-    """Take a picture of a step's timeline as Perfetto shows it; return the lanes that are on it.
-
-    Args:
-        step: The step.
-        folder: Where the timeline goes.
-        picture: Where the picture goes.
-        rows: A process and those of its threads that are pictured; by default each worker's busiest one.
-    """
+    """Take a picture of a step's timeline as Perfetto shows it; return the lanes that are on it."""
     merge(step, folder / "t.json.gz")
     server = TimelineServer(folder, bundled_ui(), port=0)
     threading.Thread(target=server.serve_forever, daemon=True).start()

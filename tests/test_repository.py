@@ -45,10 +45,7 @@ def test_the_workflow_has_every_python_that_is_supported() -> None:
 
 
 def test_the_workflow_runs_what_has_to_pass() -> None:
-    """The CI of a fork runs the script that CONTRIBUTING names, and every version of Python.
-
-    valgrind is there first: without it, the count of instructions is skipped.
-    """
+    """The CI of a fork runs the script that CONTRIBUTING names, and every version of Python."""
     jobs = read(".github/workflows/ci.yml")["jobs"]
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     assert commands[1:] == [".ci/run", "make test-pythons"]

@@ -1,8 +1,4 @@
-"""How each tool was verified, on each kind of worker, in each mode: the table in the README.
-
-``python -m tests.verification REPORT.xml ...`` prints the table from the JUnit reports of the suites that ran
-(``make verification`` runs them): a cell holds only when its tests were run and passed.
-"""
+"""How each tool was verified, on each kind of worker, in each mode: the table in the README."""
 
 from __future__ import annotations
 

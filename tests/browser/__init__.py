@@ -1,7 +1,4 @@
-"""What the tests that drive a browser need, and why they are skipped without it.
-
-``make browser`` gets all of it. A Chromium on the PATH is used when that one is not there.
-"""
+"""What the tests that drive a browser need, and why they are skipped without it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""What one of three ranks runs in the tests of the watch in SPMD: ``spmd_watch_program.py FOLDER SCENARIO``.
-
-In each step the ranks do a part of their own, and meet; each writes its summaries. ``slow``: they meet in a
-collective, one becomes late, and training ends when that was captured. ``inside``: the one that is late by a
-tenth meets the others inside of the only stage. Else they meet through files.
-``added inside``: the workers are added when training has begun, and rank 0 ends before the others.
-"""
+"""What one of three ranks runs in the tests of the watch in SPMD."""
 
 from __future__ import annotations
 

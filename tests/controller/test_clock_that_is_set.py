@@ -1,7 +1,4 @@
-"""The wall clock is set while a step is captured, as by NTP or by hand: durations are monotonic.
-
-A preloaded library stands in for the clock of the machine, which a test cannot set; it covers this process.
-"""
+"""The wall clock is set while a step is captured, as by NTP or by hand: durations are monotonic."""
 
 from __future__ import annotations
 

@@ -25,11 +25,7 @@ SAMPLES = 8
 
 
 class Gathering:
-    """Lets calls return once as many are under way as there are workers.
-
-    Attributes:
-        most: The most calls that were under way at once, by method.
-    """
+    """Lets calls return once as many are under way as there are workers."""
 
     def __init__(self, size: int) -> None:
         self.most: dict[str, int] = {}

@@ -1,9 +1,4 @@
-"""Writes ``hta.json``: the figures of HolisticTraceAnalysis 0.5.0 for the GPU traces beside it.
-
-Run in an environment with ``pip install HolisticTraceAnalysis==0.5.0``. Without
-``HTA_DISABLE_NS_ROUNDING`` HTA rounds all times to whole microseconds, which moves short
-kernels by up to half a percentage point.
-"""
+"""Writes ``hta.json``: the figures of HolisticTraceAnalysis 0.5.0 for the GPU traces beside it."""
 
 from __future__ import annotations
 

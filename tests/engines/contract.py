@@ -1,8 +1,4 @@
-"""What holds for every engine that records in processes of its own.
-
-A test module subclasses :class:`EngineContract` and gives it a ``server``: an object with a
-capture mixin, ``generate(requests, tokens)``, ``reconfigure(**settings)`` and ``iterations(trace)``.
-"""
+"""What holds for every engine that records in processes of its own."""
 
 from __future__ import annotations
 
@@ -79,10 +75,7 @@ def seconds(request: Request) -> dict[str, float]:
 
 
 async def assert_idling_with_stacks_is_cheap(server: Any, order: CaptureRequest) -> None:
-    """Capture an engine that idles around its generation, with stacks and shapes.
-
-    It polls while it idles, and 3 s of that took minutes to write.
-    """
+    """Capture an engine that idles around its generation, with stacks and shapes."""
     await server.start_capture(order)
     await asyncio.sleep(3)
     await server.generate(1, 30)

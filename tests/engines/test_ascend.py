@@ -1,8 +1,4 @@
-"""Engines on an Ascend NPU: what they can record, and captures by their own profilers on stand-in CANN.
-
-``tests/npu/engine_scenarios.py`` runs all captures in one process with the real torch_npu. vLLM's
-``WorkerProfiler``, vllm-ascend's wrapper and SGLang's scheduler mixin come out of their wheels.
-"""
+"""Engines on an Ascend NPU: what they can record, and captures by their own profilers on stand-in CANN."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The adapters held against the sources of releases that are not installed.
-
-Each wheel is downloaded once into pytest's cache, and only read: nothing of it is imported.
-"""
+"""The adapters held against the sources of releases that are not installed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What is taken over of a request from engines that cannot run here: older ones, and those on several hosts.
-
-The engines yield what the sources of these releases say; ``test_vllm_requests`` and
-``test_sglang_requests`` hold the rest against real ones.
-"""
+"""What is taken over of a request from engines that cannot run here."""
 
 from __future__ import annotations
 

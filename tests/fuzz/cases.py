@@ -24,13 +24,7 @@ __all__ = ["Case", "Verdict", "random_case", "run_case"]
 
 
 class Case(NamedTuple):
-    """What is tried.
-
-    Attributes:
-        input: The kind of input.
-        command: The command that reads it.
-        data: Content of the file that is changed.
-    """
+    """What is tried."""
 
     input: str
     command: str
@@ -38,12 +32,7 @@ class Case(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What came of a case.
-
-    Attributes:
-        kind: ``fine``, ``crash``, ``wrong ok`` or ``bad output``.
-        detail: What happened.
-    """
+    """What came of a case."""
 
     kind: str
     detail: str = ""
@@ -103,11 +92,7 @@ def _use_api(path: Path) -> int:
 
 
 def _not_ok(folder: Path, name: str) -> str:
-    """Return why a folder is not whole that ``check`` called ok.
-
-    A trace is whole if the standard library can unpack and decode it, and each of its events has a
-    phase and, if it is a complete one, a time and a duration.
-    """
+    """Return why a folder is not whole that ``check`` called ok."""
     given = INPUTS[name]
     if "trace" not in name:
         return ""

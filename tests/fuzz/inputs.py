@@ -30,14 +30,7 @@ EVENTS = 40
 
 @dataclass(frozen=True)
 class Input:
-    """A kind of input.
-
-    Attributes:
-        target: The file that is changed, below the folder of the case.
-        path: What the commands are given.
-        commands: Those that read it, each as often as it is to be chosen.
-        change: Changes the file's content.
-    """
+    """A kind of input."""
 
     target: str
     path: str

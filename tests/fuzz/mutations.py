@@ -39,13 +39,7 @@ def garble_bytes(data: bytes, random: Random) -> bytes:
 
 
 def garble_json(data: bytes, random: Random, within: tuple[str, ...] = ()) -> bytes:
-    """Return a document with a few values replaced, removed, doubled or renamed.
-
-    Args:
-        data: The document.
-        random: Makes the choices.
-        within: Keys on the way to what may be changed; a list on the way may be entered anywhere.
-    """
+    """Return a document with a few values replaced, removed, doubled or renamed."""
     document = {"": json.loads(data)}
     for _ in range(random.choice((1, 1, 1, 2, 4))):
         container, key = _place(document, random, within)

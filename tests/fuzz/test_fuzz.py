@@ -1,7 +1,4 @@
-"""No input makes a command crash, hang, be fooled or write a broken file; ``make test-fuzz`` tries 22,000.
-
-A case that once failed is a file in ``found``, named after its input and its command.
-"""
+"""No input makes a command crash, hang, be fooled or write a broken file; ``make test-fuzz`` tries 22,000."""
 
 from __future__ import annotations
 

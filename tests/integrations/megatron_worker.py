@@ -1,8 +1,4 @@
-"""A program: verl's real worker around its real Megatron engine class, captured on one rank.
-
-verl builds its Megatron models for GPUs only, so the engine is given a small Megatron-core model;
-``update_actor`` is verl's, and what it calls runs Megatron's own schedule. Prints the result.
-"""
+"""A program: verl's real worker around its real Megatron engine class, captured on one rank."""
 
 from __future__ import annotations
 

@@ -51,12 +51,7 @@ def assert_covered(spans: list[dict[str, Any]], name: str, outer: list[dict[str,
 
 
 class RunContract:
-    """A test module subclasses it.
-
-    Attributes:
-        engine: What verl calls the engine.
-        iteration: How the spans of the engine's steps begin.
-    """
+    """A test module subclasses it."""
 
     engine: str
     iteration: str

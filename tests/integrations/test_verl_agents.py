@@ -23,12 +23,7 @@ CLOSE = 0.02
 
 @dataclass(frozen=True)
 class AgentRun:
-    """A run, and the names of all tools that ran in it.
-
-    Attributes:
-        run: The run.
-        tools: Name by call, of all steps.
-    """
+    """A run, and the names of all tools that ran in it."""
 
     run: Run
     tools: list[str]

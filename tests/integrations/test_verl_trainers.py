@@ -14,10 +14,7 @@ VALIDATED = 4
 
 @pytest.fixture(scope="module")
 def colocate(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Generation goes on while the trainer trains; a capture of two steps, by a trainer of one's own.
-
-    Between the two it validates.
-    """
+    """Generation goes on while the trainer trains; a capture of two steps, by a trainer of one's own."""
     return run_verl(
         tmp_path_factory.mktemp("colocate"),
         "profiling=e2e",

@@ -1,7 +1,4 @@
-"""Recorded stages take as long as verl says, to a millisecond, in the runs that people make.
-
-``make test-verl-truth`` runs them all, and prints a table.
-"""
+"""Recorded stages take as long as verl says, to a millisecond, in the runs that people make."""
 
 from __future__ import annotations
 
@@ -102,18 +99,7 @@ BRIDGE = (
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run and what it shall have recorded.
-
-    Attributes:
-        name: What people call it.
-        overrides: Of the recipe; ``{folder}`` stands for the run's own.
-        timers: verl's timers that are compared at least.
-        steps: Steps that are compared.
-        script: The recipe.
-        plugins: Modules that verl imports too.
-        again: A second start of the run, with these overrides added.
-        save_path_key: Where the settings have the folder.
-    """
+    """A run and what it shall have recorded."""
 
     name: str
     overrides: tuple[str, ...]

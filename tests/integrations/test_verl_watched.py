@@ -39,14 +39,7 @@ NOTICING = (
 
 @dataclass(frozen=True)
 class Watched:
-    """A run with the watch on, and what it logged.
-
-    Attributes:
-        run: The run.
-        steps: The last line of its log for each step.
-        asked: What the command said, in the order in which somebody asked.
-        logged: What verl's tracker for files has: steps and their numbers.
-    """
+    """A run with the watch on, and what it logged."""
 
     run: Run
     steps: Mapping[int, StepSummary]

@@ -31,13 +31,7 @@ REFERENCE = (
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended.
-
-    Attributes:
-        save_path: Where its step folders are.
-        output: What it printed.
-        code: Its exit status.
-    """
+    """A run that has ended."""
 
     save_path: Path
     output: str

@@ -19,14 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def outcomes_of(
     module: str, folders: pytest.TempPathFactory, *packages: Path, **environment: str
 ) -> dict[str, Any]:
-    """Run a module's scenarios with the real torch_npu; return what came out.
-
-    Args:
-        module: Name of the module in this package.
-        folders: Makes the folders of the libraries and of the captures.
-        packages: Folders on the path of the process.
-        environment: Variables of the process.
-    """
+    """Run a module's scenarios with the real torch_npu; return what came out."""
     if importlib.util.find_spec("torch_npu") is None:
         pytest.skip("torch_npu is not installed; `make test-npu` builds an environment with it")
     if missing := [name for name in ("cc", "nm", "readelf") if shutil.which(name) is None]:

@@ -1,9 +1,4 @@
-"""Builds stand-ins for the CANN libraries, so that the real torch_npu wheel loads without hardware.
-
-Every function that torch_npu imports from CANN, or looks up by name, is there and reports
-success; the few whose results matter describe one idle device. So all of torch_npu's own
-code runs: its profiler, its parser, its checks. No device data comes out.
-"""
+"""Builds stand-ins for the CANN libraries, so that the real torch_npu wheel loads without hardware."""
 
 from __future__ import annotations
 
@@ -60,15 +55,7 @@ static void note(const char *text) {
 
 
 def build(folder: Path) -> None:
-    """Write the stand-in libraries into ``folder``, for ``LD_LIBRARY_PATH``.
-
-    Names of domains and messages of mstx ranges are appended to the file that the environment
-    variable ``CANN_STUB_LOG`` names.
-
-    Raises:
-        subprocess.CalledProcessError: The compiler or binutils failed.
-        FileNotFoundError: There is no compiler, or no binutils.
-    """
+    """Write the stand-in libraries into ``folder``, for ``LD_LIBRARY_PATH``."""
     spec = importlib.util.find_spec("torch_npu")
     if spec is None or spec.origin is None:
         raise FileNotFoundError("torch_npu is not installed")

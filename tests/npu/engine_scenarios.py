@@ -1,7 +1,4 @@
-"""Captures of engines on an NPU, run by ``test_ascend.py`` in a process that sees the stand-in CANN.
-
-``python -m tests.npu.engine_scenarios FOLDER`` writes ``FOLDER/outcomes.json``: scenario -> what came out.
-"""
+"""Captures of engines on an NPU, run by ``test_ascend.py`` in a process that sees the stand-in CANN."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The profilers of vLLM on Ascend and of SGLang, from their wheels, and stand-ins for what they import.
-
-What records is theirs, unchanged: vLLM's ``WorkerProfiler`` and ``ProfilerConfig``, vllm-ascend's wrapper of
-torch_npu and the ``profile`` of its worker, SGLang's scheduler mixin. Around them only names are provided.
-"""
+"""The profilers of vLLM on Ascend and of SGLang, from their wheels, and stand-ins for what they import."""
 
 from __future__ import annotations
 
@@ -102,12 +98,7 @@ class ForwardMode(Enum):
 
 
 def build(folder: Path, wheels: dict[str, Path]) -> None:
-    """Write packages into ``folder``, for ``PYTHONPATH``.
-
-    Args:
-        folder: Where to.
-        wheels: What is in the wheel of each of :data:`VLLM`, :data:`VLLM_ASCEND` and :data:`SGLANG`.
-    """
+    """Write packages into ``folder``, for ``PYTHONPATH``."""
     for requirement, patterns in _TAKEN.items():
         for pattern in patterns:
             (found,) = wheels[requirement].glob(pattern)

@@ -21,13 +21,7 @@ def compute() -> None:
 
 
 class Processes:
-    """Two or more processes, one for each rank, that do the same things at the same time.
-
-    Args:
-        make: Makes a process's worker from its rank.
-        ranks: Number of ranks.
-        daemon: Whether they are daemons, as vLLM's workers are and SGLang's schedulers are not.
-    """
+    """Two or more processes, one for each rank, that do the same things at the same time."""
 
     def __init__(self, make: Callable[[int], Any], ranks: int, *, daemon: bool) -> None:
         context = multiprocessing.get_context("fork")  # torch and torch_npu are imported once
@@ -69,12 +63,7 @@ def _serve(make: Callable[[int], Any], rank: int, pipe: Any) -> None:
 
 
 class VllmWorker:
-    """What vllm-ascend's ``NPUWorker`` does with its profiler.
-
-    Args:
-        profiler_config: vLLM's.
-        rank: Rank of the process.
-    """
+    """What vllm-ascend's ``NPUWorker`` does with its profiler."""
 
     def __init__(self, profiler_config: Any, rank: int) -> None:
         self.rank = rank

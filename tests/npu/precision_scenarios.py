@@ -1,7 +1,4 @@
-"""Captures with the real msprobe, run by ``test_precision.py``: it wraps torch for a process's whole life.
-
-``python -m tests.npu.precision_scenarios NAME FOLDER`` prints what came out as one JSON object.
-"""
+"""Captures with the real msprobe, run by ``test_precision.py``: it wraps torch for a process's whole life."""
 
 from __future__ import annotations
 

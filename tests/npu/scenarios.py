@@ -1,7 +1,4 @@
-"""Captures with the real torch_npu, run by ``test_npu.py`` in a process that sees the stand-in CANN.
-
-``python -m tests.npu.scenarios FOLDER`` writes ``FOLDER/outcomes.json``: scenario -> what came out.
-"""
+"""Captures with the real torch_npu, run by ``test_npu.py`` in a process that sees the stand-in CANN."""
 
 from __future__ import annotations
 

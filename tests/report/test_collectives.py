@@ -221,10 +221,7 @@ def real_rank(
     late_us: float,
     shorter: float = 1.0,
 ) -> None:
-    """Write a real trace as one rank of a group, which comes late to each collective, or is quicker in it.
-
-    The groups are by the name of the collective.
-    """
+    """Write a real trace as one rank of a group, which comes late to each collective, or is quicker in it."""
     changed = []
     for event in content["traceEvents"]:
         args = event.get("args", {})

@@ -1,7 +1,4 @@
-"""`report` says of real traces, drawn steps and demos what it said when their figures were written.
-
-``PYTHONPATH=.:tests python -m tests.report.test_frozen_figures`` writes the last two again.
-"""
+"""`report` says of real traces, drawn steps and demos what it said when their figures were written."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Device lanes of torch_npu: what the real parser wrote of the host, and what msprof adds of an NPU.
-
-No NPU was at hand. The events of the device are written here as msprof's own writer writes
-them (its sources are named in ``verl_profiling/report/kinds.py``), its overlap analysis included,
-which our figures are held against.
-"""
+"""Device lanes of torch_npu: what the real parser wrote of the host, and what msprof adds of an NPU."""
 
 from __future__ import annotations
 

@@ -35,10 +35,7 @@ async def nothing() -> None:
 def reported(
     tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str], session: object
 ) -> Reported:
-    """Capture a step in which an agent loop runs a coroutine; return its report, as ``--json`` prints it.
-
-    Another coroutine has begun when the capture does, and goes on in it; requests are an engine's.
-    """
+    """Capture a step in which an agent loop runs a coroutine; return its report, as ``--json`` prints it."""
 
     async def loop(
         folder: Path, body: Coroutine[Any, Any, object], before: Coroutine[Any, Any, object], watch: bool

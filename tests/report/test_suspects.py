@@ -149,10 +149,7 @@ def test_an_engine_is_compared_by_what_its_lane_was_busy(tmp_path: Path) -> None
 def test_kernels_of_a_suspect_and_its_peer_are_of_one_range(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One ran no operator in the stage: what it ran elsewhere is not set against the other's stage.
-
-    What took both less than a hundredth of the step, which is 80 ms, is no row.
-    """
+    """One ran no operator in the stage: what it ran elsewhere is not set against the other's stage."""
     rows = {}
     more: list[Drawn] = [("aten::mm", 2, 7), ("aten::add_", 7.1, 7.17), ("aten::copy_", 7.8, 8)]
     for stage in ("update_actor", ""):

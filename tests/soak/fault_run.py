@@ -196,12 +196,7 @@ class Server:
 
 
 class FaultRun:
-    """The loop and its workers.
-
-    Args:
-        folder: Where everything is written.
-        timeout_s: How long the callback waits for a worker.
-    """
+    """The loop and its workers."""
 
     def __init__(self, folder: Path, timeout_s: float) -> None:
         self._plan_file = folder / "plan.json"

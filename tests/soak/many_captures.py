@@ -23,11 +23,7 @@ SAMPLES = 24
 
 
 def growth(tool: str, mode: str, captures: int, folder: Path) -> dict[str, float]:
-    """Return what captures of this process add, by the second half of them; ``folder`` has its files.
-
-    Memory is bytes of one capture: the slope of a line through the samples. Of descriptors, threads and files
-    it is the most in the second half, less the most in the first.
-    """
+    """Return what captures of this process add, by the second half of them; ``folder`` has its files."""
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     config = ProfilingConfig.from_any({"enable": True, "tool": tool, "mode": mode})
     worker, session = WorkerIdentity(role="actor"), process_session()

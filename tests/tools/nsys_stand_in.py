@@ -1,10 +1,4 @@
-"""Stand-ins for what Nsight Systems and a GPU do for the ``nsys`` tool; all the rest is real.
-
-``install`` puts an ``nsys`` on PATH that starts the program it is given, notes its own arguments,
-and, when the program has ended, writes one report for each range that it opened, named as
-Nsight Systems names them. ``StandInNsysTool`` is the tool, which notes its calls of the
-CUDA profiler where that ``nsys`` looks for them.
-"""
+"""Stand-ins for what Nsight Systems and a GPU do for the ``nsys`` tool; all the rest is real."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The ``npu`` tool: its options anywhere, and captures with the real torch_npu where it is installed.
-
-``scenarios.py`` runs all captures in one process that loads stand-in CANN libraries; the tests
-look at what came out.
-"""
+"""The ``npu`` tool: its options anywhere, and captures with the real torch_npu where it is installed."""
 
 from __future__ import annotations
 

@@ -202,11 +202,7 @@ class TestUnderRay:
         )
 
     def test_a_worker_that_dies_inside_a_range(self, cluster: Path, tmp_path: Path) -> None:
-        """Whole ranges are collected, the one it died in is marked as cut short, the worker stays failed.
-
-        Ray ends ``nsys`` together with the worker, sometimes before its reports are written: the test
-        writes those that are missing.
-        """
+        """Whole ranges are collected, the one it died in is marked as cut short, the worker stays failed."""
         run_steps(config_of(tmp_path), die_in=3)
         [output] = read_ranges(tmp_path / "nsys")[0]
         collected(tmp_path, lambda: True)

@@ -43,10 +43,7 @@ def test_the_manifest_gets_the_peak_resident_size_of_each_stage(tmp_path: Path, 
 def test_every_tool_says_how_high_the_process_was_after_each_stage(
     tmp_path: Path, tool: str, mode: str
 ) -> None:
-    """The kernel's mark is only read, so it rises with a stage that sets it and stays there after it.
-
-    Of a stage that is over within a millisecond it is not read; the machine may stop one of several in it.
-    """
+    """The kernel's mark is only read, so it rises with a stage that sets it and stays there after it."""
     short = {f"short{number}" for number in range(50)}
     with record_step({"enable": True, "tool": tool, "mode": mode}, tmp_path / "step") as recorded:
         with stage("large"), stage("inner"):

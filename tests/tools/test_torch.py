@@ -26,10 +26,7 @@ def op_arguments(path: Path, name: str = "aten::addmm") -> dict[str, Any]:
 
 
 def test_a_trace_holds_ops_stages_and_who_recorded(tmp_path: Path) -> None:
-    """Kineto's trace in unix time, with our metadata at its top and stages as annotations; nothing costly.
-
-    The artifact has the bytes and events of the file, and the raw file is gone.
-    """
+    """Kineto's trace in unix time, with our metadata at its top and stages as annotations; nothing costly."""
     with record_step(settings(), tmp_path) as recorded, stage("update_actor"):
         train()
     [artifact], [span] = recorded.result.artifacts, recorded.result.stages
@@ -170,11 +167,7 @@ def test_every_stage_name_makes_a_readable_trace(tmp_path: Path) -> None:
 
 
 def test_other_threads_and_other_profilers_do_not_crash_the_process(run_python: Any, tmp_path: Path) -> None:
-    """Torch has one profiler a process, and what is left of it must not meet the next one.
-
-    Stages that are open on another thread may end when the profiler is gone, or when the next one records.
-    A profiler that the user starts in a capture keeps its profile; ours fails, and the next capture works.
-    """
+    """Torch has one profiler a process, and what is left of it must not meet the next one."""
     run_python(
         """
         import sys, threading

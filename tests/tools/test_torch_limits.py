@@ -36,10 +36,7 @@ def work() -> None:
 def test_a_recording_ends_with_the_stage_after_which_it_would_not_fit(
     tmp_path: Path, session: Session, large: None, memory: bool
 ) -> None:
-    """What was recorded is kept, the reason has the numbers, training goes on.
-
-    With ``memory`` only the thread that trains may stop torch; it is the one that ends the stage.
-    """
+    """What was recorded is kept, the reason has the numbers, training goes on."""
     config = settings(tools={"torch": {"memory": memory}})
     with record_step(config, tmp_path) as recorded:
         with stage("long"):

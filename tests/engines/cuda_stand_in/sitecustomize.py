@@ -1,8 +1,4 @@
-"""Lets vLLM's mode for Nsight Systems run on a CPU: what it calls of the CUDA profiler is noted in a file.
-
-Python imports this by itself in every process whose path holds the folder. The file is the one that
-the environment variable ``CUDA_CALLS`` names.
-"""
+"""Lets vLLM's mode for Nsight Systems run on a CPU: what it calls of the CUDA profiler is noted in a file."""
 
 from __future__ import annotations
 
