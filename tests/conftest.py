@@ -33,7 +33,6 @@ _VERDICT = pytest.StashKey[int]()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Note the verdict, for :func:`pytest_unconfigure`."""
     session.config.stash[_VERDICT] = int(exitstatus)
 
 

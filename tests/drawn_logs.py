@@ -123,7 +123,6 @@ class DrawnLog:
         still_open: bool = False,
         **facts: Fact,
     ) -> int:
-        """Add a span; return its number."""
         number = len(self.log.spans)
         times = self.ns(begin), self.ns(end)
         self.log.spans.append(
@@ -132,7 +131,6 @@ class DrawnLog:
         return number
 
     def block(self, begin: float, end: float, span: int = -1, function: str = "", loop: int = 0) -> None:
-        """Add a block of an event loop."""
         self.log.blocks.append(Block(loop, self.ns(begin), self.ns(end), span, "Task-1", function))
 
     def add_to(self, folder: Path) -> Path:
@@ -166,7 +164,6 @@ class Drawn(DrawnLog):
         rewrite_worker(self.folder, "rollout0", requests=made)
 
     def merged(self, keep: Keep | None = None, **options: int) -> tuple[MergeResult, Timeline]:
-        """Merge the step."""
         self.add_to(self.folder)
         (inputs,) = find_steps(self.folder)
         result = merge(inputs, keep=keep, **options)

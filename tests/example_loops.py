@@ -11,12 +11,10 @@ from verl_profiling import ProfilingConfig
 
 
 def settings(**given: Any) -> ProfilingConfig:
-    """Return enabled settings."""
     return ProfilingConfig.from_any({"enable": True, **given})
 
 
 def train(times: int = 1) -> float:
-    """Train a tiny model."""
     import torch
 
     model = torch.nn.Linear(8, 8)
@@ -28,7 +26,6 @@ def train(times: int = 1) -> float:
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """Return a Chrome trace, compressed or not."""
     data = path.read_bytes()
     trace: dict[str, Any] = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
     return trace

@@ -21,8 +21,6 @@ FAULTY = f"{__name__}:FaultyTool"
 
 @dataclass(frozen=True, kw_only=True)
 class FaultyOptions:
-    """Options of the tool."""
-
     plan: str = ""
 
 
@@ -35,7 +33,6 @@ class FaultyTool(Tool):
     options: FaultyOptions
 
     def start(self, destination: Destination) -> Recording:
-        """Start, or raise."""
         recording = _FaultyRecording(destination, self._fault)
         if self._fault(destination) == "start raises":
             raise RuntimeError("planned: the tool cannot start")

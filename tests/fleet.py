@@ -45,8 +45,6 @@ def once_all_hang(switches: Path, switch: str, workers: int, do: Callable[[], ob
 
 
 class TrainWorker(CaptureMixin):
-    """A training rank."""
-
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.switches: Path | None = None
@@ -76,11 +74,9 @@ class TrainWorker(CaptureMixin):
         return os.getpid()
 
     def is_idle(self) -> bool:
-        """Return whether nothing records here."""
         return not process_session().recording
 
     def also(self, config: ProfilingConfig, role: str) -> None:
-        """Play another role in the same process."""
         self.init_capture(config, role=role)
 
     def counts(self) -> dict[str, int]:
@@ -88,19 +84,16 @@ class TrainWorker(CaptureMixin):
         return dict(self.calls)
 
     def start_capture(self, request: CaptureRequest) -> StartReply:
-        """Count, hang if switched to, start."""
         self.calls["start_capture"] += 1
         self._hang("start")
         return super().start_capture(request)
 
     def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
-        """Count, hang if switched to, stop."""
         self.calls["stop_capture"] += 1
         self._hang("stop")
         return super().stop_capture(capture_id, finish_s)
 
     def work(self, names: Sequence[str] = ("update_actor",), seconds: float = 0.0) -> None:
-        """Run stages, one after another."""
         self._hang("work")
         for name in names:
             with stage(name):
@@ -114,7 +107,6 @@ class TrainWorker(CaptureMixin):
                 pass
 
     def drift(self, ns: int) -> None:
-        """Let the clock run ahead."""
         self._clock.enter_context(shifted_clock(ns))
 
     def _hang(self, switch: str) -> None:
@@ -132,7 +124,6 @@ class Reborn(TrainWorker):
         self.set_up(config)
 
     def die(self) -> None:
-        """End the process as a crash does."""
         os._exit(1)
 
 
@@ -140,7 +131,6 @@ class AsyncWorker(TrainWorker):
     """As an inference server: one coroutine makes all methods of a Ray actor run on its event loop."""
 
     async def generate(self, seconds: float = 0.05) -> str:
-        """Wait as long as a request takes."""
         with stage("generate"):
             await asyncio.sleep(seconds)
         return "text"
@@ -150,24 +140,18 @@ class Engine(RolloutCaptureMixin):
     """A rollout engine without requests of its own."""
 
     def set_up(self, config: ProfilingConfig, replica: int) -> None:
-        """Set the capture up."""
         self.init_capture(config, replica=replica, requests=RequestLog())
 
     async def generate(self, seconds: float) -> None:
-        """Wait as long as a batch takes."""
         with stage("rollout"):
             await asyncio.sleep(seconds)
 
 
 class Agents(AgentLoopCaptureMixin):
-    """The one process that runs all trajectories."""
-
     def set_up(self, config: ProfilingConfig) -> None:
-        """Set the capture up."""
         self.init_capture(config)
 
     async def run(self, engines: Sequence[Any], seconds: Sequence[float]) -> None:
-        """Run a trajectory on each engine."""
         with stage("rollout"):
             await asyncio.gather(
                 *(self._trajectory(engine, own) for engine, own in zip(engines, seconds, strict=True))
@@ -187,29 +171,23 @@ class CoroutineWorker:
         self.threads: set[int] = set()
 
     async def start_capture(self, request: CaptureRequest) -> StartReply:
-        """Start after a moment."""
         await asyncio.sleep(0.01)
         return self.inner.start_capture(request)
 
     async def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
-        """Stop after a moment."""
         await asyncio.sleep(0.01)
         return self.inner.stop_capture(capture_id, finish_s)
 
 
 class WorkerGroup:
-    """Ray actors behind verl's calling convention."""
-
     def __init__(self, workers: Sequence[Any]) -> None:
         self.workers = list(workers)
         self.calls: list[str] = []
 
     @property
     def world_size(self) -> int:
-        """Number of workers."""
         return len(self.workers)
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call every worker, and wait for none."""
         self.calls.append(method_name)
         return [getattr(worker, method_name).remote(*args, **kwargs) for worker in self.workers]

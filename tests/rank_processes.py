@@ -52,7 +52,6 @@ def run_ranks(
 
 
 def _run(program: str, arguments: list[str], folder: str, environment: dict[str, str], log: str) -> None:
-    """Be one rank."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     os.environ.update(environment)
     os.chdir(folder)

@@ -46,7 +46,6 @@ class Reader:
         self._page.mkdir()
 
     def type(self, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        """Return how a command ended."""
         words = tuple(words)
         if words not in self._done:
             begin = time.time()
@@ -56,7 +55,6 @@ class Reader:
         return self._done[words]
 
     def written_by(self, words: Sequence[str]) -> list[Path]:
-        """Return the files that a command wrote."""
         done = self.type(words)
         assert done.returncode == 0, done.stdout + done.stderr
         return self._wrote[tuple(words)]

@@ -27,7 +27,6 @@ DATA = Path(__file__).parent / "data"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole step folder."""
     return build_step(tmp_path_factory.mktemp("run"))
 
 

@@ -162,7 +162,6 @@ def viewed(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
 
 
 def served(address: str) -> bytes:
-    """Return the content of an address."""
     with urllib.request.urlopen(address, timeout=10) as answer:
         return answer.read()
 

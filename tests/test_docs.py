@@ -97,7 +97,6 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def python_blocks(page: str) -> list[str]:
-    """Return the Python examples of a page."""
     return re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
 
 

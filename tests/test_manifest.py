@@ -25,7 +25,6 @@ from verl_profiling.run_files import read_manifest, write_json_atomically
 
 
 def artifact(status: str, **more: object) -> Artifact:
-    """Return an artifact of that status."""
     return Artifact(path=f"{status}.json", lane="actor_rank0", tool="torch", status=status, **more)  # type: ignore[arg-type]
 
 

@@ -37,7 +37,6 @@ SPECIAL: dict[str, Callable[[Path], object]] = {
 
 
 def around(folder: Path) -> set[Path]:
-    """Return what is beside a step folder."""
     return {path for path in folder.parent.parent.rglob("*") if folder not in path.parents}
 
 

@@ -35,24 +35,20 @@ pytestmark = [*needs_browser, pytest.mark.skipif(not PICTURES, reason="takes the
 
 @pytest.fixture
 def steps() -> list[StepInputs]:
-    """The steps of the run."""
     return find_steps(RUN)
 
 
 @pytest.fixture
 def step(steps: list[StepInputs]) -> StepInputs:
-    """The last step of the run."""
     return steps[-1]
 
 
 @pytest.fixture
 def folder() -> Path:
-    """Where the pictures go."""
     return Path(PICTURES).resolve()
 
 
 def size_of(picture: Path) -> tuple[int, int]:
-    """Return width and height of a PNG."""
     head = picture.read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", head[16:])

@@ -41,7 +41,6 @@ def commands(*programs: str) -> list[list[str]]:
 
 
 def command_id(words: list[str]) -> str:
-    """Return a readable name for a command."""
     return " ".join(words[len(assignments(words)) :])
 
 

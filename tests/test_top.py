@@ -86,7 +86,6 @@ def drawn(frame: RenderableType, width: int = 100, encoding: str = "utf-8") -> l
 
 
 def frame_of(*steps: StepSummary) -> RenderableType:
-    """Return a frame of some summaries."""
     return watch_frame("r", Pulse(says="lives"), steps)
 
 

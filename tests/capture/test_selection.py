@@ -27,14 +27,12 @@ REPLICA = WorkerIdentity(role="rollout", rank=2, replica=1)
 
 
 def request(folder: Path, number: int, selection: CaptureSelection | None) -> CaptureRequest:
-    """Return a request for one step."""
     return CaptureRequest(
         capture_id=f"run-{number}", run_id="run", step=number, folder=str(folder), selection=selection
     )
 
 
 def names(role: RoleConfig) -> list[str]:
-    """Return the names of a role's tools."""
     return [tool.name for tool in role.tools]
 
 
@@ -162,8 +160,6 @@ def test_a_capture_aimed_at_what_runs_side_by_side_is_of_the_whole_step(
 
 
 class Engine(EngineAdapter):
-    """Records with two ranks, and writes nothing."""
-
     name = "noting"
     window = RolloutOptions()
     ranks = 2

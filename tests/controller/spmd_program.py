@@ -41,14 +41,12 @@ def work(scenario: str, step: int, folder: Path) -> None:
 
 
 def wait_for(path: Path, text: str) -> None:
-    """Wait until a file holds a text."""
     deadline = time.monotonic() + 60
     while not (path.exists() and text in path.read_text()) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def loop(config: ProfilingConfig, scenario: str) -> None:
-    """Run the training loop."""
     profiling = ProfilingCallback(config)
     worker = TrainWorker()
     worker.init_capture(config, role="actor")
@@ -65,7 +63,6 @@ def loop(config: ProfilingConfig, scenario: str) -> None:
 
 
 async def async_loop(config: ProfilingConfig, scenario: str) -> None:
-    """The same as a coroutine."""
     profiling = AsyncProfilingCallback(config)
     worker = TrainWorker()
     worker.init_capture(config, role="actor")
@@ -102,7 +99,6 @@ def asked_loop(config: ProfilingConfig) -> None:
 
 
 def main() -> None:
-    """Run one rank."""
     save_path, scenario, *given = sys.argv[1:]
     settings = {
         "enable": True,

@@ -27,10 +27,7 @@ Meet = Callable[[bool], bool]
 
 
 class EndsLate(TrainWorker):
-    """Takes a while when training has ended."""
-
     def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
-        """Stop, later than rank 0."""
         time.sleep(0.5 if RANK else 0.0)
         return super().stop_capture(capture_id, finish_s)
 
@@ -48,7 +45,6 @@ def meeting_in_a_collective() -> Meet:
 
 
 def meeting_through_files(folder: Path) -> Meet:
-    """Return what waits for all ranks."""
     numbers = itertools.count()
 
     def meet(said: bool) -> bool:
@@ -63,7 +59,6 @@ def meeting_through_files(folder: Path) -> Meet:
 
 
 def train(config: ProfilingConfig, scenario: str, meet: Meet, said: Path) -> None:
-    """Run one training."""
     usual_s, late_s = TIMES_S.get(scenario, (USUAL_S, LATE_S))
     profiling = ProfilingCallback(config)
     worker = EndsLate() if scenario == "added inside" else TrainWorker()
@@ -106,7 +101,6 @@ def _is_captured(folder: Path | None) -> bool:
 
 
 def main() -> None:
-    """Run one rank."""
     path, scenario, given = sys.argv[1:]
     folder, own = Path(path), json.loads(given)
     settings = {

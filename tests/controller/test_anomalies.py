@@ -45,7 +45,6 @@ class Loop:
         self.anomalies = Anomalies(options or Anomaly(), self.check, self.recorders)
 
     def check(self, selection: CaptureSelection) -> None:
-        """Refuse it, if told to."""
         if not self.allowed:
             raise ConfigError("roles", "no workers were added as 'rollout'")
 
@@ -69,7 +68,6 @@ class Loop:
         return self.goes(summary(step + 1, **given), scheduled=scheduled)
 
     def captures(self, decision: Decision) -> None:
-        """Make the capture that is asked for."""
         step = decision.step_range.first
         self.anomalies.concluded(
             Manifest(

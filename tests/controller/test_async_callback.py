@@ -21,7 +21,6 @@ from verl_profiling.capture.session import Session
 async def run(
     callback: AsyncProfilingCallback, work: Callable[[int], Awaitable[object]], steps: int = 3
 ) -> None:
-    """Run a training loop with all hooks."""
     await callback.on_train_begin()
     for step in range(1, steps + 1):
         await callback.on_step_begin(step, policy_version=step - 1)

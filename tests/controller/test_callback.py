@@ -42,7 +42,6 @@ def configured(tmp_path: Path, **given: Any) -> ProfilingConfig:
 
 
 def run(callback: ProfilingCallback, work: Work, steps: int = 3) -> None:
-    """Run a training loop with all hooks."""
     callback.on_train_begin()
     for step in range(1, steps + 1):
         callback.on_step_begin(step, policy_version=step - 1)
@@ -55,12 +54,10 @@ def run(callback: ProfilingCallback, work: Work, steps: int = 3) -> None:
 
 
 def manifest(config: ProfilingConfig, step: int = 2) -> Manifest:
-    """Return the manifest of a step."""
     return read_manifest(Path(config.save_path) / f"step_{step:06d}")
 
 
 def local_worker(config: ProfilingConfig, role: str = "actor", rank: int = 0, **more: Any) -> TrainWorker:
-    """Return a worker of this process."""
     worker = TrainWorker()
     worker.set_up(config, role, rank, **more)
     return worker
@@ -627,7 +624,6 @@ class Server(RolloutCaptureMixin):
         self.init_capture(config, replica=replica, requests=self.requests)
 
     def generate(self) -> None:
-        """Serve two requests."""
         for number in range(2):
             with self.requests.open(id=f"{number}", prompt_tokens=3) as request:
                 request.response_tokens = 4

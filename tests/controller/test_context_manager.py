@@ -133,7 +133,6 @@ class Slow(TrainWorker):
     """A worker whose start takes a while, on the loop's event loop."""
 
     async def start_capture(self, request: CaptureRequest) -> StartReply:  # type: ignore[override]
-        """Start, after a while."""
         await asyncio.sleep(0.3)
         return super().start_capture(request)
 

@@ -35,7 +35,6 @@ from verl_profiling.workers import RequestLog, RolloutCaptureMixin
 
 
 def wait_until(holds: Callable[[], object], seconds: float = 30.0) -> None:
-    """Wait for something."""
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline
@@ -62,7 +61,6 @@ class Job:
         self.at = 0
 
     def step(self, times: int = 1) -> None:
-        """Run steps."""
         for _ in range(times):
             self.at += 1
             self.callback.on_step_begin(self.at, policy_version=10 + self.at)
@@ -100,7 +98,6 @@ class Job:
             stepping.join()
 
     def captured(self) -> list[int]:
-        """Return the steps that have folders."""
         return [int(path.name[5:11]) for path in sorted(self.run.glob("step_*"))]
 
 
@@ -384,7 +381,6 @@ def test_ray_actors_record_what_was_asked_for(tmp_path: Path, pool: Pool) -> Non
 
 
 def put(job: Job, name: str, data: bytes) -> Path:
-    """Write a file where requests are."""
     path = job.run / "requests" / name
     path.write_bytes(data)
     return path

@@ -88,7 +88,6 @@ def end(folder: Path, scenario: str) -> tuple[int, str]:
 
 
 def read(folder: Path, step: int = 2) -> Manifest:
-    """Return the manifest of a step."""
     return read_manifest(folder / "run" / f"step_{step:06d}")
 
 

@@ -35,7 +35,6 @@ FLAWED = "tools.test_third_party"
 
 @pytest.fixture
 def switches(tmp_path: Path) -> Path:
-    """The folder whose files make workers hang."""
     folder = tmp_path / "switches"
     folder.mkdir()
     return folder
@@ -43,7 +42,6 @@ def switches(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def mortal(ray_cluster: None) -> Iterator[Any]:
-    """An actor that a test may kill."""
     actor = ray.remote(num_cpus=0)(TrainWorker).remote()
     yield actor
     ray.kill(actor)
@@ -346,7 +344,6 @@ FULL_DISK = """
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounting = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
@@ -459,12 +456,9 @@ class Calls:
 
 
 class Broken:
-    """A group that has lost its workers."""
-
     world_size = 2
 
     def execute_all_async(self, method_name: str, *args: Any) -> list[Any]:
-        """Raise."""
         raise ConnectionError("lost")
 
 

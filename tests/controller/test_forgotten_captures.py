@@ -70,8 +70,6 @@ def test_the_next_callback_takes_over_a_ray_actor(tmp_path: Path, pool: Pool) ->
 
 
 class Slow(TrainWorker):
-    """Takes a while to start."""
-
     def start_capture(self, request: CaptureRequest) -> StartReply:
         """Start, when the other thread has had time to come."""
         time.sleep(0.2)

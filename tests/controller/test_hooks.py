@@ -44,18 +44,15 @@ def noting(tmp_path: Path, *words: str, **more: Any) -> dict[str, Any]:
 
 
 def slowly(hook: dict[str, Any]) -> dict[str, Any]:
-    """Return a hook that takes its time."""
     return {**hook, "command": ["sh", "-c", 'sleep 0.5 && exec "$@"', "sh", *hook["command"]]}
 
 
 def notes(tmp_path: Path) -> list[str]:
-    """Return what hooks noted."""
     path = tmp_path / "notes"
     return sorted(path.read_text().splitlines()) if path.exists() else []
 
 
 def train(config: ProfilingConfig, workers: list[Any], work: Any = lambda: None, steps: int = 5) -> None:
-    """Run a loop."""
     callback = following(config, workers)
     with callback:
         for step in range(1, steps + 1):
@@ -65,7 +62,6 @@ def train(config: ProfilingConfig, workers: list[Any], work: Any = lambda: None,
 
 
 def local(config: ProfilingConfig, rank: int = 0) -> TrainWorker:
-    """Return a worker of this process."""
     worker = TrainWorker()
     worker.set_up(config, rank=rank)
     return worker
@@ -133,7 +129,6 @@ class GatedRecording(Recording):
         self._pending = msgspec.structs.replace(destination.artifact(GatedTool), status="pending")
 
     def stop(self) -> list[Output]:
-        """Stop."""
         return [Output(self._pending, self._finish)]
 
     def _finish(self) -> Artifact:
@@ -148,13 +143,10 @@ class GatedRecording(Recording):
 
 
 class GatedTool(Tool):
-    """The tool to it."""
-
     name = "gated"
     suffix = ".gated.txt"
 
     def start(self, destination: Destination) -> Recording:
-        """Start."""
         return GatedRecording(destination)
 
 

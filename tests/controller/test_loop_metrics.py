@@ -33,8 +33,6 @@ class Hostile:
 
 
 class Broken(dict[str, float]):
-    """A mapping that cannot be read."""
-
     def items(self) -> Any:
         raise KeyError("lost")
 

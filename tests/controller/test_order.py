@@ -13,7 +13,6 @@ from verl_profiling.capture.session import Session
 
 
 def loop(callback: ProfilingCallback, first: int, last: int) -> None:
-    """Run steps, begun and ended."""
     with callback:
         for step in range(first, last + 1):
             callback.on_step_begin(step)

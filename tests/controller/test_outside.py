@@ -19,8 +19,6 @@ from verl_profiling.manifest import Manifest
 
 
 class SlowToStop(TrainWorker):
-    """Takes a while to stop."""
-
     def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
         time.sleep(0.05)
         return super().stop_capture(capture_id, finish_s)

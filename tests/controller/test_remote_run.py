@@ -28,8 +28,6 @@ from verl_profiling.watch_log import WatchLogReader
 
 
 class Store(MemoryFileSystem):
-    """A store with faults."""
-
     protocol = "faulty"
     store: dict[str, Any] = {}
     pseudo_dirs = [""]
@@ -57,7 +55,6 @@ class Store(MemoryFileSystem):
         self.arrived.append(rpath.rpartition("faulty:")[2])
 
     def ls(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """List, unless the store is down."""
         if self.fault("down"):
             raise ConnectionError("no route to the store")
         return super().ls(path, *args, **kwargs)
@@ -68,7 +65,6 @@ fsspec.register_implementation("faulty", Store, clobber=True)
 
 @pytest.fixture(autouse=True)
 def store() -> Iterator[type[Store]]:
-    """An empty store without faults."""
     Store.store.clear()
     Store.pseudo_dirs[:] = [""]
     Store.faults.clear()
@@ -110,7 +106,6 @@ def train(config: ProfilingConfig, workers: list[Any] | None = None) -> None:
 
 
 def copied(tmp_path: Path, url: str = "faulty://bucket/run") -> Path:
-    """Return a local copy of the run."""
     fs, path = fsspec.core.url_to_fs(url)
     fs.get(path, str(tmp_path / "copy"), recursive=True)
     return tmp_path / "copy"

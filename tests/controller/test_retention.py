@@ -21,12 +21,10 @@ from verl_profiling.report.check import check
 
 
 def every_step(tmp_path: Path, **given: Any) -> ProfilingConfig:
-    """Return settings that capture every step."""
     return configured(tmp_path, **{"schedule": {"every": 1}, **given})
 
 
 def record(config: ProfilingConfig, steps: range) -> None:
-    """Run a loop."""
     callback = following(config)
     callback.on_train_begin()
     for step in steps:
@@ -41,7 +39,6 @@ def kept(config: ProfilingConfig) -> list[str]:
 
 
 def names(*steps: int) -> list[str]:
-    """Return the names of step folders."""
     return [f"step_{step:06d}" for step in steps]
 
 

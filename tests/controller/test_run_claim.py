@@ -28,7 +28,6 @@ def record(config: ProfilingConfig) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return all files of a folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
@@ -164,7 +163,6 @@ def start(save_path: Path, run_id: str, *wait: str) -> subprocess.Popen[str]:
 
 
 def printed(process: subprocess.Popen[str]) -> Path:
-    """Return the folder that a process printed."""
     assert process.stdout is not None
     return Path(process.stdout.readline().strip())
 

@@ -58,13 +58,11 @@ class Fake:
         self._fault = fault
 
     async def start_capture(self, request: CaptureRequest) -> StartReply:
-        """Answer."""
         begin_ns = now_ns()
         await self._do("start_capture")
         return StartReply(self.identity, "recording", begin_ns)
 
     async def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
-        """Answer."""
         begin_ns = now_ns()
         await self._do("stop_capture")
         result = CaptureResult(identity=self.identity, capture_id=capture_id or "", status="ok", step=1)

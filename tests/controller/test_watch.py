@@ -30,7 +30,6 @@ Summaries = list[StepSummary]
 
 
 def watched(tmp_path: Path, every: int = 2, **given: Any) -> ProfilingConfig:
-    """Return settings with the watch switched on."""
     return configured(tmp_path, watch={"enable": True, "every": every}, **given)
 
 
@@ -257,7 +256,6 @@ class Answers(Silent):
         self.asked = 0
 
     def read_watch(self, question: WatchQuestion) -> Any:
-        """Answer, or raise."""
         self.asked += 1
         if isinstance(self.answer, Exception):
             raise self.answer

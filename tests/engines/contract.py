@@ -30,7 +30,6 @@ def request(folder: Path, step: int = 1, **fields: Any) -> CaptureRequest:
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """Return a compressed trace."""
     with gzip.open(path, "rt") as file:
         trace: dict[str, Any] = json.load(file)
     return trace
@@ -48,7 +47,6 @@ async def finished(server: Any, result: CaptureResult) -> list[Artifact]:
 
 
 async def stop(server: Any, capture_id: str | None = None) -> CaptureResult:
-    """Stop a capture."""
     result: CaptureResult = (await server.stop_capture(capture_id)).result
     return result
 
@@ -117,8 +115,6 @@ async def assert_replicas_stop_at_the_same_time(servers: Sequence[Any], settings
 
 
 class Captures:
-    """Captures with a number of ranks."""
-
     ranks = 1
 
     async def capture(self, server: Any, order: CaptureRequest, tokens: int = 4) -> list[Path]:
@@ -139,8 +135,6 @@ class Captures:
 
 
 class EngineContract(Captures):
-    """Tests that every engine passes."""
-
     streams = True
 
     async def test_two_captures_land_in_their_own_step_folders(self, server: Any, tmp_path: Path) -> None:

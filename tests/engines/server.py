@@ -33,13 +33,11 @@ class EngineServer:
         self._others = set(multiprocessing.active_children())
 
     def close(self) -> None:
-        """End the engine's processes, and reap them."""
         self.engine.shutdown()
         for process in set(multiprocessing.active_children()) - self._others:
             process.join(30)
 
     def reconfigure(self, **changes: Any) -> None:
-        """Set the capture up anew."""
         self.init_capture(settings(self.save_path, **changes), replica=self.replica)
 
     async def generate(self, requests: int, tokens: int) -> int:
@@ -47,10 +45,8 @@ class EngineServer:
         return sum(await asyncio.gather(*[self._one(PROMPT, tokens) for _ in range(requests)]))
 
     async def generate_too_long(self) -> int:
-        """Send a prompt that the engine refuses."""
         return await self._one([5] * 5000, 1)
 
 
 def settings(save_path: Path, **changes: Any) -> dict[str, Any]:
-    """Return a configuration that is on."""
     return {"enable": True, "save_path": str(save_path), **changes}

@@ -27,7 +27,6 @@ def finished(raw: Path, folder: Path) -> Artifact:
 
 
 def kineto(events: int, *, spans: bool = True) -> bytes:
-    """Return a trace as Kineto writes it."""
     phase = "X" if spans else "i"
     return json.dumps(
         {"traceEvents": [{"ph": phase, "name": f"op {n}", "ts": n} for n in range(events)]}

@@ -167,7 +167,6 @@ def test_an_sglang_that_does_not_reach_torch_npu_is_refused(
 
 
 def installed(version: str | None) -> Any:
-    """Return a look-up of one package's version."""
     from importlib.metadata import PackageNotFoundError
 
     def look_up(package: str) -> str:

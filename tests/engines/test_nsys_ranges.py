@@ -52,7 +52,6 @@ class Engine(EngineAdapter):
 
 @pytest.fixture
 def engine() -> Engine:
-    """An engine that only notes its calls."""
     return Engine()
 
 
@@ -69,7 +68,6 @@ def recorder(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def request(run: Path, step: int, keep: bool = True) -> CaptureRequest:
-    """Return a request to capture a step."""
     folder = run / f"step_{step:06d}"
     return CaptureRequest(
         capture_id=f"c{step}", run_id="run", step=step, folder=str(folder), keep=keep, stage="rollout"

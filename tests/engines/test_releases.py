@@ -41,8 +41,6 @@ PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (17, 28, 34, 35)]
 
 
 class Release:
-    """The Python sources in a wheel."""
-
     def __init__(self, wheel: Path) -> None:
         self._zip = zipfile.ZipFile(wheel)
         self.names = [name for name in self._zip.namelist() if name.endswith(".py")]
@@ -76,7 +74,6 @@ class Release:
         return set(names) - {"self"}
 
     def fields(self, text: str, name: str) -> set[str]:
-        """Return the annotated fields of a class."""
         found = next(
             node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef) and node.name == name
         )
@@ -89,7 +86,6 @@ class Release:
 
 @pytest.fixture
 def release(request: pytest.FixtureRequest, record_property: Any) -> Release:
-    """The release that the test's parameter names."""
     package, version = request.param
     engine = "vLLM" if package.startswith("vllm") else "SGLang"
     record_property("engine", f"{engine} {version} (read)")
@@ -120,7 +116,6 @@ def release(request: pytest.FixtureRequest, record_property: Any) -> Release:
 
 
 def releases(package: str, versions: list[str]) -> pytest.MarkDecorator:
-    """Parametrise by release."""
     return pytest.mark.parametrize(
         "release", [(package, version) for version in versions], indirect=True, ids=versions
     )

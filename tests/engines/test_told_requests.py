@@ -47,7 +47,6 @@ class VLLM:
 
 
 async def noted_by_vllm(engine: VLLM, *, by_name: bool = True, n: int = 1) -> Request:
-    """Return what is noted of one request."""
     log = noting()
     watch_vllm(engine, log)
     sampling = SimpleNamespace(n=n)
@@ -110,7 +109,6 @@ class SGLang:
         self._told = told
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-        """Yield the whole response."""
         begin = time.time()
         time.sleep(0.005)
         lengths = {"prompt_tokens": 4, "completion_tokens": 6, "cached_tokens": 3}
@@ -125,7 +123,6 @@ def since_0_5_12(begin: float) -> dict[str, Any]:
 
 
 def before(begin: float) -> dict[str, Any]:
-    """Return what 0.5.6 to 0.5.9 tell."""
     times = {"decode_finished_ts": begin + 0.004, "inference_time": 0.002}
     return {"total_retractions": 2, **times, "queue_time": -0.5, "prefill_finished_ts": begin + 0.0045}
 

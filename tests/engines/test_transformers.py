@@ -57,7 +57,6 @@ class Server(RolloutCaptureMixin):
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Server:
-    """One model for the module."""
     return Server(tiny_model, tmp_path_factory.mktemp("save"))
 
 

@@ -107,7 +107,6 @@ class TestTensorParallel(RanksContract):
     async def server(
         self, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
     ) -> AsyncIterator[Server]:
-        """One engine with two ranks."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
             server = Server(tiny_model, tmp_path_factory.mktemp("save"), tensor_parallel_size=2)

@@ -24,16 +24,12 @@ __all__ = ["Case", "Verdict", "random_case", "run_case"]
 
 
 class Case(NamedTuple):
-    """What is tried."""
-
     input: str
     command: str
     data: bytes
 
 
 class Verdict(NamedTuple):
-    """What came of a case."""
-
     kind: str
     detail: str = ""
 
@@ -48,7 +44,6 @@ def random_case(seed: int, whole: Path) -> Case:
 
 
 def run_case(case: Case, whole: Path, folder: Path) -> Verdict:
-    """Run a case in a new folder."""
     shutil.copytree(whole, folder)
     given = INPUTS[case.input]
     (folder / given.target).write_bytes(case.data)

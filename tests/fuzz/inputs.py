@@ -30,8 +30,6 @@ EVENTS = 40
 
 @dataclass(frozen=True)
 class Input:
-    """A kind of input."""
-
     target: str
     path: str
     commands: tuple[str, ...]
@@ -119,7 +117,6 @@ INPUTS = {
 
 
 def build(folder: Path) -> None:
-    """Write every input, whole, into a folder."""
     small = {name: _small(recording) for name, recording in _stored().items()}
     original, step_folders.recordings = step_folders.recordings, lambda: small
     try:

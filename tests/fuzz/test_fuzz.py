@@ -44,7 +44,6 @@ def failures(cases: Iterable[int | Case], scratch: Path, table: Counter[tuple[st
 
 
 def printed(table: Counter[tuple[str, str, str]]) -> str:
-    """Return the table by input and command."""
     lines = [f"{'input':20} {'command':10} {'cases':>7} " + " ".join(f"{kind:>10}" for kind in KINDS)]
     for name, command in (*sorted({key[:2] for key in table}), ("all", "")):
         own = [key for key in table if name == "all" or key[:2] == (name, command)]

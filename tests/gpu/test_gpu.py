@@ -27,7 +27,6 @@ def kernels(path: Path) -> list[str]:
 
 
 def product() -> torch.Tensor:
-    """Run a matrix product on the device."""
     square = torch.ones(256, 256, device="cuda")
     result = square @ square
     torch.cuda.synchronize()

@@ -17,7 +17,6 @@ _remote = ray.actor.ActorMethod._remote
 
 @functools.wraps(_remote)
 def counted_remote(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make a remote call, and count it."""
     calls[self._method_name] += 1
     return _remote(self, *args, **kwargs)
 

@@ -44,7 +44,6 @@ def engine_around(model: torch.nn.Module) -> MegatronEngine:
 
 
 def train(engine: MegatronEngine) -> None:
-    """Run Megatron's schedule over micro-batches."""
     tokens = torch.arange(LENGTH + 1).repeat(2, 1)
     positions = torch.arange(LENGTH).expand(2, LENGTH)
 

@@ -51,8 +51,6 @@ def assert_covered(spans: list[dict[str, Any]], name: str, outer: list[dict[str,
 
 
 class RunContract:
-    """A test module subclasses it."""
-
     engine: str
     iteration: str
 
@@ -82,7 +80,6 @@ class RunContract:
 
     @pytest.fixture(params=["e2e", "discrete"])
     def run(self, request: pytest.FixtureRequest) -> Run:
-        """Each of the two runs."""
         found: Run = request.getfixturevalue(request.param)
         return found
 

@@ -47,7 +47,6 @@ def settings(folder: Path, *overrides: str) -> DictConfig:
 
 
 def train(config: DictConfig, trainer: Trainer | None = None) -> None:
-    """Train as the recipe does."""
     trainer = trainer or make_trainer(config)
     trainer.add_callback(TRLProfilingCallback(trainer, config.profiling))
     trainer.train()
@@ -59,7 +58,6 @@ def manifest_of(folder: Path, step: int = 2) -> Manifest:
 
 
 def names_of(spans: list[StageSpan]) -> list[str]:
-    """Return the outermost stages, in order."""
     return [span.name for span in spans if not span.depth]
 
 

@@ -29,11 +29,9 @@ class AgentRun:
     tools: list[str]
 
     def logs(self, step: int) -> list[TrajectoryLog]:
-        """Return what the agent loops recorded."""
         return [self.run.trajectories(step, rank=rank) for rank in range(LOOPS)]
 
     def trajectories(self, step: int) -> list[TrajectoryRecord]:
-        """Return the trajectories of all agent loops."""
         return [t for log in self.logs(step) for t in log.trajectories]
 
     def spans(self, step: int, name: str) -> list[SpanRecord]:
@@ -43,7 +41,6 @@ class AgentRun:
 
 
 def agent_run(folder: Path, *overrides: str) -> AgentRun:
-    """Run the recipe."""
     counted = folder / "tools.txt"
     counted.touch()
     run = run_verl(folder, *overrides, script=SCRIPT, PLUGINS=f"{PLUGINS},{ADDED}", **{FILE: str(counted)})
@@ -53,7 +50,6 @@ def agent_run(folder: Path, *overrides: str) -> AgentRun:
 
 @pytest.fixture(scope="module")
 def v1(tmp_path_factory: pytest.TempPathFactory) -> AgentRun:
-    """The V1 trainer; every step is captured."""
     return agent_run(tmp_path_factory.mktemp("v1"), "profiling.schedule.steps=[1,2,3]")
 
 
@@ -65,13 +61,11 @@ def v0(tmp_path_factory: pytest.TempPathFactory) -> AgentRun:
 
 @pytest.fixture(params=["v1", "v0"])
 def run(request: pytest.FixtureRequest) -> AgentRun:
-    """Each of the two runs."""
     found: AgentRun = request.getfixturevalue(request.param)
     return found
 
 
 def seconds(spans: Iterable[SpanRecord]) -> float:
-    """Return how long these took together."""
     return sum(span.end_ns - span.begin_ns for span in spans) / 1e9
 
 

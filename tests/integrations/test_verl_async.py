@@ -28,7 +28,6 @@ MS = 1e-3
 
 
 def ran(mode: str, trainer: str, factory: pytest.TempPathFactory, *overrides: str) -> Run:
-    """Run a trainer; two steps are profiled."""
     folder = factory.mktemp(f"{trainer}_{mode}")
     return run_verl(folder, f"profiling={mode}", *overrides, script=SCRIPT, TRAINER=trainer)
 
@@ -39,7 +38,6 @@ def of_name(spans: Iterable[StageSpan], name: str) -> list[StageSpan]:
 
 
 def seconds(spans: Iterable[StageSpan]) -> float:
-    """Return how long spans took together."""
     return sum(span.end_ns - span.begin_ns for span in spans) / 1e9
 
 
@@ -68,7 +66,6 @@ class TestOneStepOff:
     @pytest.fixture(scope="class", params=["e2e", "discrete"])
     @classmethod
     def run(cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-        """Each mode; it validates after step 2."""
         validation = ("trainer.test_freq=2", "data.val_max_samples=4")
         steps = "trainer.total_training_steps=4"  # the last one generates nothing
         return ran(request.param, "one_step_off", tmp_path_factory, steps, *validation)
@@ -123,7 +120,6 @@ class TestFullyAsync:
     @pytest.fixture(scope="class", params=["e2e", "discrete"])
     @classmethod
     def run(cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-        """Each mode."""
         return ran(request.param, "fully_async", tmp_path_factory)
 
     def test_it_is_captured_whole(self, run: Run) -> None:

@@ -25,7 +25,6 @@ HERE = Path(__file__).parent
 
 
 def answer_of(run: Any) -> dict[str, Any]:
-    """Return what a program printed last."""
     assert run.returncode == 0, run.stderr[-4000:]
     answer: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     return answer

@@ -58,12 +58,10 @@ def config_of(folder: Path, **settings: Any) -> Any:
 
 
 def manifest(folder: Path, step: int) -> Manifest:
-    """Return the manifest of a step."""
     return read_manifest(folder / f"step_{step:06d}")
 
 
 def of_name(found: Manifest, name: str) -> list[StageSpan]:
-    """Return a step's stages of a name."""
     return [span for span in found.stages if span.name == name]
 
 
@@ -75,7 +73,6 @@ def timer(name: str, timing: dict[str, float]) -> Any:
 
 
 def steps(self: Any) -> None:
-    """Train for two steps."""
     for self.global_steps in (1, 2):
         self.timing = {}
         with timer("step", self.timing):
@@ -88,7 +85,6 @@ def steps(self: Any) -> None:
 
 
 def sync_fit(self: Any) -> str:
-    """Train in a function."""
     steps(self)
     return "trained"
 

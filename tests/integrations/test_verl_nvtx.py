@@ -26,7 +26,6 @@ def config_of(profiling: Any) -> Any:
 
 
 def environment(profiling: Any, given: dict[str, str] | None = None) -> dict[str, str]:
-    """Return the variables of a run's workers."""
 
     def get_ppo_ray_runtime_env(config: Any = None) -> Any:
         return {"env_vars": dict(given or {"NCCL_DEBUG": "WARN"})}

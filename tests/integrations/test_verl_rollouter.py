@@ -31,28 +31,21 @@ def actor_class(module: str, name: str) -> type[Any]:
 
 
 class Queue:
-    """verl's message queue, seen from the rollouter."""
-
     def __init__(self) -> None:
         self.samples: list[bytes] = []
 
     async def get_statistics(self) -> dict[str, int]:
-        """Return what the rollouter asks for."""
         return {"queue_size": len(self.samples)}
 
     async def get_queue_size(self) -> int:
-        """Return its length."""
         return len(self.samples)
 
     async def put_sample(self, sample: bytes) -> bool:
-        """Take a sample."""
         self.samples.append(sample)
         return True
 
 
 class Batch(list[int]):
-    """What the rollouter touches of verl's batches."""
-
     def __init__(self) -> None:
         super().__init__([0])
         self.non_tensor_batch: dict[str, Any] = {}
@@ -62,7 +55,6 @@ class AgentLoops:
     """Makes a batch of a prompt in no time."""
 
     async def generate_sequences_single(self, prompts: Any) -> Any:
-        """Return what was asked."""
         return prompts
 
 
@@ -99,7 +91,6 @@ def rollouter() -> Any:
 
 
 async def recorded(work: Any) -> TrajectoryLog:
-    """Return what is recorded while something runs."""
     log = OpenLog(1_000)
     start_log(log)
     await work

@@ -42,7 +42,6 @@ def nothing_decided(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(**given: Any) -> ProfilingConfig:
-    """Return settings that are switched on."""
     return ProfilingConfig.from_any({"enable": True, **given})
 
 

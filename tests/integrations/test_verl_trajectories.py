@@ -97,7 +97,6 @@ def make_verl() -> SimpleNamespace:
 
 @pytest.fixture
 def verl(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Return such a module, hooked."""
     monkeypatch.setattr(hooked, "_prepared", set())
     module = make_verl()
     missing: list[str] = []
@@ -115,14 +114,12 @@ def verl(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def output(**fields: Any) -> SimpleNamespace:
-    """Return what an agent loop returns."""
     return SimpleNamespace(
         **{"num_turns": 2, "prompt_ids": [1, 2], "response_ids": [3], "extra_fields": {}, **fields}
     )
 
 
 def recorded(*coroutines: Any) -> TrajectoryLog:
-    """Return what these record, run at once."""
 
     async def all_of_them() -> None:
         await asyncio.gather(*coroutines, return_exceptions=True)
@@ -139,7 +136,6 @@ def recorded(*coroutines: Any) -> TrajectoryLog:
 
 
 def one_trajectory(verl: SimpleNamespace, run: Callable[[], Any], **prompt: Any) -> TrajectoryLog:
-    """Return what one trajectory records."""
     worker = verl.AgentLoopWorker(run)
     return recorded(worker._run_agent_loop({}, INFO, agent_name="own", **(prompt or V1_PROMPT)))
 
@@ -242,8 +238,6 @@ def test_a_custom_loop_gets_spans_by_verls_timers_and_its_own(verl: SimpleNamesp
 
 
 class Handle:
-    """An actor as the trainer sees it."""
-
     def __init__(self, error: Exception | None = None) -> None:
         self.told: list[dict[str, Any]] = []
         self.error = error

@@ -34,7 +34,6 @@ class Compared:
 
     @property
     def difference_s(self) -> float:
-        """How much longer the recorded stages took."""
         return self.ours_s - self.theirs_s
 
 
@@ -183,7 +182,6 @@ def test_stages_take_as_long_as_verl_says(scenario: Scenario, tmp_path: Path, ta
 
 
 def row(scenario: Scenario, found: list[Compared]) -> str:
-    """Return the line of a table."""
     stages = [one for one in found if one.timer not in ("gen", "step")]
     worst = max(stages, key=lambda one: abs(one.difference_s))
     timers = {one.timer for one in stages}

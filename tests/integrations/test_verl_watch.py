@@ -14,8 +14,6 @@ from verl_profiling.integrations.verl.profiler import Profiler
 
 
 class Tracker:
-    """One of verl's."""
-
     def __init__(self) -> None:
         self.logged: list[tuple[int, float]] = []
 

@@ -59,7 +59,6 @@ class Watched:
 
 
 def watched(folder: Path, requests: dict[str, Any], *overrides: str, **given: Any) -> Watched:
-    """Run verl, and have it asked."""
     metrics = folder / "metrics.jsonl"
     asked = {"folder": str(folder / "profiling"), **requests}
     run = run_verl(
@@ -214,7 +213,6 @@ class TestAsynchronous:
     @pytest.fixture(scope="class", params=["one_step_off", "fully_async"])
     @classmethod
     def run(cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Watched:
-        """Somebody asks while it saves step 2."""
         return watched(
             tmp_path_factory.mktemp(request.param),
             {"checkpoint": {2: []}},

@@ -31,14 +31,11 @@ REFERENCE = (
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended."""
-
     save_path: Path
     output: str
     code: int
 
     def manifest(self, step: int) -> Manifest:
-        """Return the manifest of a step."""
         return read_manifest(self.save_path / f"step_{step:06d}")
 
     def worker(self, step: int, role: str) -> CaptureResult:

@@ -23,8 +23,6 @@ ITERATIONS = 6
 
 
 class VllmEngine:
-    """What the capture uses of an ``AsyncLLM``."""
-
     def __init__(self, profiler_config: Any) -> None:
         self.processes = Processes(partial(VllmWorker, profiler_config), RANKS, daemon=True)
         self.vllm_config = SimpleNamespace(
@@ -48,11 +46,9 @@ class VllmEngine:
         await asyncio.to_thread(self.processes.call, "profile", True, profile_prefix)
 
     async def stop_profile(self) -> None:
-        """Stop."""
         await asyncio.to_thread(self.processes.call, "profile", False)
 
     async def generate(self) -> None:
-        """Run some iterations."""
         for _ in range(ITERATIONS):
             await asyncio.to_thread(self.processes.call, "execute_model")
 
@@ -82,7 +78,6 @@ class SGLangEngine:
         profile_prefix: str | None = None,
         profile_stages: list[str] | None = None,
     ) -> None:
-        """Start, as the tokenizer manager does."""
         await self._send(
             "START_PROFILE",
             output_dir=output_dir,
@@ -99,11 +94,9 @@ class SGLangEngine:
         )
 
     async def stop_profile(self) -> None:
-        """Stop."""
         await self._send("STOP_PROFILE")
 
     async def generate(self) -> None:
-        """Run some forward passes."""
         for _ in range(ITERATIONS):
             await asyncio.to_thread(self.processes.call, "run_batch")
 
@@ -117,7 +110,6 @@ class SGLangEngine:
 
 
 def main(root: Path) -> None:
-    """Run every scenario."""
     windows = {"start": 2, "count": 3}
     configs = {
         "vllm_e2e": settings(root / "vllm_e2e", "e2e", [2], rollout=windows, memory=True),
@@ -144,7 +136,6 @@ def main(root: Path) -> None:
 def settings(
     root: Path, mode: str, steps: list[int], rollout: dict[str, Any] | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Return the settings of a scenario."""
     return {
         "enable": True,
         "tool": "npu",

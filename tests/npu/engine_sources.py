@@ -98,7 +98,6 @@ class ForwardMode(Enum):
 
 
 def build(folder: Path, wheels: dict[str, Path]) -> None:
-    """Write packages into ``folder``, for ``PYTHONPATH``."""
     for requirement, patterns in _TAKEN.items():
         for pattern in patterns:
             (found,) = wheels[requirement].glob(pattern)

@@ -45,7 +45,6 @@ class Processes:
         return replies
 
     def end(self) -> None:
-        """End the processes."""
         for pipe in self._pipes:
             pipe.send(None)  # closing it is no end: processes that were forked later have it, too
         for process in self._processes:
@@ -63,8 +62,6 @@ def _serve(make: Callable[[int], Any], rank: int, pipe: Any) -> None:
 
 
 class VllmWorker:
-    """What vllm-ascend's ``NPUWorker`` does with its profiler."""
-
     def __init__(self, profiler_config: Any, rank: int) -> None:
         self.rank = rank
         self.profiler_config = profiler_config
@@ -72,7 +69,6 @@ class VllmWorker:
         self.profile = _method_of_vllm_ascend("NPUWorker", "profile").__get__(self)
 
     def execute_model(self) -> None:
-        """Run one iteration."""
         if self.profiler is not None:
             self.profiler.step()
         compute()

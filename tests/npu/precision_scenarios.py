@@ -21,12 +21,10 @@ Outcome = dict[str, Any]
 
 
 def settings(mode: str = "e2e", **options: Any) -> Outcome:
-    """Return settings with the precision tool."""
     return {"enable": True, "tool": "precision", "mode": mode, "tools": {"precision": options}}
 
 
 def train(model: torch.nn.Module, times: int = 1) -> None:
-    """Train a model."""
     for _ in range(times):
         model(torch.ones(2, 4)).sum().backward()
 
@@ -38,7 +36,6 @@ def entries(folder: Path) -> list[str]:
 
 
 def refused(folder: Path, config: Outcome) -> str:
-    """Return what a capture's start raised."""
     try:
         with record_step(config, folder):
             pass
@@ -126,7 +123,6 @@ def modules(root: Path) -> Outcome:
 
 
 def structure(root: Path) -> Outcome:
-    """Which modules ran, without any values."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     watch_model(model)
     with record_step(settings(task="structure", level="L0"), root / "some") as recorded:
@@ -138,7 +134,6 @@ def structure(root: Path) -> Outcome:
 
 
 def tensors(root: Path) -> Outcome:
-    """The tensors themselves, of one call."""
     options = {"task": "tensor", "only": ["linear"]}
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
     with record_step(settings(**options), root / "step") as recorded:
@@ -150,7 +145,6 @@ def tensors(root: Path) -> Outcome:
 
 
 def own_debugger(root: Path) -> Outcome:
-    """The application has made a debugger itself."""
     from msprobe.pytorch import PrecisionDebugger
 
     PrecisionDebugger(dump_path=str(root / "own"))

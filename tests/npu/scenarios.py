@@ -26,7 +26,6 @@ HOST_ONLY = {"activities": ["cpu"]}
 
 
 def main(root: Path) -> None:
-    """Run every scenario."""
     scenarios: list[Callable[[Path], Any]] = [
         e2e_with_callback,
         discrete,
@@ -46,7 +45,6 @@ def main(root: Path) -> None:
 
 
 def work(rounds: int = 4) -> None:
-    """Do something that a profiler sees."""
     square = torch.ones(32, 32)
     for _ in range(rounds):
         square = square @ square / 32
@@ -95,7 +93,6 @@ def e2e_with_callback(root: Path) -> Any:
 
 
 def discrete(root: Path) -> Any:
-    """Two stages, one of them twice."""
     mixin = worker("discrete")
     mixin.start_capture(request(root))
     for name in ("old_log_prob", "update_actor", "update_actor"):
@@ -114,7 +111,6 @@ def device_asked_for(root: Path) -> Any:
 
 
 def beside_torch_profiler(root: Path) -> Any:
-    """Torch's own profiler records this thread already."""
     mixin = worker()
     message = ""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
@@ -157,7 +153,6 @@ def unwritable(root: Path) -> Any:
 
 
 def mini_batches(root: Path) -> Any:
-    """Keep the second of three mini-batches."""
     mixin = worker(**HOST_ONLY, analysis=False, mini_batches={"wait": 1, "active": 1})
     mixin.start_capture(request(root))
     for _ in range(3):
@@ -213,7 +208,6 @@ def memory(root: Path) -> Any:
 
 
 def memory_by_stage(root: Path) -> Any:
-    """A snapshot for each stage."""
     mixin = CaptureMixin()
     mixin.init_capture({"enable": True, "tool": "torch_memory", "mode": "discrete"}, role="actor")
     mixin.start_capture(request(root))

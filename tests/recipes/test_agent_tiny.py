@@ -20,7 +20,6 @@ PROMPTS, GROUP, TURNS = 4, 4, 2
 
 @pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def step(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a captured step."""
     output = tmp_path_factory.mktemp("agent_tiny")
     run_module(
         *("recipes.agent_tiny.train", f"output_dir={output}", "steps=1", "profiling=e2e"),
@@ -32,7 +31,6 @@ def step(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def logs(step: Path) -> list[TrajectoryLog]:
-    """What the two agent loops recorded."""
     logs = [read_log(path) for path in sorted(step.glob("*.trajectories.jsonl.gz"))]
     assert [log.lane for log in logs] == ["agent_loop_rank0", "agent_loop_rank1"]
     return logs

@@ -27,8 +27,6 @@ SLACK_US = 100.0  # two processes read the clock on either side of a call
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the recipe."""
-
     folder: Path
     mode: str
     engine: str
@@ -69,7 +67,6 @@ pytestmark = [pytest.mark.recipes, pytest.mark.timeout(600)]
 
 
 def events_of(trace: Path) -> list[dict]:
-    """Return the events of a trace."""
     return json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
 
 

@@ -15,7 +15,6 @@ from verl_profiling.report.model import Report
 
 
 def durations(report: Report) -> dict[str, float]:
-    """Return the seconds of each row."""
     return {row.name: round(row.duration_us / 1e6, 9) for row in report.stages}
 
 

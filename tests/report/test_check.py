@@ -20,7 +20,6 @@ VICTIM = "actor_rank0.torch.json.gz"
 
 
 def statuses(path: Path) -> dict[str, str]:
-    """Return what became of each artifact."""
     return {entry.path: entry.status for entry in check(path).artifacts}
 
 

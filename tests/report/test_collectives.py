@@ -40,7 +40,6 @@ def ranks(*kernels: list[Drawn]) -> list[Worker]:
 
 
 def waiting(report: Report) -> dict[str, float]:
-    """Return the seconds that each lane waited."""
     return {row.name: round(row.waiting_us / 1e6, 6) for row in report.workers}
 
 

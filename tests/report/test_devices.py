@@ -45,7 +45,6 @@ def only_row(name: str) -> WorkerRow:
 
 
 def event(category: str, begin: float, end: float, *, pid: object = 0, **more: Any) -> dict[str, Any]:
-    """Return a complete event, times in microseconds."""
     times = {"ts": begin, "dur": end - begin}
     return {"ph": "X", "cat": category, "name": "work", "pid": pid, "tid": 7, **times, **more}
 

@@ -21,7 +21,6 @@ from verl_profiling.report.rows import StageRow
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """The report of a real step."""
     return open_step(build_step(tmp_path_factory.mktemp("run"))).report()
 
 
@@ -32,7 +31,6 @@ def with_stage(report: Report, seconds: float, step_seconds: float = 10.0) -> Re
 
 
 def stage(diff: Diff) -> msgspec.Struct:
-    """Return the change of the stage."""
     (change,) = (change for change in diff.changes if change.kind == "stage")
     return change
 

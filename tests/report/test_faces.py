@@ -23,7 +23,6 @@ from verl_profiling.trajectory_log import Counted
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
-    """The reports of two steps."""
     run = tmp_path_factory.mktemp("run")
     for step in (3, 4):
         build_step(run, step=step)

@@ -28,7 +28,6 @@ def rules(report: Report) -> list[str]:
 
 
 def said(report: Report, rule: str) -> Finding:
-    """Return the finding of a rule."""
     (found,) = (finding for finding in report.findings if finding.rule == rule)
     return found
 

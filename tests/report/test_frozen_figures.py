@@ -56,7 +56,6 @@ def figures_of(report: Report) -> dict[str, float]:
 
 
 def drawn_figures(folder: Path, fault: str) -> dict[str, float]:
-    """Return the figures of a drawn step."""
     return figures_of(whole_step(folder, ranks=4, replicas=2, fault=fault))
 
 

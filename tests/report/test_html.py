@@ -22,7 +22,6 @@ from verl_profiling.report.tables import named
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """The report of a real capture."""
     return open_step(build_step(tmp_path_factory.mktemp("run"), rank1_clock_ns=5_000)).report()
 
 

@@ -112,7 +112,6 @@ def step(tmp_path: Path, request: pytest.FixtureRequest) -> StepInputs:
 
 @pytest.fixture
 def report(step: StepInputs) -> Report:
-    """Its report."""
     return build_report(step)
 
 

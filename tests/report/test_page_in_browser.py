@@ -28,7 +28,6 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(step: Path) -> Report:
-    """Its report."""
     return whole_step(step, ranks=2, replicas=2)
 
 

@@ -56,7 +56,6 @@ def test_a_role_shows_from_when_to_when_all_lanes_were_in_a_stage(tmp_path: Path
 
 
 def span(name: str, begin: float, end: float, depth: int = 0, lane: str = "controller") -> GanttSpan:
-    """Return a stage of the controller."""
     return GanttSpan(lane=lane, name=name, begin_us=begin, end_us=end, depth=depth)
 
 

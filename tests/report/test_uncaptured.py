@@ -34,7 +34,6 @@ def run(tmp_path: Path) -> Path:
 
 
 def write_start(run: Path, process: ProcessId, end_ns: int | None = None) -> None:
-    """Write ``run.json``."""
     info = RunInfo(run_id="abc", begin_ns=1, process=process, config={}, versions={}, end_ns=end_ns)
     write_json_atomically(run / "run.json", info)
 

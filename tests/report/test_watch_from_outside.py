@@ -59,7 +59,6 @@ def found_in(run: Path, capsys: pytest.CaptureFixture[str]) -> list[StepSummary]
 
 
 def write_lines(run: Path, *lines: str | bytes) -> None:
-    """Write a log line by line."""
     run.mkdir(exist_ok=True)
     encoded = [line.encode() if isinstance(line, str) else line for line in lines]
     (run / WATCH_LOG).write_bytes(b"\n".join(encoded))

@@ -23,7 +23,6 @@ GROUP = Path(verl_profiling.__file__).parent / "conf" / "profiling"
 
 
 def on(**settings: Any) -> ProfilingConfig:
-    """Build enabled settings from a dict."""
     return ProfilingConfig.from_any({"enable": True, **settings})
 
 

@@ -13,7 +13,6 @@ LETTERS = {Action.OFF: ".", Action.WARMUP: "w", Action.RECORD: "R"}
 
 
 def drawn(schedule: Schedule, steps: int = 12, first: int = 1) -> str:
-    """Return one letter for each step."""
     return "".join(LETTERS[schedule.action(step)] for step in range(first, first + steps))
 
 

@@ -13,7 +13,6 @@ SIZES = {"tp": 2, "pp": 4, "dp": 2}
 
 
 def role(select: dict[str, Any], **roles: Any) -> RoleConfig:
-    """Return an actor's settings."""
     config = ProfilingConfig.from_any({"enable": True, "tool": "spans", "select": select, "roles": roles})
     return config.for_role("actor")
 

@@ -77,7 +77,6 @@ class Fault:
         return "/".join((str(self.step), self.lane, *CRITIC_STAGES[-1:] * by_stage))
 
     def damaged(self) -> set[str]:
-        """Return the artifacts that cannot be whole."""
         if self.kind in IN_THE_ENGINE:
             return set(ENGINE)
         own = {name for name in expected() if name.startswith(f"{self.lane}.")}
@@ -87,7 +86,6 @@ class Fault:
 
 
 def expected() -> set[str]:
-    """Return the artifacts of a step."""
     critic = {f"critic_rank0.{name}.faulty.json.gz" for name in CRITIC_STAGES}
     return {f"{lane}.faulty.json.gz" for lane in WORKERS[:2]} | critic | set(ENGINE)
 
@@ -111,7 +109,6 @@ class FaultyWorker(CaptureMixin):
         self.init_capture(config, role=role, rank=rank, world_size=2)
 
     def start_capture(self, request: CaptureRequest) -> StartReply:
-        """Start, or do as planned."""
         fault = self._fault(request.step)
         while self._fault(request.step) == "a worker hangs at the start":
             time.sleep(0.02)
@@ -120,7 +117,6 @@ class FaultyWorker(CaptureMixin):
         return super().start_capture(request)
 
     def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
-        """Stop, or do as planned."""
         while self._step and self._fault(self._step) == "a worker hangs at the stop":
             time.sleep(0.02)
         return super().stop_capture(capture_id, finish_s)
@@ -187,17 +183,13 @@ class Server:
         )
 
     async def start_capture(self, request: CaptureRequest) -> StartReply:
-        """Start."""
         return await self._recorder.start(request)
 
     async def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
-        """Stop."""
         return await self._recorder.stop(capture_id, finish_s)
 
 
 class FaultRun:
-    """The loop and its workers."""
-
     def __init__(self, folder: Path, timeout_s: float) -> None:
         self._plan_file = folder / "plan.json"
         self._plan({})
@@ -231,7 +223,6 @@ class FaultRun:
         return [seen for fault in plan if (seen := self._look_at(fault))]
 
     def end(self) -> None:
-        """End the workers."""
         for worker in self._workers:
             ray.kill(worker)
         self._loop.run_until_complete(self._loop.shutdown_default_executor())

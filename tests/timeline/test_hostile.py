@@ -127,7 +127,6 @@ def test_what_follows_the_events_shows_whether_the_file_is_whole(tmp_path: Path,
 
 
 def bomb(path: Path, events: int) -> Path:
-    """Write a small file of many events."""
     with gzip.open(path, "wb") as file:
         file.write(HEAD.encode())
         file.write(b",".join([(GOOD % 3).encode()] * events) + b"]}")

@@ -20,7 +20,6 @@ TRACES = sorted(path for path in DATA.glob("*.json*") if path.name not in NO_TRA
 
 
 def lanes(inputs: StepInputs) -> list[str]:
-    """Return the lanes of a step."""
     return [source.lane for source in inputs.sources]
 
 

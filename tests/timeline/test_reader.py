@@ -15,19 +15,16 @@ from verl_profiling.timeline.trace import Event, Trace
 
 
 def read(path: Path) -> tuple[Trace, list[Event]]:
-    """Read a whole trace."""
     trace = Trace(path)
     return trace, [event for events in trace.chunks() for event in events]
 
 
 def write(path: Path, content: object) -> Path:
-    """Write a value as JSON."""
     path.write_text(json.dumps(content))
     return path
 
 
 def span(name: str, ts: float | str, **fields: object) -> dict:
-    """Return a complete event."""
     return {"ph": "X", "name": name, "pid": 1, "tid": 2, "ts": ts, "dur": 1.5, **fields}
 
 

@@ -21,7 +21,6 @@ BEGIN_NS = 1_700_000_000_000_000_000
 
 
 def build_run(folder: Path, run_id: str, *steps: int) -> Path:
-    """Make a run folder."""
     folder.mkdir(parents=True, exist_ok=True)
     info = RunInfo(run_id=run_id, begin_ns=BEGIN_NS, process=ProcessId.current(), config={}, versions={})
     write_json_atomically(folder / RUN_NAME, info)
@@ -32,7 +31,6 @@ def build_run(folder: Path, run_id: str, *steps: int) -> Path:
 
 @pytest.fixture
 def outputs(tmp_path: Path) -> Path:
-    """A ``save_path`` that two runs shared."""
     build_run(tmp_path / "run", "first", 1, 2)
     build_run(tmp_path / "run" / "run_2", "second", 1)
     return tmp_path

@@ -14,7 +14,6 @@ from verl_profiling.timeline.step import Keep, StepInputs
 
 @pytest.fixture
 def step(tmp_path: Path) -> StepInputs:
-    """A real step."""
     (inputs,) = find_steps(build_step(tmp_path))
     return inputs
 

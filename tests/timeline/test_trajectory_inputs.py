@@ -30,7 +30,6 @@ def span(number: int, owner: int, parent: int, begin: int, end: int) -> SpanReco
 
 
 def checked(folder: Path) -> dict[str, tuple[str, str]]:
-    """Return what check says of each log."""
     found = check(folder).artifacts
     return {entry.path: (entry.status, entry.reason) for entry in found if entry.path.endswith(LOG_SUFFIX)}
 

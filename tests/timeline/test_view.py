@@ -15,7 +15,6 @@ from verl_profiling.commands.view import TimelineServer
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A timeline, a report and a UI."""
     tmp_path = tmp_path_factory.mktemp("served")
     (tmp_path / "served").mkdir()
     (tmp_path / "served" / "timeline.json.gz").write_bytes(b"timeline")
@@ -26,7 +25,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serve(folder: Path, ui: Path | None) -> Iterator[TimelineServer]:
-    """Serve until the test is over."""
     with TimelineServer(folder / "served", ui, port=0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
@@ -35,13 +33,11 @@ def serve(folder: Path, ui: Path | None) -> Iterator[TimelineServer]:
 
 @pytest.fixture(scope="module")
 def offline(folder: Path) -> Iterator[TimelineServer]:
-    """With the bundled UI."""
     yield from serve(folder, folder / "ui")
 
 
 @pytest.fixture(scope="module")
 def online(folder: Path) -> Iterator[TimelineServer]:
-    """Without it."""
     yield from serve(folder, None)
 
 

@@ -45,7 +45,6 @@ sys.exit(code if code >= 0 else 1)
 
 
 def install(folder: Path, log: Path) -> None:
-    """Write the stand-in ``nsys`` into a folder."""
     script = folder / "nsys"
     script.write_text(_SCRIPT.format(python=sys.executable, log=str(log)))
     script.chmod(script.stat().st_mode | stat.S_IEXEC)
@@ -89,11 +88,9 @@ class StandInNsysTool(NsysTool):
         """Need none."""
 
     def open_range(self) -> None:
-        """Note the call."""
         self._note("start")
 
     def close_range(self) -> None:
-        """Note the call."""
         self._note("stop")
 
     def _note(self, call: str) -> None:
@@ -103,13 +100,10 @@ class StandInNsysTool(NsysTool):
 
 
 class Worker(CaptureMixin):
-    """A worker with two stages."""
-
     def __init__(self, config: dict[str, Any], rank: int) -> None:
         self.init_capture(config, role="actor", rank=rank)
 
     def train(self, fail: bool = False) -> int:
-        """Run both stages; the second may raise."""
         with stage("old_log_prob"):
             pass
         with stage("update_actor"):
@@ -118,7 +112,6 @@ class Worker(CaptureMixin):
         return os.getpid()
 
     def die(self) -> None:
-        """End without a word."""
         os._exit(1)
 
     def leave(self) -> None:

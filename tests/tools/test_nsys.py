@@ -147,7 +147,6 @@ def reports(run: Path) -> int:
 
 
 def artifacts_of(run: Path, step: int) -> list[Artifact]:
-    """Return the artifacts in a step's manifest."""
     [worker] = read_manifest(run / f"step_{step:06d}").workers
     return worker.artifacts
 

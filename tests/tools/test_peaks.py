@@ -67,6 +67,5 @@ def test_every_tool_says_how_high_the_process_was_after_each_stage(
 
 @stage("raises")
 def raise_after_2_ms() -> None:
-    """Be a long stage that fails."""
     time.sleep(0.002)
     raise KeyError

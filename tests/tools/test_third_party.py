@@ -19,7 +19,6 @@ EXAMPLE = "tests.tools.example_tool:CProfileTool"
 
 
 def crunch() -> int:
-    """Do something that a profiler sees."""
     return sum(n * n for n in range(1000))
 
 
@@ -56,8 +55,6 @@ def test_options_of_a_tool_are_checked_like_all_others() -> None:
 
 
 class Flawed(Tool):
-    """Fails where a subclass says."""
-
     name = "flawed"
     suffix = ".flawed"
     fails = ""
@@ -121,7 +118,6 @@ class FailsAtEnd(Flawed):
 
 
 def of(cls: type[Tool], **more: Any) -> Any:
-    """Return settings with that tool."""
     return settings(tool=f"{cls.__module__}:{cls.__qualname__}", **more)
 
 

@@ -27,7 +27,6 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def work() -> None:
-    """Make some events."""
     for _ in range(2_000):
         torch.add(ONE, ONE)
 

@@ -74,7 +74,6 @@ class Allocator:
 
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
-    """Return the allocator of a new process."""
     made = Allocator()
     monkeypatch.setattr(torch_memory, "_accelerator", lambda: made)
     monkeypatch.setattr(torch_memory, "_history", torch_memory._History())

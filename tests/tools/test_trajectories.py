@@ -20,7 +20,6 @@ CONFIG = {"enable": True, "tool": "trajectories"}
 
 
 def roll_out(groups: int = 2) -> None:
-    """Run trajectories with a span each."""
     for number in range(groups):
         with trajectory(group=number), span("tool:search"):
             pass

@@ -40,7 +40,6 @@ def recorded(body: Callable[[], object], most: int = MOST) -> TrajectoryLog:
 
 
 def ran(coroutine: Any, most: int = MOST) -> TrajectoryLog:
-    """Return what an event loop recorded."""
     return recorded(lambda: asyncio.run(coroutine), most)
 
 

@@ -23,7 +23,6 @@ Timed = tuple[str, int, int]
 
 
 def use(lane: str, *stages: Timed, role: str = "") -> RankUse:
-    """Return what a process did."""
     return RankUse(
         lane=lane,
         role=role or lane.partition("_")[0].rstrip("0123456789"),
@@ -39,12 +38,10 @@ def summary(length: int, loop: list[RankUse], *workers: RankUse) -> StepSummary:
 
 
 def controller(*stages: Timed) -> list[RankUse]:
-    """Return a loop of one process."""
     return [use("controller", *stages)]
 
 
 def in_ms(rows: list[ExposedStage]) -> list[tuple[str, float]]:
-    """Return stages with their exposed time."""
     return [(row.name, row.exposed_ns / MS) for row in rows]
 
 

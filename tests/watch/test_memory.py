@@ -20,12 +20,10 @@ def initialises(*_: object) -> NoReturn:
 
 
 def fails(*_: object) -> NoReturn:
-    """Stand for a device that has failed."""
     raise RuntimeError("an illegal memory access was encountered")
 
 
 def device(initialised: bool, statistics: Any = initialises) -> SimpleNamespace:
-    """Return a stand-in for ``torch.cuda`` or ``torch.npu``."""
     if not callable(statistics):
         found = statistics
         statistics = lambda: found  # noqa: E731

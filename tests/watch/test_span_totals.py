@@ -51,8 +51,6 @@ def everything(tally: SpanSums) -> dict[str, SpanTotal]:
 
 
 class Time:
-    """A clock that a test moves."""
-
     def __init__(self) -> None:
         self.now_ns = 1_700_000_000 * S
 
@@ -60,7 +58,6 @@ class Time:
         return self.now_ns
 
     def passes(self, ns: int) -> None:
-        """Move it."""
         self.now_ns += ns
 
 

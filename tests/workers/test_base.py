@@ -15,27 +15,21 @@ from verl_profiling.workers import CaptureMixin
 
 
 class Base:
-    """A framework's worker with its own constructor."""
-
     def __init__(self, value: int) -> None:
         self.value = value
 
 
 class Worker(CaptureMixin, Base):
-    """The user's worker."""
-
     def __init__(self, value: int, config: Any, rank: int = 0) -> None:
         super().__init__(value)
         self.init_capture(config, role="actor", rank=rank, world_size=4, topology={"dp": rank})
 
     @stage("update_actor")
     def update(self) -> int:
-        """Do the work."""
         return self.value
 
 
 def request(folder: Path) -> CaptureRequest:
-    """Return a request."""
     return CaptureRequest(capture_id="run-1", run_id="run", step=1, folder=str(folder))
 
 

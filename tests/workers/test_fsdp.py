@@ -18,8 +18,6 @@ from verl_profiling.workers import FSDPCaptureMixin
 
 
 class Worker(FSDPCaptureMixin):
-    """A worker that trains a sharded model."""
-
     def __init__(self) -> None:
         from torch import nn
         from torch.distributed.device_mesh import init_device_mesh
@@ -32,7 +30,6 @@ class Worker(FSDPCaptureMixin):
 
     @stage("update_actor")
     def update(self) -> None:
-        """Forward and backward."""
         import torch
 
         self.model(torch.randn(8, 16)).square().mean().backward()

@@ -47,7 +47,6 @@ def run_recipe(folder: Path, *overrides: str) -> Manifest:
 
 
 def counts(spans: Sequence[StageSpan]) -> dict[str, int]:
-    """Return how often each stage ran."""
     return dict(Counter(span.name for span in spans))
 
 

@@ -15,7 +15,6 @@ MIXINS = [RolloutCaptureMixin, VLLMCaptureMixin, SGLangCaptureMixin]
 
 
 def request(folder: Path) -> CaptureRequest:
-    """Return a request for a capture."""
     return CaptureRequest(capture_id="c", run_id="r", step=1, folder=str(folder / "step_000001"))
 
 

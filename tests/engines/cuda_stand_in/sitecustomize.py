@@ -22,7 +22,6 @@ def stand_in(wrapper: ModuleType) -> None:
 
 
 def note(call: str) -> Callable[[], None]:
-    """Return a function that notes its call."""
 
     def called() -> None:
         with Path(os.environ["CUDA_CALLS"]).open("a") as calls:
