@@ -12,7 +12,6 @@ from functools import cached_property
 from itertools import chain
 from operator import attrgetter
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 
@@ -124,19 +123,6 @@ def _alone(summary: StepSummary, clear: bool) -> dict[str, tuple[float, list[Sta
     return found
 
 
-class _Work(NamedTuple):
-    """The work of one role inside one stage of the loop."""
-
-    standing: Standing
-    begin_ns: float
-    end_ns: float
-
-    @property
-    def busy_ns(self) -> float:
-        """The longest time that a process of the role worked (ns)."""
-        return float(self.standing.durations.max())
-
-
 class _Workers:
     """The workers of a single-process loop, in a step and the step before.
 
@@ -178,17 +164,18 @@ class _Workers:
         itself worked.
         """
         name, loop = list(self._stages)[stage], self._loop.at(self._loop.stage == stage)
-        periods = list(zip(loop.begin, loop.end, strict=True))
-        inside = self._runs.at(self._home == stage)
-        if name.startswith(WAIT):
-            inside = joined([self._under_way.within(begin, end) for begin, end in periods])
-        elif not inside.who.size:
-            inside = joined([_ended_in(self._under_way, begin, end) for begin, end in periods])
+        inside, is_wait = self._runs.at(self._home == stage), name.startswith(WAIT)
+        if is_wait or not inside.who.size:
+            runs, parts = self._under_way, []
+            for begin, end in zip(loop.begin, loop.end, strict=True):
+                ended = (runs.begin < begin) & (runs.end <= end + TIED * (end - begin))
+                parts.append(runs.at(ended | is_wait).within(begin, end))
+            inside = joined(parts)
         room_ns = loop.length.sum()
         works = self._works(inside.own_time(), room_ns)
         found = _by_weight(name, loop, works) if works else [own]
         first, *others = (self._known(one, one is found[0], room_ns) for one in found)
-        engines = [work.standing for work in works if work.standing.role == ROLLOUT_ROLE]
+        engines = [one for one in works if one.role == ROLLOUT_ROLE]
         if self._request_ns and engines and ROLLOUT_ROLE not in (one.role for one in found):
             others += [one for one in [self._known(engines[0], False, room_ns)] if one.leader]
         return [first, *sorted(others, key=lambda one: one.role != ROLLOUT_ROLE or not one.leader)]
@@ -214,8 +201,8 @@ class _Workers:
         """The runs of the workers in this step and the step before."""
         return joined([runs_of(self._before, self._origin_ns, self._numbers, self._stages), self._runs])
 
-    def _works(self, runs: Runs, room_ns: float) -> list[_Work]:
-        """Return the work of each role; its leader is that of the worker stage with the largest lead.
+    def _works(self, runs: Runs, room_ns: float) -> list[Standing]:
+        """Return the standing of each role; its leader is that of the worker stage with the largest lead.
 
         Concurrent runs of one process, such as requests, can add up to more than the loop's stage took. Then
         the role's times are scaled so that the longest equals the stage.
@@ -239,29 +226,22 @@ class _Workers:
                 key=lambda one: (one.lead_ns if one.lead_ns > tied_ns else 0, one.durations.max()),
             )
             ran = tuple(names[stage] for stage in dict.fromkeys(mine.stage.tolist()))
-            standing = standing._replace(durations=totals, ran=ran)
-            works.append(_Work(standing, float(mine.begin.min()), float(mine.end.max())))
+            begin_ns, end_ns = float(mine.begin.min()), float(mine.end.max())
+            works.append(standing._replace(durations=totals, ran=ran, begin_ns=begin_ns, end_ns=end_ns))
         return works
 
 
-def _ended_in(runs: Runs, begin_ns: float, end_ns: float) -> Runs:
-    """Return the runs in progress at ``begin_ns`` that ended by ``end_ns``, clipped to that interval."""
-    late_ns = end_ns + TIED * (end_ns - begin_ns)
-    ended = (runs.begin < begin_ns) & (begin_ns < runs.end) & (runs.end <= late_ns)
-    return runs.at(ended).within(begin_ns, end_ns)
-
-
-def _by_weight(name: str, loop: Runs, works: list[_Work]) -> list[Standing]:
+def _by_weight(name: str, loop: Runs, works: list[Standing]) -> list[Standing]:
     """Return the standings of the roles in a stage of the loop; the role that it waited for is first.
 
     If a role ran a stage of the same name, roles that did not are left out. The loop did not wait for a role
     that went on after the stage. Of the rest, the role that worked longest comes first. If others ran
     concurrently with it, the one of them that ended last does.
     """
-    works = [work for work in works if name in work.standing.ran] or works
+    works = [work for work in works if name in work.ran] or works
     slack_ns = TIED * loop.length.sum()
     awaited = [work for work in works if work.end_ns <= loop.end.max() + slack_ns] or works
-    first = max(awaited, key=lambda work: work.busy_ns)
+    first = max(awaited, key=lambda work: work.durations.max())
     beside = [
         work
         for work in awaited
@@ -270,6 +250,5 @@ def _by_weight(name: str, loop: Runs, works: list[_Work]) -> list[Standing]:
     ]
     if beside:
         first = max([first, *beside], key=lambda work: work.end_ns)
-    others = sorted((work for work in works if work is not first), key=lambda work: -work.busy_ns)
-    standing = first.standing._replace(clear=first.standing.clear and not beside)
-    return [standing, *(work.standing for work in others)]
+    others = sorted((work for work in works if work is not first), key=lambda work: -work.durations.max())
+    return [first._replace(clear=first.clear and not beside), *others]

@@ -110,6 +110,8 @@ class Standing(NamedTuple):
         imbalance: Longest duration over the mean of all.
         clear: Whether the others waited for the leader; also ``True`` for a single process.
         ran: Names of the workers' own stages inside the loop's stage; empty for processes of the loop.
+        begin_ns: Begin of the first of these stages, after the step began.
+        end_ns: End of the last of them.
     """
 
     role: str
@@ -120,6 +122,8 @@ class Standing(NamedTuple):
     imbalance: float
     clear: bool
     ran: tuple[str, ...] = ()
+    begin_ns: float = 0.0
+    end_ns: float = 0.0
 
     def by_lane(self) -> dict[str, float]:
         """Return the durations (ns) by lane."""
