@@ -8,7 +8,6 @@ grow and are rotated.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -40,7 +39,7 @@ class WatchLogReader:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._read_to = ((0, 0, b""), 0)  # identity of the last part, and the end of its last whole line
+        self._first, self._position = b"", 0  # first line of the last part, and end of its last whole line
         self._decoder = msgspec.json.Decoder(StepSummary)
 
     def read(self) -> Iterator[StepSummary]:
@@ -52,36 +51,28 @@ class WatchLogReader:
         try:
             with ExitStack() as opened:
                 # The newer one first: rotated meanwhile, it is the older one, too, and no part is missed.
-                found: list[BinaryIO] = []
+                parts: list[tuple[bytes, BinaryIO]] = []
                 for name in (WATCH_LOG, OLDER_WATCH_LOG):
                     with suppress(FileNotFoundError):
-                        found.append(opened.enter_context(named_file(self._run, name).open("rb")))
-                parts = {_identity(part): part for part in reversed(found)}
-                known = list(parts)
-                since = known.index(self._read_to[0]) if self._read_to[0] in parts else 0
-                for identity in known[since:]:
-                    yield from self._steps(identity, parts[identity])
+                        part = opened.enter_context(named_file(self._run, name).open("rb"))
+                        parts.insert(0, (part.readline(MAX_LINE), part))
+                known = [first for first, _ in parts]
+                since = known.index(self._first) if self._first in known else 0
+                for first, part in parts[since:]:
+                    yield from self._steps(first, part)
         except OSError as error:
             raise TraceFormatError(self._run / WATCH_LOG, f"cannot be read ({error.strerror})") from error
 
-    def _steps(self, identity: tuple[int, int, bytes], part: BinaryIO) -> Iterator[StepSummary]:
+    def _steps(self, first: bytes, part: BinaryIO) -> Iterator[StepSummary]:
         """Yield the steps of one part behind what was read of it."""
-        last, position = self._read_to
-        if identity == last and position <= os.fstat(part.fileno()).st_size:
-            part.seek(position)
+        part.seek(self._position if first == self._first else 0)
         within_a_line = False
         while line := part.readline(MAX_LINE):
             is_whole = line.endswith(b"\n")
             if not is_whole and len(line) < MAX_LINE:
                 return  # its end is still to come
-            self._read_to = (identity, part.tell())
+            self._first, self._position = first, part.tell()
             is_first, within_a_line = not within_a_line, not is_whole
             if is_first and is_whole:
                 with suppress(*_UNREADABLE):
                     yield self._decoder.decode(line)
-
-
-def _identity(part: BinaryIO) -> tuple[int, int, bytes]:
-    found, first = os.fstat(part.fileno()), part.readline(MAX_LINE)
-    part.seek(0)
-    return found.st_dev, found.st_ino, first

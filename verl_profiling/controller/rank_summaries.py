@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from math import inf
 
 import msgspec
 from msgspec.structs import replace
@@ -47,12 +47,8 @@ class RankSummaries:
         self._most = most
         self._steps: dict[int, dict[int, StepSummary]] = {rank: {} for rank in ranks.others}
         self._messages: Counter[int] = Counter()
-        self._newest: dict[int, int] = {}
-        self._unsent: deque[StepSummary] = deque(maxlen=most)
-        self._last: Sequence[StepSummary] = ()
         self._late: set[int] = set()
         self._ended: set[int] = set()
-        self._failed = False
         self.collectives = False
 
     @property
@@ -61,20 +57,18 @@ class RankSummaries:
         return self._ranks.leads
 
     def send(self, summaries: Sequence[StepSummary]) -> None:
-        """Send summaries to rank 0; none, when training ends. Those that were not sent go along."""
+        """Send summaries to rank 0; none, when training ends."""
         rank, number = self._ranks.rank, self._messages[self._ranks.rank]
-        self._unsent += summaries
         try:
             is_read = number < MOST_UNREAD or self._ranks.get(_key(rank, number - MOST_UNREAD)) is None
             if is_read or not summaries:
-                self._ranks.set(_key(rank, number), msgspec.msgpack.encode(summaries and [*self._unsent]))
-                self._unsent.clear()
+                self._ranks.set(_key(rank, number), msgspec.msgpack.encode(summaries))
                 self._messages[rank] += 1
             self.collectives = self._ranks.get(_COLLECTIVES) == b"1"
         except PROBLEMS as error:
-            if not self._failed and summaries:
+            if rank not in self._late and summaries:
                 logger.warning("watch: rank 0 is not sent the steps here: %s", in_a_line(error))
-            self._failed = True
+            self._late.add(rank)
 
     def ask_collectives(self, asked: bool) -> None:
         """Request, as rank 0, the collectives that the ranks enter, or no longer."""
@@ -93,9 +87,6 @@ class RankSummaries:
             left_s: Returns how long to wait.
         """
         begun_s, pause_s = time.monotonic(), _SHORTEST_PAUSE_S
-        if any(after.step < before.step for before, after in pairwise([*self._last, *steps])):
-            self._newest.clear()  # the loop restarted its step numbers
-        self._last = steps[-1:]
         while True:
             for rank in self._lacking(steps):
                 self._take(rank)
@@ -129,14 +120,15 @@ class RankSummaries:
         return replace(known, loop=_later(known.loop, later), workers=_later(known.workers, later))
 
     def _lacking(self, steps: Sequence[StepSummary]) -> list[int]:
-        """Return the ranks that have not ended, and have sent neither all of these steps nor a later one."""
-        newest = max((step.step for step in steps), default=0)
+        """Return the ranks that have not ended, and have sent neither all of these steps nor a later one.
+
+        Joined steps are no longer among those that a rank has sent: a loop may restart its step numbers.
+        """
+        newest = max((step.step for step in steps), default=-inf)
         return [
             rank
             for rank, sent in self._steps.items()
-            if rank not in self._ended
-            and self._newest.get(rank, newest - 1) < newest
-            and any(step.step not in sent for step in steps)
+            if rank not in self._ended and max(sent, default=-inf) < newest
         ]
 
     def _take(self, rank: int) -> None:
@@ -148,7 +140,6 @@ class RankSummaries:
                 self._late.discard(rank)
                 for summary in sent:
                     self._steps[rank][summary.step] = summary
-                    self._newest[rank] = summary.step
                 if not sent:
                     self._ended.add(rank)
         except PROBLEMS as error:

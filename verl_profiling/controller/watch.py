@@ -27,7 +27,7 @@ from verl_profiling.controller.targets import Call, Postponed, Roster, Worker
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.step_summary import RankUse, StepSummary
-from verl_profiling.watch.collectives import RecorderReading, with_collectives, with_lateness
+from verl_profiling.watch.collectives import RecorderReading, with_lateness
 from verl_profiling.watch.exposed import exposed
 from verl_profiling.watch.log import Listener, log_listeners
 from verl_profiling.watch.sums import STAGES_OF_A_STEP, OpenStage, StageSums, WatchQuestion, WatchReading
@@ -193,11 +193,10 @@ class Watch:
             return min(since_s + self._timeout_s, soon_s) - time.monotonic()
 
         times = [(step.begin_ns, step.end_ns) for step in steps]
-        own = self.sums.of_steps(self._who, times)  # before a worker that shares them
+        requested = ranks is not None and ranks.collectives
+        own = self.sums.of_steps(self._who, times, collectives=requested)  # before a worker that shares them
         if asked := [step for step in steps if self._options.every or step.captured]:
             self._workers.read(asked, ranks is None and self.recorders.due, left_s)
-        if ranks is not None and ranks.collectives:
-            own = with_collectives(own, times)
         for step, use in zip(steps, own, strict=True):
             step.loop = [use] if use is not None else []
         if ranks is not None and ranks.leads:

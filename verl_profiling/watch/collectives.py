@@ -47,25 +47,19 @@ class _Records(msgspec.Struct):
     entries: list[_Entry] = []
 
 
-def with_collectives(
-    uses: Sequence[RankUse | None], steps: Sequence[Period], ahead_ns: int = 0
-) -> list[RankUse | None]:
-    """Return this process's records of some steps with the collectives that it entered in them.
+def collectives_in(steps: Sequence[Period], ahead_ns: int) -> list[Collectives]:
+    """Return the collectives that this process entered in each step.
 
     Args:
-        uses: The records; ``None`` for a step before the process began.
         steps: Begin and end of each step, on the clock of the loop's process.
         ahead_ns: Clock offset: this process's clock minus the loop's.
     """
-    entered: list[Collectives] = [{} for _ in steps]
+    found: list[Collectives] = [{} for _ in steps]
     for group, number, at_ns in _entered():
-        for of_step, (begin_ns, end_ns) in zip(entered, steps, strict=True):
+        for of_step, (begin_ns, end_ns) in zip(found, steps, strict=True):
             if begin_ns <= at_ns - ahead_ns <= end_ns:
                 of_step.setdefault(group, {})[number] = at_ns - ahead_ns
-    return [
-        use and msgspec.structs.replace(use, collectives=of_step)
-        for use, of_step in zip(uses, entered, strict=True)
-    ]
+    return found
 
 
 def _entered() -> list[tuple[str, int, int]]:

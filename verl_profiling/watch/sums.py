@@ -22,7 +22,7 @@ from verl_profiling import clock
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.memory import own_bytes, process_peak_bytes
 from verl_profiling.step_summary import OTHERS, Period, RankUse, SpanTotal, StageUse
-from verl_profiling.watch.collectives import with_collectives
+from verl_profiling.watch.collectives import collectives_in
 
 STAGES_OF_A_STEP = 16
 """Ended outermost stages that a process keeps, per step that the watch keeps."""
@@ -193,7 +193,9 @@ class StageSums:
         self._count += 1
         self._ended.append((name, begin_ns, max(begin_ns, end_ns), peak, held))
 
-    def of_steps(self, who: RankUse, steps: Sequence[Period], ahead_ns: int = 0) -> list[RankUse | None]:
+    def of_steps(
+        self, who: RankUse, steps: Sequence[Period], ahead_ns: int = 0, collectives: bool = False
+    ) -> list[RankUse | None]:
         """Return the process's stages, memory and spans in each step; ``None`` for steps before it began.
 
         A stage that crosses the end of a step is divided between both steps. An open stage counts until now.
@@ -202,6 +204,7 @@ class StageSums:
             who: Lane, role, rank and replica of the process.
             steps: Begin and end of each step, in order, on the clock of the loop's process.
             ahead_ns: Clock offset: this process's clock minus the loop's. Results are on the loop's clock.
+            collectives: Whether the collectives that it entered are added.
         """
         now_ns = clock.now_ns() - ahead_ns
         self._since_ns = min(self._since_ns, now_ns + ahead_ns)  # the clock may be set back
@@ -216,6 +219,7 @@ class StageSums:
         for stage in list(self._open.values()):
             _divide(runs, stage.name, (stage.begin_ns - ahead_ns, now_ns), steps, is_open=True)
         totals = self.spans.of_steps(steps, ahead_ns)
+        entered = collectives_in(steps, ahead_ns) if collectives else [{} for _ in steps]
         return [
             msgspec.structs.replace(
                 who,
@@ -223,6 +227,7 @@ class StageSums:
                 peak_bytes=memory[at][0] or None,
                 held_bytes=memory[at][1] or None,
                 spans=totals[at],
+                collectives=entered[at],
             )
             if steps[at][1] >= self._since_ns - ahead_ns
             else None
@@ -237,9 +242,7 @@ class StageSums:
         if ahead_ns is not None:
             lane, replica = identity.lane(), identity.replica
             who = RankUse(lane=lane, role=identity.role, rank=identity.rank, replica=replica)
-            uses = self.of_steps(who, question.steps, ahead_ns)
-            if question.collectives:
-                uses = with_collectives(uses, question.steps, ahead_ns)
+            uses = self.of_steps(who, question.steps, ahead_ns, question.collectives)
             steps = msgspec.msgpack.encode(uses)
             dropped = max(0, self._count - self._reported - (self._ended.maxlen or 0))
             self._reported = self._count
