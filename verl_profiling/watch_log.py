@@ -54,8 +54,8 @@ class WatchLogReader:
                 parts: list[tuple[bytes, BinaryIO]] = []
                 for name in (WATCH_LOG, OLDER_WATCH_LOG):
                     with suppress(FileNotFoundError):
-                        part = opened.enter_context(named_file(self._run, name).open("rb"))
-                        parts.insert(0, (part.readline(MAX_LINE), part))
+                        file = opened.enter_context(named_file(self._run, name).open("rb"))
+                        parts.insert(0, (file.readline(MAX_LINE), file))
                 known = [first for first, _ in parts]
                 since = known.index(self._first) if self._first in known else 0
                 for first, part in parts[since:]:

@@ -175,9 +175,9 @@ class _Workers:
         works = self._works(inside.own_time(), room_ns)
         found = _by_weight(name, loop, works) if works else [own]
         first, *others = (self._known(one, one is found[0], room_ns) for one in found)
-        engines = [one for one in works if one.role == ROLLOUT_ROLE]
-        if self._request_ns and engines and ROLLOUT_ROLE not in (one.role for one in found):
-            others += [one for one in [self._known(engines[0], False, room_ns)] if one.leader]
+        if self._request_ns and ROLLOUT_ROLE not in (one.role for one in found):
+            engines = [self._known(one, False, room_ns) for one in works if one.role == ROLLOUT_ROLE]
+            others += [one for one in engines if one.leader]
         return [first, *sorted(others, key=lambda one: one.role != ROLLOUT_ROLE or not one.leader)]
 
     def _known(self, one: Standing, is_first: bool, room_ns: float) -> Standing:

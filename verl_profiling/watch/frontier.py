@@ -79,23 +79,18 @@ def runs_of(
     names = [one.name for one in flat]
     stages.update({name: number for number, name in enumerate(dict.fromkeys([*stages, *names]))})
     stage = np.array([stages[name] for name in names], dtype=np.int64)
-    begin = np.array([one.begin_ns for one in flat], dtype=np.int64) - origin_ns
+    begin = (np.array([one.begin_ns for one in flat], dtype=np.int64) - origin_ns).astype(float)
     length = np.maximum(np.array([one.duration_ns for one in flat], dtype=np.float64), 0.0)
-    end = begin + length
     late = np.array([one.late_ns or 0 for one in flat], dtype=np.float64)
+    runs = Runs(who, stage, begin, begin + length, length, late)
     if periods := [(at, *period) for at, one in enumerate(flat) for period in one.periods]:
         at, begins, ends = np.array(periods, dtype=np.int64).T
         took = np.maximum(ends - begins, 0)
-        share = took / np.maximum(np.bincount(at, took, len(flat)), 1.0)[at]
-        once = np.bincount(at, minlength=len(flat)) == 0
-        rows = np.concatenate([np.flatnonzero(once), at])
-        who, stage, late = who[rows], stage[rows], late[rows]
-        begin, end = (
-            np.concatenate([begin[once], begins - origin_ns]),
-            np.concatenate([end[once], ends - origin_ns]),
-        )
-        length = np.concatenate([length[once], length[at] * share])
-    return Runs(who, stage, begin.astype(float), end.astype(float), length, late)
+        once = np.flatnonzero(np.bincount(at, minlength=len(flat)) == 0)
+        runs = runs.at(np.concatenate([once, at]))
+        runs.begin[once.size :], runs.end[once.size :] = begins - origin_ns, ends - origin_ns
+        runs.length[once.size :] *= took / np.maximum(np.bincount(at, took, len(flat)), 1.0)[at]
+    return runs
 
 
 class Standing(NamedTuple):
