@@ -24,7 +24,7 @@ def shares(report: Report) -> dict[str, float]:
 
 
 def test_a_tools_start_and_stop_are_not_the_stage(tmp_path: Path) -> None:
-    """In discrete mode a stage of 140 ms that takes 525 ms with its tool is one of 140 ms."""
+    """A stage of 140 ms that takes 525 with its tool is one of 140."""
     tool = [("start", 1.0, 1.2, "update_actor"), ("stop", 1.34, 1.525, "update_actor")]
     stages = [("update_actor", 1.2, 1.34)]
     workers = [Worker("actor", rank, stages=stages, tool=tool, mode="discrete") for rank in range(2)]
@@ -36,10 +36,6 @@ def test_a_tools_start_and_stop_are_not_the_stage(tmp_path: Path) -> None:
         OUTSIDE_STAGES: 8.475,
     }
     assert report.capture_us == pytest.approx(385_000)
-
-
-def test_a_tool_that_stops_beside_another_stage_holds_up_nobody(tmp_path: Path) -> None:
-    """In an asynchronous loop the engine writes its trace while the trainer works."""
     engine = Worker("rollout", replica=0, tool=[("stop", 4, 6, "rollout")], mode="discrete")
     report = report_of(tmp_path, [("rollout", 0, 4.5), ("update_actor", 4, 8)], [engine])
     assert durations(report) == {
@@ -61,7 +57,7 @@ def test_a_stage_that_only_the_worker_names_counts_where_it_must_be_waited_for(t
 
 
 def test_stages_side_by_side_share_their_time(tmp_path: Path) -> None:
-    """Half of a second belongs to each of two stages, and the row says that it shares."""
+    """Half of a second belongs to each of two; a nested stage is in the row of the one around it."""
     stages = [("rollout", 0, 6), ("update_actor", 4, 9), ("mini_batch", 5, 6, 1)]
     report = report_of(tmp_path, stages, [])
     assert durations(report) == {"rollout": 6.0, "update_actor": 5.0, "mini_batch": 1.0, OUTSIDE_STAGES: 1.0}
@@ -70,6 +66,14 @@ def test_stages_side_by_side_share_their_time(tmp_path: Path) -> None:
         "rollout": 2e6,
         "update_actor": 2e6,
     }
+    stages = [("rollout", 0, 4), ("update_actor", 3, 9), ("mini_batch", 5, 6, 1), ("reward", 9, 10)]
+    report = report_of(tmp_path, stages, [])
+    assert [(span.name, span.row, span.depth) for span in report.gantt] == [
+        ("rollout", 0, 0),
+        ("update_actor", 1, 0),
+        ("mini_batch", 1, 1),
+        ("reward", 0, 0),
+    ]
 
 
 SPANS = st.tuples(st.sampled_from("abcd"), st.integers(-2, 12), st.integers(0, 6), st.sampled_from((0, 0, 1)))
@@ -98,18 +102,6 @@ def test_outermost_rows_add_up_to_the_step(
     assert sum(row.share for row in report.stages if row.depth == 0) == pytest.approx(1.0)
     assert all(0 <= row.share * report.span_us <= row.duration_us + 1e-3 for row in report.stages)
     assert all(0 <= row.side_by_side_us <= row.duration_us for row in report.stages)
-
-
-def test_stages_side_by_side_are_in_rows(tmp_path: Path) -> None:
-    """A nested stage is in the row of the one around it, though the first row is free."""
-    stages = [("rollout", 0, 4), ("update_actor", 3, 9), ("mini_batch", 5, 6, 1), ("reward", 9, 10)]
-    report = report_of(tmp_path, stages, [])
-    assert [(span.name, span.row, span.depth) for span in report.gantt] == [
-        ("rollout", 0, 0),
-        ("update_actor", 1, 0),
-        ("mini_batch", 1, 1),
-        ("reward", 0, 0),
-    ]
 
 
 def test_a_tool_is_shown_where_it_started_and_stopped(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def report(tmp_path: Path) -> Report:
     return reported(tmp_path / "step", OUTSIDE)
 
 
-def test_rows_say_who_was_waited_for(report: Report) -> None:
+def test_pauses_and_stages_around_the_step_are_rows_on_every_face(report: Report, tmp_path: Path) -> None:
     """A pause has the time until each role's slowest answer, and writing; a stage has the stages in it."""
     rows = {row.name: row for row in report.outside}
     assert list(rows) == ["capture_start", "capture_stop", "validate"]
@@ -66,10 +66,6 @@ def test_rows_say_who_was_waited_for(report: Report) -> None:
     assert rows["validate"].parts == {"reward": 1.0}
     assert report.pause_us == pytest.approx(3.7e6)
     assert report.capture_us == pytest.approx(3.7e6)
-
-
-def test_terminal_page_files_and_trackers_have_them(report: Report, tmp_path: Path) -> None:
-    """With what was waited for."""
     shown = printed(report)
     table = " ".join(shown.partition("Outside")[2].split())
     assert "capture_stop 1 3.20 s rollout 2.90 s actor 1.00 s write 200 ms" in table

@@ -28,22 +28,22 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     return open_step(folder).report()
 
 
-def test_numbers_have_their_worker_and_their_stage(report: Report) -> None:
-    """A number that is of no stage has none."""
+def test_workers_have_their_numbers_cost_and_clock(report: Report) -> None:
+    """A number of no stage has none; the size of what was still compressed is read from the disk."""
     assert report.measures == [
         MeasureRow(worker="actor_rank0", stage="update_actor", name="process_peak_rss_bytes", value=3e9),
         MeasureRow(worker="actor_rank0", stage="", name="throughput", value=2.0),
     ]
-
-
-def test_each_worker_has_its_cost_with_its_bytes_on_disk(report: Report) -> None:
-    """The size of an artifact that was still being compressed is read from the disk."""
     sizes = {path.name.split(".")[0]: path.stat().st_size for path in Path(report.directory).glob("*.torch*")}
     costs = {row.worker: row for row in report.costs}
     assert costs["actor_rank0"] == CostRow(
         worker="actor_rank0", start_s=0.25, stop_s=1.5, bytes=sizes["actor_rank0"]
     )
     assert costs["rollout0"].bytes == sizes["rollout0_rank0"]
+    begin_us, end_us = -1e6, 1e6 + 3
+    assert report.anchors == [
+        AnchorRow(worker="actor_rank0", host="here", begin_us=begin_us, end_us=end_us, set_us=3.0)
+    ]
 
 
 def test_numbers_are_shown_in_their_units(report: Report) -> None:
@@ -67,14 +67,6 @@ def test_tensorboard_marks_the_step_and_has_them_as_scalars(report: Report) -> N
     assert (found["capture/longest_start_s"], found["capture/longest_stop_s"]) == (0.25, 1.5)
     assert found["capture/bytes"] == sum(row.bytes for row in report.costs)
     assert found["clock/largest_set_us"] == 3
-
-
-def test_what_a_clock_did_is_a_row(report: Report) -> None:
-    """On the controller's clock, from the first reading to the last; a worker with fewer has none."""
-    begin_us, end_us = -1e6, 1e6 + 3
-    assert report.anchors == [
-        AnchorRow(worker="actor_rank0", host="here", begin_us=begin_us, end_us=end_us, set_us=3.0)
-    ]
 
 
 @pytest.mark.parametrize(

@@ -33,23 +33,15 @@ def test_a_theme_changes_paper_and_ink_alone() -> None:
     assert set(DARK) == {"paper", "ink", "faint", "line", "panel", "strong"}
     assert len(STAGES) == 16
     assert {f"k-{cause}" for cause in (*CAUSES, OTHER_RANKS)} == set(LOST)
-
-
-def test_what_is_drawn_and_what_is_written_on_it_stands_out() -> None:
-    """WCAG asks a contrast of 3 of graphics, here on both papers, and of 4.5 of text: white, on a stage."""
     for name in (*STAGES, *LOST, "compute", "communication"):
         assert min(contrast(LIGHT[name], theme["paper"]) for theme in (LIGHT, DARK)) >= 3, name
     assert min(contrast(LIGHT[name], "#ffffff") for name in STAGES) >= 4.5
 
 
 def test_no_colour_means_two_things() -> None:
-    """Stages, causes and load share none."""
+    """Stages, causes and load share none; known stages have colours of their own."""
     drawn = [LIGHT[name] for name in (*STAGES, *LOST, "compute", "communication")]
     assert len(set(drawn)) == len(drawn)
-
-
-def test_the_colour_of_a_stage_depends_on_its_name_alone() -> None:
-    """Known stages have colours of their own; any other name has one of those left."""
     known = [stage_class(name) for name in ("rollout", "reward", "update_actor", "validate")]
     assert known == ["s0", "s1", "s7", "s9"]
     assert {stage_class(f"mine {i}") for i in range(100)} == {f"s{i}" for i in range(10, 16)}

@@ -74,7 +74,7 @@ def test_an_empty_event_behind_the_last_is_no_damage(tmp_path: Path) -> None:
 
 
 def test_an_mtia_accelerator_is_a_device() -> None:
-    """Idle and computation are those of HolisticTraceAnalysis, which rounds times to microseconds."""
+    """As HolisticTraceAnalysis has it, but for waits for events, which are no work."""
     row = only_row("mtia.json.gz")
     device = [e for e in complete("mtia.json.gz") if e["cat"] == "mtia_ccp_events"]
     assert (row.device, row.accelerator) == (True, "MTIA 9")
@@ -82,10 +82,6 @@ def test_an_mtia_accelerator_is_a_device() -> None:
     assert row.memcpy_us == pytest.approx(covered_us(e for e in device if e["name"] == "dma_request"), abs=1)
     assert 100 * row.idle_us / row.span_us == pytest.approx(42.22, abs=0.1)
     assert 100 * row.compute_us / row.span_us == pytest.approx(54.84, abs=0.1)
-
-
-def test_an_mtia_accelerator_that_waits_is_idle() -> None:
-    """Its processing elements compute (``pe_exe``); waits for events and their records are no work."""
     row = only_row("mtia_inference.json.gz")
     device = [e for e in complete("mtia_inference.json.gz") if e["cat"] == "mtia_ccp_events"]
     waits = ("event_wait", "event_record")
@@ -131,18 +127,14 @@ def test_a_device_of_nobody_is_shown_as_such(
     assert (line["unrecognised_us"], line["traces"]) == ("30.0", "rank0.json")
 
 
-def test_what_is_unknown_beside_kernels_is_not_counted(tmp_path: Path) -> None:
-    """New categories on the lanes of a GPU have been marks so far; a note says how long they are."""
+def test_what_is_unknown_makes_no_device_and_no_work(tmp_path: Path) -> None:
+    """Marks beside kernels are noted and not counted."""
     events = [event("kernel", 10, 20), event("gpu_new_mark", 0, 90), event("kernel", 30, 40)]
     report = report_of(tmp_path, events)
     (row,) = report.workers
     assert (row.busy_us, row.span_us, row.unrecognised_us) == (20, 30, 0)
     assert "90.0 us of events of unknown categories (gpu_new_mark)" in report.notes[0]
     assert report.kernels[0].calls == 2
-
-
-def test_categories_of_the_host_do_not_make_a_device(tmp_path: Path) -> None:
-    """A category that some library invents for its process is no device, labelled or not."""
     own = event("my_library", 0, 500, pid=HOST)
     for more in ([], [labelled(HOST, "CPU")]):
         report = report_of(tmp_path, [OPERATOR, own, *more])

@@ -39,7 +39,7 @@ def without_manifest(folder: Path) -> Report:
 
 
 def test_a_synchronous_loop_is_no_finding(tmp_path: Path) -> None:
-    """Ranks wait for the rollout, and engines for the ranks, in every healthy step: most of this one."""
+    """Most of a healthy step is waiting; communication of lanes that are hardly busy is none either."""
     stages = [("rollout", 0, 6), ("update_actor", 6, 10)]
     actors = [
         Worker("actor", rank, stages=[("update_actor", 6, 10)], kernels=[("gemm", 6, 10)]) for rank in (0, 1)
@@ -47,6 +47,10 @@ def test_a_synchronous_loop_is_no_finding(tmp_path: Path) -> None:
     report = report_of(tmp_path, stages, [*actors, engine(0, (0, 6))])
     assert {row.cause: row.seconds for row in report.lost}["waiting_for_rollout"] == 12
     assert report.findings == []
+    kernels: list[Drawn] = [("k", 1, 1.01), (REDUCE, 1.01, 1.1)]
+    actors = [Worker("actor", rank, stages=[("update_actor", 0, 9)], kernels=kernels) for rank in (0, 1)]
+    report = report_of(tmp_path, [("update_actor", 0, 9)], actors)
+    assert "exposed_communication" not in rules(report)
 
 
 def test_the_slow_rank_is_found_behind_a_collective(tmp_path: Path) -> None:
@@ -131,7 +135,7 @@ def test_the_outermost_stage_of_a_slow_rank_is_named(tmp_path: Path) -> None:
 
 
 def test_a_stage_in_which_nothing_works_is_named(tmp_path: Path) -> None:
-    """Scoring that all accelerators wait for, in seconds of all of them."""
+    """In seconds of all accelerators; or calling its workers took the loop that long."""
     stages = [("reward", 0, 4), ("update_actor", 4, 10)]
     own = [("update_actor", 4.0, 10.0)]
     workers = [Worker("actor", rank, stages=own, kernels=[("gemm", 4, 10)]) for rank in (0, 1)]
@@ -141,18 +145,14 @@ def test_a_stage_in_which_nothing_works_is_named(tmp_path: Path) -> None:
     assert (finding.seconds, finding.lanes) == (8.0, ["actor_rank0", "actor_rank1"])
     workers[0].kernels.append(("gemm", 0, 4))
     assert "idle_stage" not in rules(report_of(tmp_path, stages, workers))
-
-
-def test_a_stage_that_is_dispatched_slowly_is_told_from_one_that_is_scored(tmp_path: Path) -> None:
-    """Where workers take part, the time in which none works is that of calling them."""
     worker = Worker("actor", stages=[("update_actor", 4, 10)], kernels=[("gemm", 4, 10)])
     finding = said(report_of(tmp_path, WHOLE, [worker]), "idle_stage")
     assert "for 4.00 s (40% of the step): the loop called its workers" in finding.text
     assert "pass less" in finding.advice
 
 
-def test_a_replica_that_is_slow_outside_of_the_rollout_is_a_straggler(tmp_path: Path) -> None:
-    """Its lanes are those of its ranks; in the rollout the tail says who was late."""
+def test_a_late_replica_is_named(tmp_path: Path) -> None:
+    """In the rollout by the tail, outside of it as a straggler; lanes are those of its ranks."""
     engines = [
         engine(replica, (0, end), stages=[("rollout", 0.0, end), ("load", 5.0, 5 + end)])
         for replica, end in ((0, 1.0), (1, 4.0))
@@ -160,24 +160,11 @@ def test_a_replica_that_is_slow_outside_of_the_rollout_is_a_straggler(tmp_path: 
     finding = said(report_of(tmp_path, [("rollout", 0, 4), ("load", 5, 9)], engines), "straggler")
     assert finding.lanes == ["rollout1_rank0"]
     assert finding.text.startswith("rollout1 is slow in load: ")
-
-
-def test_the_late_replica_is_named(tmp_path: Path) -> None:
-    """The lanes that a tail is about are those of the replica that is waited for."""
     ends = {0: 1.0, 1: 1.2, 2: 4.0}
     engines = [engine(replica, (0, end)) for replica, end in ends.items()]
     finding = said(report_of(tmp_path, STAGES, engines), "long_tail")
     assert finding.lanes == ["rollout2_rank0"]
     assert "rollout2 was done after 4.00 s, the median is 1.20 s" in finding.text
-
-
-def test_a_blocked_host_did_not_fail_to_launch(tmp_path: Path) -> None:
-    """A synchronising copy has words and advice of its own."""
-    calls: list[Drawn] = [("cudaMemcpyAsync", 0, 6)]
-    report = report_of(tmp_path, WHOLE, [Worker("actor", stages=WHOLE, kernels=[("k", 6, 10)], calls=calls)])
-    assert rules(report) == ["host_blocked"]
-    assert "launch" not in report.findings[0].text
-    assert "pinned" in report.findings[0].advice
 
 
 @pytest.mark.parametrize(("launch", "advised"), [("cudaLaunchKernel", True), ("cudaGraphLaunch", False)])
@@ -222,10 +209,15 @@ def test_plain_traces_have_no_stages_to_speak_of(on_device: bool, tmp_path: Path
 
 
 def test_a_loop_without_stages_is_asked_for_them(tmp_path: Path) -> None:
-    """With a manifest, time of the loop in no stage is what stage() gives a name to."""
+    """Time in no stage is what stage() names; a synchronising copy has words and advice of its own."""
     report = report_of(tmp_path, [], [Worker("actor", kernels=[("k", 0, 4)])])
     assert rules(report) == ["between_stages"]
     assert "stage()" in report.findings[0].advice
+    calls: list[Drawn] = [("cudaMemcpyAsync", 0, 6)]
+    report = report_of(tmp_path, WHOLE, [Worker("actor", stages=WHOLE, kernels=[("k", 6, 10)], calls=calls)])
+    assert rules(report) == ["host_blocked"]
+    assert "launch" not in report.findings[0].text
+    assert "pinned" in report.findings[0].advice
 
 
 def test_what_is_missing_comes_first_and_the_captures_cost_last(tmp_path: Path) -> None:
@@ -314,11 +306,3 @@ def test_a_replica_that_is_slow_at_each_token_is_advised_on_its_host(
     assert "32.3 ms a token, the others 16.2 ms" in advice["slow"]
     assert "cap lengths" not in advice["slow"]
     assert "cap lengths" in advice["long"]
-
-
-def test_communication_of_lanes_that_are_hardly_busy_is_no_finding(tmp_path: Path) -> None:
-    """It is compared with the observed time: nine tenths of 1% of the step are not worth an advice."""
-    kernels: list[Drawn] = [("k", 1, 1.01), (REDUCE, 1.01, 1.1)]
-    actors = [Worker("actor", rank, stages=[("update_actor", 0, 9)], kernels=kernels) for rank in (0, 1)]
-    report = report_of(tmp_path, [("update_actor", 0, 9)], actors)
-    assert "exposed_communication" not in rules(report)

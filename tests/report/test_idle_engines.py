@@ -37,31 +37,23 @@ def test_time_without_a_request_is_no_time_of_the_host(tmp_path: Path, stage: st
     assert seconds(report) == {"no_requests": 5.0, "host_bound": 2.0}
 
 
-def test_the_advice_is_about_what_requests_wait_for(tmp_path: Path) -> None:
-    """Neither graphs nor torch.compile would help."""
+def test_the_advice_is_about_what_is_waited_for(tmp_path: Path) -> None:
+    """Requests, or between iterations with requests the engine; graphs help only there."""
     report = engine(tmp_path, [(0, 1, 4), (4, 5, 4), (9, 10, 4)])
     [finding] = [finding for finding in report.findings if finding.rule == "no_requests"]
     assert "waited for requests" in finding.text
     assert "trajectories" in finding.advice
     assert "host_bound" not in {finding.rule for finding in report.findings}
-
-
-def test_between_iterations_with_requests_the_advice_is_about_the_engine(tmp_path: Path) -> None:
-    """It has no micro-batches, and no stages of its own."""
     report = engine(tmp_path, [(0, 10, 4)])
     [finding] = [finding for finding in report.findings if finding.rule == "host_bound"]
     assert "between iterations of engines that had requests" in finding.text
     assert finding.advice == "more requests at once, graphs of kernels (CUDA graphs), torch.compile"
 
 
-def test_a_request_that_did_not_end_was_on_its_way(tmp_path: Path) -> None:
-    """It is known by its begin; from then on the engine had something to do."""
+def test_requests_before_and_after_the_capture_are_on_their_way(tmp_path: Path) -> None:
+    """One that did not end is known by its begin, one from before while iterations show it."""
     report = engine(tmp_path, [(0, 1, 4)], pending=(4.0,))
     assert seconds(report) == {"no_requests": 3.0, "host_bound": 4.0}
-
-
-def test_a_request_from_before_was_on_its_way_while_iterations_show_it(tmp_path: Path) -> None:
-    """An asynchronous loop begins steps with requests running that nobody logged."""
     report = engine(tmp_path, [(9, 10, 4)])
     assert seconds(report) == {"host_bound": 3.0, "no_requests": 4.0}
 
@@ -75,15 +67,11 @@ def test_an_engine_that_got_no_request_had_none(tmp_path: Path) -> None:
 
 
 def test_without_a_log_it_is_not_known_and_said(tmp_path: Path) -> None:
-    """The gaps are the host's then, with a note."""
+    """The gaps are the host's then; requests that none ended are told from no log."""
     report = engine(tmp_path, [], logged=False)
     assert seconds(report) == {"host_bound": 7.0}
     assert any("rollout0 were not logged" in note for note in report.notes)
     assert not any("not logged" in note for note in engine(tmp_path, [(0, 9, 1)]).notes)
-
-
-def test_requests_that_none_ended_are_told_from_no_log(tmp_path: Path) -> None:
-    """An asynchronous loop's capture may begin behind all requests that end in it: that is logged."""
     notes = engine(tmp_path, [], pending=(8.0, 9.0)).notes
     assert not any("not logged" in note for note in notes)
     assert any("none that began in the capture ended in it; 2 were on their way" in note for note in notes)

@@ -85,17 +85,13 @@ def test_what_follows_the_last_replica_is_not_its_tail(tmp_path: Path) -> None:
     assert "after_generation" in [finding.rule for finding in report.findings]
 
 
-def test_engine_rows_tell_prefill_from_decode(drawn: Report) -> None:
-    """Tokens and seconds come from the names of the iterations."""
+def test_engines_tell_prefill_decode_and_the_tail(drawn: Report) -> None:
+    """Tokens and seconds come from the names of iterations."""
     first, second = drawn.engines
     assert (first.iterations, first.prefill_us, first.decode_us) == (2, 0.5e6, 1e6)
     assert (first.prefill_tokens, first.decode_tokens) == (16, 4)
     assert (first.queueing_us, first.finish_us) == (0.5e6, 2e6)
     assert (second.queueing_us, second.finish_us) == (0.0, 4e6)
-
-
-def test_the_tail_is_last_over_median(drawn: Report) -> None:
-    """Finishes at 2 s and 4 s: median 3 s, and a tenth of the step after it."""
     tail = drawn.tail
     assert (tail.replicas, tail.median_finish_us, tail.last_finish_us) == (2, 3e6, 4e6)
     assert tail.ratio == pytest.approx(4 / 3)

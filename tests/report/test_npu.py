@@ -115,8 +115,8 @@ def report(step: StepInputs) -> Report:
     return build_report(step)
 
 
-def test_busy_is_what_the_npu_did(report: Report) -> None:
-    """Tasks on cores compute and DMA copies; waits, place holders and the analysis of it do not count."""
+def test_figures_are_what_the_npu_did(report: Report) -> None:
+    """Cores compute, DMA copies, waits do not count; a collective counts once, as in the overlap analysis."""
     (row,) = report.workers
     assert row.device
     assert row.rank == 3
@@ -124,20 +124,11 @@ def test_busy_is_what_the_npu_did(report: Report) -> None:
     assert row.memcpy_us == 20
     assert row.span_us == 440
     assert row.busy_us == 260 + 100 + 20
-
-
-def test_the_figures_are_those_of_the_overlap_analysis(report: Report) -> None:
-    """A collective counts once, although its group, its planes and its streams all show it."""
-    (row,) = report.workers
     theirs = {name: sum(end - begin for begin, end in spans) for name, spans in OVERLAP.items()}
     assert row.compute_us == theirs["Computing"]
     assert row.communication_us == theirs["Communication"]
     assert row.exposed_communication_us == theirs["Communication(Not Overlapped)"]
     assert row.idle_us - theirs["Free"] == 20  # between the last kernel and the copy, which it leaves out
-
-
-def test_kernels_are_those_of_the_device(report: Report) -> None:
-    """Operators of the host are not counted instead, and the calls of one collective are one row."""
     rows = {row.name: (row.calls, row.self_us) for row in report.kernels}
     assert rows == {
         "aclnnMatmul_MatMulV3_MatMulV3": (1, 100),

@@ -13,7 +13,7 @@ from verl_profiling.report.anatomy import PARTS
 
 
 def test_each_replica_has_a_curve_of_its_requests(tmp_path: Path) -> None:
-    """Those that run, and those that the engine has not scheduled; half a part of one is 0.5."""
+    """Those that run, and those that the engine has not scheduled; and its place in the timeline."""
     engines = [
         Worker("rollout", replica=0, requests=[(3, 4, 1)]),
         Worker("rollout", replica=1, requests=[(0, 2, 1), (1, 2.5, 1)]),
@@ -24,6 +24,11 @@ def test_each_replica_has_a_curve_of_its_requests(tmp_path: Path) -> None:
     assert first.requests[:5] == [0, 0, 0, 1, 0]
     assert second.requests[:4] == [1, 2, 0.5, 0]
     assert second.queued[:3] == [0.2, 0.15, 0]
+    report = open_step(with_facts(build_step(tmp_path))).report()
+    (row,) = report.running
+    assert row.worker == "rollout0"
+    assert sum(row.requests) / PARTS * report.span_us == pytest.approx(300, rel=0.05)
+    assert 3_600 <= report.timeline_begin_ns / 1e9 < 3_601
 
 
 def test_a_rank_that_waits_in_a_collective_is_told_from_one_that_computes(tmp_path: Path) -> None:
@@ -40,12 +45,3 @@ def test_a_rank_that_waits_in_a_collective_is_told_from_one_that_computes(tmp_pa
     own = spans["actor_rank0", "update_actor"]
     assert (own.busy_us, own.communication_us) == (3e6, 2e6)
     assert spans["controller", "update_actor"].busy_us is None
-
-
-def test_a_step_has_its_curves_and_its_place_in_the_timeline(tmp_path: Path) -> None:
-    """The requests of the engine, and nanoseconds from the timeline's first to the step's begin."""
-    report = open_step(with_facts(build_step(tmp_path))).report()
-    (row,) = report.running
-    assert row.worker == "rollout0"
-    assert sum(row.requests) / PARTS * report.span_us == pytest.approx(300, rel=0.05)
-    assert 3_600 <= report.timeline_begin_ns / 1e9 < 3_601

@@ -50,44 +50,34 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return run_script("large.js", str(page))
 
 
-def test_the_browser_has_nothing_to_complain_about(seen: dict, large: dict) -> None:
-    """No error on the console, and no request but the page itself."""
+def test_a_browser_and_axe_find_nothing(seen: dict, large: dict) -> None:
+    """No error, no request but the page; contrast, labels and roles in light, dark and on a phone."""
     for page in (seen, large):
         assert page["problems"] == []
         assert len([url for url in page["requests"] if not url.startswith("data:")]) == 1
-
-
-def test_axe_finds_nothing(seen: dict, large: dict) -> None:
-    """Contrast, labels and roles: light, dark and on a phone."""
     assert seen["axe"] == []
     assert large["axe"] == []
+    assert seen["overflow"] <= 0
+    assert large["overflow"] <= 0
 
 
 def test_the_first_screen_has_four_figures_and_the_picture(seen: dict, report: Report) -> None:
-    """Each figure has a title, a number with its unit and a line; the picture begins above the fold."""
+    """Each with title, number, unit and a line; below are the sections that have content."""
     titles, numbers, lines = zip(*seen["figures"], strict=True)
     assert titles == ("Step", "Tokens per second", "Accelerators busy", "Lost")
     assert all(number[0].isdigit() for number in numbers)
     assert lines[1].startswith(f"{report.throughput.tokens_per_s_per_lane:,.0f} per second and lane")
     assert seen["pictureFrom"] < 450
-
-
-def test_all_sections_are_there(seen: dict) -> None:
-    """What the capture holds is shown; sections without content are not."""
     assert {"Lanes over time", "Stages", "Lost", "Workers"} <= set(seen["sections"])
     assert {"Engines", "Rollout tail", "Stragglers", "Kernels"} <= set(seen["sections"])
     assert "Reported by the loop" not in seen["sections"]
     assert seen["title"].startswith("Step 1 ")
 
 
-def test_the_theme_switches_by_button(seen: dict) -> None:
-    """It starts with the system's preference, and switching changes the colours."""
+def test_the_theme_switches_and_paper_is_white(seen: dict) -> None:
+    """It starts with the system's preference; the picture is printed as wide as paper."""
     assert seen["theme"] == ["light", "dark", "light"]
     assert len(set(seen["paper"])) == 2
-
-
-def test_the_picture_is_printed_as_wide_as_paper(seen: dict) -> None:
-    """And drawn as before afterwards; paper is white in the dark theme too."""
     screen, paper, after = seen["printed"]
     assert paper == 680
     assert screen == after > paper
@@ -113,35 +103,17 @@ def test_the_pointer_says_what_is_under_it(seen: dict) -> None:
     assert seen["left"] is None
 
 
-def test_the_wheel_zooms_once_the_picture_was_clicked(seen: dict) -> None:
-    """Before that it scrolls the page, as anywhere else on it."""
+def test_the_picture_is_zoomed_panned_and_selected(seen: dict) -> None:
+    """By wheel once it was clicked, by dragging and by buttons; a click selects a stage in all lanes."""
     assert seen["wheelOutside"][0] == seen["whole"]
     assert seen["wheel"] != seen["whole"]
-
-
-def test_dragging_pans_and_selects_nothing(seen: dict) -> None:
-    """The lanes follow the pointer, pixel by pixel."""
     assert seen["dragged"] == pytest.approx(120, abs=2)
     assert seen["stillSelected"] == seen["selected"]
-
-
-def test_buttons_zoom_and_the_pointer_pans(seen: dict) -> None:
-    """Closer, along, and back to the whole step."""
     assert seen["reset"] == seen["whole"]
     assert len({tuple(seen[name]) for name in ("whole", "panned", "zoomed")}) == 3
-
-
-def test_a_click_selects_a_stage_in_all_lanes(seen: dict) -> None:
-    """The others fade; its button in the legend clears."""
     assert seen["selected"] == ["old_log_prob"]
     assert seen["dimmed"] == seen["stages"] - 3
     assert seen["cleared"] == 0
-
-
-def test_a_phone_scrolls_no_page_sideways(seen: dict, large: dict) -> None:
-    """Wide tables scroll inside themselves."""
-    assert seen["overflow"] <= 0
-    assert large["overflow"] <= 0
 
 
 def test_a_file_says_how_to_come_to_the_timeline(seen: dict, step: Path) -> None:
@@ -194,7 +166,7 @@ def test_a_link_to_elsewhere_is_none(report: Report, tmp_path: Path, timeline: s
 
 
 def test_a_large_role_is_folded_with_those_first_who_stand_out(large: dict) -> None:
-    """A button unfolds it and folds it again, and keeps the focus."""
+    """A button unfolds and folds it and keeps the focus."""
     assert large["folded"][:3] == ["lane controller", "group actor", "lane actor_rank160"]
     assert len(large["folded"]) < 12
     assert large["button"] == ["all 256", "all 256 lanes of actor"]
@@ -202,22 +174,14 @@ def test_a_large_role_is_folded_with_those_first_who_stand_out(large: dict) -> N
     assert large["unfolded"][2] == "lane actor_rank160"
     assert large["focus"] == "true"
     assert large["refolded"] == large["folded"]
-
-
-def test_hundreds_of_lanes_are_drawn_without_waiting(large: dict) -> None:
-    """Unfolding 256 lanes and zooming in all of them computes for no time that a person would call long."""
     assert 0 < large["unfoldS"] < 10
     assert 0 < large["zoomS"] < 10
 
 
-def test_a_long_table_shows_its_top(large: dict) -> None:
-    """Ten rows, all on request, and ten again, also of another order."""
+def test_long_tables_and_metrics_are_folded(large: dict) -> None:
+    """Ten rows, all on request, and ten again, also of another order; metrics by prefix."""
     assert large["workers"] == [10, 300, 10]
     assert large["fold"] == " all 300"
     assert large["first"].startswith("rollout")
     assert large["sortedRows"] == 10
-
-
-def test_metrics_fold_by_prefix(large: dict) -> None:
-    """A group has the number of its metrics, and is closed."""
     assert large["groups"] == [["timing_s (30)", False], ["actor (2)", False]]

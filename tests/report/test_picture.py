@@ -19,7 +19,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 
 def test_lanes_are_grouped_by_role_the_controller_first(report: Report) -> None:
-    """With their number, and nobody left out."""
+    """With their number and the mean of their lanes, and nobody left out."""
     groups = {group["role"]: group for group in picture(report)["groups"]}
     assert {role: len(group["lanes"]) for role, group in groups.items()} == {
         "controller": 1,
@@ -29,6 +29,10 @@ def test_lanes_are_grouped_by_role_the_controller_first(report: Report) -> None:
     (lane,) = (lane for lane in groups["actor"]["lanes"] if lane["stands_out"])
     assert lane["name"] == "actor_rank7"
     assert lane["stands_out"] == "slower than the others"
+    actor = picture(report)["groups"][1]
+    loads = [lane["load"] for lane in actor["lanes"]]
+    assert actor["load"][100] == pytest.approx(sum(load[100] for load in loads) / 12, abs=0.05)
+    assert len(actor["load"]) == len(actor["communication"]) == len(loads[0])
 
 
 def test_a_late_replica_and_an_idle_lane_stand_out(tmp_path: Path) -> None:
@@ -57,14 +61,6 @@ def test_a_role_shows_from_when_to_when_all_lanes_were_in_a_stage(tmp_path: Path
 
 def span(name: str, begin: float, end: float, depth: int = 0, lane: str = "controller") -> GanttSpan:
     return GanttSpan(lane=lane, name=name, begin_us=begin, end_us=end, depth=depth)
-
-
-def test_a_role_has_the_mean_of_its_lanes(report: Report) -> None:
-    """A folded role shows how busy it was on average."""
-    actor = picture(report)["groups"][1]
-    loads = [lane["load"] for lane in actor["lanes"]]
-    assert actor["load"][100] == pytest.approx(sum(load[100] for load in loads) / 12, abs=0.05)
-    assert len(actor["load"]) == len(actor["communication"]) == len(loads[0])
 
 
 def test_starts_and_stops_of_a_tool_are_no_stages(report: Report) -> None:

@@ -175,21 +175,15 @@ class TestInABrowser:
 
     pytestmark = needs_browser
 
-    def test_it_works_and_axe_finds_nothing(self, seen: dict) -> None:
-        """In light, in dark and on a phone."""
+    def test_steps_are_bars_that_lead_to_their_pages(self, seen: dict, steps: list[Report]) -> None:
+        """By click and by Enter; a bar is as high as its step is long, its label has all stages."""
         assert seen["problems"] == []
         assert seen["axe"] == []
         assert seen["overflow"] <= 0
-
-    def test_each_step_is_a_bar_of_its_stages(self, seen: dict, steps: list[Report]) -> None:
-        """As high as the step is long; its label has all stages, the longest first."""
         assert len(seen["bars"]) == len(steps)
         assert seen["bars"][3].startswith("step 13: 13.9 s, rollout 9.20 s, update_actor 3.00 s")
         ratio = seen["heights"][3] / seen["heights"][0]
         assert ratio == pytest.approx(steps[3].span_us / steps[0].span_us, rel=0.02)
-
-    def test_a_bar_leads_to_the_page_of_its_step(self, seen: dict) -> None:
-        """By click and by Enter."""
         assert seen["clicked"].startswith("Step 13")
         assert seen["entered"].startswith("Step 10")
 
@@ -303,10 +297,6 @@ class TestEveryStep:
         ]
         assert seen["heights"][12] / seen["heights"][0] == pytest.approx(12.5 / 8.5, rel=0.1)
         assert seen["entered"].startswith("Step 12")
-
-    @pytest.mark.skipif(any(mark.args[0] for mark in needs_browser), reason="needs a browser")
-    def test_a_step_beyond_the_axis_is_marked_in_a_browser(self, run: Path) -> None:
-        """It is as high as the axis; the others keep their heights."""
         WatchLog(run)(summary(20, {"update_actor": 600_000.0}))
         assert main(["report", str(run), "--save"]) == 0
         seen = run_script("watch.js", str(run / "index.html"))

@@ -38,7 +38,7 @@ def seconds(lost_us: dict[str, float]) -> dict[str, float]:
 
 
 def test_a_shared_device_is_busy_while_any_of_its_lanes_is(tmp_path: Path) -> None:
-    """10 s of one device, not 20 s of two lanes; the cause is that of the lane whose turn it is."""
+    """10 s of one device, not 20 s of two lanes."""
     report = colocated(tmp_path, [GPU], [GPU])
     [row] = report.devices
     assert (row.lanes, row.roles) == (["actor_rank0", "rollout0_rank0"], ["actor", "rollout"])
@@ -53,6 +53,10 @@ def test_a_shared_device_is_busy_while_any_of_its_lanes_is(tmp_path: Path) -> No
     assert sum(lost.seconds for lost in report.lost) == pytest.approx(6.0)
     assert report.working_share == pytest.approx(0.4)
     assert report.throughput.tokens_per_s_per_device == pytest.approx(report.throughput.tokens_per_s)
+    assert {finding.rule for finding in report.findings} <= {"host_bound", "after_generation", "idle_stage"}
+    finding = next(finding for finding in report.findings if finding.rule == "host_bound")
+    assert finding.text.endswith("2.00 device-seconds (20% of the observed time).")
+    assert finding.lanes == ["actor_rank0", "rollout0_rank0"]
 
 
 def test_every_face_says_devices(tmp_path: Path) -> None:
@@ -68,15 +72,6 @@ def test_every_face_says_devices(tmp_path: Path) -> None:
     assert (row["lanes"], row["busy_us"]) == ("actor_rank0; rollout0_rank0", "4000000.0")
     numbers = dict(scalars(report))
     assert (numbers["busy_share"], numbers["lost/host_bound_s"]) == (0.4, 2.0)
-
-
-def test_findings_are_of_devices(tmp_path: Path) -> None:
-    """A wait for the other role of the same device is no lost time, and none is advised against."""
-    report = colocated(tmp_path, [GPU], [GPU])
-    assert {finding.rule for finding in report.findings} <= {"host_bound", "after_generation", "idle_stage"}
-    finding = next(finding for finding in report.findings if finding.rule == "host_bound")
-    assert finding.text.endswith("2.00 device-seconds (20% of the observed time).")
-    assert finding.lanes == ["actor_rank0", "rollout0_rank0"]
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def write_start(run: Path, process: ProcessId, end_ns: int | None = None) -> Non
 def test_the_terminal_shows_the_history_and_says_how_to_capture(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In place of an error: a job with its watch on is worth a look before anything was captured."""
+    """In place of an error: a job with its watch on is worth a look; check has nothing to complain of."""
     assert main(["report", str(run)]) == EXIT_OK
     said = capsys.readouterr().out
     for text in (
@@ -53,10 +53,6 @@ def test_the_terminal_shows_the_history_and_says_how_to_capture(
     ):
         assert text in said
     assert not (run / "index.html").exists()
-
-
-def test_check_has_nothing_to_complain_of(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A job that was only watched is whole; what is missing is said, and how to have it."""
     assert main(["check", str(run)]) == EXIT_OK
     said = capsys.readouterr().out
     assert said.startswith("No step was captured. schedule.steps names steps beforehand")
@@ -67,7 +63,7 @@ def test_check_has_nothing_to_complain_of(run: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_page_of_the_run_has_every_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As a picture and as tables; nothing of it needs a captured step."""
+    """As a picture and as tables; JSON is one document with the sentence that the terminal says."""
     assert main(["report", str(run), "--save"]) == EXIT_OK
     assert f"wrote {run / 'index.html'}" in capsys.readouterr().err
     page = (run / "index.html").read_text()
@@ -78,10 +74,6 @@ def test_the_page_of_the_run_has_every_step(run: Path, capsys: pytest.CaptureFix
     elements = Elements()
     elements.feed(page)
     assert elements.open == []
-
-
-def test_json_is_one_document_with_the_steps(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And with the sentence that the terminal says."""
     assert main(["report", str(run), "--json"]) == EXIT_OK
     found = json.loads(capsys.readouterr().out)
     assert found["run"] == str(run)

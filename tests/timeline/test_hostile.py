@@ -133,16 +133,12 @@ def bomb(path: Path, events: int) -> Path:
     return path
 
 
-def test_at_most_so_many_bytes_are_unpacked(tmp_path: Path) -> None:
-    """A small file may unpack to any size; a base behind the events is not searched further either."""
+def test_content_and_memory_are_limited(tmp_path: Path) -> None:
+    """A small file may unpack to any size; reading ends when the process has grown beyond its limit."""
     trace = Trace(bomb(tmp_path / "t.json.gz", 200_000), Limits(content_bytes=5_000_000))
     assert 0 < sum(len(events) for events in trace.chunks()) < 200_000
     assert trace.truncated
     assert "5,000,000 bytes of content (--max-content raises it)" in trace.warnings[-1]
-
-
-def test_a_process_takes_no_more_memory_than_it_may(tmp_path: Path) -> None:
-    """Reading ends when the process has grown beyond the limit."""
     trace = Trace(bomb(tmp_path / "t.json.gz", 200_000), Limits(memory_bytes=1_000_000))
     assert 0 < sum(len(events) for events in trace.chunks()) < 200_000
     assert trace.truncated

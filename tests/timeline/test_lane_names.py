@@ -55,14 +55,10 @@ def test_the_first_event_of_a_process_does_not_name_it(events: list[dict[str, An
 
 
 def test_a_device_has_the_name_of_its_label(tmp_path: Path) -> None:
-    """Whatever the accelerator is, its label says it."""
+    """Whatever the accelerator is and whatever its number: texts for processes are none of the host."""
     work = {**KERNEL, "cat": "mtia_ccp_events"}
     names = merged_names(tmp_path, [*labelled(DEVICE, "MTIA 1", "MTIA 1"), OPERATOR, work])
     assert names == {"gemm": "worker_rank0 MTIA 1", "aten::mm": "worker_rank0"}
-
-
-def test_a_device_is_none_of_the_host_whatever_its_number(tmp_path: Path) -> None:
-    """Merged traces of others have texts for processes, and kineto's own time is none of a process -1."""
     own = {**OPERATOR, "cat": "overhead", "pid": -1, "name": "Activity Buffer Request"}
     names = merged_names(tmp_path, [{**KERNEL, "pid": "[TP00] 0"}, own, {**OPERATOR, "cat": "", "pid": 9}])
     assert names["gemm"] == "worker_rank0 [TP00] 0"

@@ -102,24 +102,34 @@ def test_every_time_is_exact_whatever_the_base(
     assert len({event["id"] for event in events}) == len({number for _, number in times})
 
 
-def test_lanes_are_named_and_sorted(tmp_path: Path) -> None:
-    """The controller comes first, then the ranks in order, then the engines; no process is nameless."""
-    _, events = merged(build_step(tmp_path))
+def test_lanes_are_named_sorted_and_hold_valid_events(tmp_path: Path) -> None:
+    """The controller first, ranks, then engines; stages lie in the process of the operators."""
+    result, events = merged(build_step(tmp_path))
     names = process_names(events)
     order = {e["pid"]: e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"}
     lanes = list(dict.fromkeys(names[pid].split()[0] for pid in sorted(names, key=order.__getitem__)))
     assert lanes == ["controller", *WORKERS]
     assert {event["pid"] for event in events} == names.keys()
-
-
-def test_a_workers_stages_share_its_process(tmp_path: Path) -> None:
-    """The lane of stages is in the process that holds the operators, so that they are seen together."""
-    _, events = merged(build_step(tmp_path))
-    names = process_names(events)
     stages = {names[e["pid"]] for e in events if e["ph"] == "X" and e.get("cat") == "stage"}
     operators = {names[e["pid"]] for e in events if e.get("cat") == "cpu_op"}
     assert stages == {"controller", "actor_rank0", "actor_rank1", "rollout0_rank0"}
     assert operators == stages - {"controller"}
+    assert json.loads(gzip.decompress(result.path.read_bytes())).keys() == {
+        "schemaVersion",
+        "displayTimeUnit",
+        "verlProfilingTimeline",
+        "baseTimeNanoseconds",
+        "traceEvents",
+        "verlProfiling",
+    }
+    needed = {"X": {"name", "ts", "dur"}, "i": {"name", "ts", "s"}, "M": {"name", "args"}}
+    needed |= {phase: {"name", "cat", "id", "ts"} for phase in "stf"}
+    for event in events:
+        assert needed[event["ph"]] | {"pid", "tid"} <= event.keys(), event
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert event.get("dur", 0) >= 0
+        assert event.get("ts", 0) >= 0
 
 
 def test_arrows_lead_from_the_controllers_stage_into_the_workers(tmp_path: Path) -> None:
@@ -198,27 +208,6 @@ def test_a_tools_start_and_stop_have_a_lane(tmp_path: Path) -> None:
         ("stop the tool", 2.0, {}),
     ]
     assert base + round(shown[0]["ts"] * 1000) == manifest.begin_ns - 9_000
-
-
-def test_every_event_is_valid(tmp_path: Path) -> None:
-    """Each has what Chrome's trace event format asks of its phase, and the file is one JSON object."""
-    result, events = merged(build_step(tmp_path))
-    assert json.loads(gzip.decompress(result.path.read_bytes())).keys() == {
-        "schemaVersion",
-        "displayTimeUnit",
-        "verlProfilingTimeline",
-        "baseTimeNanoseconds",
-        "traceEvents",
-        "verlProfiling",
-    }
-    needed = {"X": {"name", "ts", "dur"}, "i": {"name", "ts", "s"}, "M": {"name", "args"}}
-    needed |= {phase: {"name", "cat", "id", "ts"} for phase in "stf"}
-    for event in events:
-        assert needed[event["ph"]] | {"pid", "tid"} <= event.keys(), event
-        assert isinstance(event["pid"], int)
-        assert isinstance(event["tid"], int)
-        assert event.get("dur", 0) >= 0
-        assert event.get("ts", 0) >= 0
 
 
 @pytest.mark.parametrize("number", ["5", "1704161511434171181", '"717259538431"', "-1", '"\\ud800"'])

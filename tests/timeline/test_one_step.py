@@ -46,8 +46,8 @@ def capture(folder: Path, steps: list[StepSpan] = STEPS) -> Path:
     return folder
 
 
-def test_each_step_has_its_own_length_stages_and_version(tmp_path: Path) -> None:
-    """What lies between them is in neither, but stands around the one that it follows."""
+def test_each_step_has_its_own_numbers(tmp_path: Path) -> None:
+    """Length, stages, version, requests, tokens, device time and cost."""
     first, second = load_reports(capture(tmp_path))
     assert [(r.step, r.policy_version, r.span_us) for r in (first, second)] == [(2, 1, 5e6), (3, 2, 2e6)]
     assert [(row.name, row.begin_us, row.duration_us) for row in second.stages if row.duration_us] == [
@@ -61,11 +61,6 @@ def test_each_step_has_its_own_length_stages_and_version(tmp_path: Path) -> None
     for report in (first, second):
         assert sum(row.share for row in report.stages if row.depth == 0) == pytest.approx(1.0)
         assert "validate" not in {row.name for row in report.stages}
-
-
-def test_each_step_has_its_own_requests_and_tokens(tmp_path: Path) -> None:
-    """Those of the validation count for no rollout."""
-    first, second = load_reports(capture(tmp_path))
     assert [r.tail.requests for r in (first, second)] == [1, 2]
     assert [r.tail.last_finish_us for r in (first, second)] == [3e6, 0.5e6]
     assert [[row.requests for row in r.replicas] for r in (first, second)] == [[1], [2]]
@@ -74,11 +69,6 @@ def test_each_step_has_its_own_requests_and_tokens(tmp_path: Path) -> None:
         (640.0, 320.0),
     ]
     assert [r.metrics for r in (first, second)] == [{"tokens": 500.0}, {"tokens": 640.0}]
-
-
-def test_each_step_has_its_own_device_time(tmp_path: Path) -> None:
-    """Busy time, kernels and iterations are cut at the step; causes still add up to the idle time."""
-    first, second = load_reports(capture(tmp_path))
     assert [[row.busy_us for row in r.workers] for r in (first, second)] == [[1e6, 3e6], [1e6, 0.5e6]]
     assert [[row.iterations for row in r.engines] for r in (first, second)] == [[1], [1]]
     for report in (first, second):
@@ -86,11 +76,6 @@ def test_each_step_has_its_own_device_time(tmp_path: Path) -> None:
             assert row.span_us == report.span_us
             assert sum(row.lost_us.values()) == pytest.approx(row.idle_us + row.waiting_us)
     assert {op.name: op.self_us for op in second.kernels} == {"gemm": 1e6, "attention": 0.5e6}
-
-
-def test_what_the_capture_cost_is_in_the_step_in_which_it_was_spent(tmp_path: Path) -> None:
-    """The tool starts before the first step and stops after the last."""
-    first, second = load_reports(capture(tmp_path))
     costs = [next(row for row in r.costs if row.worker == "actor_rank0") for r in (first, second)]
     assert [(row.start_s, row.stop_s) for row in costs] == [(0.5, 0.0), (0.0, 3.0)]
 

@@ -18,8 +18,8 @@ def step(tmp_path: Path) -> StepInputs:
     return inputs
 
 
-def test_a_size_limit_is_met_by_leaving_out_the_shortest(step: StepInputs) -> None:
-    """Half of the bytes: the longest events are still there, and the rest is counted."""
+def test_a_slimmed_timeline_keeps_what_was_asked_for(step: StepInputs) -> None:
+    """Half of the bytes without the shortest."""
     whole = merge(step)
     longest = max(e["dur"] for e in read_events(whole.path) if e.get("cat") == "cpu_op")
     limit = whole.bytes // 2
@@ -27,10 +27,6 @@ def test_a_size_limit_is_met_by_leaving_out_the_shortest(step: StepInputs) -> No
     assert result.path.stat().st_size <= limit
     assert result.events + result.left_out == whole.events
     assert longest in {e["dur"] for e in read_events(result.path) if e.get("cat") == "cpu_op"}
-
-
-def test_stages_keep_only_what_happened_during_them(step: StepInputs) -> None:
-    """With the rollout alone, the engine stays whole and the ranks lose their operators."""
     result = merge(step, keep=Keep(windows_ns=stage_windows(step, ["rollout"])))
     kept = {member.path.name: member.events for member in result.members}
     names = {e["args"]["name"] for e in read_events(result.path) if e["name"] == "thread_name"}
