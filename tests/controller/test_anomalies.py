@@ -83,21 +83,6 @@ class Loop:
         )
 
 
-def test_the_next_step_is_captured_of_the_suspect_and_its_peer() -> None:
-    """By stage, where it is a stage that is slow; the trigger says all that was noticed."""
-    loop = Loop()
-    step = loop.quiet()
-    decision = loop.is_slow(step, slow=SLOW)
-    assert decision is not None
-    assert (decision.step_range.first, decision.step_range.last) == (step + 2, step + 2)
-    assert decision.selection == CaptureSelection(
-        mode="discrete", roles=("rollout",), replicas=(2, 1), stages=("rollout",)
-    )
-    assert (decision.trigger.kind, decision.trigger.noticed) == ("anomaly", step + 1)
-    assert decision.trigger.suspects == ["rollout2_rank0"]
-    assert loop.goes(summary(step + 2)) is None
-
-
 def test_the_capture_waits_until_the_flight_recorder_names_the_last_rank(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -307,23 +307,6 @@ def test_microseconds_are_no_news() -> None:
         assert (found is not None) == noticed, (stage, scale)
 
 
-def test_spans_of_a_role_that_did_not_work_in_the_slow_stage_are_not_blamed() -> None:
-    """Agent loops without stages: their spans may explain a slow rollout, and never a slow update."""
-
-    def with_spans(step: int, stage: str, ratio: float) -> StepSummary:
-        found = summary(step, longer(stage, ratio))
-        spans = [SpanTotal("tool:search", 16, int(300 * ratio * MS))]
-        loop = RankUse(lane="agent_loop_rank0", role="agent_loop", spans=spans)
-        return msgspec.structs.replace(found, workers=[*found.workers, loop])
-
-    for stage, named in (("rollout", True), ("update_actor", False)):
-        detector = Detector(Anomaly())
-        for step in range(1, 31):
-            assert detector.observe(with_spans(step, stage, 1.0)) is None
-        found = twice(detector, with_spans(31, stage, 3.0), with_spans(32, stage, 3.0))
-        assert ("tool:search of agent_loop" in found.reason) == named, found.reason
-
-
 def test_a_captured_step_is_not_judged() -> None:
     """What its capture cost is in its times; it does not count as a step before others either."""
     detector = Detector(Anomaly())
@@ -331,47 +314,6 @@ def test_a_captured_step_is_not_judged() -> None:
     for at in range(40):
         assert detector.observe(summary(step + at, longer("rollout", 9), captured="step_000031")) is None
     assert slow_twice(detector, step + 40, times=longer("rollout", 9)) is not None
-
-
-def test_signs_can_be_switched_off() -> None:
-    """Each by ``null``; then nothing is noticed of it."""
-    everything = {"times": longer("rollout", 9)}
-    for off, sign in (
-        ({}, "slow_stage"),
-        ({"slow_stage": None}, "slow_step"),
-        ({"slow_stage": None, "slow_step": None}, ""),
-    ):
-        detector = Detector(Anomaly(**off, leader=None))
-        step = quiet(detector)
-        found = slow_twice(detector, step, **everything)
-        assert (found.sign if found else "") == sign
-
-
-def test_a_loop_of_several_ranks_is_judged_by_all_of_them() -> None:
-    """It is the late rank and its stage, and not those in which the others wait for it."""
-
-    def ranks(step: int, late_ms: int) -> StepSummary:
-        begin_ns = step * 1_000 * MS
-        loop = [
-            RankUse(
-                lane=f"actor_rank{rank}",
-                role="actor",
-                rank=rank,
-                stages=[
-                    StageUse("generate", (50 + late_ms * (rank == 2)) * MS, 1, begin_ns),
-                    StageUse("update_actor", (40 + late_ms * (rank != 2)) * MS, 1, begin_ns + 50 * MS),
-                ],
-            )
-            for rank in range(4)
-        ]
-        found = StepSummary(step=step, begin_ns=begin_ns, end_ns=begin_ns + (95 + late_ms) * MS, loop=loop)
-        return msgspec.structs.replace(found, exposed=exposed(found))
-
-    detector = Detector(Anomaly())
-    for step in range(1, 31):
-        assert detector.observe(ranks(step, 0)) is None
-    late = twice(detector, ranks(31, 60), ranks(32, 60))
-    assert (late.stage, late.suspects, late.peers) == ("generate", ["actor_rank2"], ["actor_rank0"])
 
 
 def test_a_summary_of_nothing_is_nothing() -> None:

@@ -62,23 +62,6 @@ def ranks(*durations: tuple[int, ...]) -> list[RankUse]:
     ]
 
 
-def test_a_rank_that_is_late_is_counted_once_where_it_was_late() -> None:
-    """Rank 2 generates for 140 ms and the others wait for it in ``forward``: 40 ms more, and not twice."""
-    rows = exposed(summary(260, ranks((100, 90, 60), (100, 90, 60), (140, 50, 60))))
-    assert in_ms(rows) == [("generate", 140), ("forward", 50), ("backward", 60), ("", 10)]
-    assert rows[0].leader == "actor_rank2"
-    assert rows[0].lead_ns == 40 * MS
-    assert rows[0].imbalance == pytest.approx(140 / (340 / 3))
-    assert [row.leader for row in rows[1:]] == ["", "", ""]
-
-
-def test_of_one_process_nothing_is_compared() -> None:
-    """A loop that calls nobody leads itself."""
-    rows = exposed(summary(50, controller(("rollout", 0, 30)), use("actor_rank0", ("load", 40, 5))))
-    assert in_ms(rows) == [("rollout", 30), ("", 20)]
-    assert (rows[0].role, rows[0].leader, rows[0].lead_ns) == ("controller", "controller", 0)
-
-
 def test_two_late_ranks_are_tied() -> None:
     """Neither is the one that the others waited for; nor is the one that is alone before or behind."""
     for late in ((140, 141), (141, 140)):
@@ -86,20 +69,6 @@ def test_two_late_ranks_are_tied() -> None:
         assert (first.exposed_ns, first.leader, first.lead_ns) == (141 * MS, "", 0)
     [first, *_] = exposed(summary(300, ranks((100, 1), (140, 1), (180, 1))))
     assert (first.leader, first.lead_ns) == ("actor_rank2", 60 * MS)
-
-
-def test_workers_that_were_not_read_are_not_guessed() -> None:
-    """The loop's own times are exact all the same; a loop that has no workers leads itself."""
-    step = summary(100, controller(("rollout", 0, 90)))
-    assert in_ms(exposed(step)) == [("rollout", 90), ("", 10)]
-    assert [row.leader for row in exposed(step)] == ["", ""]
-    assert [row.leader for row in exposed(step, has_workers=False)] == ["controller", ""]
-
-
-def test_nothing_at_all_lies_in_no_stage() -> None:
-    """A loop that marks no stage, or has no process; a step of no length has no row."""
-    assert in_ms(exposed(summary(10, controller()))) == in_ms(exposed(summary(10, []))) == [("", 10)]
-    assert exposed(summary(0, [])) == exposed(summary(-5, [])) == []
 
 
 def test_ranks_in_different_orders_are_not_compared() -> None:
@@ -119,25 +88,6 @@ def test_a_stage_of_one_rank_alone_is_that_ranks() -> None:
     rows = exposed(summary(40, loop))
     assert in_ms(rows) == [("log", 30), ("forward", 10)]
     assert (rows[0].leader, rows[1].leader) == ("actor_rank0", "")
-
-
-def test_a_stage_of_the_controller_names_who_worked_in_it() -> None:
-    """The slow replica of the rollout and the slow rank of the update, by the middle of their stages."""
-    rows = exposed(
-        summary(
-            200,
-            controller(("rollout", 0, 90), ("update_actor", 95, 100)),
-            use("rollout0_rank0", ("generate", 1, 50)),
-            use("rollout1_rank0", ("generate", 1, 88)),
-            use("rollout2_rank0", ("generate", 1, 52)),
-            use("actor_rank0", ("update_actor", 96, 98)),
-            use("actor_rank1", ("update_actor", 96, 60)),
-            use("actor_rank2", ("update_actor", 96, 60)),
-        )
-    )
-    assert in_ms(rows) == [("rollout", 90), ("update_actor", 100), ("", 10)]
-    named = [(row.role, row.leader, row.lead_ns // MS) for row in rows[:2]]
-    assert named == [("rollout", "rollout1_rank0", 37), ("actor", "actor_rank0", 38)]
 
 
 def test_ranks_that_wait_for_each_other_inside_a_stage_are_evened_out() -> None:
@@ -308,11 +258,6 @@ def test_stages_of_the_loop_at_the_same_time_are_counted_once() -> None:
     rows = exposed(summary(100, controller(("rollout", 0, 60), ("reward", 40, 40)), use("actor_rank0")))
     assert in_ms(rows) == [("rollout", 60), ("reward", 20), ("", 20)]
     assert rows[1].leader == ""
-
-
-def test_a_stage_longer_than_the_step_is_cut_at_its_end() -> None:
-    """An SPMD rank that is late in the last stage does not make the step of rank 0 longer."""
-    assert in_ms(exposed(summary(100, ranks((50, 40), (50, 90))))) == [("generate", 50), ("forward", 50)]
 
 
 names = st.sampled_from(["a", "b", "c", "d", ""])

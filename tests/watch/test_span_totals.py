@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -12,17 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from verl_profiling import ProfilingCallback, ProfilingConfig, clock, span, stage, trajectory
+from verl_profiling import ProfilingCallback, clock, span, stage, trajectory
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_OK
-from verl_profiling.identity import WorkerIdentity
 from verl_profiling.run_files import read_manifest
 from verl_profiling.step_summary import OTHERS, RankUse, SpanTotal, StepSummary
-from verl_profiling.trajectories import spans as recorder
 from verl_profiling.trajectories.log import OpenLog
 from verl_profiling.trajectories.spans import start_log, stop_log, total_spans
-from verl_profiling.watch.sums import MOST_NAMES, SpanSums, WatchQuestion
+from verl_profiling.watch.sums import MOST_NAMES, SpanSums
 from verl_profiling.watch_log import WatchLogReader
 from verl_profiling.workers import AgentLoopCaptureMixin
 
@@ -143,28 +140,6 @@ def test_any_name_is_counted_and_memory_is_bounded(tally: SpanSums) -> None:
     grown, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert grown < 400_000
-
-
-def test_a_reading_carries_them_and_a_fork_forgets_them(session: Session) -> None:
-    """In an agent loop or reward; another worker counts nothing, nor does one whose watch is off."""
-    worker = AgentLoopCaptureMixin()
-    worker.init_capture({**WATCHED, "watch": {"enable": False}})
-    assert recorder._totals is None
-    session.reset()
-    session.register(ProfilingConfig.from_any({**WATCHED, "tool": "spans"}), WorkerIdentity(role="actor"))
-    assert recorder._totals is None
-    worker.init_capture(WATCHED)
-    with span("generate"):
-        pass
-    child = os.fork()
-    if not child:
-        os._exit(0 if recorder._totals is None else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    reading = worker.read_watch(WatchQuestion(steps=[(0, 1 << 62)], offsets_ns={clock.domain(): 0}))
-    [use] = reading.uses()
-    assert [(found.name, found.runs) for found in use.spans] == [("generate", 1)]
-    session.reset()
-    assert recorder._totals is None
 
 
 def test_spans_of_one_name_in_two_roles_are_not_counted_twice() -> None:
