@@ -21,7 +21,7 @@ class Anomaly:
     Attributes:
         slow_step: Approximate ratio of a slow step's duration to the median of the window; ``null``: off.
         slow_stage: Approximate ratio of a slow stage's exposed time to its median; ``null``: off.
-        leader: Share of the step by which one process leads in a stage, in three steps close together;
+        leader: Share of the step by which one process leads in a stage, in most of five steps in a row;
             ``null``: off.
         memory: Share by which a process's memory grows over the window, with growth at every reading;
             ``null``: off.

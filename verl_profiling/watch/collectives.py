@@ -20,7 +20,7 @@ import msgspec
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.step_summary import Collectives, Period, RankUse, StepSummary
 
-ASKED_STEPS, MOST_STEPS = 4, 40
+ASKED_STEPS, MOST_STEPS = 6, 40
 """Steps in which the records of all processes are read: one more than the sign ``leader`` needs; and steps in
 which that is tried, as the ranks of a loop begin to read at different times."""
 

@@ -35,6 +35,7 @@ NEWS = 1.25
 _STEADY = 0.5
 """Minimum growth in the second half of the window, as a share of the first half's; less is a warm-up."""
 
+_OF_A_STEADY_LEAD = 0.3
 _LEAST_OF_A_STEP, _MOST_OF_A_STEP, _OF_A_QUIET_STEP = 0.1, 0.5, 0.12
 _LONGEST, _QUIET = 10, 4
 _BESIDE_THE_WORST = 0.1
@@ -240,7 +241,7 @@ class Detector:
     def _leading(
         self, slow: Suspicion | None, summary: StepSummary, before: StepSummary | None
     ) -> Suspicion | None:
-        """Return a suspicion if a process leads in a stage in three of four steps, or in every second one.
+        """Return a suspicion if a process leads in a stage in five steps in a row, or in every second step.
 
         A lead is detected again if it is larger than before. What is slow goes first; its suspects have been
         detected with it.
@@ -258,14 +259,15 @@ class Detector:
             shares = self._leads.setdefault(who, deque(maxlen=self._options.window))
             shares.append(leads.get(who, 0.0))
             latest = [*[0.0] * 7, *shares]
-            lasting = max(min(shares[-1], sorted(latest[-4:])[-3]), min(latest[-7::2]))
+            steady = min(latest[-5:]) >= least * _OF_A_STEADY_LEAD
+            lasting = max(median(latest[-5:]) if steady else 0.0, min(latest[-7::2]))
             if max(shares) < least:
                 self._leads.pop(who)
                 self._noticed_leads.pop(who, None)
             elif slow is not None and stage == slow.stage and lane in slow.suspects:
                 self._noticed_leads[who] = max(self._noticed_leads[who], shares[-1])
             elif found is None and lasting >= max(least, NEWS * self._noticed_leads[who]):
-                self._noticed_leads[who] = max(latest[-4:])
+                self._noticed_leads[who] = max(latest[-5:])
                 longer = duration(shares[-1] * summary.duration_ns / 1e9)
                 found = Suspicion(
                     noticed=summary.step,
