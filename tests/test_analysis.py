@@ -78,7 +78,6 @@ def test_a_run_has_its_settings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("trace", ["megatron_tp2_rank0.json.gz", "vllm_tp2_rank0.trace.json.gz"])
 def test_plain_traces_have_all_but_a_manifest(trace: str, tmp_path: Path) -> None:
-    """Traces that other programs wrote are a step, too."""
     step = open_step(DATA / trace)
     assert step.manifest is None
     report = step.report()
@@ -144,7 +143,6 @@ def test_frames_hold_the_numbers_of_the_report(name: FrameName, tmp_path: Path) 
 
 
 def test_a_frame_that_does_not_exist_lists_those_that_do(folder: Path) -> None:
-    """Whatever is passed for a name."""
     step = open_step(folder)
     with pytest.raises(ConfigError, match="unknown table 'worker'; did you mean 'workers'"):
         step.to_frame("worker")
@@ -154,7 +152,6 @@ def test_a_frame_that_does_not_exist_lists_those_that_do(folder: Path) -> None:
 
 
 def test_without_pandas_the_remedy_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything else works without it."""
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ToolUnavailableError, match=r"pip install 'verl-profiling\[analysis\]'"):
         open_step(folder).to_frame("stages")

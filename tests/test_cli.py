@@ -41,7 +41,6 @@ def test_report_fits_100_columns_and_has_no_colour_when_piped(
 def test_help_shows_an_example_or_the_exit_codes(
     capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
-    """Help is enough to go on without the documentation."""
     with pytest.raises(SystemExit) as left:
         main([*command, "--help"])
     assert left.value.code == 0
@@ -50,7 +49,6 @@ def test_help_shows_an_example_or_the_exit_codes(
 
 
 def test_analysis_needs_neither_torch_nor_ray(tmp_path: Path) -> None:
-    """A laptop without them can merge and report."""
     folder = build_step(tmp_path)
     program = (
         "import sys; sys.modules.update(torch=None, ray=None, vllm=None)\n"
@@ -62,7 +60,6 @@ def test_analysis_needs_neither_torch_nor_ray(tmp_path: Path) -> None:
 
 
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
-    """``verl-profiling report ... | head`` ends without a traceback."""
     folder = build_step(tmp_path)
     command = f"{sys.executable} -m verl_profiling.cli report {folder} | head -n 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
@@ -110,7 +107,6 @@ def test_bad_merge_options_are_one_line_and_exit_2(
 def test_a_number_that_makes_no_sense_is_refused(
     capsys: pytest.CaptureFixture[str], option: str, values: tuple[str, ...]
 ) -> None:
-    """Rather than taken for another, or for no limit."""
     for value in values:
         with pytest.raises(SystemExit) as left:
             main(["merge", "folder", f"{option}={value}"])
@@ -237,7 +233,6 @@ def test_every_command_prints_in_an_ascii_locale(tmp_path: Path) -> None:
 
 
 def test_trigger_says_that_a_step_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And names the folder to use."""
     folder = build_step(tmp_path / "run")
     assert main(["trigger", str(folder)]) == EXIT_BAD_INPUT
     error = capsys.readouterr().err

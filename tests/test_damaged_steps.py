@@ -97,7 +97,6 @@ def test_a_damaged_step_costs_itself_alone(damaged: Path, capsys: pytest.Capture
 def test_a_run_file_that_cannot_be_read_costs_no_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
-    """Steps are read without it; ``check`` names it."""
     build_step(tmp_path, step=1)
     (tmp_path / RUN_NAME).write_text('{"run_id": "run"}')
     DAMAGES[damage](tmp_path / RUN_NAME)

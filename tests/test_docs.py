@@ -107,7 +107,6 @@ def update(*batches: object) -> float:
 
 
 def test_callback_page_names_every_method() -> None:
-    """Whatever a loop can call is explained."""
     page = (ROOT / "docs" / "callback.md").read_text()
     public = {name for name in dir(ProfilingCallback) if not name.startswith("_")} - {"sink"}
     assert {name for name in public if name not in page} == set()

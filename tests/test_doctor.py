@@ -68,7 +68,6 @@ def test_a_save_path_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_disabled_config_needs_nothing() -> None:
-    """It can run anywhere."""
     [finding] = examine_config(load_config(ROOT / "verl_profiling/conf/profiling/off.yaml"))
     assert not finding.problem
 

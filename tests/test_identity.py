@@ -23,7 +23,6 @@ def test_a_replica_has_a_lane_for_each_of_its_ranks() -> None:
 
 
 def test_people_see_where_a_worker_runs() -> None:
-    """Messages name role, rank, process and host."""
     assert str(WorkerIdentity(role="actor", rank=3, host="h", pid=7)) == "actor rank 3 (pid 7 on h)"
     assert (
         str(WorkerIdentity(role="rollout", replica=1, node_rank=2, host="h", pid=7))

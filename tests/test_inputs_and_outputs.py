@@ -92,7 +92,6 @@ def test_no_selection_overwrites_another(traces: Path) -> None:
 
 
 def test_stages_of_a_capture_have_timelines_of_their_own(tmp_path: Path) -> None:
-    """What view serves, ``timeline.json.gz``, is the whole step."""
     folder = build_step(tmp_path)
     assert main(["merge", str(folder), "--stage", "rollout"]) == EXIT_OK
     assert (folder / "timeline.stages_rollout.json.gz").is_file()
@@ -118,7 +117,6 @@ def test_reports_of_parts_of_a_folder_stay_apart(traces: Path) -> None:
 
 
 def test_a_trace_is_never_overwritten(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nor through a link to it."""
     link = traces.parent / "link.json.gz"
     link.symlink_to(traces / RANKS[1])
     before = files(traces)

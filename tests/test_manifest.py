@@ -58,7 +58,6 @@ def example() -> Manifest:
 
 
 def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """Nanoseconds included."""
     write_json_atomically(tmp_path / MANIFEST_NAME, example())
     assert read_manifest(tmp_path) == example()
     assert [path.name for path in tmp_path.iterdir()] == [MANIFEST_NAME]

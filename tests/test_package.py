@@ -104,7 +104,6 @@ def room_of(module: str) -> str:
 
 
 def test_no_arrow_runs_upwards() -> None:
-    """Each room knows only itself and the floors below."""
     heights = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
     breaches = {
         (module, name)

@@ -92,7 +92,6 @@ def test_the_page_of_the_run(steps: list[StepInputs], folder: Path, tmp_path: Pa
 
 
 def test_the_rollout(folder: Path, tmp_path: Path) -> None:
-    """What its trajectories waited for."""
     [step] = find_steps(AGENT)
     page = tmp_path / "report.html"
     page.write_text(render_html(build_report(step)), encoding="utf-8")
@@ -118,7 +117,6 @@ def test_the_trajectories(folder: Path, tmp_path: Path) -> None:
 
 
 def test_top(folder: Path) -> None:
-    """As a terminal shows it."""
     console = Console(record=True, width=100, file=StringIO(), force_terminal=True, highlight=False)
     console.print(View(WATCHED).frame())
     picture = console.export_svg(title="verl-profiling top")
@@ -132,7 +130,6 @@ def test_top(folder: Path) -> None:
 
 
 def test_every_step_on_the_page_of_a_run(folder: Path, tmp_path: Path) -> None:
-    """Exposed time by stage, with the captures marked."""
     page = tmp_path / "copy"
     shutil.copytree(WATCHED, page)
     assert main(["report", str(page), "--save"]) == 0

@@ -98,7 +98,6 @@ def test_a_plan_that_captures_nothing_is_a_finding(
     ("config", "arguments"), [({"enable": True, "mod": "e2e"}, []), ({"enable": True}, ["--steps", "many"])]
 )
 def test_bad_input_is_exit_2(tmp_path: Path, config: dict[str, Any], arguments: list[str]) -> None:
-    """Wrong settings are refused as the callback refuses them."""
     try:
         code = planned(tmp_path, config, *arguments)
     except SystemExit as left:
@@ -171,7 +170,6 @@ def test_coordinates_and_tools_that_come_later_are_named(
 
 
 def test_what_stays_on_disk_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With ``limits.keep_last``, older captures are removed."""
     assert planned(tmp_path, {"enable": True, "limits": {"keep_last": 5}}) == 0
     assert "  kept on disk: the last 5\n" in capsys.readouterr().out
 

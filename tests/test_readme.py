@@ -104,7 +104,6 @@ def test_every_command_is_checked() -> None:
 
 @pytest.mark.parametrize(("page", "block"), blocks("python"))
 def test_snippets_compile(page: str, block: str) -> None:
-    """Each Python snippet is Python."""
     compile(block, page, "exec")
 
 

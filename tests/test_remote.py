@@ -26,7 +26,6 @@ from verl_profiling.remote import RemoteFolder, is_url
     ],
 )
 def test_urls_are_told_from_paths(path: str, expected: bool) -> None:
-    """By their scheme."""
     assert is_url(path) is expected
 
 

@@ -14,14 +14,12 @@ from verl_profiling.testing import leaks, record_step
 
 
 def test_an_open_capture_is_a_leak(tmp_path: Path, session: Session) -> None:
-    """Until it is stopped."""
     with record_step(settings(tool="spans"), tmp_path):
         assert leaks() == ["a capture is open; call stop_capture()"]
     assert leaks() == []
 
 
 def test_a_running_profiler_is_a_leak() -> None:
-    """Anybody's."""
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
@@ -54,7 +52,6 @@ def test_a_recorded_step_has_its_result_after_the_block(tmp_path: Path, session:
 
 
 def test_a_step_that_raises_is_recorded(tmp_path: Path, session: Session) -> None:
-    """The exception passes, and the capture is closed."""
     with pytest.raises(ValueError, match="x"), record_step(settings(tool="spans"), tmp_path) as recorded:
         raise ValueError("x")
     assert recorded.result is not None

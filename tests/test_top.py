@@ -160,7 +160,6 @@ class TestOneFrame:
 
     @pytest.mark.parametrize("width", [100, 300])
     def test_it_fits_the_terminal(self, width: int) -> None:
-        """Of 100 columns, whatever stages and processes are called."""
         long = summary(
             1, {"rollout": 5000, "a_stage_with_a_name_that_is_longer_than_most": 3}, leader="x" * 60
         )
@@ -170,7 +169,6 @@ class TestOneFrame:
         assert any("5.00 s" in line for line in lines)
 
     def test_who_leads_is_shown_and_nobody_where_none_is_clear(self) -> None:
-        """And what nobody leads does not count as late."""
         lines = drawn(frame_of(summary(5)))
         assert any("actor_rank2 +500 ms" in line for line in lines)
         assert any("one process alone is late" in line for line in lines)
@@ -188,7 +186,6 @@ class TestOneFrame:
         assert re.fullmatch(r"noticed within 8 steps only from: rollout (1.9|2.\d) times .*", line)
 
     def test_names_cannot_steer_the_terminal(self) -> None:
-        """Nor mean markup."""
         lines = drawn(frame_of(summary(1, {"\x1b[2J[red]": 10}, leader="\x07[/]")))
         assert any(r"\x1b[2J[red]" in line for line in lines)
         assert not any("\x1b" in line or "\x07" in line for line in lines)
@@ -213,7 +210,6 @@ class TestExitCodes:
     """What a script learns."""
 
     def test_a_run_that_has_ended_is_well(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """It says so, and exits with 0."""
         write_run(run, end_ns=2)
         assert main(["top", str(run), "--once"]) == EXIT_OK
         shown = capsys.readouterr().out
@@ -221,7 +217,6 @@ class TestExitCodes:
         assert "last heard of" in shown
 
     def test_a_process_that_is_gone_is_a_finding(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """Killed, or its machine was restarted."""
         gone = subprocess.Popen(["true"])
         gone.wait()
         write_run(run, process=msgspec.structs.replace(ProcessId.current(), pid=gone.pid))
@@ -231,7 +226,6 @@ class TestExitCodes:
     def test_a_run_without_a_watch_says_how_to_switch_it_on(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """One line, and exit 2."""
         write_run(tmp_path / "run", enable=False)
         assert main(["top", str(tmp_path / "run"), "--once"]) == EXIT_BAD_INPUT
         assert "has no watch.jsonl; start the run with watch.enable=true" in capsys.readouterr().err
@@ -239,7 +233,6 @@ class TestExitCodes:
     def test_a_watch_that_has_logged_nothing_yet_is_waited_for(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """The first step can take an hour."""
         write_run(tmp_path / "run")
         assert main(["top", str(tmp_path / "run"), "--once"]) == EXIT_OK
         assert "No step has ended yet." in capsys.readouterr().out
@@ -248,7 +241,6 @@ class TestExitCodes:
     def test_what_is_no_run_is_one_line(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: str
     ) -> None:
-        """And exit 2."""
         run = tmp_path / "run"
         if harm == "file":
             run.write_text("")

@@ -43,7 +43,6 @@ def written(folder: Path, content: bytes, *, compressed: bool = True) -> Path:
 
 
 def test_a_log_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    """Every kind of line, and the number of bytes."""
     path = tmp_path / "a.trajectories.jsonl.gz"
     assert write_log(path, LOG) == path.stat().st_size
     found = read_log(path)

@@ -31,7 +31,6 @@ def test_a_time_has_three_digits_and_the_unit_that_fits(seconds: float, text: st
 
 
 def test_a_change_has_a_sign() -> None:
-    """Both ways; no change has none."""
     assert [duration(s, signed=True) for s in (0.01, -0.01, 0.0)] == ["+10.0 ms", "-10.0 ms", "0 s"]
 
 
@@ -47,5 +46,4 @@ def test_a_change_has_a_sign() -> None:
     ],
 )
 def test_a_size_has_three_digits_and_the_unit_that_fits(size: int, text: str) -> None:
-    """Powers of ten, as disks and files are measured."""
     assert byte_size(size) == text

@@ -16,7 +16,6 @@ def test_the_table_in_the_readme_is_the_current_one() -> None:
 
 
 def test_every_test_that_a_cell_names_exists() -> None:
-    """A renamed test must not leave its cell behind."""
     for test in filter(None, (test for _, *tests in CELLS.values() for test in tests)):
         place, _, name = test.partition("::")
         parts = [part for part in place.split(".") if not part.startswith("Test")]

@@ -105,7 +105,6 @@ def test_another_capture_closes_the_open_one(spans_only: Session, tmp_path: Path
 
 
 def test_a_start_that_is_refused_closes_a_forgotten_capture(spans_only: Session, tmp_path: Path) -> None:
-    """Any start with another capture's id does."""
     spans_only.start(request(tmp_path / "1"), ACTOR)
     refused = spans_only.start(
         request(tmp_path / "2", 2, selection=CaptureSelection(tools=("tporch",))), ACTOR

@@ -193,7 +193,6 @@ def test_a_scheduled_capture_says_what_the_watch_noticed() -> None:
 
 
 def test_an_aim_that_cannot_be_had_costs_no_capture() -> None:
-    """It is made as the settings say."""
     loop = Loop(allowed=False)
     step = loop.quiet()
     decision = loop.is_slow(step, slow=SLOW)

@@ -297,7 +297,6 @@ def test_a_callback_without_workers_says_so(tmp_path: Path, session: Session, ca
     ],
 )
 def test_what_cannot_be_driven_is_refused(tmp_path: Path, workers: Any, message: str) -> None:
-    """The error says what is missing, before training begins."""
     with pytest.raises(ConfigError, match=message):
         following(configured(tmp_path), workers)
 

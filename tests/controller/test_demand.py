@@ -272,7 +272,6 @@ def test_a_capture_that_goes_on_is_not_interrupted(tmp_path: Path, session: Sess
 
 
 def test_an_exception_in_the_step_is_part_of_the_answer(job: Job) -> None:
-    """What was recorded is kept, and is not complete."""
     answer = job.ask()
     job.callback.on_step_begin(1)
     job.callback.on_exception(ValueError("no memory"))
@@ -344,7 +343,6 @@ def test_a_handler_of_the_user_stays(tmp_path: Path, session: Session, watched: 
 async def test_a_loop_that_is_a_coroutine_answers_with_the_policy_version(
     tmp_path: Path, session: Session
 ) -> None:
-    """The same decision, awaited."""
     config = configured(tmp_path)
     worker = TrainWorker()
     worker.set_up(config)
@@ -405,7 +403,6 @@ def put(job: Job, name: str, data: bytes) -> Path:
     ],
 )
 def test_what_is_no_request_is_refused(job: Job, caplog: pytest.LogCaptureFixture, data: bytes) -> None:
-    """It is logged once, and the loop goes on."""
     put(job, "0123456789ab.json", data)
     job.step(3)
     [refusal] = (job.run / "requests").iterdir()
@@ -462,7 +459,6 @@ def test_what_is_logged_of_a_request_is_one_line(job: Job, caplog: pytest.LogCap
 
 
 def test_a_job_is_alive_then_ended(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command says so at once."""
     job.step(2)
     assert main(["trigger", str(job.run)]) == 0
     assert "the job runs (pid" in capsys.readouterr().out
@@ -481,7 +477,6 @@ def test_a_job_is_alive_then_ended(job: Job, capsys: pytest.CaptureFixture[str])
 def test_who_could_not_record_is_in_the_answer(
     job: Job, capsys: pytest.CaptureFixture[str], asked: list[str], said: str
 ) -> None:
-    """With the reason; and the exit code says so."""
     server = RolloutCaptureMixin()
     server.init_capture(settings(tool="spans"), requests=RequestLog())
     job.callback.add_rollout([server])
@@ -503,14 +498,12 @@ def test_who_could_not_record_is_in_the_answer(
 def test_what_is_known_to_be_wrong_is_said_at_once(
     job: Job, capsys: pytest.CaptureFixture[str], options: list[str], said: str
 ) -> None:
-    """The job is not asked."""
     assert main(["trigger", str(job.run), *options]) == 2
     assert said in capsys.readouterr().err
     assert not list(job.run.glob("requests/*.json"))
 
 
 def test_no_job_was_ever_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder without one, and none at all."""
     assert main(["trigger", str(tmp_path)]) == 2
     assert "needs watch.enable=true" in capsys.readouterr().err
     assert main(["trigger", str(tmp_path / "none")]) == 2
@@ -643,7 +636,6 @@ def test_a_run_behind_a_url_is_asked_there(
 def test_a_worker_that_cannot_is_named_and_the_loop_goes_on(
     tmp_path: Path, session: Session, strict: bool
 ) -> None:
-    """Also with strict settings: nobody planned this capture."""
     job = Job(configured(tmp_path, strict=strict))
     answer = job.ask(CaptureSelection(tools=("nsys",)))
     job.step(2)

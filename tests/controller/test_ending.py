@@ -126,7 +126,6 @@ def test_what_was_recorded_is_written_and_the_manifest_says_why(
 
 
 def test_between_captures_the_signal_kills_as_ever(tmp_path: Path) -> None:
-    """Nothing is replaced while nothing records."""
     assert end(tmp_path, "between")[0] == -signal.SIGTERM
     assert read(tmp_path, 1).complete
 

@@ -105,7 +105,6 @@ def test_metrics_of_any_kind_never_end_training(
 
 @pytest.mark.parametrize("number", [numpy.int64(2), torch.tensor(2), True + 1])
 def test_whole_numbers_of_any_type_are_steps(tmp_path: Path, session: Session, number: Any) -> None:
-    """Also as policy version."""
     config = configured(tmp_path)
     callback = following(config)
     callback.on_step_begin(number, number)
@@ -137,8 +136,6 @@ def test_a_policy_version_that_is_no_number_is_noted(tmp_path: Path, session: Se
 
 
 def test_numbers_of_a_worker_that_are_not_finite_are_named(tmp_path: Path, session: Session) -> None:
-    """A tool may measure anything; the manifest stays readable."""
-
     class Measuring(TrainWorker):
         def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
             reply = super().stop_capture(capture_id, finish_s)

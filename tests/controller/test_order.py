@@ -149,7 +149,6 @@ def test_a_loop_that_begins_no_step_is_said(tmp_path: Path, caplog: Any) -> None
 
 
 def test_nothing_is_said_when_profiling_is_off(tmp_path: Path, caplog: Any) -> None:
-    """Whatever the loop calls."""
     callback = ProfilingCallback(configured(tmp_path, enable=False))
     callback.on_step_end()
     callback.on_rollout_end()

@@ -276,7 +276,6 @@ def test_hooks_are_told_the_url_once_all_is_there(
 
 
 def test_no_file_system_for_a_url_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the training, with what to install."""
     with pytest.raises(ConfigError, match=r"save_path: .*nonsense"):
         ProfilingConfig(enable=True, tool="spans", save_path="nonsense://x")
     monkeypatch.setitem(sys.modules, "fsspec", None)
@@ -286,7 +285,6 @@ def test_no_file_system_for_a_url_is_said_with_the_remedy(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("command", ["report", "check", "merge", "collect", "view"])
 def test_commands_refuse_urls_with_the_remedy(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """They read folders."""
     with pytest.raises(SystemExit) as ended:
         main([command, "s3://bucket/run/step_000002"])
     assert ended.value.code == 2

@@ -153,7 +153,6 @@ def test_a_full_disk_is_not_written_to(
 def test_that_nothing_was_captured_for_a_while_is_in_the_next_manifest(
     tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the step from which on, and the reason."""
     config = every_step(tmp_path)
     callback = following(config)
     usage = shutil.disk_usage

@@ -135,7 +135,6 @@ def test_steps_that_never_came_are_named_by_the_check(
 
 
 def test_a_loop_that_counts_from_the_start_again_overwrites_nothing(tmp_path: Path, session: Session) -> None:
-    """One callback sees step 2 in every epoch."""
     config = configured(tmp_path)
     callback = following(config)
     folders = []
@@ -190,7 +189,6 @@ def test_runs_that_start_at_the_same_moment_have_different_folders(tmp_path: Pat
 def test_a_folder_whose_run_cannot_be_told_is_left_alone(
     tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture, damage: bytes
 ) -> None:
-    """Not even by a run of the same name."""
     config = configured(tmp_path, run_id="r")
     root = Path(config.save_path)
     root.mkdir()
@@ -201,7 +199,6 @@ def test_a_folder_whose_run_cannot_be_told_is_left_alone(
 
 
 def test_step_folders_without_a_run_are_left_alone(tmp_path: Path, session: Session) -> None:
-    """They are somebody's, e.g. copied there to be analysed."""
     config = configured(tmp_path)
     theirs = Path(config.save_path) / "step_000002"
     theirs.mkdir(parents=True)
@@ -211,7 +208,6 @@ def test_step_folders_without_a_run_are_left_alone(tmp_path: Path, session: Sess
 
 
 def test_no_folder_is_taken_before_there_is_something_to_write(tmp_path: Path, session: Session) -> None:
-    """A run whose schedule captures nothing leaves no trace."""
     config = configured(tmp_path, schedule={"steps": [9]})
     train(config, 1, 3)
     assert not Path(config.save_path).exists()
@@ -220,8 +216,6 @@ def test_no_folder_is_taken_before_there_is_something_to_write(tmp_path: Path, s
 def test_a_file_system_without_hard_links_will_do(
     tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is created exclusively instead."""
-
     def refuse(*arguments: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -232,7 +226,6 @@ def test_a_file_system_without_hard_links_will_do(
 
 
 def test_a_name_of_a_run_is_no_path(tmp_path: Path, session: Session) -> None:
-    """Whatever it holds, it names no folder."""
     config = configured(tmp_path, run_id="../../etc/ü\n/" + "x" * 5000)
     assert record(config) == Path(config.save_path) / "step_000002"
     info = read_run(Path(config.save_path))

@@ -185,7 +185,6 @@ def test_a_worker_that_is_dead_is_named_once_and_holds_up_nothing(
 
 
 def test_a_loop_without_workers_is_one_process(tmp_path: Path) -> None:
-    """Nobody is missing in its summaries."""
     callback, whole = followed(watched(tmp_path))
     run(callback, lambda step: None, steps=2)
     assert {row.leader for summary in whole for row in summary.exposed if row.name} == {"controller"}
@@ -365,7 +364,6 @@ def test_the_account_of_an_aimed_capture_has_the_others_too(tmp_path: Path, pool
 
 
 def test_workers_that_are_never_due_are_read_with_captures_alone(tmp_path: Path, session: Session) -> None:
-    """With ``every: 0``; nobody is asked of another step."""
     config = watched(tmp_path, every=0)
     worker = local_worker(config)
     callback, whole = followed(config, ("actor", worker))

@@ -279,7 +279,6 @@ class WindowContract(EngineContract):
     unreached: dict[str, Any] = {"start": 500, "count": 2}
 
     async def test_window_holds_exactly_count_iterations(self, server: Any, tmp_path: Path) -> None:
-        """`rollout.count` and `rollout.start` are exact, in every rank's trace."""
         for step, window in enumerate(self.windows):
             server.reconfigure(rollout=window)
             paths = await self.capture(server, request(tmp_path, step), tokens=12)

@@ -55,7 +55,6 @@ def test_events_that_lie_across_pieces_count_once(compressed: bool, tmp_path: Pa
     ids=["cut while compressing", "not compressed", "no spans"],
 )
 def test_damage_is_named(content: bytes, status: str, reason: str, tmp_path: Path) -> None:
-    """An engine may report success all the same."""
     raw = tmp_path / "raw.json.gz"
     raw.write_bytes(content)
     artifact = finished(raw, tmp_path / "step")

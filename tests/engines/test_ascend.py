@@ -102,7 +102,6 @@ def test_the_tool_has_to_fit_the_device(device: str, tool: str, right: str) -> N
 def test_a_vllm_ascend_that_cannot_be_captured_is_named(
     version: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message says what to install."""
     from verl_profiling.engines import adapter, vllm
 
     monkeypatch.setattr(adapter.metadata, "version", installed(version))
@@ -114,7 +113,6 @@ def test_a_vllm_ascend_that_cannot_be_captured_is_named(
 def test_a_vllm_ascend_that_counts_no_iterations_is_named(
     version: str, counts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its workers call nothing between iterations before 0.20."""
     from verl_profiling.engines import adapter, vllm
 
     monkeypatch.setattr(adapter.metadata, "version", installed(version))
@@ -129,7 +127,6 @@ def test_a_vllm_ascend_that_counts_no_iterations_is_named(
 
 
 def test_the_daemon_of_msmonitor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vllm-ascend would raise when the first capture starts."""
     from verl_profiling.engines import adapter, vllm
 
     monkeypatch.setattr(adapter.metadata, "version", installed("0.26.0rc1"))
@@ -265,7 +262,6 @@ class TestOwnProfilers:
             assert products(folder, "rollout0_rank0.rollout.npu") == 6
 
     def test_nothing_is_left_beside_the_steps(self, outcomes: Outcome) -> None:
-        """What the engines wrote was moved."""
         for outcome in outcomes.values():
             assert not [name for name in outcome["left"] if name.startswith(".engines")]
 

@@ -103,7 +103,6 @@ async def test_a_server_that_is_not_profiled_answers_all_the_same(session: Sessi
 
 
 def test_the_requests_switch_holds_for_own_engines(session: Session, tmp_path: Path) -> None:
-    """With ``rollout.requests=false`` the capture has no requests."""
     for wanted in (True, False):
         config = {
             "enable": True,
@@ -124,6 +123,5 @@ def test_the_requests_switch_holds_for_own_engines(session: Session, tmp_path: P
 
 
 def test_without_a_log_an_own_engine_is_unknown() -> None:
-    """The error names the remedy."""
     with pytest.raises(ToolUnavailableError, match=r"engine of your own, requests=RequestLog\(\)"):
         RolloutCaptureMixin().init_capture({"enable": True}, engine=object())

@@ -36,7 +36,6 @@ def test_a_request_has_its_times_its_lengths_and_its_version(log: RequestLog) ->
 
 
 def test_a_batch_closes_one_record_for_each_of_its_requests(log: RequestLog) -> None:
-    """Then the end of the block adds none."""
     with log.open() as batch:
         for length in (1, 2, 3):
             batch.close(4, length)
@@ -44,7 +43,6 @@ def test_a_batch_closes_one_record_for_each_of_its_requests(log: RequestLog) -> 
 
 
 def test_what_the_engine_tells_is_kept(log: RequestLog) -> None:
-    """Its id, its own times, and what it counted."""
     with log.open(prompt_tokens=8, id="turn-3") as request:
         request.first_token()
         begin_ns = time.time_ns()

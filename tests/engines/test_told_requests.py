@@ -95,7 +95,6 @@ async def test_times_of_vllm_are_taken_over_where_its_clock_is_ours(
 
 
 async def test_a_request_of_vllm_for_several_samples_keeps_its_id_alone() -> None:
-    """What comes with its outputs is of one sample."""
     noted = await noted_by_vllm(VLLM(told={"num_preemptions": 1}), n=2, by_name=False)
     assert (noted.id, list(seconds(noted))) == ("turn-1", ["generate"])
     assert (noted.cached_tokens, noted.preemptions) == (None, None)

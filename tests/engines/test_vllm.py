@@ -170,7 +170,6 @@ async def test_engine_without_a_profiler(tiny_model: Path, tmp_path: Path, sessi
 
 
 async def test_options_that_vllm_does_not_have_are_refused(tmp_path: Path) -> None:
-    """The error names the key; nothing is started."""
     for changes, key in (
         ({"rollout": {"by_stage": True, "count": 2}}, "rollout.by_stage"),
         ({"tools": {"torch": {"mini_batches": {"active": 2}}}}, "tools.torch.mini_batches"),

@@ -53,7 +53,6 @@ def printed(table: Counter[tuple[str, str, str]]) -> str:
 
 
 def test_a_few_random_inputs_and_those_that_once_failed(tmp_path: Path) -> None:
-    """Each input and each stored case."""
     table: Counter[tuple[str, str, str]] = Counter()
     assert failures([*stored(), *range(SEED, SEED + FEW)], tmp_path, table) == []
     assert {key[0] for key in table} == set(INPUTS)

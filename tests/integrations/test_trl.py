@@ -162,7 +162,6 @@ def test_validation_is_a_stage_of_its_own(tmp_path: Path) -> None:
 
 
 def test_rloo_has_the_same_stages(tmp_path: Path) -> None:
-    """The other trainer of TRL that generates by itself."""
     config = settings(tmp_path, "profiling.tool=spans")
     grpo = make_trainer(config)
     arguments = dict(config.grpo) | {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}

@@ -71,13 +71,11 @@ class TestOneStepOff:
         return ran(request.param, "one_step_off", tmp_path_factory, steps, *validation)
 
     def test_it_is_captured_whole(self, run: Run) -> None:
-        """Every process of the run has its artifacts."""
         assert_whole(run)
         names = {worker.name for worker in run.manifest(3).workers}
         assert names == {"actor_rank0", "rollout0", "agent_loop_rank0", "reward_rank0"}
 
     def test_stages_take_as_long_as_verl_says(self, run: Run) -> None:
-        """Each to a millisecond; validation lies behind the step."""
         for step in (2, 3):
             manifest = run.manifest(step)
             assert_beside(manifest)

@@ -145,7 +145,6 @@ def test_every_global_field_is_mapped_or_reported(caplog: pytest.LogCaptureFixtu
 
 
 def test_the_table_in_the_documentation_names_every_field() -> None:
-    """docs/verl.md says of each field what becomes of it."""
     table = {word for line in DOCS.read_text().splitlines() if line[:1] == "|" for word in WORD.findall(line)}
     fields = set().union(*dataclass_fields().values()) | set(composed().global_profiler)
     assert [name for name in sorted(fields - {"_target_", "name", "tool_config"}) if name not in table] == []

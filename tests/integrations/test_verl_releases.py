@@ -118,7 +118,6 @@ def test_the_check_names_what_is_not_recorded(tmp_path: Path) -> None:
 
 
 def test_the_check_fails_where_nothing_would_be_recorded(tmp_path: Path) -> None:
-    """Without its timers verl has no steps to record."""
     folder = changed(tmp_path, "verl.utils.profiler.__init__", "marked_timer", "stage_timer")
     for name in ("nvtx_profile", "performance", "mstx_profile"):
         path = folder / f"verl/utils/profiler/{name}.py"

@@ -79,7 +79,6 @@ def test_one_warning_names_what_all_processes_said(caplog: pytest.LogCaptureFixt
 def test_a_trainer_that_no_hook_reaches_says_that_it_is_not_profiled(
     asked: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With what to do; strict settings end the run."""
     if "strict" in asked:
         with pytest.raises(ToolUnavailableError, match="not profiled"):
             say_no_trainer_is_hooked({"profiling": asked})
@@ -92,7 +91,6 @@ def test_a_trainer_that_no_hook_reaches_says_that_it_is_not_profiled(
 
 @pytest.mark.parametrize("config", [None, {}, {"profiling": None}, {"profiling": {"enable": False}}, "text"])
 def test_a_run_that_asks_for_nothing_hears_nothing(config: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever a trainer gives its trackers."""
     say_no_trainer_is_hooked(config)
     assert caplog.records == []
 

@@ -60,7 +60,6 @@ def counted(run: Run) -> dict[int, dict[str, Any]]:
 
 
 def test_unused_it_changes_nothing(without: Run, unused: Run) -> None:
-    """Same metrics, and not one remote call more."""
     plain, loaded = counted(without), counted(unused)
     assert plain.keys() == loaded.keys() == {1, 2, 3}
     for step in (1, 2, 3):

@@ -45,7 +45,6 @@ def test_one_account_goes_with_each_step_of_verl_and_the_rest_at_the_end() -> No
 
 
 def test_a_tracker_that_raises_does_not_end_training(caplog: pytest.LogCaptureFixture) -> None:
-    """It is named once, and the others go on."""
     good = Tracker()
     tracking = SimpleNamespace(logger={"bad": SimpleNamespace(log=1 / 2), "good": good})
     watched = profiler()

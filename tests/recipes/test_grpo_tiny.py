@@ -153,7 +153,6 @@ def test_rollout_requests_are_counted(run: Run) -> None:
 
 
 def test_without_profiling_nothing_is_written(reader: Reader) -> None:
-    """`profiling=off`, the default, leaves no trace of itself."""
     written = reader.written_by(TRAIN)
     assert "metrics.jsonl" in {path.name for path in written}
     assert [path for path in written if "profiling" in path.parts] == []

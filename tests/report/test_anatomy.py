@@ -90,7 +90,6 @@ def test_outermost_rows_add_up_to_the_step(
     tool: list[tuple[int, int, str]],
     calls: list[tuple[int, int]],
 ) -> None:
-    """Whatever overlaps, and wherever tools start and stop."""
     with tempfile.TemporaryDirectory() as folder:
         worker = Worker("actor", tool=[("stop", a, a + b, stage) for a, b, stage in tool], mode="discrete")
         report = report_of(

@@ -47,7 +47,6 @@ def test_workers_have_their_numbers_cost_and_clock(report: Report) -> None:
 
 
 def test_numbers_are_shown_in_their_units(report: Report) -> None:
-    """On the terminal and on the page."""
     shown = printed(report)
     assert re.search(r"actor_rank0 +update_actor +process_peak_rss_bytes +3 GB", shown)
     assert re.search(r"actor_rank0 +250 ms +1.50 s +\d", shown)

@@ -72,7 +72,6 @@ def test_experts_are_dispatched_and_combined_by_communication(
 
 @pytest.mark.parametrize("row", PATTERNS, ids=lambda row: row.library)
 def test_a_row_of_the_table_matches_its_example(row: Pattern) -> None:
-    """What the documentation shows as an example is recognised."""
     assert communicates()(row.example)
 
 

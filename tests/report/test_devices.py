@@ -67,7 +67,6 @@ def report_of(folder: Path, events: list[dict[str, Any]], **header: Any) -> Repo
 
 
 def test_an_empty_event_behind_the_last_is_no_damage(tmp_path: Path) -> None:
-    """JAX ends the list of its events with one."""
     report = report_of(tmp_path, [event("kernel", 0, 10), event("kernel", 20, 30), {}])
     assert (report.coverage.missing, report.coverage.events, report.notes) == ([], 2, [])
     assert report.workers[0].busy_us == 20
@@ -128,7 +127,6 @@ def test_a_device_of_nobody_is_shown_as_such(
 
 
 def test_what_is_unknown_makes_no_device_and_no_work(tmp_path: Path) -> None:
-    """Marks beside kernels are noted and not counted."""
     events = [event("kernel", 10, 20), event("gpu_new_mark", 0, 90), event("kernel", 30, 40)]
     report = report_of(tmp_path, events)
     (row,) = report.workers

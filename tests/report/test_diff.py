@@ -83,7 +83,6 @@ def test_a_lane_that_a_step_does_not_have_was_not_recorded(report: Report) -> No
 
 
 def test_reports_and_runs_can_be_loaded(tmp_path: Path, report: Report) -> None:
-    """A saved report and a run of two steps."""
     saved = tmp_path / "report.json"
     saved.write_bytes(msgspec.json.encode(report))
     assert load_reports(saved) == [report]
@@ -145,7 +144,6 @@ def test_what_fails_says_what_it_rests_on(
 def test_a_limit_is_a_number_that_can_be_exceeded(
     option: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that never fails, or always does, is refused."""
     with pytest.raises(SystemExit) as left:
         main(["diff", "a", "b", f"{option}={value}"])
     assert left.value.code == 2

@@ -98,13 +98,11 @@ def test_the_last_to_the_collectives_of_the_stage_that_was_asked_for_comes_first
 
 
 def test_nobody_comes_last_where_no_stage_with_collectives_was_asked_for(tmp_path: Path) -> None:
-    """The rollout has none of them."""
     report = small_straggler(tmp_path, Trigger(kind="demand", stage="rollout"), False)
     assert "comes last" not in " ".join(one.text for one in report.findings)
 
 
 def test_ranks_that_come_last_in_turn_are_not_named(tmp_path: Path) -> None:
-    """Each keeps the other waiting once."""
     begins = {0: (1.0, 3.4), 1: (1.4, 3.0)}
     workers = [
         Worker("actor", rank, stages=[("update_actor", 0, 4)], kernels=[(REDUCE, a, 2), (REDUCE, b, 4)])
@@ -169,7 +167,6 @@ def test_a_late_replica_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("launch", "advised"), [("cudaLaunchKernel", True), ("cudaGraphLaunch", False)])
 def test_graphs_are_advised_where_none_runs(launch: str, advised: bool, tmp_path: Path) -> None:
-    """A lane whose host launches graphs has them already."""
     kernels: list[Drawn] = [("k", second, second + 0.2) for second in range(10)]
     calls: list[Drawn] = [(launch, second, second + 0.1) for second in range(10)]
     report = report_of(tmp_path, WHOLE, [Worker("actor", stages=WHOLE, kernels=kernels, calls=calls)])

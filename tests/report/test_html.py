@@ -117,7 +117,6 @@ def test_64_ranks_stay_below_1_mb(tmp_path: Path) -> None:
 
 
 def test_a_long_name_is_cut_with_a_sign_and_opens() -> None:
-    """Both of its ends are seen: kernels differ there."""
     name = "void at::native::" + "x" * 200 + "_float4"
     cell = table("kernels", ("kernel",), [(named(name),)])
     (short,) = re.findall(r"<summary><bdi>(.*?)</bdi>", cell)

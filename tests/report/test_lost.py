@@ -86,7 +86,6 @@ def test_what_follows_the_last_replica_is_not_its_tail(tmp_path: Path) -> None:
 
 
 def test_engines_tell_prefill_decode_and_the_tail(drawn: Report) -> None:
-    """Tokens and seconds come from the names of iterations."""
     first, second = drawn.engines
     assert (first.iterations, first.prefill_us, first.decode_us) == (2, 0.5e6, 1e6)
     assert (first.prefill_tokens, first.decode_tokens) == (16, 4)

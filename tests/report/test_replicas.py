@@ -107,7 +107,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 
 def test_the_page_says_that_the_queue_is_not_known(report: Report, tmp_path: Path) -> None:
-    """Columns of which nothing is known are left out."""
     silent = [
         msgspec.structs.replace(row, queued_p50_us=None, queued_p90_us=None, queued_p99_us=None)
         for row in report.replicas

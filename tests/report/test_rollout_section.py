@@ -45,7 +45,6 @@ def seconds(rows: object) -> dict[str, float]:
 
 
 def test_a_step_without_logs_has_no_section(tmp_path: Path) -> None:
-    """Nor has one whose logs hold nothing."""
     assert report_with(tmp_path).rollout is None
     assert report_with(tmp_path, DrawnLog()).rollout is None
 
@@ -331,7 +330,6 @@ def test_failed_trajectories_have_their_error_and_the_span_they_were_in(tmp_path
 
 
 def test_a_log_that_cannot_be_read_is_missing_and_the_others_count(tmp_path: Path) -> None:
-    """And so is one that was cut."""
     first, second = DrawnLog(0), DrawnLog(1)
     first.trajectory(0, 4)
     second.trajectory(0, 4)
@@ -395,7 +393,6 @@ def test_what_blocks_many_processes_is_one_finding(tmp_path: Path, processes: in
 
 
 def test_trackers_and_comparisons_have_the_rollout(busy: Report) -> None:
-    """As scalars, and cause by cause."""
     found = dict(scalars(busy))
     assert found["trajectories/count"] == 40
     assert found["trajectories/loop_lag_s"] == pytest.approx(19.5)

@@ -46,7 +46,6 @@ def text_of(page: str, section: str) -> str:
 
 
 def test_it_says_which_step_changed_first_and_which_is_slowest(steps: list[Report], tmp_path: Path) -> None:
-    """With their stage, and links to their pages."""
     page = page_of(steps, tmp_path)
     said = text_of(page, "findings")
     assert "Changed first: rollout in Step 13, 9.20 s (median of 3 before: 4.40 s)." in said
@@ -106,7 +105,6 @@ def test_steps_that_leave_their_range_by_little_have_no_change(steps: list[Repor
 
 
 def test_every_step_has_a_row_with_a_link_to_its_page(steps: list[Report], tmp_path: Path) -> None:
-    """Relative, so that the run's folder can be moved."""
     elements = Elements()
     elements.feed(page_of(steps, tmp_path))
     assert elements.open == []
@@ -275,7 +273,6 @@ class TestEveryStep:
     def test_a_log_that_is_none_costs_its_section_alone(
         self, run: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """It is said, and the page is written."""
         (run / "watch.jsonl").unlink()
         (run / "watch.jsonl").mkdir()
         assert main(["report", str(run), "--save"]) == 0

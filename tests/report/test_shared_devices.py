@@ -60,7 +60,6 @@ def test_a_shared_device_is_busy_while_any_of_its_lanes_is(tmp_path: Path) -> No
 
 
 def test_every_face_says_devices(tmp_path: Path) -> None:
-    """Terminal, page, CSV and trackers count them alike."""
     report = colocated(tmp_path, [GPU], [GPU])
     page = render_html(report)
     for text in (printed(report), page):

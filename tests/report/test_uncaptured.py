@@ -103,7 +103,6 @@ def test_a_job_that_runs_is_asked_for_its_next_step(run: Path, capsys: pytest.Ca
 def test_what_is_made_of_captured_steps_is_refused(
     run: Path, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the reason, and nothing is written."""
     assert main(["report", str(run), option, str(run.parent / "out")]) == EXIT_BAD_INPUT
     assert f"{option}: No step was captured" in capsys.readouterr().err
     assert not (run.parent / "out").exists()
@@ -112,7 +111,6 @@ def test_what_is_made_of_captured_steps_is_refused(
 def test_beside_a_run_with_captures_both_are_shown(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each as if it were alone."""
     build_step(tmp_path / "other", step=3)
     assert main(["report", str(tmp_path / "other"), str(run), "--save"]) == EXIT_OK
     said = capsys.readouterr().out

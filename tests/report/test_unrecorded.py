@@ -118,7 +118,6 @@ def test_the_report_does_not_take_it_for_a_capture_of_cpus(tmp_path: Path) -> No
 
 
 def test_an_engine_without_a_request_has_lost_nothing(tmp_path: Path) -> None:
-    """Nothing ran on its device."""
     report = report_of(
         tmp_path,
         lambda worker: (

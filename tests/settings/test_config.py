@@ -27,13 +27,11 @@ def on(**settings: Any) -> ProfilingConfig:
 
 
 def test_nothing_is_profiled_by_default() -> None:
-    """No settings, or none at all, mean disabled."""
     assert ProfilingConfig.from_any(None) == ProfilingConfig.from_any({}) == ProfilingConfig()
     assert not ProfilingConfig().enable
 
 
 def test_a_dict_sets_every_level() -> None:
-    """Nested mappings become the nested dataclasses, lists become tuples."""
     config = on(
         tool=["torch", "spans"],
         mode="discrete",
@@ -218,7 +216,6 @@ def test_a_disabled_config_loads_no_tool() -> None:
 
 
 def test_a_role_overrides_what_it_names_and_nothing_else() -> None:
-    """Per-role settings replace the common ones key by key."""
     config = on(
         mode="e2e",
         select={"ranks": "0-3", "stages": ["update_actor"]},
@@ -395,7 +392,6 @@ def test_a_save_path_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ],
 )
 def test_a_size_is_a_number_or_has_a_unit(written: Any, size: int) -> None:
-    """Decimal units, binary ones, and none."""
     limits = on(limits={"min_free_bytes": written}).limits
     assert limits.min_free_bytes == size
     assert type(limits.min_free_bytes) is int

@@ -32,7 +32,6 @@ def drawn(schedule: Schedule, steps: int = 12, first: int = 1) -> str:
     ],
 )
 def test_each_form_captures_the_steps_it_says(schedule: Schedule, expected: str) -> None:
-    """Twelve steps, counted from 1: off, warm-up or record."""
     assert drawn(schedule) == expected
 
 
@@ -70,7 +69,6 @@ def test_cycles_mean_what_they_mean_in_torch(
 
 
 def test_without_continuous_every_step_is_a_capture_of_its_own() -> None:
-    """The window of a captured step is that step."""
     schedule = Schedule(wait=1, warmup=1, active=2)
     assert schedule.step_range(1) is None
     assert schedule.step_range(2) == StepRange(2, 2, Action.WARMUP)
@@ -112,6 +110,5 @@ def test_windows_cover_exactly_the_steps_that_are_on(schedule: Schedule) -> None
     [{}, {"every": 1}, {"skip_first": 3}, {"active": 5}],
 )
 def test_a_continuous_capture_needs_an_end(endless: dict[str, int]) -> None:
-    """A capture that would never be written is refused."""
     with pytest.raises(ConfigError, match="bound it with steps or repeat"):
         Schedule(continuous=True, **endless)

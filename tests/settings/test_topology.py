@@ -38,12 +38,10 @@ def test_one_rank_per_pipeline_stage() -> None:
 
 
 def test_the_named_choice_can_be_moved() -> None:
-    """An explicit coordinate goes before the named choice's own."""
     assert chosen(role({"ranks": "one_per_pp_stage", "dp": 1})) == [(0, pp, 1) for pp in range(4)]
 
 
 def test_coordinates_are_written_like_ranks() -> None:
-    """Numbers, lists and ranges mean the same."""
     assert chosen(role({"pp": "1-2"})) == chosen(role({"pp": [1, 2]}))
     assert chosen(role({"pp": 0})) == chosen(role({"pp": [-4]}))
 

@@ -48,7 +48,6 @@ def test_every_step_is_done_and_what_was_not_damaged_is_whole(
     seed: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`make test-soak SOAK_SEED=...` repeats a plan."""
     monkeypatch.setattr(recorder, "_DYING_S", 0.2)
     run = FaultRun(tmp_path, timeout_s=5.0)
     try:

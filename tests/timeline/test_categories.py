@@ -13,7 +13,6 @@ from verl_profiling.timeline.categories import CATEGORIES, meaning_of
 
 
 def test_each_category_has_one_meaning() -> None:
-    """No name is in two rows."""
     counts = Counter(name for row in CATEGORIES for name in row.names)
     assert counts.total() == len(counts)
 

@@ -206,7 +206,6 @@ def test_metadata_that_a_trace_repeats_is_written_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("events", [[GOOD % 1], []])
 def test_all_names_of_threads_are_kept(tmp_path: Path, events: list[str]) -> None:
-    """Also where the events of their process come last."""
     names = [NAME.format(1, tid) for tid in range(8_000)]
     assert named_threads(write(tmp_path, *events, *names, GOOD % 5)) == {f"t{tid}": 1 for tid in range(8_000)}
 

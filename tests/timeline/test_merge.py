@@ -258,7 +258,6 @@ def test_bytes_still_being_compressed_are_read_raw(tmp_path: Path) -> None:
 
 
 def test_what_was_left_out_is_written_into_the_file(tmp_path: Path) -> None:
-    """A slimmed timeline says how much it lacks."""
     folder = build_step(tmp_path)
     whole, _ = merged(folder)
     result, events = merged(folder, keep=Keep(min_us=50.0))

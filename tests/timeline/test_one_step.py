@@ -47,7 +47,6 @@ def capture(folder: Path, steps: list[StepSpan] = STEPS) -> Path:
 
 
 def test_each_step_has_its_own_numbers(tmp_path: Path) -> None:
-    """Length, stages, version, requests, tokens, device time and cost."""
     first, second = load_reports(capture(tmp_path))
     assert [(r.step, r.policy_version, r.span_us) for r in (first, second)] == [(2, 1, 5e6), (3, 2, 2e6)]
     assert [(row.name, row.begin_us, row.duration_us) for row in second.stages if row.duration_us] == [
@@ -103,7 +102,6 @@ def test_the_api_asks_which_step_is_meant(tmp_path: Path) -> None:
 
 
 def test_every_face_has_both_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Terminal, JSON, pages with links from the run's, CSV."""
     folder = capture(tmp_path)
     assert main(["report", str(folder)]) == 0
     assert "step 2, policy version 1\nStep: 5.00 s" in (shown := capsys.readouterr().out)

@@ -44,21 +44,18 @@ def test_every_real_trace_is_read_whole(path: Path) -> None:
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name)
 def test_every_real_trace_can_be_merged(path: Path, tmp_path: Path) -> None:
-    """A single file is a step."""
     (inputs,) = find_steps(path)
     result = merge(inputs, tmp_path / "timeline.json.gz")
     assert result.events == sum(event["ph"] != "M" for event in read_events(path))
 
 
 def test_vllm_ranks_are_lanes_of_one_replica(tmp_path: Path) -> None:
-    """VLLM's own names and process names are enough."""
     names = {f"rank{r}.1790857.pt.trace.json.gz": f"vllm_tp2_rank{r}.trace.json.gz" for r in (0, 1)}
     (inputs,) = find_steps(folder_of(tmp_path, **names))
     assert lanes(inputs) == ["rollout0_rank0", "rollout0_rank1"]
 
 
 def test_stages_of_one_sglang_process_share_a_lane(tmp_path: Path) -> None:
-    """Prefill and decode are two files of one process."""
     names = {
         f"1790857-TP-0-{s}.trace.json.gz": f"sglang-TP-0-{s}.trace.json.gz" for s in ("EXTEND", "DECODE")
     }
@@ -67,7 +64,6 @@ def test_stages_of_one_sglang_process_share_a_lane(tmp_path: Path) -> None:
 
 
 def test_verls_folders_give_the_role(tmp_path: Path) -> None:
-    """Verl writes ``<role>/prof_rank-<r>.json.gz``."""
     names = {
         f"{role}/prof_rank-{r}.json.gz": f"megatron_tp2_rank{r}.json.gz"
         for role in ("actor", "ref")
@@ -78,7 +74,6 @@ def test_verls_folders_give_the_role(tmp_path: Path) -> None:
 
 
 def test_steps_in_names_make_steps(tmp_path: Path) -> None:
-    """One folder with several steps is several timelines."""
     names = {f"actor_step{s}_rank0.json.gz": "megatron_tp2_rank0.json.gz" for s in (2, 10)}
     assert [step.step for step in find_steps(folder_of(tmp_path, **names))] == [2, 10]
 

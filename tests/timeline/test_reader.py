@@ -139,6 +139,5 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, content: bytes, problem
 
 
 def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
-    """The error says that it cannot be read."""
     with pytest.raises(TraceFormatError, match=r"nowhere\.json: cannot be read \(No such file"):
         Trace(tmp_path / "nowhere.json")

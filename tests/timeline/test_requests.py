@@ -12,7 +12,6 @@ from verl_profiling.run_files import read_manifest
 
 
 def test_overlapping_requests_lie_side_by_side(tmp_path: Path) -> None:
-    """Three requests, of which two overlap, need two rows."""
     folder = build_step(tmp_path)
     begin = read_manifest(folder).begin_ns
     times = [(0, 400, 1000), (500, 0, 2000), (1000, 1500, 1800)]

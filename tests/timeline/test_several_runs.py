@@ -81,14 +81,12 @@ def test_each_run_can_be_named(outputs: Path) -> None:
 
 
 def test_a_folder_above_a_single_run_will_do(tmp_path: Path) -> None:
-    """There is nothing to ask."""
     build_run(tmp_path / "a" / "profiling", "only", 1)
     assert [step.directory for step in find_steps(tmp_path)] == [tmp_path / "a" / "profiling" / "step_000001"]
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff", b"[]"])
 def test_a_run_whose_file_is_damaged_is_listed(outputs: Path, damage: bytes) -> None:
-    """It is one of those to choose from."""
     (outputs / "run" / "run_2" / "run.json").write_bytes(damage)
     with pytest.raises(TraceFormatError, match=r"1 step, without a readable run\.json"):
         find_steps(outputs / "run")

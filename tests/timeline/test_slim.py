@@ -19,7 +19,6 @@ def step(tmp_path: Path) -> StepInputs:
 
 
 def test_a_slimmed_timeline_keeps_what_was_asked_for(step: StepInputs) -> None:
-    """Half of the bytes without the shortest."""
     whole = merge(step)
     longest = max(e["dur"] for e in read_events(whole.path) if e.get("cat") == "cpu_op")
     limit = whole.bytes // 2

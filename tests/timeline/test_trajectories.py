@@ -125,7 +125,6 @@ def test_an_arrow_leads_from_a_span_to_the_request_it_waited_for(tmp_path: Path)
 
 
 def test_the_last_word_on_a_fate_is_in_the_name(tmp_path: Path) -> None:
-    """Said by another process, for a whole group."""
     drawn = Drawn(tmp_path)
     drawn.trajectory(0, 10, group="g1")
     drawn.trajectory(0, 10, group="g2", sample=None, status="running")

@@ -59,7 +59,6 @@ def test_files_and_ui_are_served(offline: TimelineServer) -> None:
 
 
 def test_the_online_ui_may_fetch_the_timeline(online: TimelineServer) -> None:
-    """ui.perfetto.dev needs the CORS header that it documents."""
     assert get(online.address("timeline.json.gz")) == (b"timeline", "https://ui.perfetto.dev")
     assert online.timeline_address("t").startswith("https://ui.perfetto.dev/#!/?url=http://127.0.0.1:")
 
@@ -84,5 +83,4 @@ def test_nothing_else_is_served(
 
 
 def test_only_this_machine_is_served(offline: TimelineServer) -> None:
-    """The server is bound to the loopback interface."""
     assert offline.server_address[0] == "127.0.0.1"

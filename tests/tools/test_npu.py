@@ -23,7 +23,6 @@ Outcome = dict[str, Any]
     importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed: it can be imported"
 )
 def test_without_torch_npu_it_says_what_to_install() -> None:
-    """The worker's set-up fails, before training starts."""
     with pytest.raises(ToolUnavailableError, match="pip install torch_npu"):
         CaptureMixin().init_capture({"enable": True, "tool": "npu"}, role="actor")
 
@@ -110,7 +109,6 @@ class TestRealTorchNpu:
         assert "step/actor_rank0.update_actor.npu" in artifact["reason"]
 
     def test_a_window_of_mini_batches(self, outcomes: Outcome) -> None:
-        """The same option as the torch tool's works here."""
         assert artifacts_of(outcomes["mini_batches"]) == [("actor_rank0.npu", "ok")]
 
     def test_a_stop_from_another_thread(self, outcomes: Outcome) -> None:

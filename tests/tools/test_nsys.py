@@ -83,7 +83,6 @@ def test_without_nsys_no_worker_is_started(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_a_worker_that_was_not_started_under_nsys_says_so() -> None:
-    """The tool cannot start Nsight Systems afterwards."""
     with pytest.raises(ToolUnavailableError, match="nsys_runtime_env"):
         CaptureMixin().init_capture({"enable": True, "tool": "nsys"}, role="actor")
 

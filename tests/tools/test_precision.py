@@ -26,7 +26,6 @@ Outcome = dict[str, Any]
 
 @pytest.mark.skipif(importlib.util.find_spec("msprobe") is not None, reason="msprobe is installed")
 def test_without_msprobe_it_says_what_to_install() -> None:
-    """The worker's set-up fails, before training starts."""
     with pytest.raises(ToolUnavailableError, match="pip install mindstudio-probe"):
         CaptureMixin().init_capture({"enable": True, "tool": "precision"}, role="actor")
 

@@ -47,7 +47,6 @@ def test_the_example_records_stages_apart(tmp_path: Path) -> None:
 
 
 def test_options_of_a_tool_are_checked_like_all_others() -> None:
-    """A mistake in them names its key."""
     assert settings(tool=EXAMPLE, tools={EXAMPLE: {"rows": 3}}).for_role("actor").tools[0].options.rows == 3
     with pytest.raises(ConfigError, match="choose from: cumulative, tottime, calls") as caught:
         settings(tool=EXAMPLE, tools={EXAMPLE: {"sort": "size"}})
@@ -141,7 +140,6 @@ def test_a_tool_that_cannot_start_leaves_nothing_open(tmp_path: Path, session: A
 
 
 def test_the_other_tools_are_discarded_when_one_cannot_start(tmp_path: Path) -> None:
-    """Those that record already are stopped, and write nothing."""
     FlawedRecording.discarded.clear()
     both = [f"{__name__}:Flawed", f"{__name__}:FailsAtStart"]
     with pytest.raises(OSError, match="no device"), record_step(settings(tool=both), tmp_path):

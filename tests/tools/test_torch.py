@@ -123,7 +123,6 @@ def test_a_mini_batch_window_is_exact(
 
 
 def test_a_mini_batch_window_that_is_not_reached_is_empty(tmp_path: Path, session: Any) -> None:
-    """No file, and a reason that counts."""
     window = {"wait": 2, "active": 1}
     with record_step(settings(tools={"torch": {"mini_batches": window}}), tmp_path) as recorded:
         train()
@@ -245,7 +244,6 @@ def test_a_profiler_that_wrote_nothing_is_a_failure(tmp_path: Path, content: byt
 
 
 def test_a_trace_without_spans_is_empty(tmp_path: Path) -> None:
-    """A whole file without events is reported as empty."""
     output, _ = output_of(tmp_path, b'{"traceEvents": [{"ph": "M"}]}')
     finished = output.finish()
     assert (finished.status, finished.events, finished.reason) == ("empty", 1, "the trace holds no spans")

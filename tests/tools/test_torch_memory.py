@@ -137,7 +137,6 @@ def test_an_allocation_that_fails_outside_of_a_capture_leaves_a_snapshot(
 
 
 def test_a_history_of_somebody_else_is_left_alone(allocator: Allocator, tmp_path: Path) -> None:
-    """Neither the set-up nor a recording ends it."""
     allocator.history = ["theirs"]
     tool = TorchMemoryTool(TorchMemoryOptions(peaks=False))
     with pytest.raises(CaptureStateError, match="being recorded already"):

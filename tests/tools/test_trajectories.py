@@ -62,7 +62,6 @@ def test_a_role_that_is_told_a_tool_records_with_both(tmp_path: Path, session: S
 
 
 def test_a_log_that_was_full_is_truncated_and_says_what_is_missing(tmp_path: Path) -> None:
-    """And how to keep more."""
     with record_step({**CONFIG, "tools": {"trajectories": {"max_spans": 3}}}, tmp_path) as step:
         roll_out(5)
     (artifact,) = step.result.artifacts
@@ -85,7 +84,6 @@ def test_a_process_that_had_nothing_to_do_is_skipped_and_says_so(tmp_path: Path)
 
 
 def test_trajectories_of_a_worker_that_does_not_record_them_are_said(tmp_path: Path) -> None:
-    """With the remedy; and not where none began."""
     with record_step({"enable": True, "tool": "spans"}, tmp_path) as step:
         roll_out(3)
     assert step.result.notes == [

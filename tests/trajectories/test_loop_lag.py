@@ -149,7 +149,6 @@ def test_a_loop_that_waits_is_not_blocked(run: Callable[[Body], TrajectoryLog]) 
 
 
 def test_a_block_that_lasts_when_recording_ends_is_kept() -> None:
-    """It ends with the log, which another thread closes."""
     log = OpenLog(100)
     start_log(log)
     begun, go_on = threading.Event(), threading.Event()

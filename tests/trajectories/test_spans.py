@@ -94,8 +94,6 @@ def test_spans_of_concurrent_tasks_do_not_mix() -> None:
 
 
 def test_threads_that_are_handed_the_context_keep_it() -> None:
-    """``to_thread`` and ``copy_context().run`` do; a bare thread has none."""
-
     def tool(name: str) -> None:
         with span(name):
             pass
@@ -294,7 +292,6 @@ def test_facts_of_any_kind_are_kept_as_far_as_json_has_them(tmp_path: Path) -> N
 
 
 def test_a_forked_child_records_nothing() -> None:
-    """Its parent does."""
     log = OpenLog(MOST)
     start_log(log)
     try:

@@ -61,7 +61,6 @@ class TestWriting:
     def test_a_full_disk_is_said_once_and_survived(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """The log goes on when there is room."""
         (tmp_path / WATCH_LOG).symlink_to("/dev/full")
         log = WatchLog(tmp_path)
         with caplog.at_level(logging.WARNING):
@@ -145,7 +144,6 @@ class TestReading:
         ids=lambda line: line[:24].decode(errors="replace"),
     )
     def test_a_line_that_is_none_is_left_out(self, tmp_path: Path, line: bytes) -> None:
-        """The lines around it are read."""
         log = WatchLog(tmp_path)
         log(summary(1))
         with (tmp_path / WATCH_LOG).open("ab") as file:

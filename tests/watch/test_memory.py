@@ -64,7 +64,6 @@ def test_a_process_that_uses_no_device_tells_of_the_host(
 
 
 def test_without_torch_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent loop has none."""
     monkeypatch.setitem(sys.modules, "torch", None)
     assert is_of_the_host(process_memory())
 
@@ -81,7 +80,6 @@ def test_without_torch_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_process_that_uses_a_device_tells_of_that(
     devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Peak and size of what torch has handed out."""
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(**devices))
     assert process_memory() == (7, 3)
 

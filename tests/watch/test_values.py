@@ -31,7 +31,6 @@ class TestValues:
         assert values["profiling/watch/memory/actor/held_bytes"] == 3e9
 
     def test_the_spans_of_trajectories_have_their_sum_and_number(self) -> None:
-        """Of all processes together, by name."""
         spans = [SpanTotal("tool:search", 240, 12_300 * MS, 3)]
         one, *others = summary(7).workers
         workers = [msgspec.structs.replace(one, spans=spans), msgspec.structs.replace(others[0], spans=spans)]
@@ -52,7 +51,6 @@ class TestValues:
         assert values_of(back)["profiling/watch/step_s"] == 0
 
     def test_where_nobody_leads_there_is_no_rank(self) -> None:
-        """Nor of a leader that is unknown."""
         for step in (summary(1, leader=""), summary(1, leader="somebody")):
             assert "profiling/watch/rollout/leader_rank" not in values_of(step)
 

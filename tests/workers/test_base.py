@@ -47,14 +47,11 @@ def test_it_composes_with_a_class_that_has_a_constructor(tmp_path: Path, session
 
 
 def test_it_adds_only_what_it_documents() -> None:
-    """Its public names cannot clash with more than these."""
     public = {name for name in vars(CaptureMixin) if not name.startswith("_")}
     assert public == {"capture", "init_capture", "read_watch", "start_capture", "stop_capture"}
 
 
 def test_driving_a_worker_that_is_not_set_up_names_the_missing_call(tmp_path: Path, session: Session) -> None:
-    """The class is named too."""
-
     class Forgot(CaptureMixin):
         pass
 

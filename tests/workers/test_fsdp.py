@@ -88,7 +88,6 @@ def test_ranks_and_mesh_are_read_and_select(tmp_path: Path) -> None:
 
 
 def test_without_a_process_group_the_rank_must_be_given(session: Session) -> None:
-    """The error says both ways out."""
     worker = FSDPCaptureMixin()
     with pytest.raises(
         CaptureStateError, match=r"call it after init_process_group\(\), or pass rank and world_size"
@@ -99,7 +98,6 @@ def test_without_a_process_group_the_rank_must_be_given(session: Session) -> Non
 
 
 def test_a_rank_that_is_given_needs_no_process_group(tmp_path: Path, session: Session) -> None:
-    """For tests, and for frameworks that know better."""
     worker = FSDPCaptureMixin()
     worker.init_capture(settings(tool="spans"), role="actor", rank=3, world_size=8)
     worker.start_capture(CaptureRequest(capture_id="c", run_id="r", step=1, folder=str(tmp_path)))

@@ -161,7 +161,6 @@ def captured(tmp_path: Path, body: Callable[[], None], mode: str = "e2e") -> Cap
 @pytest.mark.megatron
 @needs_megatron
 def test_before_model_parallelism_is_initialised() -> None:
-    """The error says what to call first."""
     with pytest.raises(CaptureStateError, match="initialize_model_parallel"):
         MegatronCaptureMixin().init_capture(SPANS, role="actor")
 
