@@ -23,10 +23,10 @@ from verl_profiling.manifest import Manifest, RunInfo
 from verl_profiling.report.check import CheckResult, check
 from verl_profiling.report.kinds import communicates
 from verl_profiling.run_files import known_run, never_came, read_run
-from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.inputs import steps_of, the_run
 from verl_profiling.timeline.merge import MergeResult, merge, select_ranks, stage_windows
 from verl_profiling.timeline.step import TIMELINE_NAME, Keep, StepInputs, one_by_one
+from verl_profiling.timeline.trace import Limits
 from verl_profiling.units import visible
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ class CapturedStep:
 
         Args:
             name: The table. Its first column is the step, the others are the fields of its row class in
-                :mod:`verl_profiling.report.rows`. The idle time of a worker has one column per cause,
+                :mod:`verl_profiling.report.model`. The idle time of a worker has one column per cause,
                 ``lost_<cause>_us``. The table ``requests`` comes from the manifest; no trace is read for it.
 
         Raises:
@@ -301,7 +301,7 @@ class CapturedStep:
         """
         from verl_profiling.report.capture_rows import requests
         from verl_profiling.report.files import data_frame
-        from verl_profiling.report.rows import RequestRow
+        from verl_profiling.report.model import RequestRow
         from verl_profiling.report.tables import TABLES
 
         choices = (*TABLES, "requests")

@@ -11,9 +11,9 @@ from step_folders import build_step, rewrite_worker
 
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
+from verl_profiling.report.html import picture
 from verl_profiling.report.lost import CAUSES
 from verl_profiling.report.model import OTHER_RANKS, Report
-from verl_profiling.report.picture import picture
 
 
 def seconds(report: Report, lane: str) -> dict[str, float]:

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from drawn_steps import STAGES, Worker, report_of, whole_step
 
+from verl_profiling.report.html import picture
 from verl_profiling.report.model import GanttSpan, Report
-from verl_profiling.report.picture import picture
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,8 @@ from verl_profiling.report.diff import compare
 from verl_profiling.report.files import scalars
 from verl_profiling.report.findings import all_findings
 from verl_profiling.report.html import render_html
-from verl_profiling.report.model import Report
+from verl_profiling.report.model import Polling, Report
 from verl_profiling.report.records import OTHERS
-from verl_profiling.report.rows import Polling
 from verl_profiling.report.sentences import rollout_sentences
 from verl_profiling.trajectory_log import (
     StatusChange,

@@ -18,9 +18,8 @@ from step_folders import build_step, read_events, rewrite, rewrite_worker
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.run_files import read_manifest
-from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.processes import LANE_PIDS
-from verl_profiling.timeline.trace import Trace
+from verl_profiling.timeline.trace import Limits, Trace
 
 HEAD = '{"baseTimeNanoseconds":1700000000000000000,"traceEvents":['
 GOOD = '{"ph":"X","cat":"cpu_op","name":"good","pid":1,"tid":1,"ts":%d,"dur":1.5}'

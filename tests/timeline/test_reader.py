@@ -33,8 +33,8 @@ def test_block_boundaries_do_not_show(tmp_path: Path, monkeypatch: pytest.Monkey
     """However the file is cut into blocks, the same events come out in the same order."""
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(recordings()["actor_rank0"].trace.encode()))
-    monkeypatch.setattr("verl_profiling.timeline.content.BLOCK_BYTES", block)
-    monkeypatch.setattr("verl_profiling.timeline.content._READ_BYTES", 99)
+    monkeypatch.setattr("verl_profiling.timeline.trace.BLOCK_BYTES", block)
+    monkeypatch.setattr("verl_profiling.timeline.trace._READ_BYTES", 99)
     events = [event for events in Trace(path).chunks(block) for event in events]
     assert [event.name for event in events] == [event["name"] for event in read_events(path)]
 
@@ -79,7 +79,7 @@ def test_what_profilers_write_is_read_to_the_nanosecond(
 def test_objects_in_arguments_do_not_end_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cut inside a list of arguments is noticed and undone."""
     events = [span(f"e{i}", i, args={"inputs": [{"a": 1}, {"b": 2}] * 30}) for i in range(20)]
-    monkeypatch.setattr("verl_profiling.timeline.content.BLOCK_BYTES", 300)
+    monkeypatch.setattr("verl_profiling.timeline.trace.BLOCK_BYTES", 300)
     trace = Trace(write(tmp_path / "t.json", {"baseTimeNanoseconds": 1, "traceEvents": events}))
     found = [event for chunk in trace.chunks(300) for event in chunk]
     assert [event.name for event in found] == [f"e{i}" for i in range(20)]

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_folders import read_events
 
-from verl_profiling.timeline.content import Limits
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.processes import LANE_PIDS, TRAJECTORIES_PID
 from verl_profiling.timeline.step import Keep
+from verl_profiling.timeline.trace import Limits
 from verl_profiling.trajectory_log import (
     Counted,
     Lag,

@@ -16,7 +16,7 @@ from verl_profiling.analysis import CapturedStep, open_steps
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK, local_path, size
 from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.run_files import clear_leftovers
-from verl_profiling.timeline.content import Limits
+from verl_profiling.timeline.trace import Limits
 from verl_profiling.units import visible
 
 if TYPE_CHECKING:

@@ -12,13 +12,7 @@ from rich.console import Console
 
 from verl_profiling.analysis import CapturedStep, open_run
 from verl_profiling.commands import EXIT_OK
-from verl_profiling.commands.common import (
-    StepByStep,
-    add_communication,
-    add_limits,
-    add_paths,
-    warn,
-)
+from verl_profiling.commands.common import StepByStep, add_communication, add_limits, add_paths, warn
 from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.report.files import write_csv, write_tensorboard
 from verl_profiling.report.html import render_html

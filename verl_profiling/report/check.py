@@ -12,20 +12,19 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import step_folder_name
 from verl_profiling.manifest import CUT_SHORT, MANIFEST_NAME, RUN_NAME, Artifact
 from verl_profiling.run_files import never_came, read_manifest, read_run
-from verl_profiling.timeline.content import Blocks, Limits
 from verl_profiling.timeline.inputs import (
     UNWRITTEN,
     absent,
     how_to_capture,
     is_step,
     is_uncaptured,
+    plain_steps,
     resolve_artifact,
     step_folders,
     unfinished,
     why_absent,
 )
-from verl_profiling.timeline.plain import plain_steps
-from verl_profiling.timeline.trace import Trace
+from verl_profiling.timeline.trace import Blocks, Limits, Trace
 from verl_profiling.trajectory_log import LOG_SUFFIX, read_log
 from verl_profiling.units import visible_text_of
 

@@ -17,8 +17,7 @@ from verl_profiling.report.intervals import (
     within,
 )
 from verl_profiling.report.lanes import Lane, Step
-from verl_profiling.report.model import OTHER_RANKS, Tail
-from verl_profiling.report.rows import DeviceRow, LostRow
+from verl_profiling.report.model import OTHER_RANKS, DeviceRow, LostRow, Tail
 
 ROLLOUT, WEIGHT_SYNC = "rollout", "update_weights"
 CAUSES = (

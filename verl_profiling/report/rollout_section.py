@@ -25,18 +25,7 @@ from verl_profiling.report.intervals import (
 )
 from verl_profiling.report.lanes import Step
 from verl_profiling.report.lost import ROLLOUT
-from verl_profiling.report.records import (
-    BEFORE,
-    GENERATE,
-    LOOP_LAG,
-    UNEXPLAINED,
-    Explanation,
-    Pieces,
-    Records,
-    Trajectory,
-    pieces_of,
-)
-from verl_profiling.report.rows import (
+from verl_profiling.report.model import (
     BlockRow,
     CallRow,
     CauseRow,
@@ -48,6 +37,17 @@ from verl_profiling.report.rows import (
     Rollout,
     StatusRow,
     VersionRow,
+)
+from verl_profiling.report.records import (
+    BEFORE,
+    GENERATE,
+    LOOP_LAG,
+    UNEXPLAINED,
+    Explanation,
+    Pieces,
+    Records,
+    Trajectory,
+    pieces_of,
 )
 from verl_profiling.timeline.processes import joined, requests_by_id, shortened
 from verl_profiling.timeline.step import Source

@@ -15,8 +15,7 @@ from zlib import crc32
 import msgspec
 
 from verl_profiling.report.lost import CAUSES, cause_name
-from verl_profiling.report.model import OTHER_RANKS, Report
-from verl_profiling.report.rows import Rollout
+from verl_profiling.report.model import OTHER_RANKS, Report, Rollout
 from verl_profiling.units import byte_size, duration
 
 _STAGES = (
@@ -94,7 +93,7 @@ class Table(NamedTuple):
         brief: Number of rows on the terminal.
         most: Number of rows on the page.
         key: Returns the colour key of a row.
-        field: Field of :class:`~verl_profiling.report.rows.Rollout` with the rows, if they are there.
+        field: Field of :class:`~verl_profiling.report.model.Rollout` with the rows, if they are there.
         shown: Returns the rows to show, if they differ from the rows of the data.
     """
 

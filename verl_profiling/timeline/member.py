@@ -1,14 +1,17 @@
-"""Writes one trace as one gzip member of the timeline, on the controller's clock.
+"""Writes each trace, and each log of trajectories, as one gzip member of the timeline.
 
 Members are independent of each other, so they can be written by several processes and
-joined by copying: a gzip file is a sequence of members (RFC 1952, section 2.2).
+joined by copying: a gzip file is a sequence of members (RFC 1952, section 2.2). Their times are on the
+controller's clock. A log is drawn as a process next to its worker's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from hashlib import blake2b
-from itertools import islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,11 +20,32 @@ from isal import isal_zlib
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import Request
-from verl_profiling.timeline.content import Limits
-from verl_profiling.timeline.processes import Processes
-from verl_profiling.timeline.step import Keep, Source
-from verl_profiling.timeline.trace import Event, Trace
-from verl_profiling.trajectory_log import LaterStatuses
+from verl_profiling.timeline.processes import (
+    TRAJECTORIES_PID,
+    Processes,
+    draw,
+    joined,
+    name_process,
+    name_row,
+    nested_rows,
+    packed_rows,
+    request_arrow,
+    shortened,
+)
+from verl_profiling.timeline.step import Keep, Source, StepInputs
+from verl_profiling.timeline.trace import Event, Limits, Trace
+from verl_profiling.trajectory_log import (
+    NO_SPAN,
+    Block,
+    Fact,
+    LaterStatuses,
+    SpanRecord,
+    TrajectoryLog,
+    TrajectoryRecord,
+    last_status,
+    later_statuses,
+    read_log,
+)
 
 ID_STRIDE = 1 << 32
 """Number of flow ids reserved for each member."""
@@ -184,3 +208,251 @@ def _hashed_id(index: int, old: int | str) -> int:
     """
     digest = blake2b(f"{index} {old!r}".encode(errors="replace"), digest_size=8).digest()
     return _HASHED_IDS | int.from_bytes(digest, "big") >> 12
+
+
+_LEAST_LAG_NS = 1_000_000
+_BAD = {"failed": "terrible", "cancelled": "bad"}
+
+_Record = TrajectoryRecord | SpanRecord | Block
+
+
+def read_logs(inputs: StepInputs) -> Iterator[tuple[Source, TrajectoryLog | None, list[str]]]:
+    """Yield the logs of a step, sorted by lane, with one log in memory at a time.
+
+    Each is the source, the log on the clock of its process, as :func:`linked_log` returns it (``None`` if it
+    is unreadable), and sentences on parts that are unreadable or unrecorded. Statuses are the latest in any
+    log of the step.
+    """
+    statuses = later_statuses((source.path, source.offset_ns) for source in inputs.logs)
+    for source in inputs.logs:
+        try:
+            log = linked_log(source, inputs.limits, statuses)
+        except TraceFormatError as error:
+            yield source, None, [str(error)]
+        else:
+            yield source, log, [f"{source.path.name}: {problem}" for problem in log.problems]
+
+
+def linked_log(source: Source, limits: Limits, statuses: LaterStatuses) -> TrajectoryLog:
+    """Read one log, in which each parent precedes its children and is in their trajectory.
+
+    A span whose trajectory was not recorded becomes a span outside trajectories. A parent that was not
+    recorded is left out.
+
+    Raises:
+        TraceFormatError: The file is not a log of trajectories, or cannot be read.
+    """
+    log = read_log(source.path, limits.reached)
+    for place, trajectory in enumerate(log.trajectories):
+        if (status := last_status(trajectory, statuses)) != trajectory.status:
+            log.trajectories[place] = msgspec.structs.replace(trajectory, status=status)
+    known = {trajectory.id for trajectory in log.trajectories}
+    spans: dict[int, SpanRecord] = {}
+    for span in sorted(log.spans, key=lambda span: span.id):
+        owner = span.trajectory if span.trajectory in known else NO_SPAN
+        around = spans.get(span.parent)
+        parent = span.parent if around is not None and around.trajectory == owner else NO_SPAN
+        if (owner, parent) != (span.trajectory, span.parent):
+            span = msgspec.structs.replace(span, trajectory=owner, parent=parent)
+        spans[span.id] = span
+    log.spans = list(spans.values())
+    return log
+
+
+def write_log_member(job: MemberJob) -> Member:
+    """Write one log as a gzip member of events, with a comma before each.
+
+    Raises:
+        TraceFormatError: The log cannot be read at all.
+        OSError: The member cannot be written.
+    """
+    log = linked_log(job.source, job.limits, job.statuses)
+    drawn = _Drawn(job, log)
+    counters = job.keep.select(list(drawn.counters()), job.base_ns)
+    names = name_process(drawn.pid, f"{job.source.title} trajectories")
+    rows = (event for row, name in enumerate(drawn.rows) for event in name_row(drawn.pid, row, name))
+    with job.output.open("wb") as output, MemberFile(output) as file:
+        written = file.write(chain(names, rows, drawn.slices(), drawn.arrows(), counters))
+    return Member(
+        path=job.source.path,
+        events=written,
+        left_out=len(log.trajectories) + len(log.spans) + len(log.blocks) - len(drawn.placed),
+        problems=log.problems,
+    )
+
+
+class _Drawn:
+    """The timeline's events of one log.
+
+    Attributes:
+        pid: Process id of the events.
+        base_ns: Time of ``ts == 0`` in the timeline, on the clock of the log.
+        rows: Names of the rows.
+        placed: The selected records, each with its row.
+    """
+
+    def __init__(self, job: MemberJob, log: TrajectoryLog) -> None:
+        offset_ns = job.source.offset_ns
+        self.pid, self.base_ns = job.pid + TRAJECTORIES_PID, job.base_ns + offset_ns
+        self._job, self._log = job, log
+        self._draw = partial(draw, self.base_ns, self.pid)
+
+        def is_wanted(record: _Record) -> bool:
+            begin_ns, end_ns = record.begin_ns - offset_ns, record.end_ns - offset_ns
+            return end_ns >= job.base_ns and job.keep.holds(begin_ns, end_ns)
+
+        named = Counter(loop.name for loop in log.loops)
+        self._loops = {
+            loop.id: f"loop {loop.name}"
+            if loop.name and named[loop.name] == 1
+            else f"loop {loop.name} {loop.id}".replace("  ", " ")
+            for loop in reversed(log.loops)
+        }
+        self.rows, self.placed = lay_out(log, is_wanted, self._loop)
+
+    def slices(self) -> Iterator[Event]:
+        """Yield the slices of all selected records."""
+        blocking = {block.span for block in self._log.blocks}
+        names = {span.id: span.name for span in self._log.spans if span.id in blocking}
+        for record, row in self.placed:
+            if isinstance(record, TrajectoryRecord):
+                yield self._trajectory(record, row + 1)
+            elif isinstance(record, Block):
+                who = (names.get(record.span) or record.function) if record.function else "unknown"
+                about = {"task": record.task, "function": record.function}
+                yield self._draw(row + 1, "block", who, record.begin_ns, record.end_ns, about=about)
+            else:
+                yield self._span(record, row + 1)
+
+    def counters(self) -> Iterator[Event]:
+        """Yield counter events: lag of each event loop, counters of the log, and running trajectories."""
+        for lag in self._log.lags:
+            name = f"{self._loop(lag.loop)} lag"
+            if lag.late_ns >= _LEAST_LAG_NS:
+                yield self._count(name, lag.at_ns - lag.late_ns, "ms", lag.late_ns / 1e6)
+            yield self._count(name, lag.at_ns, "ms", 0.0)
+        for count in self._log.counts:
+            yield self._count(count.name, count.at_ns, "count", count.value)
+        changes = Counter(one.begin_ns for one in self._log.trajectories)
+        changes.subtract(one.end_ns for one in self._log.trajectories)
+        running = 0
+        for at_ns in sorted(changes):
+            running += changes[at_ns]
+            yield self._count("trajectories", at_ns, "running", running)
+
+    def _count(self, counter: str, at_ns: int, unit: str, value: float) -> Event:
+        """Return a sample of a counter; Perfetto shows its name and its unit."""
+        event = Event("C", "", shortened(counter), self.pid, ts=max(at_ns - self.base_ns, 0) / 1000)
+        event.args = msgspec.Raw(msgspec.json.encode({unit: value}))
+        return event
+
+    def _loop(self, number: int) -> str:
+        """Return the name of an event loop: its thread's name, with the loop's number if names repeat."""
+        return self._loops.get(number, f"loop {number}")
+
+    def _trajectory(self, record: TrajectoryRecord, tid: int) -> Event:
+        own: dict[str, Fact] = {"group": record.group, "sample": record.sample, "status": record.status}
+        if record.error:
+            own["error"] = record.error
+        event = self._draw(tid, "trajectory", "", record.begin_ns, record.end_ns, about=record.facts | own)
+        event.name, event.cname = _trajectory_name(record), _BAD.get(record.status)
+        return event
+
+    def _span(self, record: SpanRecord, tid: int) -> Event:
+        own: dict[str, Fact] = {"failed": record.failed, "open": record.open, "request": record.request}
+        about = record.facts | {name: value for name, value in own.items() if value}
+        event = self._draw(tid, "span", record.name, record.begin_ns, record.end_ns, about=about or None)
+        if record.failed:
+            event.cname = _BAD["failed"]
+        return event
+
+    def arrows(self) -> Iterator[Event]:
+        """Yield both ends of the arrow from each span to its request, if the request is in the timeline."""
+        job, offset_ns = self._job, self._job.source.offset_ns
+        spans = {
+            one.id: (one, row) for one, row in self.placed if isinstance(one, SpanRecord) and one.request
+        }
+        ends = (
+            (number, one.request, one.begin_ns - offset_ns, one.end_ns - offset_ns)
+            for number, (one, _) in spans.items()
+        )
+        for place, (number, request) in enumerate(joined(ends, job.requests).items()):
+            if head := job.places.get((request.id, request.begin_ns)):
+                span, row = spans[number]
+                from_ns = max(span.begin_ns - offset_ns, job.base_ns)
+                tail = self.pid, row + 1
+                yield from request_arrow(
+                    job.index * ID_STRIDE + place, tail, from_ns, request, head, job.base_ns
+                )
+
+
+def _trajectory_name(trajectory: TrajectoryRecord) -> str:
+    """Return the title of a trajectory: ``g12/3``, ``g12/4 (failed)``, ``g13/0 (validate)``."""
+    group = trajectory.group or f"trajectory {trajectory.id}"
+    name = group if trajectory.sample is None else f"{group}/{trajectory.sample}"
+    status = [trajectory.status] * (trajectory.status != "done")
+    said = ["validate"] * (trajectory.facts.get("validate") is True) + status
+    return f"{shortened(name)} ({shortened(', '.join(said))})" if said else shortened(name)
+
+
+def lay_out(
+    log: TrajectoryLog, is_wanted: Callable[[_Record], bool], loop_name: Callable[[int], str]
+) -> tuple[list[str], list[tuple[_Record, int]]]:
+    """Return the names of the rows, from top to bottom, and each wanted record with its row.
+
+    Blocks are above, by their loop, then come trajectories, then spans outside trajectories. Overlapping
+    records get separate rows. A row of trajectories is followed by further rows if spans of one trajectory
+    overlap.
+
+    Args:
+        log: The log, from :func:`linked_log`.
+        is_wanted: Returns whether a record is selected.
+        loop_name: Returns the name of an event loop by its number.
+    """
+    groups: dict[str, list[list[Any]]] = {}  # by name of their rows: a record with its spans
+    for block in sorted(log.blocks, key=lambda block: block.loop):
+        groups.setdefault(f"{loop_name(block.loop)} blocked", []).append([block])
+    trajectories: dict[int, list[Any]] = {one.id: [one] for one in log.trajectories}
+    outside: dict[int, list[Any]] = {}  # by the id of each span outside trajectories
+    groups["trajectories"], groups["spans"] = list(trajectories.values()), []
+    for span in log.spans:
+        if span.trajectory != NO_SPAN:
+            trajectories[span.trajectory].append(span)
+        elif span.parent != NO_SPAN:
+            outside[span.id] = outside[span.parent]
+            outside[span.id].append(span)
+        else:
+            outside[span.id] = [span]
+            groups["spans"].append(outside[span.id])
+    names: list[str] = []
+    placed: list[tuple[_Record, int]] = []
+    for name, owners in groups.items():
+        found = [nested for records in owners if (nested := _nested(*records, is_wanted=is_wanted))]
+        spans = [(min(r.begin_ns for r in of), max(r.end_ns for r in of)) for of, _ in found]
+        packed = packed_rows(spans)
+        heights = [0] * (max(packed, default=-1) + 1)
+        for row, (_, below) in zip(packed, found, strict=True):
+            heights[row] = max(heights[row], max(below) + 1)
+        firsts = list(accumulate(heights, initial=len(names)))
+        for row, (of, below) in zip(packed, found, strict=True):
+            placed += zip(of, [firsts[row] + place for place in below], strict=True)
+        for number, height in enumerate(heights):
+            named = name if len(heights) == 1 else f"{name} {number}"
+            names += [named if part == 1 else f"{named}.{part}" for part in range(1, height + 1)]
+    return names, placed
+
+
+def _nested(
+    head: Any, *spans: SpanRecord, is_wanted: Callable[[_Record], bool]
+) -> tuple[list[Any], list[int]] | None:
+    """Return the selected ones of a record and its spans, and the row of each below that of the record.
+
+    A span whose parent is not selected counts as a child of the record.
+    """
+    wanted = sorted(filter(is_wanted, spans), key=lambda span: (span.begin_ns, -span.end_ns))
+    by_id = {span.id: span for span in wanted}
+    found = [head, *wanted]
+    rows = nested_rows(found, lambda span, around: around is by_id.get(span.parent, head))
+    if is_wanted(head):
+        return found, rows
+    return (wanted, rows[1:]) if wanted else None

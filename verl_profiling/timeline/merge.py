@@ -22,7 +22,14 @@ from verl_profiling.capture_request import parse_ranks
 from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
 from verl_profiling.manifest import SCHEMA_VERSION
 from verl_profiling.run_files import scratch_folder
-from verl_profiling.timeline.member import Member, MemberFile, MemberJob, compressor, write_member
+from verl_profiling.timeline.member import (
+    Member,
+    MemberFile,
+    MemberJob,
+    compressor,
+    write_log_member,
+    write_member,
+)
 from verl_profiling.timeline.processes import (
     CONTROLLER,
     LANE_PIDS,
@@ -34,15 +41,8 @@ from verl_profiling.timeline.processes import (
     request_rows,
     requests_by_id,
 )
-from verl_profiling.timeline.step import (
-    TIMELINE_MARK,
-    TIMELINE_NAME,
-    Keep,
-    Source,
-    StepInputs,
-)
+from verl_profiling.timeline.step import TIMELINE_MARK, TIMELINE_NAME, Keep, Source, StepInputs
 from verl_profiling.timeline.trace import Event, Trace
-from verl_profiling.timeline.trajectories import write_log_member
 from verl_profiling.trajectory_log import later_statuses
 
 _SLACK_NS = 3_600_000_000_000  # the clock starts an hour before the step, so that no ts is negative

@@ -18,14 +18,7 @@ import msgspec
 from isal import igzip
 
 from verl_profiling.errors import ToolUnavailableError, TraceFormatError
-from verl_profiling.manifest import (
-    MANIFEST_NAME,
-    MAX_NS,
-    NOTES_SUFFIX,
-    NSYS_FOLDER,
-    NsysRange,
-    worst_status,
-)
+from verl_profiling.manifest import MANIFEST_NAME, MAX_NS, NOTES_SUFFIX, NSYS_FOLDER, NsysRange, worst_status
 from verl_profiling.run_files import named_file, read_manifest, whole_file, write_result
 
 REPORT = ".nsys-rep"

@@ -11,17 +11,8 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling.identity import step_folder_name
-from verl_profiling.manifest import (
-    MAX_NS,
-    CaptureResult,
-    Manifest,
-    Rpc,
-    StageSpan,
-    StepSpan,
-    ToolSpan,
-)
-from verl_profiling.timeline.content import Limits
-from verl_profiling.timeline.trace import Event
+from verl_profiling.manifest import MAX_NS, CaptureResult, Manifest, Rpc, StageSpan, StepSpan, ToolSpan
+from verl_profiling.timeline.trace import Event, Limits
 from verl_profiling.trajectory_log import LOG_SUFFIX
 
 _ROLE_ORDER = ("controller", "actor", "critic", "ref", "reward", "rollouter", "agent_loop", "rollout")
