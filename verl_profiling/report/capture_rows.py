@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -13,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import Artifact, CaptureResult, Manifest, Request
 from verl_profiling.report.intervals import percentiles
 from verl_profiling.report.model import (
@@ -25,7 +23,7 @@ from verl_profiling.report.model import (
     ReplicaRow,
     RequestRow,
 )
-from verl_profiling.timeline.inputs import resolve_artifact
+from verl_profiling.timeline.inputs import located
 from verl_profiling.units import duration
 
 VALIDATE = "validate"
@@ -61,9 +59,7 @@ def costs(manifest: Manifest, directory: Path) -> list[CostRow]:
 
 def _size(directory: Path, artifact: Artifact) -> int:
     """Return an artifact's size in bytes; from the disk if the manifest has none yet."""
-    path = None
-    with suppress(TraceFormatError):  # a path outside the folder is reported in the report's coverage
-        path = resolve_artifact(directory, artifact) if artifact.bytes is None else None
+    path = located(directory, artifact)[0] if artifact.bytes is None else None
     return artifact.bytes or (path.stat().st_size if path and path.is_file() else 0)
 
 

@@ -18,11 +18,10 @@ from verl_profiling.timeline.inputs import (
     how_to_capture,
     is_step,
     is_uncaptured,
+    located,
     plain_steps,
-    resolve_artifact,
     step_folders,
     unfinished,
-    why_absent,
 )
 from verl_profiling.timeline.trace import Blocks, Limits, Trace
 from verl_profiling.trajectory_log import LOG_SUFFIX, read_log
@@ -144,13 +143,9 @@ def _check_artifact(folder: Path, artifact: Artifact, where: str, limits: Limits
     name = where + artifact.path
     if artifact.status == "skipped":
         return Checked(path=name, status="skipped", reason=artifact.reason)
-    try:
-        path = resolve_artifact(folder, artifact)
-    except TraceFormatError as error:
-        return Checked(path=name, status="unreadable", reason=error.problem)
+    path, status, reason = located(folder, artifact)
     if path is None:
-        status = artifact.status if artifact.status in ("empty", "failed") else "missing"
-        return Checked(path=name, status=status, reason=why_absent(artifact))
+        return Checked(path=name, status=status, reason=reason)
     if path.is_dir():
         return _check_folder(name, path, limits)
     is_read = path.name.endswith((".json", ".json.gz", LOG_SUFFIX))

@@ -8,30 +8,27 @@ from functools import cache
 from html import escape
 from importlib import resources
 from itertools import zip_longest
-from statistics import median
 from typing import Any
 
 import msgspec
 
 from verl_profiling.report.model import Finding, GanttSpan, Report, WorkerRow
 from verl_profiling.report.sentences import Figure, asked_sentences, figures, rollout_sentences, sentences
-from verl_profiling.report.tables import TABLES, Cell, cause_key, cells, stage_class, without_middle
+from verl_profiling.report.tables import TABLES, Cell, cause_key, cells, named, stage_class, without_middle
 from verl_profiling.units import duration, listed
 
 CONTROLLER = "controller"
 _ROLE = re.compile(r"(.*?)(?:_rank)?\d*")
 _MOST_DEVICES = 8  # whose lanes are drawn together; of more, roles are, so that they can be folded
 _REASONS = {"straggler": "slower than the others", "long_tail": "last in the rollout"}  # by rule
-_SPREADS = 3.0  # robust standard deviations between a lane's busy share and the median of its role
-_NORMAL = 1.4826  # median absolute deviation of a normal distribution, in standard deviations
-_POINTS = 0.05  # the same, in busy share, at the least
 _CURVES = ("load", "communication", "waiting")  # one without anything in it is empty
 
 
 def picture(report: Report) -> dict[str, Any]:
     """Return lanes by role with their stages and their load over time, and the running requests."""
     stages = {_shown(span): span for span in report.gantt}
-    reasons = outliers(report)
+    found = [finding for finding in report.findings if finding.rule in _REASONS]
+    reasons = {lane: _REASONS[finding.rule] for finding in found for lane in finding.lanes}
     lanes = [_lane(owner, row, spans, list(stages), reasons) for owner, row, spans in _rows(report)]
     shared = {name: row for row in report.devices if len(row.lanes) > 1 for name in row.lanes}
     devices = list({row.name: row for row in shared.values()})
@@ -142,31 +139,6 @@ def _group(role: str, lanes: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _mean(loads: Sequence[Sequence[int]]) -> list[float]:
     return [round(sum(part) / len(loads), 1) for part in zip_longest(*loads, fillvalue=0)]
-
-
-def outliers(report: Report) -> dict[str, str]:
-    """Return what stands out about a worker or lane, by its name; the most telling ones first."""
-    found: dict[str, str] = {}
-    for finding in report.findings:
-        if reason := _REASONS.get(finding.rule):
-            found |= dict.fromkeys(finding.lanes, reason)
-    for role in dict.fromkeys(row.role for row in report.workers):
-        for lane, reason in _unlike([row for row in report.workers if row.role == role]):
-            found.setdefault(lane, reason)
-    return found
-
-
-def _unlike(lanes: list[WorkerRow]) -> list[tuple[str, str]]:
-    """Return the lanes whose busy share is far from that of their peers, the farthest first."""
-    shares = {row.name: row.busy_us / row.span_us for row in lanes if row.span_us}
-    if len(shares) < 3:
-        return []
-    usual = median(shares.values())
-    spread = _NORMAL * median(abs(share - usual) for share in shares.values())
-    limit = max(_SPREADS * spread, _POINTS)
-    far = [name for name, share in shares.items() if abs(share - usual) > limit]
-    far.sort(key=lambda name: -abs(shares[name] - usual))
-    return [(name, f"busy {shares[name]:.0%}, median {usual:.0%}") for name in far]
 
 
 _PICTURE = ("d3.min.js", "picture.js")
@@ -424,14 +396,7 @@ def _tail(report: Report) -> str:
 
 
 def _reported(report: Report) -> str:
-    """Return the section of the loop's metrics, folded by their prefix."""
-    groups: dict[str, list[tuple[Cell, Cell]]] = {}
-    for name, value in report.metrics.items():
-        prefix = name.partition("/")[0] if "/" in name else "others"
-        groups.setdefault(prefix, []).append((Cell(name, name), Cell(value, f"{value:,.6g}")))
-    content = "".join(
-        f"<details><summary><bdi>{escape(prefix)}</bdi> ({len(rows)})</summary>"
-        f"{table(prefix, ('metric', 'value'), rows)}</details>"
-        for prefix, rows in groups.items()
-    )
+    """Return the section of the loop's metrics."""
+    rows = [(named(name), Cell(value, f"{value:,.6g}")) for name, value in report.metrics.items()]
+    content = table("metrics", ("metric", "value"), rows)
     return section("Reported by the loop", content, "What the training loop logged for the step.")

@@ -204,45 +204,35 @@ def flat_rows(step: int | None, found: Iterable[msgspec.Struct]) -> Iterator[dic
         yield {"step": step, **fields, **{column: lost[cause] for cause, column in _LOST.items() if lost}}
 
 
-class _Lost(msgspec.Struct, frozen=True):
-    """A row of the table ``lost``: a cause, or a part of one."""
+class _Part(msgspec.Struct, frozen=True):
+    """A row of the tables ``lost`` and ``outside``: a cause, a pause or a stage, or a part of one."""
 
-    columns: ClassVar[str] = "cause=name, lane time=seconds, of observed=share"
-
-    name: str
-    seconds: float
-    share: float
-    key: str
-    depth: int = 0
-
-
-class _Outside(msgspec.Struct, frozen=True):
-    """A row of the table ``outside``: a pause or a stage, or a part of one."""
-
-    columns: ClassVar[str] = "what=name, runs, time=seconds"
+    columns: ClassVar[str] = "name, runs, time=seconds, of observed=share"
 
     name: str
     seconds: float
+    share: float | None = None
+    key: str = ""
     runs: int | None = None
     depth: int = 0
 
 
-def _lost(report: Report) -> list[_Lost]:
+def _lost(report: Report) -> list[_Part]:
     found = []
     for row in report.lost:
-        found.append(_Lost(cause_name(row.cause), row.seconds, row.share, f"k-{row.cause}"))
+        found.append(_Part(cause_name(row.cause), row.seconds, row.share, f"k-{row.cause}"))
         for name, seconds in sorted(row.parts.items(), key=lambda part: -part[1]):
             share = row.share * seconds / (row.seconds or 1.0)
             if share >= _LEAST_PART:
-                found.append(_Lost(name, seconds, share, cause_key(name), depth=1))
+                found.append(_Part(name, seconds, share, cause_key(name), depth=1))
     return found
 
 
-def _outside(report: Report) -> list[_Outside]:
+def _outside(report: Report) -> list[_Part]:
     found = []
     for row in report.outside:
-        found.append(_Outside(row.name, row.duration_us / 1e6, row.runs))
-        found += [_Outside(name, seconds, depth=1) for name, seconds in row.parts.items()]
+        found.append(_Part(row.name, row.duration_us / 1e6, runs=row.runs))
+        found += [_Part(name, seconds, depth=1) for name, seconds in row.parts.items()]
     return found
 
 

@@ -76,12 +76,14 @@ def print_report(report: Report, console: Console, *, everything: bool = False) 
     for name in TABLES if everything else _first(report):
         _print_table(report, name, console, everything=everything)
     console.print()
-    for line in _all_lines(report) if everything else _problems(report):
+    problems = _problems(report)
+    for line in _all_lines(report) if everything else problems[:_PROBLEMS]:
         console.print(line)
-    if not everything:
-        console.print(
-            "[dim]a lane is a process with its device; all tables: --all, --save, --csv, --json[/dim]"
-        )
+    if everything:
+        return
+    if len(problems) > _PROBLEMS:
+        console.print(f"[dim]{len(problems) - _PROBLEMS} more: --all[/dim]")
+    console.print("[dim]a lane is a process with its device; all tables: --all, --save, --csv, --json[/dim]")
 
 
 def print_table(
@@ -152,13 +154,11 @@ def _print_findings(report: Report, console: Console, most: int | None) -> None:
 
 
 def _problems(report: Report) -> list[str]:
-    """Return sentences on missing data and notes, the first few of each."""
-    said = [
+    """Return sentences on missing data, and notes."""
+    return [
         *(f"[red]missing:[/red] {escape(sentence)}" for sentence in report.coverage.missing),
         *(f"[yellow]note:[/yellow] {escape(note)}" for note in report.notes),
     ]
-    more = [f"[dim]{len(said) - _PROBLEMS} more: --all[/dim]"] if len(said) > _PROBLEMS else []
-    return [*said[:_PROBLEMS], *more]
 
 
 def _all_lines(report: Report) -> Iterator[str]:
@@ -168,5 +168,4 @@ def _all_lines(report: Report) -> Iterator[str]:
         listed = ", ".join(f"{name} {value:g}" for name, value in list(report.metrics.items())[:6])
         more = ", ... (all: --save, report.html)" if len(report.metrics) > 6 else ""
         yield escape(f"reported by the loop: {listed}{more}")
-    yield from (f"[red]missing:[/red] {escape(sentence)}" for sentence in report.coverage.missing)
-    yield from (f"[yellow]note:[/yellow] {escape(note)}" for note in report.notes)
+    yield from _problems(report)

@@ -411,25 +411,20 @@ def step_folders(run: Path) -> list[Path]:
     return [folder for _, _, folder in sorted(found)]
 
 
-def resolve_artifact(directory: Path, artifact: Artifact) -> Path | None:
-    """Return the path of an artifact, or ``None`` if it is missing.
+def located(directory: Path, artifact: Artifact) -> tuple[Path | None, Any, str]:
+    """Return the path of an artifact; if it is not in the step folder ``None``, its status, and the reason.
 
-    While the artifact is being compressed, the path is the uncompressed file's.
-
-    Raises:
-        TraceFormatError: The artifact's path leads out of the step folder.
+    While the artifact is being compressed, the path is the uncompressed file's. An artifact whose path leads
+    out of the step folder is ``unreadable``.
     """
-    path = named_file(directory, artifact.path)
-    if path.exists():
-        return path
-    raw = named_file(directory, artifact.path.removesuffix(".gz"))
-    return raw if raw.exists() else None
-
-
-def why_absent(artifact: Artifact) -> str:
-    """Return why an artifact is not in the step folder, and its location, if known."""
+    named = (named_file(directory, path) for path in (artifact.path, artifact.path.removesuffix(".gz")))
+    try:
+        path = next(filter(Path.exists, named), None)
+    except TraceFormatError as error:
+        return None, "unreadable", error.problem
+    status = artifact.status if artifact.status in ("empty", "failed") else "missing"
     elsewhere = f"it is at {artifact.where}" if artifact.where else ""
-    return "; ".join(filter(None, (artifact.reason, elsewhere)))
+    return path, status, "; ".join(filter(None, (artifact.reason, elsewhere)))
 
 
 def _from_manifest(directory: Path) -> StepInputs:
@@ -449,17 +444,12 @@ def _from_manifest(directory: Path) -> StepInputs:
         for artifact in worker.artifacts:
             if artifact.status == "skipped":
                 continue
-            try:
-                path = resolve_artifact(directory, artifact)
-            except TraceFormatError as error:
-                inputs.absent.append(f"{artifact.path} is refused: {error.problem}")
+            path, status, why = located(directory, artifact)
+            if path is not None:
+                found += (_source(manifest, worker, artifact, file) for file in _files_in(path))
                 continue
-            if path is None:
-                because = f": {why}" if (why := why_absent(artifact)) else ""
-                state = "empty" if artifact.status == "empty" else "missing"
-                inputs.absent.append(f"{artifact.path} is {state}{because}")
-                continue
-            found += (_source(manifest, worker, artifact, file) for file in _files_in(path))
+            state = "missing" if status == "failed" else status
+            inputs.absent.append(f"{artifact.path} is {state}{f': {why}' if why else ''}")
     inputs.files = sorted_sources(found)
     return inputs
 
