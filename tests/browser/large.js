@@ -46,7 +46,7 @@ main(async ([executablePath, address]) => {
   seen.sortedRows = await visible("#workers tbody tr");
 
   const metrics = "#reported-by-the-loop";
-  seen.groups = await page.$$eval(`${metrics} > details`, (all) => all.map((each) => [each.querySelector("summary").textContent, each.open]));
+  seen.metrics = [await visible(`${metrics} tbody tr`), await page.textContent(`${metrics} .fold`)];
 
   await page.setViewportSize({ width: 390, height: 844 });
   await settled(page);

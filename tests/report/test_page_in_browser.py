@@ -184,4 +184,8 @@ def test_long_tables_and_metrics_are_folded(large: dict) -> None:
     assert large["fold"] == " all 300"
     assert large["first"].startswith("rollout")
     assert large["sortedRows"] == 10
-    assert large["groups"] == [["timing_s (30)", False], ["actor (2)", False]]
+
+
+def test_metrics_are_folded(large: dict) -> None:
+    """Ten are shown, and the number of all."""
+    assert large["metrics"] == [10, " all 32"]
