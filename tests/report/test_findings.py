@@ -66,11 +66,11 @@ def test_the_slow_rank_is_found_behind_a_collective(tmp_path: Path) -> None:
     assert "straggler" not in rules(even)
 
 
-def small_straggler(folder: Path, trigger: Trigger, marked: bool) -> Report:
+def small_straggler(folder: Path, trigger: Trigger, marked: bool, late: float = 99.5) -> Report:
     """Return a step of 100 s in which rank 1 keeps rank 0 waiting for 0.4 s, and much else is wrong."""
     stages = [("rollout", 0, 99), ("update_actor", 99, 100)]
     workers = []
-    for rank, ready in ((0, 99.1), (1, 99.5)):
+    for rank, ready in ((0, 99.1), (1, late)):
         own = (
             [("compute", 99, ready), ("update_actor", ready, 100)] if marked else [("update_actor", 99, 100)]
         )
@@ -95,6 +95,16 @@ def test_the_last_to_the_collectives_of_the_stage_that_was_asked_for_comes_first
         "Of the captured ranks, actor_rank1 comes last to the collectives of update_actor: the others waited "
         "400 ms for it."
     )
+
+
+@pytest.mark.parametrize("suspects", [[], ["actor_rank1"]])
+def test_a_rank_that_is_a_little_later_is_no_cause_where_all_are_slow(
+    suspects: list[str], tmp_path: Path
+) -> None:
+    """By a tenth of the stage; where the watch suspects it, it is."""
+    trigger = Trigger(kind="anomaly", sign="slow_stage", stage="update_actor", suspects=suspects)
+    texts = [finding.text for finding in small_straggler(tmp_path, trigger, False, 99.2).findings]
+    assert ("Of the captured ranks, actor_rank1 comes last" in "".join(texts[:1])) == bool(suspects)
 
 
 def test_nobody_comes_last_where_no_stage_with_collectives_was_asked_for(tmp_path: Path) -> None:

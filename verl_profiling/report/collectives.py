@@ -129,11 +129,11 @@ def _perhaps_waiting(step: Step, calls: Iterable[Calls]) -> dict[Lane, Spans]:
     }
 
 
-def last_to(stage: str, step: Step, calls: Iterable[Calls]) -> tuple[str, float]:
+def last_to(stage: str, step: Step, calls: Iterable[Calls], least: float) -> tuple[str, float]:
     """Return the rank for which others waited in the collectives of a stage, and the total wait (s).
 
-    An empty stage means the whole step. The rank is empty if ranks take turns in being last, or if less
-    than 1 % of the stage was waiting. Only captured ranks count.
+    An empty stage means the whole step. The rank is empty if ranks take turns in being last, or if the
+    waiting is less than the share ``least`` of the stage. Only captured ranks count.
     """
     waited: defaultdict[tuple[str, str], list[Spans]] = defaultdict(list)  # by (last rank, waiting rank)
     longest = 0
@@ -149,7 +149,7 @@ def last_to(stage: str, step: Step, calls: Iterable[Calls]) -> tuple[str, float]
     for (name, _), parts in waited.items():
         sums[name] += length(union(*parts))
     name, most = next(iter(sums.most_common(1)), ("", 0))
-    told = most > max(_LATE_SHARE * sums.total(), _SMALL * longest)
+    told = most > max(_LATE_SHARE * sums.total(), least * longest)
     return (name, most / 1e9) if told else ("", 0.0)
 
 
@@ -240,6 +240,7 @@ def _ends_last(row: StragglerRow, runs: Mapping[str, Sequence[StageSpan]]) -> bo
 
 _KERNELS = 5
 _MOST_SUSPECTS = 4
+_OF_A_STAGE_OF_ALL = 0.2  # where the watch suspects nobody, a little later is no cause
 
 
 def asked_of(step: Step, calls: Sequence[Calls]) -> tuple[Asked | None, list[SuspectRow]]:
@@ -260,7 +261,8 @@ def asked_of(step: Step, calls: Sequence[Calls]) -> tuple[Asked | None, list[Sus
     when = local_time(manifest.begin_ns)
     last, waited_s = "", 0.0
     if trigger.stage or trigger.sign in ("slow_step", "leader"):
-        last, waited_s = last_to(trigger.stage, step, calls)
+        is_of_all = bool(trigger.sign) and not trigger.suspects
+        last, waited_s = last_to(trigger.stage, step, calls, _OF_A_STAGE_OF_ALL if is_of_all else _SMALL)
     fields = {**msgspec.structs.asdict(trigger), "peers": [peer.name for peer in peers]}
     return Asked(**fields, when=when, last=last, waited_s=waited_s), rows
 
