@@ -59,15 +59,12 @@ def test_a_config_that_cannot_run_here(tmp_path: Path, capsys: pytest.CaptureFix
     assert "torch_memory" in problems[0]["state"]
 
 
-def test_a_save_path_that_cannot_be_written(tmp_path: Path) -> None:
-    """A file in the way is found before training starts."""
+def test_what_would_fail_is_found_before_training(tmp_path: Path) -> None:
+    """A save path that cannot be written; a disabled config needs nothing."""
     (tmp_path / "file").write_text("")
     findings = examine_config(settings(tool="spans", save_path=str(tmp_path / "file" / "run")))
     assert findings[-1].problem
     assert "cannot be written" in findings[-1].state
-
-
-def test_a_disabled_config_needs_nothing() -> None:
     [finding] = examine_config(load_config(ROOT / "verl_profiling/conf/profiling/off.yaml"))
     assert not finding.problem
 

@@ -44,8 +44,8 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_no_result_is_taken_for_input(traces: Path) -> None:
-    """Every face of every command, written into the folder of traces under any name: two lanes remain."""
+def test_no_result_is_taken_for_input(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every face of every command, under any name."""
     assert main(["merge", str(traces)]) == EXIT_OK
     assert main(["merge", str(traces), "-o", str(traces / "all.json.gz")]) == EXIT_OK
     assert main(["merge", str(traces), "--ranks", "0", "-o", str(traces / "one.pt.trace.json.gz")]) == EXIT_OK
@@ -53,10 +53,6 @@ def test_no_result_is_taken_for_input(traces: Path) -> None:
     assert main(["report", str(traces / RANKS[0]), "--save"]) == EXIT_OK
     shutil.copy(traces / "report.json", traces / "saved_elsewhere.json")
     assert lanes(traces) == ["worker_rank0", "worker_rank1"]
-
-
-def test_a_timeline_is_no_trace(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Named by itself it is refused with what to do instead; it can be checked."""
     open_step(traces).merge(traces / "all.json.gz")
     assert main(["report", str(traces / "all.json.gz")]) == EXIT_BAD_INPUT
     assert "is a timeline that merge wrote; name the traces" in capsys.readouterr().err

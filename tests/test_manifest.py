@@ -58,9 +58,13 @@ def example() -> Manifest:
 
 
 def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Nanoseconds included, corrected by a host's clock; one of an unknown clock is left as it is."""
     write_json_atomically(tmp_path / MANIFEST_NAME, example())
     assert read_manifest(tmp_path) == example()
     assert [path.name for path in tmp_path.iterdir()] == [MANIFEST_NAME]
+    manifest = example()
+    assert manifest.offset_ns(manifest.workers[0].identity) == -5
+    assert manifest.offset_ns(WorkerIdentity(role="actor")) == 0
 
 
 @pytest.mark.parametrize(
@@ -120,13 +124,6 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
         write_json_atomically(tmp_path / "taken", example())
     assert read_manifest(tmp_path) == example()
     assert sorted(path.name for path in tmp_path.iterdir()) == [MANIFEST_NAME, "taken"]
-
-
-def test_times_of_a_host_are_corrected_by_its_clock() -> None:
-    """A worker of an unknown clock is left as it is."""
-    manifest = example()
-    assert manifest.offset_ns(manifest.workers[0].identity) == -5
-    assert manifest.offset_ns(WorkerIdentity(role="actor")) == 0
 
 
 @pytest.mark.parametrize(

@@ -46,20 +46,12 @@ def torch_with(monkeypatch: pytest.MonkeyPatch, **kinds: Any) -> None:
 
 
 def test_a_process_names_the_device_that_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By UUID, and by its number on the host, which the visible devices resolve."""
+    """By UUID and number on the host; one that has not used its device has none, or what Ray gave."""
     torch_with(monkeypatch, cuda=Cuda(used=(1,)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6, 7")
     assert used_devices() == [Device(kind="cuda", index=1, uuid=f"1{UUID[1:]}", place=f"{HOST}/7")]
-
-
-def test_a_look_at_devices_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has not used its device has none, and stays that way."""
     torch_with(monkeypatch, cuda=Cuda(used=(0,), initialized=False))
     assert used_devices() == []
-
-
-def test_on_a_cpu_it_is_what_ray_gave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The accelerator that stands for the process's share, as the roles of one pool have it in common."""
     torch_with(monkeypatch, cuda=Cuda(used=(0,), initialized=False))
     context = SimpleNamespace(get_accelerator_ids=lambda: {"TPU": [], "GPU": ["3"]})
     ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
@@ -68,32 +60,24 @@ def test_on_a_cpu_it_is_what_ray_gave(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engine_has_the_visible_devices_in_order_of_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers are of this host; a UUID is kept as torch writes it."""
+    """Of this host, from ``base_gpu_id`` on; on CPUs what its server is told."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"5,GPU-{UUID.upper()},")
     first, second, third = engine_devices("cuda", 3, range(3), None)
     assert first == Device(kind="cuda", index=0, place=f"{HOST}/5")
     assert second == Device(kind="cuda", index=1, uuid=UUID)
     assert third == Device(kind="cuda"), "a rank on another node: where is not known"
-
-
-def test_an_engine_on_cpus_has_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What happens to be in the environment of a CPU engine says nothing; what its server is told does."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert engine_devices("cpu", 1, range(1), None) == [Device(kind="cpu")]
     assert engine_devices("cpu", 1, range(1), ["0"]) == [Device(kind="cpu", index=0, place=f"{HOST}/0")]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    found = engine_devices("cuda", 4, range(2, 4), None)
+    assert [device.place for device in found] == [f"{HOST}/6", f"{HOST}/7", "", ""]
 
 
 @pytest.mark.parametrize("id", ["none", "-1"])
 def test_ids_that_name_nothing_are_left_out(id: str) -> None:
     """Neither a place nor a UUID is made up of them."""
     assert engine_devices("cuda", 1, range(1), [id]) == [Device(kind="cuda", index=0)]
-
-
-def test_an_engine_may_begin_behind_the_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang counts from ``base_gpu_id`` where several replicas see all devices."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    found = engine_devices("cuda", 4, range(2, 4), None)
-    assert [device.place for device in found] == [f"{HOST}/6", f"{HOST}/7", "", ""]
 
 
 @pytest.mark.parametrize("variable", ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"])

@@ -168,12 +168,16 @@ class TestOneFrame:
         assert any("rollout" in line for line in lines)
         assert any("5.00 s" in line for line in lines)
 
-    def test_who_leads_is_shown_and_nobody_where_none_is_clear(self) -> None:
+    def test_who_leads_is_shown_and_names_cannot_steer_the_terminal(self) -> None:
+        """Nobody where none is clear, and what nobody leads does not count as late."""
         lines = drawn(frame_of(summary(5)))
         assert any("actor_rank2 +500 ms" in line for line in lines)
         assert any("one process alone is late" in line for line in lines)
         lines = drawn(frame_of(summary(5, leader="")))
         assert not any("actor_rank2 +" in line or "late" in line for line in lines)
+        lines = drawn(frame_of(summary(1, {"\x1b[2J[red]": 10}, leader="\x07[/]")))
+        assert any(r"\x1b[2J[red]" in line for line in lines)
+        assert not any("\x1b" in line or "\x07" in line for line in lines)
 
     def test_a_stage_that_varies_has_the_ratio_that_is_noticed(self) -> None:
         """Only that one: the other is noticed from the usual ratio on."""
@@ -184,11 +188,6 @@ class TestOneFrame:
         )
         [line] = [line for line in drawn(frame_of(*steps)) if "noticed within 8 steps" in line]
         assert re.fullmatch(r"noticed within 8 steps only from: rollout (1.9|2.\d) times .*", line)
-
-    def test_names_cannot_steer_the_terminal(self) -> None:
-        lines = drawn(frame_of(summary(1, {"\x1b[2J[red]": 10}, leader="\x07[/]")))
-        assert any(r"\x1b[2J[red]" in line for line in lines)
-        assert not any("\x1b" in line or "\x07" in line for line in lines)
 
     def test_what_trajectories_spent_is_shown(self) -> None:
         """By name: the sum, how many calls they were, how long one took, and how many failed."""
@@ -209,33 +208,29 @@ class TestOneFrame:
 class TestExitCodes:
     """What a script learns."""
 
-    def test_a_run_that_has_ended_is_well(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_run_that_is_over_says_so(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """One that has ended is well; a process that is gone is a finding."""
         write_run(run, end_ns=2)
         assert main(["top", str(run), "--once"]) == EXIT_OK
         shown = capsys.readouterr().out
         assert "run: training ended" in shown
         assert "last heard of" in shown
-
-    def test_a_process_that_is_gone_is_a_finding(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         gone = subprocess.Popen(["true"])
         gone.wait()
         write_run(run, process=msgspec.structs.replace(ProcessId.current(), pid=gone.pid))
         assert main(["top", str(run), "--once"]) == EXIT_FINDING
         assert f"pid {gone.pid} on" in capsys.readouterr().out
 
-    def test_a_run_without_a_watch_says_how_to_switch_it_on(
+    def test_a_run_without_steps_says_what_to_do(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        write_run(tmp_path / "run", enable=False)
-        assert main(["top", str(tmp_path / "run"), "--once"]) == EXIT_BAD_INPUT
-        assert "has no watch.jsonl; start the run with watch.enable=true" in capsys.readouterr().err
-
-    def test_a_watch_that_has_logged_nothing_yet_is_waited_for(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+        """Its watch has logged nothing yet, and is waited for; or it has none."""
         write_run(tmp_path / "run")
         assert main(["top", str(tmp_path / "run"), "--once"]) == EXIT_OK
         assert "No step has ended yet." in capsys.readouterr().out
+        write_run(tmp_path / "run", enable=False)
+        assert main(["top", str(tmp_path / "run"), "--once"]) == EXIT_BAD_INPUT
+        assert "has no watch.jsonl; start the run with watch.enable=true" in capsys.readouterr().err
 
     @pytest.mark.parametrize("harm", ["nowhere", "file", "log is a folder", "run.json is none"])
     def test_what_is_no_run_is_one_line(

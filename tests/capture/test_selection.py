@@ -39,8 +39,8 @@ def names(role: RoleConfig) -> list[str]:
 # What it asks of a role
 
 
-def test_an_aim_takes_the_place_of_all_settings_of_a_role() -> None:
-    """Its own as well as the common ones, also coordinates and being left out; the settings stay."""
+def test_an_aim_takes_the_place_of_what_it_names() -> None:
+    """All else is as the settings say; stages mean discrete mode and leave engines out."""
     config = settings(
         mode="e2e",
         select={"roles": ["actor"], "ranks": "0", "stages": ["update_actor"]},
@@ -62,24 +62,21 @@ def test_an_aim_takes_the_place_of_all_settings_of_a_role() -> None:
     assert not config.for_role("ref").enable
     assert config.for_role("actor").selects(0)
     assert config.for_role("ref", selection) is ref, "computed once"
-
-
-def test_what_an_aim_does_not_name_is_as_the_settings_say() -> None:
-    """An selection at a mode keeps the ranks, a selection at ranks the tools and the roles."""
     config = settings(select={"roles": ["actor"], "ranks": "1"}, tool="spans")
     assert config.for_role("actor", CaptureSelection(mode="discrete")).ranks == {1}
     assert names(config.for_role("actor", CaptureSelection(ranks=(2,)))) == ["spans"]
     assert not config.for_role("critic", CaptureSelection(ranks=(2,))).enable
-
-
-def test_stages_mean_discrete_mode_and_leave_engines_out() -> None:
-    """Unless the rollout is one of them; with e2e mode they contradict each other."""
     config = settings(tool="spans")
     assert config.for_role("actor", CaptureSelection(stages=("update_actor",))).mode == "discrete"
     assert not config.for_role("rollout", CaptureSelection(stages=("update_actor",))).enable
     assert config.for_role("rollout", CaptureSelection(stages=("rollout",))).enable
     with pytest.raises(ConfigError, match="discrete mode"):
         config.for_role("actor", CaptureSelection(stages=("update_actor",), mode="e2e"))
+    assert (
+        CaptureSelection(mode="e2e", ranks=(0, 3), roles=("actor",)).in_words()
+        == "mode=e2e, roles=actor, ranks=0,3"
+    )
+    assert CaptureSelection().in_words() == ""
 
 
 def test_replicas_are_those_of_the_rollout_and_ranks_those_of_the_others() -> None:
@@ -101,15 +98,6 @@ def test_trajectories_go_on_unless_their_role_is_named() -> None:
     assert (names(kept), kept.mode) == (["trajectories"], "e2e")
     named = config.for_role("agent_loop", CaptureSelection(tools=("torch",), roles=("agent_loop",)))
     assert names(named) == ["torch", "trajectories"]
-
-
-def test_an_aim_in_words() -> None:
-    """As settings are written; nothing for one that changes nothing."""
-    assert (
-        CaptureSelection(mode="e2e", ranks=(0, 3), roles=("actor",)).in_words()
-        == "mode=e2e, roles=actor, ranks=0,3"
-    )
-    assert CaptureSelection().in_words() == ""
 
 
 # What it asks of a session

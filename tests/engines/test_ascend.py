@@ -74,18 +74,14 @@ def test_an_option_that_an_engine_does_not_have_is_refused(
     assert f"set roles.rollout.tools.npu.{remedy}" in str(caught.value)
 
 
-def test_windows_that_cannot_be_told_apart_are_refused() -> None:
-    """A folder of torch_npu names its rank, and no stage."""
+def test_what_cannot_be_told_apart_is_refused() -> None:
+    """A folder of torch_npu names its rank, but no stage and no data-parallel rank."""
     rollout, key = {"by_stage": True, "count": 2}, "rollout.by_stage"
     with pytest.raises(ConfigError) as caught:
         SGLangCaptureMixin().init_capture(
             settings(rollout=rollout), engine=Manager("npu"), requests=RequestLog()
         )
     assert caught.value.key == key
-
-
-def test_data_parallel_ranks_are_refused() -> None:
-    """Each has a rank 0 of its own, so their folders cannot be told apart."""
     with pytest.raises(ConfigError, match="data-parallel ranks"):
         SGLangCaptureMixin().init_capture(settings(), engine=Manager("npu", dp_size=2), requests=RequestLog())
 

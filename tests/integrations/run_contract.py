@@ -84,14 +84,11 @@ class RunContract:
         return found
 
     def test_only_the_profiled_steps_have_folders(self, run: Run) -> None:
-        """The run ends well, and leaves a complete folder for each profiled step and for no other."""
+        """Complete ones, after a run that ends well and that says what it captures and where."""
         assert run.code == 0, run.output[-4000:]
         assert sorted(path.name for path in run.save_path.glob("step_*")) == ["step_000002", "step_000003"]
         assert [run.manifest(step).complete for step in (2, 3)] == [True, True]
         assert {w.status for step in (2, 3) for w in run.manifest(step).workers} == {"ok"}
-
-    def test_the_console_says_what_is_captured_and_where(self, run: Run) -> None:
-        """Once before the first step, and a line for each capture, though verl's levels drop INFO."""
         [on] = [line for line in run.output.splitlines() if "profiling is on" in line]
         assert "steps 2, 3" in on
         assert str(run.save_path) in on
@@ -118,7 +115,7 @@ class RunContract:
             assert [a.stage for a in discrete.worker(step, "rollout").artifacts] == ["rollout"]
 
     def test_stages_of_the_controller_and_the_worker(self, e2e: Run) -> None:
-        """Every part of GRPO is a stage on both sides, and the worker's lies inside the controller's."""
+        """Every part of GRPO on both sides, one inside of the other."""
         controller = {span.name: span for span in e2e.manifest(3).stages if not span.depth}
         assert controller.keys() == WORKER_STAGES | {"rollout", "advantage"}
         spans = e2e.worker(3, "actor").stages
@@ -127,6 +124,11 @@ class RunContract:
             if span.depth == 0:
                 outer = controller[span.name]
                 assert outer.begin_ns <= span.begin_ns <= span.end_ns <= outer.end_ns
+        spans = e2e.worker(3, "actor").stages
+        batches, mini, micro = PROMPTS * SAMPLES, 4 * SAMPLES, 4
+        assert inside(spans, "mini_batch", "update_actor") == batches // mini
+        assert inside(spans, "micro_batch", "mini_batch") >= batches // micro
+        assert inside(spans, "micro_batch", "old_log_prob") == batches // micro
 
     def test_the_rollout_is_divided_by_what_the_trainer_does(self, run: Run) -> None:
         """Between the prompts and the last response it waits for the next look, and all but 1 % is named."""
@@ -151,14 +153,6 @@ class RunContract:
             assert len({span.request for span in asked}) == PROMPTS * SAMPLES
             scored = {(span.facts["group"], span.facts["sample"]) for span in rewards.spans}
             assert scored == {(t.group, t.sample) for t in loops.trajectories}
-
-    def test_mini_and_micro_batches_are_nested(self, e2e: Run) -> None:
-        """An update shows its mini-batches, these their micro-batches, and so does a forward pass."""
-        spans = e2e.worker(3, "actor").stages
-        batches, mini, micro = PROMPTS * SAMPLES, 4 * SAMPLES, 4
-        assert inside(spans, "mini_batch", "update_actor") == batches // mini
-        assert inside(spans, "micro_batch", "mini_batch") >= batches // micro
-        assert inside(spans, "micro_batch", "old_log_prob") == batches // micro
 
     def test_requests_have_the_policy_version(self, run: Run) -> None:
         """Every sample is a request of the step, made with the weights of the step before."""

@@ -75,15 +75,11 @@ def verl_config(
     return OmegaConf.create(config)
 
 
-def test_without_profiling_nothing_is_profiled() -> None:
-    """A configuration that says nothing of profiling, or switches it off, has no settings."""
+def test_settings_are_read_from_profiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path holds in every process; without profiling, or with it off, there are none."""
     assert settings_of(verl_config()) is None
     assert settings_of(verl_config(profiling={"enable": False})) is None
     assert settings_of(verl_config(profiling="verl")) is None
-
-
-def test_settings_are_read_from_profiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The block ``profiling`` holds this package's own settings; the path holds in every process."""
     monkeypatch.chdir(tmp_path)
     settings = settings_of(verl_config(profiling={"enable": True, "mode": "discrete", "save_path": "here"}))
     assert settings is not None
@@ -109,11 +105,14 @@ def test_a_run_has_the_name_under_which_verl_resumes_it(
     assert settings.run_id == expected
 
 
-def test_two_profilers_are_refused() -> None:
-    """A profiler of verl's own next to this one is an error that names both keys and what to do."""
+def test_another_profiler_and_another_word_are_refused() -> None:
+    """A profiler of verl's own is an error with both keys and what to do."""
     config = verl_config(profiling={"enable": True}, steps=[2, 3])
     with pytest.raises(ConfigError, match=r"global_profiler\.steps=\[2, 3\].*steps=null.*\+profiling=verl"):
         settings_of(config)
+    said = r"^profiling: is the word 'torch'.*\+profiling=e2e \(or default, discrete, off, verl\)"
+    with pytest.raises(ConfigError, match=said):
+        settings_of(verl_config(profiling="torch"))
 
 
 def test_taking_over_switches_verls_profiler_off() -> None:
@@ -143,13 +142,6 @@ def test_what_has_no_counterpart_is_said_once_for_a_trainer(caplog: pytest.LogCa
         Rollouter(verl_config(profiling="verl", relocate_results=True))
     assert caplog.text.count("global_profiler.relocate_results") == 1
     assert caplog.text.count("nothing is profiled") == 1
-
-
-def test_another_word_is_refused() -> None:
-    """A word that is neither settings nor ``verl`` is an error that lists the groups."""
-    said = r"^profiling: is the word 'torch'.*\+profiling=e2e \(or default, discrete, off, verl\)"
-    with pytest.raises(ConfigError, match=said):
-        settings_of(verl_config(profiling="torch"))
 
 
 def test_roles_and_ranks_are_bridged() -> None:

@@ -62,15 +62,11 @@ def v0(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_an_own_trainer_is_profiled_by_the_mixin(colocate: Run) -> None:
-    """A ``fit`` that no hook knows fires the callback all the same, once."""
+    """Once; a capture across weight updates names every policy version, and how much ran with each."""
     assert colocate.code == 0, colocate.output[-4000:]
     assert "the own trainer's loop runs" in colocate.output
     assert sorted(path.name for path in colocate.save_path.glob("step_*")) == ["step_000002"]
     assert colocate.manifest(2).complete
-
-
-def test_a_capture_across_weight_updates_says_so(colocate: Run) -> None:
-    """The rollout of two steps names every policy version it ran with, and how much ran with each."""
     manifest = colocate.manifest(2)
     assert manifest.steps == [2, 3]
     assert (manifest.policy_version, manifest.metrics["policy_version/end"]) == (1, 3)

@@ -82,7 +82,7 @@ def test_a_capture_of_a_fault_that_lasts_is_not_said_to_be_without_it(
 
 
 def test_the_suspect_is_told_from_the_peer_that_waits_for_it(tmp_path: Path) -> None:
-    """Both are in the stage equally long; what the peer waits in a collective is no work of its own."""
+    """What the peer waits in a collective is no work of its own."""
     report = two_ranks(tmp_path, SLOW_STAGE)
     rows = {(row.kind, row.name): row for row in report.suspects}
     stage = rows["stage", "update_actor"]
@@ -90,10 +90,6 @@ def test_the_suspect_is_told_from_the_peer_that_waits_for_it(tmp_path: Path) -> 
     assert rows["time", "computing and copying"].difference == pytest.approx(3.0)
     assert rows["time", "waiting for other ranks"].difference == pytest.approx(-3.0)
     assert rows["kernel", "gemm"].difference == pytest.approx(3.0)
-
-
-def test_the_parts_of_the_time_add_up_to_the_stage(tmp_path: Path) -> None:
-    """Computing, communicating, waiting and idle time by cause leave nothing of the stage out."""
     workers = [rank(0, [("gemm", 2, 3)]), rank(1, [("gemm", 2, 4), ("copy", 5, 6)])]
     report = asked_by(SLOW_STAGE, tmp_path, workers)
     parts = [row for row in report.suspects if row.kind == "time"]
@@ -244,8 +240,8 @@ def test_what_the_capture_cut_off_is_compared_with_nothing(
     assert all(row.peer_value is None for row in report.suspects if row.name == "rollout")
 
 
-def test_memory_is_compared_by_the_peaks_of_the_stage(tmp_path: Path) -> None:
-    """What the watch notices is memory that was held, which no capture has."""
+def test_a_process_without_stages_has_its_memory(tmp_path: Path) -> None:
+    """What both measured is compared: by the peaks of a stage, or of the process."""
     trigger = msgspec.structs.replace(SLOW_STAGE, sign="memory", stage="", value=428e6, median=340e6)
     asked_by(trigger, tmp_path, [rank(0, [("gemm", 2, 4)]), rank(1, [("gemm", 2, 4)])])
     for name, value in (("actor_rank0", 379e6), ("actor_rank1", 572e6)):
@@ -253,6 +249,16 @@ def test_memory_is_compared_by_the_peaks_of_the_stage(tmp_path: Path) -> None:
     report = open_step(tmp_path).report()
     (row,) = (row for row in report.suspects if row.kind == "memory")
     assert (row.name, row.value, row.peer_value) == ("process_peak_rss_bytes", 572e6, 379e6)
+    workers = [Worker("agent_loop", index, iterations=[("turn", 0, 2)] * 128) for index in range(2)]
+    suspects = {"suspects": ["agent_loop_rank1"], "peers": ["agent_loop_rank0"]}
+    trigger = msgspec.structs.replace(SLOW_STAGE, stage="rollout", **suspects)
+    asked_by(trigger, tmp_path, workers, [("rollout", 0.0, 8.0)])
+    for name, value in (("agent_loop_rank0", 379e6), ("agent_loop_rank1", 572e6)):
+        rewrite_worker(tmp_path, name, metrics={"process_peak_rss_bytes": value})
+    report = open_step(tmp_path).report()
+    found = {(row.kind, row.value, row.peer_value) for row in report.suspects}
+    assert ("memory", 572e6, 379e6) in found
+    assert "recorded nothing" not in printed(report)
 
 
 def test_what_is_of_the_suspect_alone_is_the_first_finding(
@@ -308,17 +314,3 @@ def test_a_rank_that_begins_the_step_after_rank_0_is_compared_by_its_own_stages(
         if (row.kind, row.name) == ("stage", "rollout")
     )
     assert (row.value, row.peer_value) == pytest.approx((2.0, 0.2))
-
-
-def test_a_process_without_stages_and_operators_has_its_memory(tmp_path: Path) -> None:
-    """Its artifacts are ``ok`` and have events, so it did record: what both measured is compared."""
-    workers = [Worker("agent_loop", index, iterations=[("turn", 0, 2)] * 128) for index in range(2)]
-    suspects = {"suspects": ["agent_loop_rank1"], "peers": ["agent_loop_rank0"]}
-    trigger = msgspec.structs.replace(SLOW_STAGE, stage="rollout", **suspects)
-    asked_by(trigger, tmp_path, workers, [("rollout", 0.0, 8.0)])
-    for name, value in (("agent_loop_rank0", 379e6), ("agent_loop_rank1", 572e6)):
-        rewrite_worker(tmp_path, name, metrics={"process_peak_rss_bytes": value})
-    report = open_step(tmp_path).report()
-    found = {(row.kind, row.value, row.peer_value) for row in report.suspects}
-    assert ("memory", 572e6, 379e6) in found
-    assert "recorded nothing" not in printed(report)

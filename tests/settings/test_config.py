@@ -27,8 +27,13 @@ def on(**settings: Any) -> ProfilingConfig:
 
 
 def test_nothing_is_profiled_by_default() -> None:
+    """Disabled settings load no tool, and options of a known tool that is not used are accepted."""
     assert ProfilingConfig.from_any(None) == ProfilingConfig.from_any({}) == ProfilingConfig()
     assert not ProfilingConfig().enable
+    assert on(tool="spans", tools={"torch": {"stack": True}}).tools == {"torch": {"stack": True}}
+    assert not ProfilingConfig.from_any({"enable": False, "tool": "not_installed:Tool"}).enable
+    with pytest.raises(ConfigError):
+        ProfilingConfig.from_any({"enable": False, "enbale": True})
 
 
 def test_a_dict_sets_every_level() -> None:
@@ -181,11 +186,6 @@ def test_keywords_are_checked_like_a_dict(keywords: dict[str, Any], key: str) ->
     assert caught.value.key == key
 
 
-def test_an_unused_tool_may_have_options_only_if_it_exists() -> None:
-    """Options of a known tool that the run does not use are accepted."""
-    assert on(tool="spans", tools={"torch": {"stack": True}}).tools == {"torch": {"stack": True}}
-
-
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
@@ -206,13 +206,6 @@ def test_settings_that_cannot_do_what_they_say_are_a_caution(
     """A watch that judges no step, and one that is off."""
     [caution] = on(**settings).cautions(has_engines=False)
     assert all(part in caution for part in parts), caution
-
-
-def test_a_disabled_config_loads_no_tool() -> None:
-    """``enable: false`` builds nothing, so a tool that is not installed does no harm."""
-    assert not ProfilingConfig.from_any({"enable": False, "tool": "not_installed:Tool"}).enable
-    with pytest.raises(ConfigError):
-        ProfilingConfig.from_any({"enable": False, "enbale": True})
 
 
 def test_a_role_overrides_what_it_names_and_nothing_else() -> None:
@@ -243,17 +236,13 @@ def test_a_role_overrides_what_it_names_and_nothing_else() -> None:
 
 
 def test_a_worker_is_selected_by_rank_and_replica() -> None:
-    """Ranks and replicas both have to match, where they are given."""
+    """Both have to match where they are given; ranks are text, a number or a list, and nothing means all."""
     role = on(select={"ranks": "0,8-15", "replicas": "1"}).for_role("rollout")
     assert [rank for rank in range(20) if role.selects(rank)] == [0, *range(8, 16)]
     assert role.selects(8, replica=1)
     assert not role.selects(8, replica=0)
     assert not role.selects(1, replica=1)
     assert not on(select={"roles": ["x"]}).for_role("actor").selects(0)
-
-
-def test_ranks_are_written_in_three_ways() -> None:
-    """Text, a number and a list mean the same; nothing means all."""
     assert parse_ranks(" 0, 2-4 ,9", "k") == frozenset({0, 2, 3, 4, 9})
     assert parse_ranks(3, "k") == frozenset({3})
     assert parse_ranks((1, 2, 2), "k") == frozenset({1, 2})
@@ -261,14 +250,10 @@ def test_ranks_are_written_in_three_ways() -> None:
 
 
 def test_an_omegaconf_config_is_taken_with_its_interpolations() -> None:
-    """A ``DictConfig`` is resolved and gives the same settings as the plain dict."""
+    """A ``DictConfig`` is resolved; what OmegaConf cannot resolve is reported like any other mistake."""
     plain = {"enable": True, "save_path": "runs/x", "schedule": {"steps": [2, 3]}}
     node = OmegaConf.create({"root": "runs", "p": {**plain, "save_path": "${root}/x"}})
     assert ProfilingConfig.from_any(node.p) == ProfilingConfig.from_any(plain)
-
-
-def test_a_broken_interpolation_is_a_config_error() -> None:
-    """What OmegaConf cannot resolve is reported like any other mistake."""
     node = OmegaConf.create({"enable": True, "save_path": "${nowhere}/x"})
     with pytest.raises(ConfigError, match="nowhere"):
         ProfilingConfig.from_any(node)
@@ -284,16 +269,12 @@ def compose(*overrides: str) -> ProfilingConfig:
         return ProfilingConfig.from_any(hydra_compose("main", list(overrides)).profiling)
 
 
-def test_hydra_finds_the_group_in_the_package() -> None:
-    """``pkg://verl_profiling.conf`` on the search path is all that a user's config needs."""
+def test_hydra_finds_the_group_and_reaches_every_level() -> None:
+    """``pkg://verl_profiling.conf`` is all that a config needs; new role and tool entries are overrides."""
     assert compose() == on()
     assert compose("profiling=discrete").mode == "discrete"
     assert compose("profiling=e2e").mode == "e2e"
     assert not compose("profiling=off").enable
-
-
-def test_hydra_overrides_reach_every_level() -> None:
-    """Overrides on the command line, new role and tool entries included."""
     config = compose(
         "profiling=discrete",
         "profiling.schedule.steps=[2,3]",

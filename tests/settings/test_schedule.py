@@ -36,10 +36,15 @@ def test_each_form_captures_the_steps_it_says(schedule: Schedule, expected: str)
 
 
 def test_step_zero_is_a_step_like_any_other() -> None:
-    """In a loop that counts from 0; ``every`` and a list capture it, cycles begin at 1."""
+    """``every`` and a list capture it, cycles begin at 1."""
     assert drawn(Schedule(every=3), steps=8, first=-1) == ".R..R..R"
     assert drawn(Schedule(steps=(0,)), steps=3, first=-1) == ".R."
     assert drawn(Schedule(), steps=3, first=-1) == "..R"
+    schedule = Schedule(wait=1, warmup=1, active=2)
+    assert schedule.step_range(1) is None
+    assert schedule.step_range(2) == StepRange(2, 2, Action.WARMUP)
+    assert schedule.step_range(3) == StepRange(3, 3)
+    assert schedule.step_range(4) == StepRange(4, 4)
 
 
 @pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
@@ -66,14 +71,6 @@ def test_cycles_mean_what_they_mean_in_torch(
         ProfilerAction.RECORD_AND_SAVE: Action.RECORD,
     }
     assert ours.action(1 + step) is meaning[theirs(step)]
-
-
-def test_without_continuous_every_step_is_a_capture_of_its_own() -> None:
-    schedule = Schedule(wait=1, warmup=1, active=2)
-    assert schedule.step_range(1) is None
-    assert schedule.step_range(2) == StepRange(2, 2, Action.WARMUP)
-    assert schedule.step_range(3) == StepRange(3, 3)
-    assert schedule.step_range(4) == StepRange(4, 4)
 
 
 @given(

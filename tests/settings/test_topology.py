@@ -27,33 +27,15 @@ def chosen(settings: RoleConfig) -> list[tuple[int, ...]]:
     ]
 
 
-def test_first_and_last_pipeline_stage() -> None:
-    """``pp: [0, -1], tp: [0]`` takes the first tensor rank of the first and the last pipeline stage."""
+def test_workers_are_chosen_by_their_place() -> None:
+    """Numbers, lists, ranges and a named choice, which a coordinate moves."""
     assert chosen(role({"pp": [0, -1], "tp": [0]})) == [(0, 0, 0), (0, 0, 1), (0, 3, 0), (0, 3, 1)]
-
-
-def test_one_rank_per_pipeline_stage() -> None:
-    """The named choice takes the first rank of each pipeline stage."""
     assert chosen(role({"ranks": "one_per_pp_stage"})) == [(0, pp, 0) for pp in range(4)]
-
-
-def test_the_named_choice_can_be_moved() -> None:
     assert chosen(role({"ranks": "one_per_pp_stage", "dp": 1})) == [(0, pp, 1) for pp in range(4)]
-
-
-def test_coordinates_are_written_like_ranks() -> None:
     assert chosen(role({"pp": "1-2"})) == chosen(role({"pp": [1, 2]}))
     assert chosen(role({"pp": 0})) == chosen(role({"pp": [-4]}))
-
-
-def test_a_role_can_choose_its_own() -> None:
-    """A role's coordinates replace the common ones, dimension by dimension."""
     settings = role({"pp": [0], "tp": [0]}, actor={"pp": [3]})
     assert chosen(settings) == [(0, 3, 0), (0, 3, 1)]
-
-
-def test_a_dimension_that_a_worker_lacks_does_not_concern_it() -> None:
-    """A rollout engine or an FSDP worker is not left out because Megatron ranks are selected."""
     settings = role({"pp": [0, -1], "ranks": "one_per_pp_stage"})
     assert settings.selects(5)
     assert settings.selects(0, None, {"dp": 0}, {"dp": 2})

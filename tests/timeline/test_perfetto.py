@@ -123,26 +123,14 @@ def _slices(events: list[dict]) -> int:
     return sum(event["ph"] in ("X", "i") for event in events)
 
 
-def test_perfetto_reports_no_import_error(opened: tuple[Path, dict[str, list[list]]]) -> None:
-    """Nothing in its table of statistics is an error or a loss."""
+def test_perfetto_shows_and_binds_everything(opened: tuple[Path, dict[str, list[list]]]) -> None:
+    """Every lane by its name, every arrow, and no import error."""
     assert opened[1]["errors"] == []
-
-
-def test_perfetto_names_every_lane(opened: tuple[Path, dict[str, list[list]]]) -> None:
-    """No process or thread that holds slices is nameless, and each worker has its stages."""
     threads = opened[1]["threads"]
     assert all(thread and process for thread, process, _ in threads)
     assert {process for thread, process, _ in threads if thread == "stages"} == {"controller", *WORKERS}
-
-
-def test_perfetto_shows_every_lane(opened: tuple[Path, dict[str, list[list]]]) -> None:
-    """One group of tracks per lane, in the order of its version."""
     lanes = opened[1]["lanes"]
     assert {name.split()[0] for name, _ in lanes} == {"controller", *WORKERS}
-
-
-def test_perfetto_binds_every_arrow(opened: tuple[Path, dict[str, list[list]]]) -> None:
-    """Each arrow joins a controller's stage to the same stage of a worker, which begins inside it."""
     arrows = opened[1]["arrows"]
     assert sorted(cause for cause, _, _ in arrows) == ["rollout", "update_actor", "update_actor"]
     assert all(cause == effect and inside for cause, effect, inside in arrows)

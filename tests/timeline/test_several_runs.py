@@ -66,7 +66,7 @@ def test_a_diff_asks_on_either_side(outputs: Path, capsys: pytest.CaptureFixture
 
 
 def test_each_run_can_be_named(outputs: Path) -> None:
-    """By its folder; the one that has the shared folder itself, by its ``run.json``; a step by its own."""
+    """By its folder or ``run.json``, a step by its own; a folder above a single run will do."""
     run = outputs / "run"
     assert [step.directory for step in find_steps(run / "run.json")] == [
         run / "step_000001",
@@ -78,11 +78,8 @@ def test_each_run_can_be_named(outputs: Path) -> None:
     assert main(["check", str(run / "run.json")]) == 0
     with pytest.raises(TraceFormatError, match="holds 2 runs"):
         open_run(run)
-
-
-def test_a_folder_above_a_single_run_will_do(tmp_path: Path) -> None:
-    build_run(tmp_path / "a" / "profiling", "only", 1)
-    assert [step.directory for step in find_steps(tmp_path)] == [tmp_path / "a" / "profiling" / "step_000001"]
+    only = build_run(outputs / "above" / "a" / "profiling", "only", 1)
+    assert [step.directory for step in find_steps(outputs / "above")] == [only / "step_000001"]
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff", b"[]"])

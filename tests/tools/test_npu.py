@@ -76,50 +76,37 @@ class TestRealTorchNpu:
             ("actor_rank0.update_actor.2.npu", "ok"),
         ]
 
-    def test_a_capture_without_device_data_says_so(self, outcomes: Outcome) -> None:
-        """The default asks for the device; when none of its data is there, that is not ``ok``."""
+    def test_what_failed_is_said(self, outcomes: Outcome) -> None:
+        """An unwritable folder, no data of a device, and an analysis that was ended at its deadline."""
         [artifact] = outcomes["device_asked_for"]["artifacts"]
         assert artifact["status"] == "empty"
         assert "no device data" in artifact["reason"]
         assert "CANN Profiling data does not exist" in artifact["reason"]
+        [artifact] = outcomes["unwritable"]["artifacts"]
+        assert artifact["status"] == "failed"
+        assert "step/actor_rank0.update_actor.npu" in artifact["reason"]
+        [artifact] = outcomes["analysis_too_slow"]["artifacts"]
+        assert artifact["status"] == "failed"
+        assert "took longer than tools.npu.analysis_s=0.5; raw data is kept" in artifact["reason"]
 
-    def test_stages_are_mstx_ranges_of_our_domain(self, outcomes: Outcome) -> None:
-        """CANN was told of the domain and of the stage's begin and end."""
+    def test_windows_threads_levels_and_ranges(self, outcomes: Outcome) -> None:
+        """Mini-batches, a stop from another thread, every level and metric, and mstx ranges of our domain."""
         assert {"verl_profiling", "update_actor", "end"} <= set(outcomes["mstx"])
         assert outcomes["mstx"].count("end") == outcomes["mstx"].count("update_actor")
+        assert artifacts_of(outcomes["mini_batches"]) == [("actor_rank0.npu", "ok")]
+        assert artifacts_of(outcomes["stop_on_another_thread"]) == [("actor_rank0.npu", "ok")]
+        assert outcomes["levels_and_metrics"] == {"taken": 20, "changed": []}
 
-    def test_torch_profiler_is_left_alone(self, outcomes: Outcome) -> None:
-        """Where torch's own profiler records the thread, we refuse, and it keeps its data."""
+    def test_recorders_of_others_are_left_alone(self, outcomes: Outcome) -> None:
+        """Torch's own profiler and the user's torch_npu: we refuse, and they keep their data and folder."""
         outcome = outcomes["beside_torch_profiler"]
         assert outcome["message"].startswith("CaptureStateError: actor_rank0: another profiler")
         assert not outcome["open"]
         assert outcome["ops"] > 0
-
-    def test_a_users_own_recorder_is_left_alone(self, outcomes: Outcome) -> None:
-        """Where the user records with torch_npu, we refuse, and that recorder keeps its data and folder."""
         outcome = outcomes["own_profiler_running"]
         assert outcome["message"].startswith("CaptureStateError: actor_rank0: another profiler")
         assert len(outcome["own_data"]) == 1
         assert outcome["own_data"][0] > 0
-
-    def test_an_unwritable_folder(self, outcomes: Outcome) -> None:
-        """Training goes on, and the artifact says what failed and where."""
-        [artifact] = outcomes["unwritable"]["artifacts"]
-        assert artifact["status"] == "failed"
-        assert "step/actor_rank0.update_actor.npu" in artifact["reason"]
-
-    def test_a_window_of_mini_batches(self, outcomes: Outcome) -> None:
-        assert artifacts_of(outcomes["mini_batches"]) == [("actor_rank0.npu", "ok")]
-
-    def test_a_stop_from_another_thread(self, outcomes: Outcome) -> None:
-        """The thread that records stops it, so the data is there."""
-        assert artifacts_of(outcomes["stop_on_another_thread"]) == [("actor_rank0.npu", "ok")]
-
-    def test_an_analysis_that_takes_too_long(self, outcomes: Outcome) -> None:
-        """It is ended at its deadline; the raw data stays, and the artifact says so."""
-        [artifact] = outcomes["analysis_too_slow"]["artifacts"]
-        assert artifact["status"] == "failed"
-        assert "took longer than tools.npu.analysis_s=0.5; raw data is kept" in artifact["reason"]
 
     def test_the_memory_tool_beside_it(self, outcomes: Outcome) -> None:
         """The tool drives torch_npu's own allocator history, and leaves it off afterwards."""
@@ -144,7 +131,3 @@ class TestRealTorchNpu:
             ("actor_rank0.old_log_prob.memory.pickle", "ok"),
             ("actor_rank0.update_actor.memory.pickle", "ok"),
         ]
-
-    def test_every_level_and_metric_is_taken(self, outcomes: Outcome) -> None:
-        """torch_npu keeps all values that the options allow; others it would reset with a printed warning."""
-        assert outcomes["levels_and_metrics"] == {"taken": 20, "changed": []}

@@ -90,36 +90,22 @@ class TestRealMsprobe:
         [_, critic] = outcome["entries"].values()
         assert [name for name in critic if "linear" in name] == LINEAR
 
-    def test_folders_that_cannot_be_written(self, ran: Callable[[str], Outcome]) -> None:
-        """The start says so; msprobe, which leaves itself switched on then, is switched off."""
+    def test_what_cannot_be_recorded_is_said(self, ran: Callable[[str], Outcome]) -> None:
+        """Folders, a full disk, a recording of nothing, other options."""
         outcome = ran("calls")
         assert "Not a directory" in outcome["unwritable"]
         assert outcome["unfit"].startswith("CaptureStateError: actor_rank0: msprobe did not start")
         assert "only writes to paths of letters" in outcome["unfit"]
         assert outcome["off_after_a_failure"]
-
-    def test_a_disk_that_is_full_at_the_end(self, ran: Callable[[str], Outcome]) -> None:
-        """The artifact is failed and names the file, training goes on, and so do later recordings."""
-        outcome = ran("calls")
         [artifact] = outcome["full"]["artifacts"]
         assert artifact["status"] == "failed"
         assert "dump.json failed" in artifact["reason"]
         assert outcome["idle"]["status"] == "empty"
-
-    def test_a_recording_of_nothing_is_empty(self, ran: Callable[[str], Outcome]) -> None:
-        """Msprobe writes a file without entries, which does not count as data."""
         [artifact] = ran("calls")["idle"]["artifacts"]
         assert artifact["status"] == "empty"
         assert "nothing that msprobe records ran" in artifact["reason"]
-
-    def test_torch_is_itself_between_recordings(self, ran: Callable[[str], Outcome]) -> None:
-        """The functions that msprobe wrapped are restored, so steps that are not recorded cost nothing."""
-        outcome = ran("calls")
         assert outcome["restored"]
         assert not outcome["open"]
-
-    def test_other_options_in_one_process_are_refused(self, ran: Callable[[str], Outcome]) -> None:
-        """The debugger is made once per process: silently, the first options would stay."""
         assert "cannot be made again" in ran("calls")["other_options"]
 
     def test_a_debugger_of_the_application_is_left_alone(self, ran: Callable[[str], Outcome]) -> None:
@@ -128,20 +114,14 @@ class TestRealMsprobe:
         assert "has a PrecisionDebugger of its own" in outcome["message"]
         assert set(LINEAR) <= set(outcome["own"])
 
-    def test_modules_of_the_model_that_was_named(self, ran: Callable[[str], Outcome]) -> None:
-        """Level mix holds modules and calls; without a model it says what to call."""
+    def test_modules_structure_and_tensors(self, ran: Callable[[str], Outcome]) -> None:
+        """Of the model that was named; the structure holds no values."""
         outcome = ran("modules")
         assert "watch_model(model)" in outcome["unknown"]
         assert {"Module.0.Linear.forward.0", "Module.1.ReLU.backward.0", *LINEAR} <= set(outcome["entries"])
-
-    def test_the_structure_of_the_model(self, ran: Callable[[str], Outcome]) -> None:
-        """The modules that ran, in a recording that holds no values; empty when none ran."""
         outcome = ran("structure")
         assert list(outcome["modules"]) == ["Module.0.Linear.forward.0", "Module.0.Linear.backward.0"]
         assert (outcome["result"]["status"], outcome["idle"]["status"]) == ("ok", "empty")
-
-    def test_tensors_of_one_call(self, ran: Callable[[str], Outcome]) -> None:
-        """The tensors are where the dump says they are, with their values; others are not kept."""
         outcome = ran("tensors")
         assert outcome["entries"] == LINEAR
         assert outcome["values"]["Functional.linear.0.forward.input.0.pt"] == [2, 4]

@@ -75,18 +75,14 @@ def test_a_host_that_is_busy_for_some_steps_is_no_news() -> None:
         assert detector.observe(summary(at, busy if at % 30 < 3 else USUAL)) is None
 
 
-def test_a_fault_soon_after_a_short_one_is_noticed() -> None:
-    """The short one was noticed, and is over for a step; what lasts longer is another one."""
+def test_a_short_fault_hides_no_later_one() -> None:
+    """Nor does a slow warm-up, which is in the past that is compared with."""
     detector = Detector(Anomaly())
     step = quiet(detector)
     assert slow_twice(detector, step, times=longer("update_actor", 3)) is not None
     assert detector.observe(summary(step + 2)) is None
     lasting = [detector.observe(summary(at, longer("update_actor", 2))) for at in range(step + 3, step + 40)]
     assert [at for at, each in enumerate(lasting) if each is not None] == [2]
-
-
-def test_a_fault_on_all_ranks_is_noticed_after_a_slow_warm_up() -> None:
-    """The first three steps are three times as long, and still in the past that is compared with."""
     noise, found = random.Random(7), []
     detector = Detector(Anomaly(leader=None))
     for step in range(1, 40):
@@ -105,30 +101,33 @@ def test_a_first_step_that_warms_up_hides_no_fault(window: int) -> None:
     assert slow_twice(detector, step, times=longer("update_actor", 3)) is not None
 
 
-def test_who_leads_in_a_slow_stage_is_noticed_with_it() -> None:
-    """One fault, one capture; a process that leads in another stage is another fault."""
+def test_what_goes_on_is_noticed_once() -> None:
+    """With who leads in it; a stage that stays slow becomes the usual."""
     detector = Detector(Anomaly())
     step = quiet(detector)
     slow = {"rollout2_rank0": 2.5}
     assert slow_twice(detector, step, slow=slow).suspects == ["rollout2_rank0"]
     assert [detector.observe(summary(step + after, slow=slow)) for after in range(2, 12)] == [None] * 10
-
-
-def test_what_goes_on_is_noticed_once() -> None:
-    """A stage that stays slow becomes the usual; when that becomes slower, it is noticed."""
-    detector = Detector(Anomaly())
-    step = quiet(detector)
     found = [detector.observe(summary(at, longer("reward", 4))) for at in range(step, step + 40)]
     assert [at for at, each in enumerate(found) if each is not None] == [1]
     assert slow_twice(detector, step + 40, times=longer("reward", 12)) is not None
 
 
-def test_a_small_stage_may_vary() -> None:
-    """Five times as long is nothing where that is 1% of the step."""
+def test_what_is_usual_is_no_news() -> None:
+    """Small stages that vary, a stage that begins after a warm-up of the critic."""
     detector = Detector(Anomaly())
     times = {**USUAL, "log": 2.0}
     for step in range(1, 40):
         assert detector.observe(summary(step, times if step % 3 else {**times, "log": 10.0})) is None
+    critic = {stage: usual for stage, usual in USUAL.items() if stage != "update_actor"}
+    for step in range(1, 100):
+        assert detector.observe(summary(step, critic if step < 25 else USUAL)) is None
+    for stage, scale, noticed in (("rollout", 1e-4, False), ("rollout", 1e-2, True), ("", 1e-4, False)):
+        detector = Detector(Anomaly())
+        for step in range(1, 31):
+            assert detector.observe(short(step, {**USUAL}, scale)) is None
+        found = twice(detector, *(short(step, {**USUAL, stage: 1_000}, scale) for step in (31, 32)))
+        assert (found is not None) == noticed, (stage, scale)
 
 
 @pytest.mark.parametrize("period", [7, 25])
@@ -138,14 +137,6 @@ def test_a_checkpoint_now_and_then_is_no_news(period: int) -> None:
     for step in range(1, 150):
         times = {**USUAL, "save_checkpoint": 4_000.0} if step % period == 0 else USUAL
         assert detector.observe(summary(step, times)) is None
-
-
-def test_a_stage_that_begins_after_the_first_steps_is_no_news() -> None:
-    """The warm-up of a critic: the actor is updated from step 25 on; its seconds make no step slow."""
-    detector = Detector(Anomaly())
-    critic = {stage: usual for stage, usual in USUAL.items() if stage != "update_actor"}
-    for step in range(1, 100):
-        assert detector.observe(summary(step, critic if step < 25 else USUAL)) is None
 
 
 @pytest.mark.parametrize("period", [6, 60])
@@ -296,36 +287,18 @@ def short(step: int, times: Mapping[str, float], scale: float) -> StepSummary:
 
 
 def test_there_is_no_verdict_without_a_past() -> None:
-    """Not before half of the window, and three steps, have been seen."""
+    """Not before half of the window and three steps; captured steps and empty ones are none."""
     for window, needed in ((20, 10), (3, 3)):
         for before in range(needed + 1):
             detector = Detector(Anomaly(window=window))
             quiet(detector, before)
             found = slow_twice(detector, before + 1, times=longer("rollout", 5))
             assert (found is not None) == (before >= needed), (window, before)
-
-
-def test_microseconds_are_no_news() -> None:
-    """Steps that do nothing vary by whatever the machine does beside them."""
-    for stage, scale, noticed in (("rollout", 1e-4, False), ("rollout", 1e-2, True), ("", 1e-4, False)):
-        detector = Detector(Anomaly())
-        for step in range(1, 31):
-            assert detector.observe(short(step, {**USUAL}, scale)) is None
-        found = twice(detector, *(short(step, {**USUAL, stage: 1_000}, scale) for step in (31, 32)))
-        assert (found is not None) == noticed, (stage, scale)
-
-
-def test_a_captured_step_is_not_judged() -> None:
-    """What its capture cost is in its times; it does not count as a step before others either."""
     detector = Detector(Anomaly())
     step = quiet(detector)
     for at in range(40):
         assert detector.observe(summary(step + at, longer("rollout", 9), captured="step_000031")) is None
     assert slow_twice(detector, step + 40, times=longer("rollout", 9)) is not None
-
-
-def test_a_summary_of_nothing_is_nothing() -> None:
-    """Steps of no length, or of a clock that was set back; and steps without stages."""
     numbers = (1, 2, 3, 2, 1, 0, -1)
     for steps in (
         [StepSummary(step=step, begin_ns=step, end_ns=step) for step in numbers],

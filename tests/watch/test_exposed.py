@@ -62,20 +62,19 @@ def ranks(*durations: tuple[int, ...]) -> list[RankUse]:
     ]
 
 
-def test_two_late_ranks_are_tied() -> None:
-    """Neither is the one that the others waited for; nor is the one that is alone before or behind."""
+def test_who_is_tied_or_evened_out_is_not_named() -> None:
+    """Two late ranks, ranks that ran stages in other orders."""
     for late in ((140, 141), (141, 140)):
         [first, *_] = exposed(summary(300, ranks((100, 1), *((took, 1) for took in late))))
         assert (first.exposed_ns, first.leader, first.lead_ns) == (141 * MS, "", 0)
     [first, *_] = exposed(summary(300, ranks((100, 1), (140, 1), (180, 1))))
     assert (first.leader, first.lead_ns) == ("actor_rank2", 60 * MS)
-
-
-def test_ranks_in_different_orders_are_not_compared() -> None:
-    """Where one rank ran the stages the other way round, both rows name nobody; the stage after them does."""
     there, back = [("a", 0, 10), ("b", 10, 50), ("c", 60, 10)], [("b", 0, 50), ("a", 50, 10), ("c", 60, 40)]
     loop = [use("actor_rank0", *there), use("actor_rank1", *there), use("actor_rank2", *back)]
     assert [row.leader for row in exposed(summary(200, loop))] == ["", "", "actor_rank2", ""]
+    workers = [use(f"actor_rank{rank}", ("update_actor", 1, 88 + rank)) for rank in range(4)]
+    [row, _] = exposed(summary(100, controller(("update_actor", 0, 95)), *workers))
+    assert (row.role, row.leader) == ("actor", "")
 
 
 def test_a_stage_of_one_rank_alone_is_that_ranks() -> None:
@@ -88,13 +87,6 @@ def test_a_stage_of_one_rank_alone_is_that_ranks() -> None:
     rows = exposed(summary(40, loop))
     assert in_ms(rows) == [("log", 30), ("forward", 10)]
     assert (rows[0].leader, rows[1].leader) == ("actor_rank0", "")
-
-
-def test_ranks_that_wait_for_each_other_inside_a_stage_are_evened_out() -> None:
-    """The update took long and no rank stands out: the row says that it cannot name one."""
-    workers = [use(f"actor_rank{rank}", ("update_actor", 1, 88 + rank)) for rank in range(4)]
-    [row, _] = exposed(summary(100, controller(("update_actor", 0, 95)), *workers))
-    assert (row.role, row.leader) == ("actor", "")
 
 
 def test_parts_of_a_workers_stage_tell_who_was_waited_for() -> None:

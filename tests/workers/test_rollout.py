@@ -52,14 +52,10 @@ async def test_start_before_init_names_the_remedy(tmp_path: Path) -> None:
     assert (await Server().stop_capture()).result.status == "skipped"
 
 
-def test_an_unknown_engine_is_refused() -> None:
-    """The error names the class, the replica and what would do."""
+def test_an_engine_that_cannot_be_recorded_is_refused() -> None:
+    """An unknown one by class and replica, an old one with what to install; nothing of it is called."""
     with pytest.raises(ToolUnavailableError, match=r"builtins\.object \(rollout replica 3 .*AsyncLLM"):
         RolloutCaptureMixin().init_capture({"enable": True}, engine=object(), replica=3)
-
-
-def test_an_engine_that_is_too_old_is_refused() -> None:
-    """The error says what to install; nothing of the engine is called."""
 
     class Engine:
         tokenizer_manager = object()
