@@ -210,7 +210,7 @@ class TestEveryStep:
         said = "20 steps logged, 0 to 19; median 8.50 s, longest step 12 with 12.5 s (rollout +4.00 s)"
         assert f"watch of {run}: {said}" in capsys.readouterr().out
         page = (run / "index.html").read_text()
-        text = text_of(page, "exposed-time-by-step")
+        text = text_of(page, "every-step")
         assert "all 20" in text
         assert "1212.5 s9.00 s3.00 s500 msanomaly: rollout took 9.00 s" in text
         assert 'id="every-step"' in page

@@ -145,7 +145,6 @@ _PICTURE = ("d3.min.js", "picture.js")
 _TOP = 10  # rows of a folded table, as in page.css
 _LONGEST_NAME = 64
 _INDENT = "\N{NO-BREAK SPACE}"
-_FINISHES = 400  # points of the curve of what is done
 
 
 def document(title: str, subtitle: str, sections: str, data: dict[str, Any] | None = None) -> str:
@@ -310,7 +309,7 @@ def _sections(report: Report) -> Iterator[str]:
     if said := _listed(asked_sentences(report.asked), "p"):
         yield f'<section id="asked" aria-label="Who asked for the capture">{said}</section>'
     yield summary(report)
-    before = {"stages": _picture(report), "rollout_time": _rollout(report), "stragglers": _tail(report)}
+    before = {"stages": _picture(report), "rollout_time": _rollout(report)}
     for name, spec in TABLES.items():
         yield before.get(name, "")
         found = spec.rows_shown(report)
@@ -372,27 +371,6 @@ def _rollout(report: Report) -> str:
             )
             content += stacked((cause_key(part.cause), part.share, part.cause) for part in parts)
     return section("Rollout", content, "The causes of each bar add up to its time.")
-
-
-def _tail(report: Report) -> str:
-    """Return the share of requests (or replicas) that are done, over time, as a curve."""
-    if report.tail is None or not report.tail.finishes_us:
-        return ""
-    finishes_us, half_us = report.tail.finishes_us, report.tail.median_finish_us
-    count, last_us = len(finishes_us), finishes_us[-1] or 1.0
-    every = -(-count // _FINISHES)
-    curve = "".join(
-        f"H{100 * max(us, 0) / last_us:.2f}V{100 - 100 * number / count:.2f}"
-        for number, us in enumerate(finishes_us, 1)
-        if number % every == 0 or number == count
-    )
-    said = f"the median replica after {duration(half_us / 1e6)} (dashed), all after {duration(last_us / 1e6)}"
-    drawn = (
-        f'<svg class="curve" viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{said}">'
-        f'<path class="half" d="M{100 * half_us / last_us:.2f},0V100"/><path class="done" d="M0,100{curve}"/>'
-        "</svg>"
-    )
-    return section("Rollout tail", drawn, f"What is done over time: {said}.")
 
 
 def _reported(report: Report) -> str:

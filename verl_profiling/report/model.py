@@ -36,7 +36,7 @@ class StageRow(msgspec.Struct, frozen=True, kw_only=True):
         idle_us: Part of ``duration_us`` in which every lane was idle and no worker was in a stage of its own.
     """
 
-    columns: ClassVar[str] = "stage=name, runs, time=duration_us, share"
+    columns: ClassVar[str] = "stage=name, runs, time=duration_us, share, +side by side=side_by_side_us"
 
     name: str
     runs: int
@@ -419,7 +419,7 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
         "1st token p50=to_first_token_p50_us, +1st token p90=to_first_token_p90_us, "
         "1st token p99=to_first_token_p99_us, a token p50=per_token_p50_us, "
         "+a token p90=per_token_p90_us, +a token p99=per_token_p99_us, cached=cache_hit_share, "
-        "preempted=preemptions"
+        "preempted=preemptions, of validation besides=validation"
     )
 
     worker: str

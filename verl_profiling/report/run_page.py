@@ -77,7 +77,7 @@ def render_run(
     bars = _shown(logged)
     content += _every_step(bars, len(logged)) if bars else ""
     content += "".join(_tables(steps, reports)) if steps else ""
-    content += _watch_tables(bars)
+    content += _spent_in_spans(bars)
     count = f"{len(reports) or 'no'} captured step{'s' if len(reports) > 1 else ''}"
     return document(visible(directory.resolve().name), count, content)
 
@@ -185,10 +185,10 @@ def _left_its_range(rows: list[dict[str, float]], whole_s: float) -> tuple[str, 
 def _tables(steps: Sequence[_Step], reports: Sequence[Report]) -> Iterator[str]:
     whose = reports[0].whose
     note = f"{whose.title()}-seconds that are idle or wait for other ranks, by cause."
-    yield section("Stages of each step", _trend(steps))
+    yield _trend("Stages of each step", steps)
     if any(report.lost for report in reports):
         lost = [step._replace(stages=one.lost_s) for step, one in zip(steps, reports, strict=True)]
-        yield section("Lost time of each step", _trend(lost, lambda name: f"k-{name}", cause_name), note)
+        yield _trend("Lost time of each step", lost, note, lambda name: f"k-{name}", cause_name)
     rows = []
     for step, report in zip(steps, reports, strict=True):
         busy = report.working_share
@@ -202,9 +202,7 @@ def _tables(steps: Sequence[_Step], reports: Sequence[Report]) -> Iterator[str]:
             "first finding": named(found, step.link if found else ""),
         }
         rows.append(row)
-    yield _by_step("Steps", steps, rows)
-    yield _by_step("Stages by step", steps, [_times(step.stages) for step in steps])
-    yield _by_step("Lost time by step", steps, [_times(report.lost_s) for report in reports], note)
+    yield section("Steps", _by_step("Steps", steps, rows))
 
 
 def _largest(seconds: Mapping[str, float]) -> str:
@@ -212,14 +210,20 @@ def _largest(seconds: Mapping[str, float]) -> str:
 
 
 def _trend(
+    title: str,
     steps: Sequence[_Step],
+    note: str = "",
     key: Callable[[str], str] = stage_class,
     shown: Callable[[str], str] = str,
 ) -> str:
-    """Return a bar for each step, of its stages; its title has the longest, and captured steps are links.
+    """Return a section with a bar for each step, of its stages, and with their times as a table.
+
+    The title of a bar has the longest stages, and captured steps are links.
 
     Args:
+        title: Title of the section.
         steps: The steps.
+        note: A sentence on the times.
         key: Returns the class that colours a stage.
         shown: Returns the name of a stage as it is shown.
     """
@@ -232,7 +236,7 @@ def _trend(
         parts = sorted(step.stages.items(), key=lambda part: -part[1])
         lines = [f"{shown(name)} {duration(took)}" for name, took in parts[:_MOST_LINES] if took > 0]
         captured = [f"captured: {step.captured}"] if step.captured else []
-        title = ", ".join([f"{step.title[:1].lower()}{step.title[1:]}: {duration(total)}", *captured, *lines])
+        said = ", ".join([f"{step.title[:1].lower()}{step.title[1:]}: {duration(total)}", *captured, *lines])
         beyond = total > 1.001 * top  # sums differ in their last digits
         mark = "▼" if step.captured else "▲" if beyond else ""
         marks |= {"▼": "captured"} if mark == "▼" else {"▲": "beyond the axis"} if mark else {}
@@ -244,27 +248,29 @@ def _trend(
         )
         tag, link = ("a", f' href="{escape(step.link)}"') if step.link else ("div", "")
         bars += (
-            f'<{tag} class="step"{link} title="{escape(title)}" style="height:{min(total / top, 1):.2%}">'
+            f'<{tag} class="step"{link} title="{escape(said)}" style="height:{min(total / top, 1):.2%}">'
             f"{f'<u>{mark}</u>' * bool(mark)}{stacked}{label}</{tag}>"
         )
     legend = "".join(f'<li><i class="{escape(key(n))}"></i><bdi>{escape(shown(n))}</bdi></li>' for n in names)
     legend += "".join(f"<li>{mark} {meaning}</li>" for mark, meaning in marks.items())
     axis = f'<span>{duration(top)}</span><span style="bottom:50%">{duration(top / 2)}</span>'
-    return f'<ul class="legend">{legend}</ul><div class="trend">{axis}{bars}</div>'
+    drawn = f'<ul class="legend">{legend}</ul><div class="trend">{axis}{bars}</div>'
+    rows = []
+    for step in steps:
+        times = {shown(name): timed(step.stages.get(name)) for name in names}
+        of_capture = {"captured": named(step.captured)} if step.captured else {}
+        rows.append({"took": timed(step.seconds), **times, **of_capture})
+    return section(title, drawn + _by_step(title, steps, rows), note)
 
 
-def _times(seconds: Mapping[str, float]) -> dict[str, Cell]:
-    return {name: timed(took) for name, took in seconds.items()}
-
-
-def _by_step(title: str, steps: Sequence[_Step], rows: Sequence[Mapping[str, Cell]], note: str = "") -> str:
+def _by_step(title: str, steps: Sequence[_Step], rows: Sequence[Mapping[str, Cell]]) -> str:
     """Return a table with a row for each step and a column for each name in the rows."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [
         [step.cell, *(row.get(name, Cell(None, "")) for name in names)]
         for step, row in zip(steps, rows, strict=True)
     ]
-    return section(title, table(title, ("step", *map(visible, names)), cells if names else []), note)
+    return table(title, ("step", *map(visible, names)), cells if names else [])
 
 
 def _logged(run: Path, steps: Sequence[StepSummary], links: Mapping[int | None, str]) -> list[_Step]:
@@ -299,16 +305,11 @@ def _every_step(bars: Sequence[_Step], total: int) -> str:
             f" {len(bars):,} of {total:,} steps are shown: those that were captured, and the "
             "longest of every few in a row."
         )
-    return section("Every step", _trend(bars), note)
+    return _trend("Every step", bars, note)
 
 
-def _watch_tables(bars: Sequence[_Step]) -> str:
-    """Return the same in numbers, and what trajectories spent."""
-    stages = dict.fromkeys(name for bar in bars for name in bar.stages)
-    exposed = []
-    for bar in bars:
-        times = {name: timed(bar.stages.get(name)) for name in stages}
-        exposed.append({"took": timed(bar.seconds), **times, "captured": named(bar.captured)})
+def _spent_in_spans(bars: Sequence[_Step]) -> str:
+    """Return what trajectories spent in the spans with the longest sums."""
     sums = Counter[str]()
     for bar in bars:
         sums.update({spans.name: spans.seconds for spans in bar.spans})
@@ -318,8 +319,8 @@ def _watch_tables(bars: Sequence[_Step]) -> str:
         of_step = {spans.name: _spent(spans) for spans in bar.spans}
         spent.append({name: of_step.get(name, Cell(None, "")) for name in names})
     note = "All spans of a name together. They run side by side, so they may be longer than the step."
-    tables = _by_step("Exposed time by step", bars, exposed)
-    return tables + _by_step("Time of trajectories by step", bars, spent, note)
+    title = "Time of trajectories by step"
+    return section(title, _by_step(title, bars, spent), note)
 
 
 def _spent(spans: SpanTotal) -> Cell:

@@ -236,28 +236,13 @@ def _outside(report: Report) -> list[_Part]:
     return found
 
 
-def _side_by_side(report: Report) -> str:
-    least_us = max(0.01 * report.span_us, 1e-3)  # less is not worth a name
-    beside = [
-        f"{row.name} {duration(row.side_by_side_us / 1e6)}"
-        for row in report.stages
-        if row.side_by_side_us >= least_us
-    ]
-    return f"Side by side with others: {', '.join(beside[:8])}; shares divide that time equally." * bool(
-        beside
-    )
-
-
 def _of_requests(report: Report) -> str:
-    notes = []
-    if validation := sum(row.validation for row in report.replicas):
-        notes.append(f"Besides {validation:,} of validation, which no number here counts.")
-    if all(row.queued_p50_us is None for row in report.replicas):
-        notes.append(
-            "How long requests were queued is not known: no engine tells both when its scheduler got a "
-            "request (arrival_ns) and when it took it up (scheduled_ns)."
-        )
-    return " ".join(notes)
+    if any(row.queued_p50_us is not None for row in report.replicas):
+        return ""
+    return (
+        "How long requests were queued is not known: no engine tells both when its scheduler got a "
+        "request (arrival_ns) and when it took it up (scheduled_ns)."
+    )
 
 
 def _of_costs(report: Report) -> str:
@@ -282,7 +267,7 @@ _TABLES = (
         "Time in a stage is without waiting for other ranks; the rest of the time is in its parts.",
         brief=40,
     ),
-    Table("stages", _side_by_side, brief=40, key=lambda row: stage_class(row.name)),
+    Table("stages", brief=40, key=lambda row: stage_class(row.name)),
     Table(
         "lost",
         lambda report: f"{report.whose.capitalize()}-seconds idle, or waiting for other ranks.",
