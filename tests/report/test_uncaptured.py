@@ -69,7 +69,7 @@ def test_the_page_of_the_run_has_every_step(run: Path, capsys: pytest.CaptureFix
     page = (run / "index.html").read_text()
     assert "no captured step" in page
     assert "No step was captured." in page
-    for section in ("every-step", "exposed-time-by-step", "time-of-trajectories-by-step"):
+    for section in ("every-step", "time-of-trajectories-by-step"):
         assert f'id="{section}"' in page
     elements = Elements()
     elements.feed(page)
