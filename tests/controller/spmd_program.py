@@ -19,6 +19,7 @@ from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingC
 from verl_profiling.testing import shifted_clock
 
 RANK = int(os.environ["RANK"])
+LAST = int(os.environ["WORLD_SIZE"]) - 1
 
 
 def work(scenario: str, step: int, folder: Path) -> None:
@@ -28,6 +29,8 @@ def work(scenario: str, step: int, folder: Path) -> None:
     waits = folder.with_name("rank_0_waits")
     if RANK == 0 and step == 2:
         waits.write_text("now")
+    if RANK == LAST and step == 2 and scenario == "exits":
+        sys.exit(3)
     if RANK == 1 and step == 2:
         if scenario == "killed elsewhere":
             wait_for(waits, "now")

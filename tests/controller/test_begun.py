@@ -47,6 +47,47 @@ def manifest_with(folder: Path, text: str) -> Manifest:
     return read_manifest(folder)
 
 
+WRITES = """
+    import os, sys
+    from pathlib import Path
+    from fleet import TrainWorker
+    from verl_profiling import ProfilingCallback
+
+    def note(event, arguments):
+        if event == "os.rename":
+            print("to", Path(arguments[1]).absolute())
+        elif event == "os.mkdir" or event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            print("in", Path(str(arguments[0])).absolute())
+
+    config = {
+        "enable": True, "tool": ["torch", "spans"], "mode": sys.argv[1], "save_path": "run/of/mine",
+        "schedule": {"steps": [1]}, "watch": {"enable": True, "sinks": ["tensorboard"]},
+    }
+    worker = TrainWorker()
+    worker.set_up(config)
+    sys.addaudithook(note)
+    with ProfilingCallback(config) as profiling:
+        profiling.add_workers("actor", worker)
+        for step in (1, 2):
+            profiling.on_step_begin(step)
+            worker.work()
+            profiling.on_step_end({"loss": 1.0})
+"""
+
+
+@pytest.mark.parametrize("mode", ["e2e", "discrete"])
+def test_a_captured_step_writes_its_manifest_twice_and_nothing_outside_of_the_run(
+    tmp_path: Path, run_python: RunPython, mode: str
+) -> None:
+    """Whatever opens a file, makes a folder or renames something, is seen by an audit hook."""
+    lines = [line.split(" ", 1) for line in run_python(WRITES, mode).stdout.splitlines()]
+    run = tmp_path / "run"
+    assert lines.count(["to", str(run / "of" / "mine" / "step_000001" / "manifest.json")]) == 2
+    outside = {path for _, path in lines if not Path(path).is_relative_to(run)}
+    assert outside <= {os.devnull}
+    assert [*tmp_path.iterdir()] == [run]
+
+
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
 def test_a_capture_that_begins_is_on_disk(tmp_path: Path, session: Session, mode: str) -> None:
     """Who was asked, what was promised, and by which process; the end replaces it."""

@@ -504,6 +504,27 @@ def test_ray_actors_record_a_step_together(tmp_path: Path, pool: Pool) -> None:
     assert starts == [1, 1, 1, 1]
 
 
+def test_ray_actors_that_are_added_again_take_the_place_of_the_first(tmp_path: Path, pool: Pool) -> None:
+    """As after a restart of the ranks: the next capture calls the new actors, and no other."""
+    config = configured(tmp_path, schedule={"every": 1})
+    first, second = pool.sync[:2]
+    set_up(config, [first])
+    set_up(config, [second])
+    callback = following(config, [first])
+    pids = []
+    for step, added in ((1, None), (2, [second])):
+        if added:
+            callback.add_workers("actor", added)
+        callback.on_step_begin(step)
+        callback.on_step_end()
+        pids.append([worker.identity.pid for worker in manifest(config, step).workers])
+    callback.on_train_end()
+    starts = [count["start_capture"] for count in ray.get([one.counts.remote() for one in (first, second)])]
+    assert starts == [1, 1]
+    assert [len(found) for found in pids] == [1, 1]
+    assert pids[0] != pids[1]
+
+
 @pytest.mark.parametrize("kind", [WorkerGroup, BoundGroup])
 def test_a_worker_group_is_called_by_its_convention(
     tmp_path: Path, pool: Pool, kind: type[WorkerGroup]

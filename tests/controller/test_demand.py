@@ -135,6 +135,22 @@ def test_the_next_step_is_captured_and_the_answer_says_so(job: Job) -> None:
     assert "@" in trigger.by
 
 
+def test_who_asks_for_a_stage_that_only_the_loop_marks_reads_why_nothing_is_recorded(
+    tmp_path: Path, session: Session
+) -> None:
+    """The loop's stages are in the manifest, but no worker's tool can record them apart."""
+    job = Job(configured(tmp_path, tool="torch"))
+    answer = job.ask(CaptureSelection(stages=("update_actor",)))
+    job.step()
+    job.callback.on_train_end()
+    [worker] = answer().workers
+    assert (worker.status, worker.artifacts) == ("skipped", [])
+    assert worker.reason == (
+        "no selected stage ran (selected: update_actor; ran: none): the loop's own stages do not count; "
+        "mark one in the worker with verl_profiling.stage"
+    )
+
+
 @pytest.mark.parametrize("continuous", [False, True])
 def test_several_steps_are_captured_as_the_schedule_has_them(
     tmp_path: Path, session: Session, continuous: bool

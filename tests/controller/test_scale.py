@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -145,6 +147,41 @@ def test_many_local_objects_with_plain_methods_are_called_side_by_side(tmp_path:
     callback = following(config, [Plain(rank) for rank in range(MANY)])
     run(callback, lambda step: None)
     assert [worker.status for worker in manifest(config).workers] == ["ok"] * MANY
+
+
+def test_a_thousand_plain_local_objects_cost_in_proportion(tmp_path: Path) -> None:
+    """Each is called once at the start and once at the stop, by as many functions as of a few."""
+    calls: Counter[str] = Counter()
+
+    class Plain:
+        def __init__(self, rank: int) -> None:
+            self.identity = WorkerIdentity(role="actor", rank=rank)
+
+        def start_capture(self, request: CaptureRequest) -> StartReply:
+            calls["start_capture"] += 1
+            return StartReply(self.identity, "recording", now_ns())
+
+        def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
+            calls["stop_capture"] += 1
+            result = CaptureResult(identity=self.identity, capture_id=capture_id or "", status="ok", step=1)
+            return StopReply(result, received_ns=now_ns())
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        calls["functions"] += event == "call"
+
+    functions = {}
+    for workers in (MANY, THOUSAND):
+        config = configured(tmp_path / str(workers))
+        callback = following(config, [Plain(rank) for rank in range(workers)])
+        calls.clear()
+        sys.setprofile(count)
+        callback.on_step_begin(2)
+        callback.on_step_end()
+        sys.setprofile(None)
+        assert (calls["start_capture"], calls["stop_capture"]) == (workers, workers)
+        assert [worker.status for worker in manifest(config).workers] == ["ok"] * workers
+        functions[workers] = calls["functions"] / workers
+    assert functions[THOUSAND] < 1.5 * functions[MANY], functions
 
 
 @pytest.mark.parametrize("hosts", [16])

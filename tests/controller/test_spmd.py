@@ -32,11 +32,11 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def ranks(
-    folder: Path, scenario: str, *, distributed: bool = True, **settings: Any
+    folder: Path, scenario: str, *, count: int = 2, distributed: bool = True, **settings: Any
 ) -> list[tuple[int | None, str]]:
-    """Run the program on two ranks; return exit status and log of each."""
+    """Run the program on two ranks, or more; return exit status and log of each."""
     arguments = [str(folder / "run"), scenario, json.dumps(settings)]
-    return run_ranks(PROGRAM, 2, arguments, folder, distributed=distributed)
+    return run_ranks(PROGRAM, count, arguments, folder, distributed=distributed)
 
 
 def steps(folder: Path) -> list[Manifest]:
@@ -183,6 +183,18 @@ def test_a_rank_whose_step_raises_keeps_what_it_recorded(tmp_path: Path) -> None
     assert "the step was cut short: actor_rank1: ValueError: out of memory" in first.notes
     assert statuses(second) == [("actor_rank0", "ok"), ("actor_rank1", "failed")]
     assert not check(tmp_path / "run" / "step_000002").ok
+
+
+def test_of_four_ranks_one_exits_in_a_captured_step(tmp_path: Path) -> None:
+    """It keeps what it recorded, and the step is incomplete; the others record on."""
+    results = ranks(tmp_path, "exits", count=4)
+    assert [status for status, _ in results] == [0, 0, 0, 3], results
+    first, second = steps(tmp_path)
+    others = [(f"actor_rank{rank}", "ok") for rank in range(3)]
+    assert statuses(first) == [*others, ("actor_rank3", "ok")]
+    assert not first.complete
+    assert "the step was cut short: actor_rank3: SystemExit: 3" in first.notes
+    assert statuses(second) == [*others, ("actor_rank3", "failed")]
 
 
 def test_a_callback_on_rank_0_alone_waits_for_nobody(tmp_path: Path) -> None:

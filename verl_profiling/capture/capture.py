@@ -396,6 +396,10 @@ class Capture:
             asked = self.request.selection is not None and self.request.selection.stages is not None
             status = "skipped" if asked else "empty"  # a request may select stages that other processes run
             reason = f"no selected stage ran (selected: {wanted}; ran: {ran})"
+            if asked and not stages:
+                reason += (
+                    ": the loop's own stages do not count; mark one in the worker with verl_profiling.stage"
+                )
         notes = [*self.notes, *self._spans.notes()]
         missed = trajectories.unrecorded - self._unrecorded
         if missed and TRAJECTORIES not in self.role.tool_names:
