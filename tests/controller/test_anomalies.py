@@ -220,7 +220,7 @@ def captured(profiling: ProfilingCallback, step_of: Callable[[bool], None]) -> P
 def test_a_replica_that_is_suspected_is_captured_with_its_peer(
     tmp_path: Path, ray_cluster: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also behind the process that runs the trajectories, which has none: the report compares the engines."""
+    """Before the process that runs the trajectories, which waits for it: the report compares the engines."""
     config = watched(tmp_path, slow_stage=3.0)
     engines = [ray.remote(num_cpus=0)(Engine).remote() for _ in range(2)]
     agents = ray.remote(num_cpus=0)(Agents).remote()
@@ -238,7 +238,7 @@ def test_a_replica_that_is_suspected_is_captured_with_its_peer(
     for actor in (*engines, agents):
         ray.kill(actor)
     manifest = read_manifest(folder)
-    assert manifest.trigger.suspects == ["agent_loop_rank0", "rollout1_rank0"]
+    assert manifest.trigger.suspects == ["rollout1_rank0", "agent_loop_rank0"]
     assert manifest.trigger.peers == ["rollout0_rank0"]
     recorded = {worker.name for worker in manifest.workers if worker.status == "ok"}
     assert recorded == {"agent_loop_rank0", "rollout0", "rollout1"}

@@ -50,14 +50,16 @@ def manifest_with(folder: Path, text: str) -> Manifest:
 WRITES = """
     import os, sys
     from pathlib import Path
-    from fleet import TrainWorker
+    from fleet import TrainWorker, wait_for_begun
     from verl_profiling import ProfilingCallback
+
+    seen = []
 
     def note(event, arguments):
         if event == "os.rename":
-            print("to", Path(arguments[1]).absolute())
+            seen.append(f"to {Path(arguments[1]).absolute()}")
         elif event == "os.mkdir" or event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            print("in", Path(str(arguments[0])).absolute())
+            seen.append(f"in {Path(str(arguments[0])).absolute()}")
 
     config = {
         "enable": True, "tool": ["torch", "spans"], "mode": sys.argv[1], "save_path": "run/of/mine",
@@ -71,7 +73,10 @@ WRITES = """
         for step in (1, 2):
             profiling.on_step_begin(step)
             worker.work()
+            if step == 1:
+                wait_for_begun(Path("run/of/mine/step_000001"))
             profiling.on_step_end({"loss": 1.0})
+    print(*seen, sep="\\n")
 """
 
 
@@ -137,6 +142,8 @@ def test_a_step_that_is_being_recorded_is_not_called_lost(
     assert main(["check", str(folder)]) == 1
     assert f"by pid {os.getpid()} on" in (printed := capsys.readouterr().out)
     assert "running: recorded since" in printed
+    assert main(["report", str(folder)]) == 1
+    assert "around the step" not in capsys.readouterr().out, "a share of a step without a length"
     callback.on_step_end()
     callback.on_train_end()
     assert main(["check", str(folder)]) == 0

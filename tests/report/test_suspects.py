@@ -163,6 +163,15 @@ def test_kernels_of_a_suspect_and_its_peer_are_of_one_range(
     assert rows[""] == {"aten::mm": (pytest.approx(5.0), 0), "aten::copy_": (pytest.approx(0.2), 0)}
 
 
+def test_the_loops_time_in_no_stage_comes_first_where_the_watch_asked_for_it(tmp_path: Path) -> None:
+    """However small its share is, and although it says no more of who lost what."""
+    trigger = msgspec.structs.replace(SLOW_STAGE, stage="", suspects=["controller"], peers=[], median=0.25)
+    workers = [rank(0, [("gemm", 3, 8)], [("update_actor", 3, 8)])]
+    report = asked_by(trigger, tmp_path, workers, [("rollout", 0.0, 2.0), ("update_actor", 3.0, 8.0)])
+    said = "The loop was in no stage for 1.00 s (12% of the step); the median before was 250 ms."
+    assert report.findings[0].text == said
+
+
 def test_who_asked_is_the_first_line(tmp_path: Path) -> None:
     """Of a capture on demand the person is named and when; of a scheduled one there is nothing to say."""
     demand = Trigger(kind="demand", by="root@node1", request="ab12", reason="looks slow")

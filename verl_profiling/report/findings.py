@@ -15,7 +15,7 @@ from statistics import median_low
 import msgspec
 
 from verl_profiling.manifest import POLLING
-from verl_profiling.report.anatomy import CAPTURE_CALLS
+from verl_profiling.report.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report.capture_rows import slow_replica
 from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import BlockRow, DeviceRow, Finding, Report, Rollout, StragglerRow
@@ -98,6 +98,18 @@ def _comes_last(report: Report) -> Iterator[Finding]:
         yield Finding("straggler", text, advice, asked.waited_s, [asked.last])
 
 
+def _in_no_stage(report: Report) -> Iterator[Finding]:
+    """Yield the loop's time in no stage, if that is why the watch requested the capture."""
+    rows = [row for row in report.stages if row.name == OUTSIDE_STAGES]
+    if (asked := report.asked) and rows and asked.sign == "slow_stage" and not asked.stage:
+        text = (
+            f"The loop was in no stage for {_time(rows[0].duration_us)} ({rows[0].share:.0%} of the step); "
+            f"the median before was {duration(asked.median)}."
+        )
+        seconds = _on_all(report, rows[0].duration_us / 1e6)
+        yield Finding("between_stages", text, _IDLE["between_stages"][1], seconds, ["controller"])
+
+
 def _missing(report: Report) -> Iterator[Finding]:
     missing, lanes = len(report.coverage.missing), report.coverage.lanes
     if missing > len(report.coverage.unrecorded):
@@ -137,7 +149,7 @@ def _capture(report: Report) -> Iterator[Finding]:
 def _pause(report: Report) -> Iterator[Finding]:
     """Yield the time that the loop waited before and after the step for the capture."""
     pauses = sorted((row for row in report.outside if row.is_pause), key=lambda row: -row.duration_us)
-    for pause in pauses[:1]:
+    for pause in pauses[: 1 if report.span_us else 0]:  # a step that is recorded now has no length yet
         share, longest = report.pause_us / _span_us(report), next(iter(pause.parts), "")
         most = f", longest for {longest} ({duration(pause.parts[longest])})" if longest else ""
         text = (
@@ -475,7 +487,7 @@ _IDLE = {  # sentence and advice of causes that need no more
         "mark more of the loop with stage(), so that this time gets a name",
     ),
 }
-_FIRST: tuple[_Rule, ...] = (_comes_last, _unrecorded, _missing)
+_FIRST: tuple[_Rule, ...] = (_comes_last, _in_no_stage, _unrecorded, _missing)
 _RANKED: tuple[_Rule, ...] = (
     *(_of_trajectories, _stragglers, _idle_stages, _tail, _after_generation),
     *(_idle, _host_bound, _unexplained, _communication),
