@@ -142,16 +142,16 @@ def test_frames_hold_the_numbers_of_the_report(name: FrameName, tmp_path: Path) 
         assert frame["replica"].isna().tolist() == [True, True, False]
 
 
-def test_a_frame_that_does_not_exist_lists_those_that_do(folder: Path) -> None:
+def test_a_frame_that_does_not_exist_lists_those_that_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is passed for a name; without pandas the remedy is named."""
     step = open_step(folder)
     with pytest.raises(ConfigError, match="unknown table 'worker'; did you mean 'workers'"):
         step.to_frame("worker")
     for wrong in (None, 3, "__class__", "notes"):
         with pytest.raises(ConfigError, match="choose from: anchors, collectives, costs"):
             step.to_frame(wrong)  # type: ignore[arg-type]
-
-
-def test_without_pandas_the_remedy_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ToolUnavailableError, match=r"pip install 'verl-profiling\[analysis\]'"):
         open_step(folder).to_frame("stages")

@@ -54,16 +54,12 @@ def groups(cls: type) -> Iterator[type]:
                 yield from groups(typing.cast("type", option))
 
 
-def test_tables_are_up_to_date() -> None:
-    """The pages hold what the settings' dataclasses, the quoted files and the results say now."""
+def test_tables_are_up_to_date(make_tables: types.ModuleType) -> None:
+    """All groups of the settings and the options of every tool have theirs."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--check"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_every_setting_is_in_a_table(make_tables: types.ModuleType) -> None:
-    """All groups of the settings, and the options of every tool, have their tables."""
     options = [load_tool(name).options_class for name in TOOLS]
     expected = {group for cls in (ProfilingConfig, *options) for group in groups(cls)}
     shown = {make_tables.load(location) for page in PAGES for location in make_tables.tables_in(page)}

@@ -46,16 +46,6 @@ def test_a_tools_start_and_stop_are_not_the_stage(tmp_path: Path) -> None:
     }
 
 
-def test_a_stage_that_only_the_worker_names_counts_where_it_must_be_waited_for(tmp_path: Path) -> None:
-    """Where the controller is in one stage only, that is the one which the tool makes longer."""
-    actor = Worker(
-        "actor", tool=[("start", 0, 1, "compute_ref"), ("stop", 6, 7, "compute_ref")], mode="discrete"
-    )
-    report = report_of(tmp_path, [("ref_log_prob", 0, 4), ("update_actor", 5, 8), ("rollout", 5, 9)], [actor])
-    assert durations(report)["ref_log_prob"] == 3.0
-    assert durations(report)[CAPTURE_CALLS] == 1.0
-
-
 def test_stages_side_by_side_share_their_time(tmp_path: Path) -> None:
     """Half of a second belongs to each of two; a nested stage is in the row of the one around it."""
     stages = [("rollout", 0, 6), ("update_actor", 4, 9), ("mini_batch", 5, 6, 1)]
@@ -104,7 +94,7 @@ def test_outermost_rows_add_up_to_the_step(
 
 
 def test_a_tool_is_shown_where_it_started_and_stopped(tmp_path: Path) -> None:
-    """Inside of the step: in e2e mode a tool starts before it and stops after it."""
+    """Inside of the step; a stage that only the worker names counts where it must be waited for."""
     tool = [("start", 1.0, 1.2, "update_actor"), ("stop", 9.5, 12.0, "update_actor"), ("stop", 20, 21, None)]
     worker = Worker("actor", stages=[("update_actor", 1.2, 9.5)], tool=tool, mode="discrete")
     report = report_of(tmp_path, [], [worker])
@@ -113,3 +103,9 @@ def test_a_tool_is_shown_where_it_started_and_stopped(tmp_path: Path) -> None:
         ("actor_rank0", "update_actor", "start", 1.0e6, 1.2e6),
         ("actor_rank0", "update_actor", "stop", 9.5e6, 10e6),
     ]
+    actor = Worker(
+        "actor", tool=[("start", 0, 1, "compute_ref"), ("stop", 6, 7, "compute_ref")], mode="discrete"
+    )
+    report = report_of(tmp_path, [("ref_log_prob", 0, 4), ("update_actor", 5, 8), ("rollout", 5, 9)], [actor])
+    assert durations(report)["ref_log_prob"] == 3.0
+    assert durations(report)[CAPTURE_CALLS] == 1.0

@@ -46,6 +46,7 @@ def test_workers_have_their_numbers_cost_and_clock(report: Report) -> None:
 
 
 def test_numbers_are_shown_in_their_units(report: Report) -> None:
+    """On terminal and page; TensorBoard marks the step and has the largest of the workers."""
     shown = printed(report)
     assert re.search(r"actor_rank0 +update_actor +process_peak_rss_bytes +3 GB", shown)
     assert re.search(r"actor_rank0 +250 ms +1.50 s +\d", shown)
@@ -53,10 +54,6 @@ def test_numbers_are_shown_in_their_units(report: Report) -> None:
     said = " ".join(shown.split())
     assert "The capture added 500 us to the loop." in said
     assert '<td class="n" data-v="3e+09">3 GB</td>' in render_html(report)
-
-
-def test_tensorboard_marks_the_step_and_has_them_as_scalars(report: Report) -> None:
-    """The largest of the workers, beside the step's own numbers."""
     found = dict(scalars(report))
     assert found["profiled"] == 1
     assert found["peak/update_actor/process_peak_rss_bytes"] == 3e9

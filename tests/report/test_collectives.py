@@ -57,8 +57,8 @@ def test_the_example_of_the_page(tmp_path: Path) -> None:
     assert (slow.wait_us, slow.behind_us) == (pytest.approx(2e6), pytest.approx(2e6))
 
 
-def test_calls_that_overlap_count_once(tmp_path: Path) -> None:
-    """Two calls that wait at the same time are one wait, of one name or of two."""
+def test_calls_of_one_collective_count_once_where_they_match(tmp_path: Path) -> None:
+    """Two that wait at the same time are one wait; where one rank called it more often, nobody knows."""
     early: list[Drawn] = [(REDUCE, 1, 4), (REDUCE, 2, 5), (GATHER, 0, 5)]
     late: list[Drawn] = [(REDUCE, 3, 4), (REDUCE, 4, 5), (GATHER, 4.5, 5)]
     report = report_of(tmp_path, [("update_actor", 0, 5)], ranks(early, late))
@@ -68,10 +68,6 @@ def test_calls_that_overlap_count_once(tmp_path: Path) -> None:
     assert rows[GATHER].wait_us == 4.5e6
     assert report.workers[0].communication_us == 5e6
     assert {row.slowest for row in report.stragglers} == {"actor_rank1"}
-
-
-def test_calls_that_cannot_be_matched_are_left_out(tmp_path: Path) -> None:
-    """Where one rank called it more often, nobody knows which runs belong together."""
     workers = ranks([(REDUCE, 0, 2), (REDUCE, 2, 3)], [(REDUCE, 1, 2)])
     report = report_of(tmp_path, [("update_actor", 0, 3)], workers)
     assert report.collectives == []
@@ -128,8 +124,8 @@ def test_groups_of_unequal_speed_do_not_wait_for_each_other(tmp_path: Path) -> N
     assert {(row.group, row.wait_us) for row in report.collectives} == {("[0, 1]", 0.0), ("[2, 3]", 0.0)}
 
 
-def test_with_tensor_and_data_parallel_groups_each_wait_is_of_one_group(tmp_path: Path) -> None:
-    """Rank 2 waits for rank 3 in their tensor-parallel group; then ranks 0 and 1 wait for both."""
+def test_each_wait_is_of_one_group(tmp_path: Path) -> None:
+    """Tensor and data parallel groups; experts exchange by a collective, though it sends."""
 
     def rank(tensor: list[int], data: list[int], ready: float, left: float) -> list[Kernel]:
         reduce = in_group((REDUCE, ready, left), tensor)
@@ -148,6 +144,16 @@ def test_with_tensor_and_data_parallel_groups_each_wait_is_of_one_group(tmp_path
     late = {row.group: row.late for row in report.collectives}
     assert late["[2, 3]"] == late["[1, 3]"] == "actor_rank3"
     assert late["[0, 2]"] == "actor_rank2"
+    experts = "all_to_allv"
+    ranks = [
+        [("gemm", 0, 1), in_group((SEND, 1, 3), [0, 2], experts)],
+        [("gemm", 0, 1), in_group((SEND, 1, 1.5), [1, 3], experts)],
+        [("gemm", 0, 2.5), in_group((SEND, 2.5, 3), [0, 2], experts)],
+        [("gemm", 0, 1), in_group((SEND, 1, 1.5), [1, 3], experts)],
+    ]
+    report = steps(tmp_path, ranks)
+    assert waiting(report) == {"actor_rank0": 1.5, "actor_rank1": 0.0, "actor_rank2": 0.0, "actor_rank3": 0.0}
+    assert report.collectives[0].late == "actor_rank2"
 
 
 @pytest.mark.parametrize("collective", ["send", "recv", "coalesced", ""])
@@ -163,20 +169,6 @@ def test_sends_and_receives_of_a_pipeline_make_nobody_wait_for_all(collective: s
     assert nobody_is_blamed(report)
     assert report.collectives == []
     assert [row.communication_us for row in report.workers] == [0.5e6, 2e6]
-
-
-def test_an_all_to_all_of_experts_is_a_collective_though_it_sends(tmp_path: Path) -> None:
-    """NCCL makes it of sends and receives; the ranks of each expert-parallel group wait for one another."""
-    experts = "all_to_allv"
-    ranks = [
-        [("gemm", 0, 1), in_group((SEND, 1, 3), [0, 2], experts)],
-        [("gemm", 0, 1), in_group((SEND, 1, 1.5), [1, 3], experts)],
-        [("gemm", 0, 2.5), in_group((SEND, 2.5, 3), [0, 2], experts)],
-        [("gemm", 0, 1), in_group((SEND, 1, 1.5), [1, 3], experts)],
-    ]
-    report = steps(tmp_path, ranks)
-    assert waiting(report) == {"actor_rank0": 1.5, "actor_rank1": 0.0, "actor_rank2": 0.0, "actor_rank3": 0.0}
-    assert report.collectives[0].late == "actor_rank2"
 
 
 def test_ranks_that_were_not_captured_may_be_the_last(tmp_path: Path) -> None:

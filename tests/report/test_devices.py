@@ -65,10 +65,17 @@ def report_of(folder: Path, events: list[dict[str, Any]], **header: Any) -> Repo
     return open_step(folder).report()
 
 
-def test_an_empty_event_behind_the_last_is_no_damage(tmp_path: Path) -> None:
+def test_a_damaged_or_odd_trace_costs_itself(tmp_path: Path) -> None:
+    """An empty event behind the last is none; a lane without work costs that lane."""
     report = report_of(tmp_path, [event("kernel", 0, 10), event("kernel", 20, 30), {}])
     assert (report.coverage.missing, report.coverage.events, report.notes) == ([], 2, [])
     assert report.workers[0].busy_us == 20
+    odd = {"baseTimeNanoseconds": BASE_NS, "traceEvents": [event("odd", 0, 9, pid=HOST)] * 3}
+    (tmp_path / "rank1.json").write_text(json.dumps(odd))
+    report = report_of(tmp_path, [event("kernel", 0, 10)])
+    assert [row.name for row in report.workers] == ["worker_rank0"]
+    assert "rank1.json" in report.coverage.missing[0]
+    assert "only odd" in report.coverage.missing[0]
 
 
 def test_an_mtia_accelerator_is_a_device() -> None:
@@ -151,16 +158,6 @@ def test_nothing_recognised_is_not_zero(
         report_of(tmp_path, events)
     assert main(["report", str(tmp_path)]) != 0
     assert "busy" not in capsys.readouterr().out
-
-
-def test_one_lane_without_work_costs_that_lane(tmp_path: Path) -> None:
-    """The others are reported, and what was found in it is among what is missing."""
-    odd = {"baseTimeNanoseconds": BASE_NS, "traceEvents": [event("odd", 0, 9, pid=HOST)] * 3}
-    (tmp_path / "rank1.json").write_text(json.dumps(odd))
-    report = report_of(tmp_path, [event("kernel", 0, 10)])
-    assert [row.name for row in report.workers] == ["worker_rank0"]
-    assert "rank1.json" in report.coverage.missing[0]
-    assert "only odd" in report.coverage.missing[0]
 
 
 def test_several_devices_are_one_row_each(tmp_path: Path) -> None:

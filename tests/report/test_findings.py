@@ -107,12 +107,10 @@ def test_a_rank_that_is_a_little_later_is_no_cause_where_all_are_slow(
     assert ("Of the captured ranks, actor_rank1 comes last" in "".join(texts[:1])) == bool(suspects)
 
 
-def test_nobody_comes_last_where_no_stage_with_collectives_was_asked_for(tmp_path: Path) -> None:
+def test_nobody_comes_last_without_a_stage_or_in_turn(tmp_path: Path) -> None:
+    """The rollout has no collectives; and of ranks each keeps the other waiting once."""
     report = small_straggler(tmp_path, Trigger(kind="demand", stage="rollout"), False)
     assert "comes last" not in " ".join(one.text for one in report.findings)
-
-
-def test_ranks_that_come_last_in_turn_are_not_named(tmp_path: Path) -> None:
     begins = {0: (1.0, 3.4), 1: (1.4, 3.0)}
     workers = [
         Worker("actor", rank, stages=[("update_actor", 0, 4)], kernels=[(REDUCE, a, 2), (REDUCE, b, 4)])

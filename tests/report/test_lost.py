@@ -99,7 +99,7 @@ def test_engines_tell_prefill_decode_and_the_tail(drawn: Report) -> None:
 
 
 def test_requests_decide_when_a_replica_is_done(tmp_path: Path) -> None:
-    """Where requests are known they give finishes, latency, length and tokens."""
+    """Latency, length and tokens are theirs; a rank that works beside the rollout does not wait for it."""
     requests = [(0, 1, 10), (0, 2, 20), (1, 3, 30)]
     report = report_of(
         tmp_path, STAGES, [Worker("rollout", replica=0, kernels=[("k", 0, 1)], requests=requests)]
@@ -110,10 +110,6 @@ def test_requests_decide_when_a_replica_is_done(tmp_path: Path) -> None:
     assert (report.throughput.tokens, report.throughput.tokens_per_s) == (90.0, 9.0)
     [device] = report.devices
     assert device.lost_us.get("long_tail", 0.0) == 0  # the only replica waits for no other
-
-
-def test_a_rank_that_works_beside_the_rollout_does_not_wait_for_it(tmp_path: Path) -> None:
-    """In an asynchronous loop, idle time in a stage of its own is the host's."""
     report = report_of(
         tmp_path,
         [("rollout", 0, 10), ("update_actor", 2, 6)],
@@ -123,16 +119,12 @@ def test_a_rank_that_works_beside_the_rollout_does_not_wait_for_it(tmp_path: Pat
 
 
 def test_a_host_in_a_blocking_call_does_not_fail_to_launch(tmp_path: Path) -> None:
-    """A copy that takes long and waiting are one cause, launching (a copy, too) is another."""
+    """By the names of three vendors: what waits, copies or allocates blocks, what launches does not."""
     calls = [("cudaMemcpyAsync", 0, 1), ("cudaLaunchKernel", 1, 2), ("cudaStreamSynchronize", 4, 5)]
     calls += [("cudaMemcpyAsync", 6, 6.00001), ("cudaMallocAsync", 7, 8)]
     worker = Worker("actor", stages=[("update_actor", 0, 10)], kernels=[("gemm", 2, 4)], calls=calls)
     report = report_of(tmp_path, [("update_actor", 0, 10)], [worker])
     assert seconds(report, "actor_rank0") == {"host_blocked": 2.0, "host_bound": 6.0}
-
-
-def test_calls_of_three_vendors_block_by_their_names(tmp_path: Path) -> None:
-    """Those that wait, copy or allocate; what launches or is asynchronous does not."""
     blocking = ["cudaMemcpy", "cuMemcpyHtoD_v2", "cudaMalloc", "cuMemAlloc_v2", "cudaDeviceSynchronize"]
     blocking += ["cuCtxSynchronize", "hipMemcpyWithStream", "hipDeviceSynchronize"]
     blocking += ["AscendCL@aclrtMemcpy", "AscendCL@aclrtSynchronizeStreamWithTimeout"]

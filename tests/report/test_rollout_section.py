@@ -172,21 +172,8 @@ def test_each_rollout_of_a_step_has_its_last_response(
     assert (found and (found.pauses, pytest.approx(found.late_s))) == polling
 
 
-def test_the_last_trajectories_are_those_behind_the_bend(tmp_path: Path) -> None:
-    """Of 40, one takes six seconds longer than all others, most of it in a sandbox."""
-    log = DrawnLog()
-    for number in range(39):
-        log.trajectory(0, 3 + number / 39, ("tool:search", 0, 2))
-    log.trajectory(0, 10, ("tool:search", 0, 5), ("tool:sandbox", 5, 10))
-    last = report_with(tmp_path, log).rollout.last
-    assert (last.trajectories, last.of) == (1, 40)
-    assert last.share == pytest.approx((10 - 3 - 38 / 39) / 10)
-    assert seconds(last.parts) == {"tool:sandbox": 5, "tool:search": pytest.approx(1 + 1 / 39)}
-    assert sum(part.share for part in last.parts) == pytest.approx(1)
-
-
-def test_tools_have_percentiles_and_concurrency(tmp_path: Path) -> None:
-    """Of whole spans by role and name; those that failed are counted."""
+def test_tools_have_percentiles_and_the_last_are_behind_the_bend(tmp_path: Path) -> None:
+    """Of 40 trajectories one takes six seconds longer; spans count by role and name."""
     log = DrawnLog()
     for number in range(10):
         mine = log.trajectory(0, 10)
@@ -197,6 +184,15 @@ def test_tools_have_percentiles_and_concurrency(tmp_path: Path) -> None:
     assert (row.role, row.calls, row.failed, row.most_running) == ("agent_loop", 11, 1, 10)
     assert (row.p50_s, row.longest_s) == (pytest.approx(1.4), pytest.approx(1.9))
     assert row.mean_running == pytest.approx(15.5 / 2.9)
+    log = DrawnLog()
+    for number in range(39):
+        log.trajectory(0, 3 + number / 39, ("tool:search", 0, 2))
+    log.trajectory(0, 10, ("tool:search", 0, 5), ("tool:sandbox", 5, 10))
+    last = report_with(tmp_path, log).rollout.last
+    assert (last.trajectories, last.of) == (1, 40)
+    assert last.share == pytest.approx((10 - 3 - 38 / 39) / 10)
+    assert seconds(last.parts) == {"tool:sandbox": 5, "tool:search": pytest.approx(1 + 1 / 39)}
+    assert sum(part.share for part in last.parts) == pytest.approx(1)
 
 
 def test_what_blocks_a_loop_is_named_with_those_that_stood_still(tmp_path: Path) -> None:

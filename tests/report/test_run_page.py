@@ -46,6 +46,7 @@ def text_of(page: str, section: str) -> str:
 
 
 def test_it_says_which_step_changed_first_and_which_is_slowest(steps: list[Report], tmp_path: Path) -> None:
+    """With their stage, and relative links to their pages, so that the run's folder can be moved."""
     page = page_of(steps, tmp_path)
     said = text_of(page, "findings")
     assert "Changed first: rollout in Step 13, 9.20 s (median of 3 before: 4.40 s)." in said
@@ -53,6 +54,12 @@ def test_it_says_which_step_changed_first_and_which_is_slowest(steps: list[Repor
     figures = text_of(page, "figures")
     assert "Step, median9.15 s" in figures
     assert "SlowestStep 1313.9 s, +4.80 s over the median" in figures
+    elements = Elements()
+    elements.feed(page_of(steps, tmp_path))
+    assert elements.open == []
+    links = [f"step_{r.step:06d}/report.html" for r in steps]
+    assert set(elements.outside) == set(links)
+    assert [elements.outside.count(link) for link in links] == [5, 5, 5, 8, 5, 6]
 
 
 def test_captures_that_were_asked_for_are_not_compared(steps: list[Report], tmp_path: Path) -> None:
@@ -104,15 +111,6 @@ def test_steps_that_leave_their_range_by_little_have_no_change(steps: list[Repor
     assert "Changed first: rollout in Step 12, 5.60 s (median of 2 before: 5.00 s)." in said(5.0, 5.0, 5.6)
 
 
-def test_every_step_has_a_row_with_a_link_to_its_page(steps: list[Report], tmp_path: Path) -> None:
-    elements = Elements()
-    elements.feed(page_of(steps, tmp_path))
-    assert elements.open == []
-    links = [f"step_{r.step:06d}/report.html" for r in steps]
-    assert set(elements.outside) == set(links)
-    assert [elements.outside.count(link) for link in links] == [5, 5, 5, 8, 5, 6]
-
-
 def test_hostile_names_stay_text(steps: list[Report], tmp_path: Path) -> None:
     """Of stages and causes, and of the folders that links lead to."""
     nasty = '</script><img src=x onerror=alert(1)>"&'
@@ -128,7 +126,7 @@ def test_hostile_names_stay_text(steps: list[Report], tmp_path: Path) -> None:
 
 
 def test_the_command_writes_it_into_the_folder_of_the_run(tmp_path: Path) -> None:
-    """Of all its steps; the report of one step alone leaves it as it is."""
+    """Of all its steps, of each run its own; plain traces have none, a step alone leaves it as it is."""
     for step in (3, 4):
         build_step(tmp_path / "run", step=step)
     assert main(["report", str(tmp_path / "run" / "step_000003"), "--save"]) == 0
@@ -140,10 +138,6 @@ def test_the_command_writes_it_into_the_folder_of_the_run(tmp_path: Path) -> Non
         assert (tmp_path / "run" / f"step_{step:06d}" / "report.html").is_file()
     assert main(["report", str(tmp_path / "run" / "step_000003"), "--save"]) == 0
     assert (tmp_path / "run" / "index.html").read_text() == page
-
-
-def test_each_run_has_a_page_of_its_own(tmp_path: Path) -> None:
-    """Plain traces, whose folder is what the user named, have none."""
     a, b, traces = (tmp_path / name for name in ("a", "b", "traces"))
     for run, step in ((a, 1), (a, 2), (b, 3)):
         build_step(run, step=step)

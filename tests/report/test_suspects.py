@@ -119,17 +119,8 @@ def test_what_cannot_be_compared_has_no_row(
     assert told["suspects"] == []
 
 
-def test_without_a_named_peer_the_others_of_the_role_are_the_peers(tmp_path: Path) -> None:
-    """A peer that is unknown is none; of several others the median is taken."""
-    workers = [rank(index, [("gemm", 2, 7 if index == 1 else 4)]) for index in range(4)]
-    trigger = msgspec.structs.replace(SLOW_STAGE, peers=["actor_rank9"])
-    report = asked_by(trigger, tmp_path, workers)
-    assert report.asked.peers == ["actor_rank0", "actor_rank2", "actor_rank3"]
-    assert {row.peers for row in report.suspects} == {"median of 3"}
-
-
 def test_an_engine_is_compared_by_what_its_lane_was_busy(tmp_path: Path) -> None:
-    """A replica has no stages of its own; its lane is named, and the loop's stage is the window."""
+    """The loop's stage is the window; without a named peer the others of the role are the peers."""
     workers = [
         Worker("rollout", replica=index, kernels=[("attention", 0, 1.9 if index else 0.5)])
         for index in range(2)
@@ -140,6 +131,11 @@ def test_an_engine_is_compared_by_what_its_lane_was_busy(tmp_path: Path) -> None
     report = asked_by(trigger, tmp_path, workers)
     stage = next(row for row in report.suspects if row.kind == "stage")
     assert (stage.value, stage.peer_value) == pytest.approx((1.9, 0.5))
+    workers = [rank(index, [("gemm", 2, 7 if index == 1 else 4)]) for index in range(4)]
+    trigger = msgspec.structs.replace(SLOW_STAGE, peers=["actor_rank9"])
+    report = asked_by(trigger, tmp_path, workers)
+    assert report.asked.peers == ["actor_rank0", "actor_rank2", "actor_rank3"]
+    assert {row.peers for row in report.suspects} == {"median of 3"}
 
 
 def test_kernels_of_a_suspect_and_its_peer_are_of_one_range(
@@ -199,17 +195,6 @@ def test_a_scheduled_step_that_the_watch_had_asked_for_is_compared_too(tmp_path:
     report = two_ranks(tmp_path, both)
     assert printed(report).splitlines()[1].startswith("captured by the schedule: schedule.every=10; besides")
     assert report.suspects
-
-
-def test_starts_and_stops_of_the_capture_do_not_count(tmp_path: Path) -> None:
-    """In discrete mode they lie inside the stage, which took 3 s without them."""
-    tool = [("start", 2.0, 4.0, "update_actor"), ("stop", 7.0, 8.0, "update_actor")]
-    workers = [rank(0, [("gemm", 4, 7)]), rank(1, [("gemm", 4, 7)])]
-    for worker in workers:
-        worker.tool, worker.mode, worker.recorded = list(tool), "discrete", (4.0, 7.0)
-    report = asked_by(SLOW_STAGE, tmp_path, workers)
-    stage = next(row for row in report.suspects if row.kind == "stage")
-    assert (stage.value, stage.peer_value) == pytest.approx((3.0, 3.0))
 
 
 def waited_for(folder: Path, late: list[Drawn], other: list[Drawn]) -> Report:
@@ -312,8 +297,8 @@ def test_a_process_that_ran_no_operator_is_not_damaged(
     assert "all ok" in capsys.readouterr().out
 
 
-def test_a_rank_that_begins_the_step_after_rank_0_is_compared_by_its_own_stages(tmp_path: Path) -> None:
-    """Rank 0 had left its stage when the suspect entered its own; that is no wait of the loop."""
+def test_a_rank_is_compared_by_its_own_stages(tmp_path: Path) -> None:
+    """One that begins the step later, and in discrete mode without starts and stops of the tool."""
     workers = [rank(0, [], [("rollout", 0.0, 0.2)]), rank(1, [], [("rollout", 0.3, 2.3)])]
     stages = [("rollout", 0.0, 0.2), ("update_actor", 0.2, 3.0)]
     trigger = msgspec.structs.replace(SLOW_STAGE, stage="rollout", median=0.2, value=2.0)
@@ -323,3 +308,10 @@ def test_a_rank_that_begins_the_step_after_rank_0_is_compared_by_its_own_stages(
         if (row.kind, row.name) == ("stage", "rollout")
     )
     assert (row.value, row.peer_value) == pytest.approx((2.0, 0.2))
+    tool = [("start", 2.0, 4.0, "update_actor"), ("stop", 7.0, 8.0, "update_actor")]
+    workers = [rank(0, [("gemm", 4, 7)]), rank(1, [("gemm", 4, 7)])]
+    for worker in workers:
+        worker.tool, worker.mode, worker.recorded = list(tool), "discrete", (4.0, 7.0)
+    report = asked_by(SLOW_STAGE, tmp_path, workers)
+    stage = next(row for row in report.suspects if row.kind == "stage")
+    assert (stage.value, stage.peer_value) == pytest.approx((3.0, 3.0))

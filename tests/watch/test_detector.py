@@ -108,6 +108,8 @@ def test_what_goes_on_is_noticed_once() -> None:
     slow = {"rollout2_rank0": 2.5}
     assert slow_twice(detector, step, slow=slow).suspects == ["rollout2_rank0"]
     assert [detector.observe(summary(step + after, slow=slow)) for after in range(2, 12)] == [None] * 10
+    detector = Detector(Anomaly())
+    step = quiet(detector)
     found = [detector.observe(summary(at, longer("reward", 4))) for at in range(step, step + 40)]
     assert [at for at, each in enumerate(found) if each is not None] == [1]
     assert slow_twice(detector, step + 40, times=longer("reward", 12)) is not None
@@ -119,6 +121,7 @@ def test_what_is_usual_is_no_news() -> None:
     times = {**USUAL, "log": 2.0}
     for step in range(1, 40):
         assert detector.observe(summary(step, times if step % 3 else {**times, "log": 10.0})) is None
+    detector = Detector(Anomaly())
     critic = {stage: usual for stage, usual in USUAL.items() if stage != "update_actor"}
     for step in range(1, 100):
         assert detector.observe(summary(step, critic if step < 25 else USUAL)) is None
