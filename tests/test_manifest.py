@@ -19,7 +19,6 @@ from verl_profiling.manifest import (
     Request,
     Rpc,
     StageSpan,
-    worst_status,
 )
 from verl_profiling.run_files import read_manifest, write_json_atomically
 
@@ -124,20 +123,3 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
         write_json_atomically(tmp_path / "taken", example())
     assert read_manifest(tmp_path) == example()
     assert sorted(path.name for path in tmp_path.iterdir()) == [MANIFEST_NAME, "taken"]
-
-
-@pytest.mark.parametrize(
-    ("statuses", "status"),
-    [
-        ([], "ok"),
-        (["ok", "pending"], "ok"),
-        (["ok", "empty"], "empty"),
-        (["empty", "truncated"], "truncated"),
-        (["truncated", "missing"], "failed"),
-        (["empty", "failed", "ok"], "failed"),
-        (["skipped"], "ok"),
-    ],
-)
-def test_the_worst_artifact_decides(statuses: list[str], status: str) -> None:
-    """A result is as good as its worst artifact, whose reason it takes."""
-    assert worst_status(artifact(status) for status in statuses)[0] == status

@@ -28,7 +28,6 @@ from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
-from verl_profiling.report.sentences import sparkline
 from verl_profiling.report.watch_frame import Pulse, captures_so_far, logged_steps, watch_frame
 from verl_profiling.run_files import read_manifest, write_json_atomically
 from verl_profiling.step_summary import SpanTotal, StepSummary
@@ -350,12 +349,3 @@ class TestCaptures:
         assert count == 4
         assert found == {f"step_{number:06d}": "no manifest yet" for number in (1, 2, 3)}
         assert captures_so_far(tmp_path / "gone", 3) == (0, {})
-
-
-def test_a_sparkline_is_as_high_as_its_numbers() -> None:
-    """Of the last ones, measured by the highest of them."""
-    assert sparkline([100, 0, 4, 8, 1], 4) == "▁▅█▂"
-    assert sparkline([0, 8], 4) == "▁█"
-    assert sparkline([57, 4, 8, 4], 4) == "▲▅█▅"
-    assert sparkline([0, 0], 4) == "▁▁"
-    assert sparkline([], 4) == ""

@@ -10,14 +10,10 @@ from drawn_steps import Worker, drawn_inputs
 
 from verl_profiling.cli import main
 from verl_profiling.report.kinds import (
-    COMPUTE,
-    MEMORY,
-    NOTHING,
     PATTERNS,
     Pattern,
     communicates,
     own_name,
-    task_kind,
 )
 
 # Names as profilers wrote them, or as the sources that the table names define them.
@@ -80,23 +76,3 @@ def test_names_of_any_form_are_looked_at_in_bounded_time(name: str) -> None:
     """Brackets without end, or without a name, are no reason to wait."""
     assert not communicates()(name)
     assert "<" not in own_name(name)[1:]
-
-
-@pytest.mark.parametrize(
-    ("name", "task_type", "kind"),
-    [
-        ("aclnnMatmul_MatMulV3_MatMulV3", "AI_CORE", COMPUTE),
-        ("aclnnAdd", "KERNEL_AIVEC", COMPUTE),
-        ("aclnnMatmul_MatMulV3_MatMulV3", "Other", COMPUTE),
-        ("MEMCPY_ASYNC", "Other", MEMORY),
-        ("MEMCPY_ASYNC", "SDMA_SQE", MEMORY),
-        ("EVENT_WAIT", "Other", NOTHING),
-        ("Write Value", "Write Value", NOTHING),
-        ("NOTIFY_WAIT", "NOTIFY_WAIT_SQE", NOTHING),
-        ("hcom_allReduceAicpuKernel", "AI_CPU", NOTHING),
-        ("MsTx_1", "", NOTHING),
-    ],
-)
-def test_the_kind_of_any_task_of_an_npu_follows_from_a_rule(name: str, task_type: str, kind: int) -> None:
-    """By its type, and where that says nothing by its name."""
-    assert task_kind(name, task_type) == kind

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from drawn_logs import DrawnLog
 from drawn_steps import ns, whole_step
-from step_folders import WORKERS, build_step, rewrite, rewrite_worker
+from step_folders import build_step, rewrite, rewrite_worker
 from step_outcome import csv_rows, printed
 
 from verl_profiling.analysis import load_reports, open_step
@@ -69,16 +69,6 @@ def test_every_table_is_on_every_face(filled: Path, tmp_path: Path) -> None:
     assert "<b>[red]" in text
     assert "<b>[red]" not in page
     assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
-
-
-def test_csv_has_a_row_per_lane_and_step(tmp_path: Path, reports: list[Report]) -> None:
-    """The columns are those of the JSON, with the causes of idle time spread out."""
-    rows = csv_rows(tmp_path / "csv", *reports, table="workers")
-    assert {path.name for path in (tmp_path / "csv").iterdir()} >= {"stages.csv", "kernels.csv"}
-    assert [(row["step"], row["name"]) for row in rows] == [(s, lane) for s in ("3", "4") for lane in WORKERS]
-    for row in rows:
-        causes = sum(float(value) for key, value in row.items() if key.startswith("lost_"))
-        assert causes == pytest.approx(float(row["idle_us"]))
 
 
 def test_tensorboard_has_scalars_in_one_run(tmp_path: Path, reports: list[Report]) -> None:

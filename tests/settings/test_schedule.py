@@ -73,35 +73,6 @@ def test_cycles_mean_what_they_mean_in_torch(
     assert ours.action(1 + step) is meaning[theirs(step)]
 
 
-@given(
-    st.builds(
-        Schedule,
-        steps=st.lists(st.integers(0, 20), min_size=1).map(tuple),
-        continuous=st.booleans(),
-    )
-    | st.builds(
-        Schedule,
-        wait=st.integers(1, 3),
-        warmup=st.integers(0, 2),
-        active=st.integers(1, 3),
-        repeat=st.integers(0, 3),
-        continuous=st.booleans(),
-    )
-)
-def test_windows_cover_exactly_the_steps_that_are_on(schedule: Schedule) -> None:
-    """A window holds its step, only steps with its action, and is the same for all of them."""
-    for step in range(30):
-        window = schedule.step_range(step)
-        if schedule.action(step) is Action.OFF:
-            assert window is None
-            continue
-        assert window is not None
-        assert window.first <= step <= window.last
-        inside = range(window.first, window.last + 1)
-        assert {schedule.action(other) for other in inside} == {window.action}
-        assert {schedule.step_range(other) for other in inside} == {window}
-
-
 @pytest.mark.parametrize(
     "endless",
     [{}, {"every": 1}, {"skip_first": 3}, {"active": 5}],

@@ -68,21 +68,6 @@ def test_what_is_no_event_is_skipped_and_check_says_so(
         assert timed == ["good", "good"], one
 
 
-def test_odd_names_are_read(tmp_path: Path) -> None:
-    """Metadata that names nothing, what is no character, and more tokens than fit a number."""
-    anything = ("[]", '"x"', "5", '{"name":5}', '{"name":{}}', '{"name":"\\ud800"}', "NaN")
-    odd = ["\\ud800", "\ud800", "\\udfff\\ud800", f"execute_context_1({'9' * 5000})_generation_1(2)"]
-    events = [
-        f'{{"ph":"M","name":"{name}","pid":1,"tid":1,"args":{arguments}}}'
-        for name in ("process_name", "thread_name", "process_labels")
-        for arguments in anything
-    ]
-    events += [f'{{"ph":"X","cat":"kernel","name":"{name}","pid":0,"tid":7,"ts":3,"dur":1}}' for name in odd]
-    path = write(tmp_path, GOOD % 1, *events, GOOD % 5)
-    assert everything(path) == [0, 0, 0]
-    assert sum(event.ph == "X" for events in Trace(path).chunks() for event in events) == len(odd) + 2
-
-
 @pytest.mark.parametrize("rank", ['"x"', "-1", "9" * 40])
 def test_a_rank_that_is_none_is_not_believed(tmp_path: Path, rank: str) -> None:
     """The rank then follows from the name of the file, as for a trace without any."""
@@ -116,13 +101,6 @@ def test_damage_without_end_is_counted(tmp_path: Path, content: list[str], kept:
     assert sum(len(events) for events in trace.chunks()) == kept
     assert len(trace.warnings) <= 3
     assert everything(trace.path)[0] == 1
-
-
-@pytest.mark.parametrize("tail", ["", "]", '],"a":{', "]} and more"])
-def test_what_follows_the_events_shows_whether_the_file_is_whole(tmp_path: Path, tail: str) -> None:
-    """A file that ends behind its events may have lost the base of their times."""
-    path = write(tmp_path, GOOD % 1, tail=tail)
-    assert everything(path)[0] == 1
 
 
 def bomb(path: Path, events: int) -> Path:

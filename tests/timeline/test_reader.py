@@ -136,8 +136,3 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, content: bytes, problem
     with pytest.raises(TraceFormatError, match=problem) as caught:
         Trace(path)
     assert caught.value.path == str(path)
-
-
-def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(TraceFormatError, match=r"nowhere\.json: cannot be read \(No such file"):
-        Trace(tmp_path / "nowhere.json")
