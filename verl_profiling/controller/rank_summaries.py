@@ -39,22 +39,18 @@ class RankSummaries:
         most: The largest number of steps to keep per rank.
 
     Attributes:
+        leads: Whether this is rank 0, which joins the summaries of all ranks.
         collectives: Whether rank 0 requests the collectives that the ranks enter.
     """
 
     def __init__(self, ranks: Ranks, most: int) -> None:
-        self._ranks = ranks
+        self._ranks, self.leads = ranks, ranks.leads
         self._most = most
         self._steps: dict[int, dict[int, StepSummary]] = {rank: {} for rank in ranks.others}
         self._messages: Counter[int] = Counter()
         self._late: set[int] = set()
         self._ended: set[int] = set()
         self.collectives = False
-
-    @property
-    def leads(self) -> bool:
-        """Whether this is rank 0, which joins the summaries of all ranks."""
-        return self._ranks.leads
 
     def send(self, summaries: Sequence[StepSummary]) -> None:
         """Send summaries to rank 0; none, when training ends."""

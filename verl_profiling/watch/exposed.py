@@ -8,17 +8,25 @@ one process that calls workers, a stage is led by one of the workers that ran in
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.step_summary import ExposedStage, StepSummary
+from verl_profiling.step_summary import ExposedStage, RankUse, StepSummary
 from verl_profiling.trajectories.spans import TRAJECTORY
-from verl_profiling.watch.frontier import TIED, Runs, Standing, frontier, joined, runs_of
+
+TIED = 0.05
+"""Tolerance, as a share of a stage's longest duration, within which processes count as tied."""
+
+LATE = 0.08
+"""Share of a stage from which the last process to enter a collective leads."""
 
 SLOW = 1.15
 """An engine that leads beside agent loops is a suspect if its requests take longer by this ratio, too."""
@@ -27,6 +35,42 @@ _OF_A_STAGE = 0.1
 
 WAIT = "wait:"
 """Prefix of a stage in which the loop only waits for a role, e.g. ``wait:rollout``."""
+
+
+_Floats = NDArray[np.float64]
+_Whole = NDArray[np.int64]
+
+
+class Standing(NamedTuple):
+    """Comparison of the processes of one role in one stage of the loop.
+
+    Attributes:
+        role: The role.
+        lanes: Its processes.
+        durations: Nanoseconds that each process spent in the stage.
+        leader: Lane of the process at the frontier; empty if unknown.
+        lead_ns: The leader's time in the stage minus the median of the others; 0 if it waited for them.
+        imbalance: Longest duration over the mean of all.
+        clear: Whether the others waited for the leader; also ``True`` for a single process.
+        ran: Names of the workers' own stages inside the loop's stage; empty for processes of the loop.
+        begin_ns: Begin of the first of these stages, after the step began.
+        end_ns: End of the last of them.
+    """
+
+    role: str
+    lanes: Sequence[str]
+    durations: _Floats
+    leader: str
+    lead_ns: int
+    imbalance: float
+    clear: bool
+    ran: tuple[str, ...] = ()
+    begin_ns: float = 0.0
+    end_ns: float = 0.0
+
+    def by_lane(self) -> dict[str, float]:
+        """Return the durations (ns) by lane."""
+        return dict(zip(self.lanes, self.durations.tolist(), strict=True))
 
 
 def exposed(
@@ -72,7 +116,7 @@ def standings(summary: StepSummary, before: StepSummary | None = None) -> dict[s
 def alone_ns(summary: StepSummary) -> float:
     """Return the time of a step in which no process was in a stage (ns); 0 for a loop of several ranks."""
     processes = [*summary.loop, *summary.workers]
-    runs = runs_of(processes, summary.begin_ns, dict.fromkeys((use.lane for use in processes), 0), {})
+    runs = _runs_of(processes, summary.begin_ns, dict.fromkeys((use.lane for use in processes), 0), {})
     busy_ns = float(runs.within(0, summary.duration_ns).own_time().length.sum())
     return summary.duration_ns - busy_ns if len(summary.loop) == 1 else 0.0
 
@@ -89,7 +133,7 @@ def _stages(
             return alone
     stages: dict[str, int] = {}
     lanes = [use.lane for use in summary.loop]
-    loop = runs_of(summary.loop, summary.begin_ns, {lane: at for at, lane in enumerate(lanes)}, stages)
+    loop = _runs_of(summary.loop, summary.begin_ns, {lane: at for at, lane in enumerate(lanes)}, stages)
     names = list(stages)
     # Background stages are left out: their cost is the loop's wait for them.
     loop = loop.at(~np.isin(loop.stage, [stages[name] for name in summary.beside if name in stages]))
@@ -98,7 +142,7 @@ def _stages(
     calls = len(summary.loop) == 1 and bool(summary.workers or has_workers)
     workers = _Workers(summary, before, loop, stages) if calls and summary.workers else None
     found = {}
-    for stage, front_ns, standing in frontier(summary.loop[0].role, lanes, own):
+    for stage, front_ns, standing in _frontier(summary.loop[0].role, lanes, own):
         clear = standing.clear and stage not in covered and (workers is not None or not calls)
         first, *others = workers.standings(stage, standing) if workers is not None else [standing]
         found[names[stage]] = front_ns, [first._replace(clear=clear and first.clear), *others]
@@ -130,7 +174,7 @@ class _Workers:
     """
 
     def __init__(
-        self, summary: StepSummary, before: StepSummary | None, loop: Runs, stages: dict[str, int]
+        self, summary: StepSummary, before: StepSummary | None, loop: _Runs, stages: dict[str, int]
     ) -> None:
         self._before = before.workers if before is not None else []
         self._lanes: dict[str, list[str]] = {}
@@ -139,7 +183,7 @@ class _Workers:
         self._answered = Counter(use.role for use in summary.workers)
         self._numbers = {lane: number for number, lane in enumerate(chain(*self._lanes.values()))}
         self._origin_ns, self._stages, self._loop = summary.begin_ns, stages, loop
-        self._runs = runs_of(summary.workers, self._origin_ns, self._numbers, stages)
+        self._runs = _runs_of(summary.workers, self._origin_ns, self._numbers, stages)
         middle = (self._runs.begin + self._runs.end) / 2
         self._home = np.full(middle.shape, -1)
         for row in np.argsort(loop.begin, kind="stable"):
@@ -170,7 +214,7 @@ class _Workers:
             for begin, end in zip(loop.begin, loop.end, strict=True):
                 ended = (runs.begin < begin) & (runs.end <= end + TIED * (end - begin))
                 parts.append(runs.at(ended | is_wait).within(begin, end))
-            inside = joined(parts)
+            inside = _joined(parts)
         room_ns = loop.length.sum()
         works = self._works(inside.own_time(), room_ns)
         found = _by_weight(name, loop, works) if works else [own]
@@ -197,11 +241,11 @@ class _Workers:
         return one._replace(leader="", lead_ns=0, clear=False)
 
     @cached_property
-    def _under_way(self) -> Runs:
+    def _under_way(self) -> _Runs:
         """The runs of the workers in this step and the step before."""
-        return joined([runs_of(self._before, self._origin_ns, self._numbers, self._stages), self._runs])
+        return _joined([_runs_of(self._before, self._origin_ns, self._numbers, self._stages), self._runs])
 
-    def _works(self, runs: Runs, room_ns: float) -> list[Standing]:
+    def _works(self, runs: _Runs, room_ns: float) -> list[Standing]:
         """Return the standing of each role; its leader is that of the worker stage with the largest lead.
 
         Concurrent runs of one process, such as requests, can add up to more than the loop's stage took. Then
@@ -222,7 +266,7 @@ class _Workers:
                 totals *= room_ns / totals.max()
             tied_ns = TIED * totals.max()
             standing = max(
-                (standing for _, _, standing in frontier(role, lanes, mine)),
+                (standing for _, _, standing in _frontier(role, lanes, mine)),
                 key=lambda one: (one.lead_ns if one.lead_ns > tied_ns else 0, one.durations.max()),
             )
             ran = tuple(names[stage] for stage in dict.fromkeys(mine.stage.tolist()))
@@ -231,7 +275,7 @@ class _Workers:
         return works
 
 
-def _by_weight(name: str, loop: Runs, works: list[Standing]) -> list[Standing]:
+def _by_weight(name: str, loop: _Runs, works: list[Standing]) -> list[Standing]:
     """Return the standings of the roles in a stage of the loop; the role that it waited for is first.
 
     If a role ran a stage of the same name, roles that did not are left out. The loop did not wait for a role
@@ -252,3 +296,163 @@ def _by_weight(name: str, loop: Runs, works: list[Standing]) -> list[Standing]:
         first = max([first, *beside], key=lambda work: work.end_ns)
     others = sorted((work for work in works if work is not first), key=lambda work: -work.durations.max())
     return [first._replace(clear=first.clear and not beside), *others]
+
+
+def _frontier(role: str, lanes: Sequence[str], runs: _Runs) -> Iterator[tuple[int, float, Standing]]:
+    """Yield each stage's index, the frontier after it (ns), and the standing of the processes in it.
+
+    All ranks leave a collective together, and the rank that arrives first spends the most time in it. So a
+    rank whose stage ends together with the others' does not lead. The rank that was last to enter does,
+    where that is known. Engines have no collectives.
+
+    Args:
+        role: Their role.
+        lanes: Their names.
+        runs: Their runs, as :meth:`_Runs.own_time` returns them.
+    """
+    many = len(lanes)
+    order, conflicts = _order(runs)
+    reached, front_ns = np.zeros(many), 0.0
+    ran_all = np.ones(many, dtype=bool)
+    for stage in order:
+        those = runs.at(runs.stage == stage)
+        here = np.bincount(those.who, those.length, many).astype(float)
+        ends = np.full(many, np.nan)
+        ends[those.who] = those.end
+        reached += here
+        before_ns, front_ns = front_ns, float(reached.max())
+        near = np.flatnonzero(front_ns - reached <= TIED * here.max())
+        leader = int(near[here[near].argmax()])
+        lead_ns, known = 0.0, True
+        if many > 1:
+            # If all are tied, they wait for each other; if stage orders differ, progress cannot be compared.
+            known = stage not in conflicts and near.size < many and bool(near.size > 1 or ran_all[leader])
+            lead_ns = max(0.0, float(here[leader] - np.median(np.delete(here, leader))))
+            others = np.delete(ends, leader)
+            others = others[~np.isnan(others)]
+            if lead_ns and others.size and role != ROLLOUT_ROLE:
+                known &= bool(2 * (ends[leader] - np.median(others)) >= lead_ns)
+        if front_ns > before_ns:
+            ran_all &= ~np.isnan(ends)
+        clear = known and near.size == 1
+        if not clear and (late_ns := those.late.max(initial=0.0)) > LATE * here.max():
+            late = np.zeros(many)
+            np.maximum.at(late, those.who, those.late)
+            leader = int(late.argmax())
+            lead_ns = late_ns - np.delete(late, leader).max(initial=0.0)
+            clear = known = bool(lead_ns > LATE * here.max())
+            here = here.max() - late_ns + late
+        mean_ns = here.mean()
+        yield (
+            stage,
+            front_ns,
+            Standing(
+                role=role,
+                lanes=lanes,
+                durations=here,
+                leader=lanes[leader],
+                lead_ns=round(lead_ns) if known else 0,
+                imbalance=max(1.0, float(here.max() / mean_ns)) if mean_ns else 1.0,
+                clear=clear,
+            ),
+        )
+
+
+def _order(runs: _Runs) -> tuple[list[int], set[int]]:
+    """Return one order of all stages, and the stages that some process ran in another order.
+
+    It is the processes' most frequent order. A stage that lacks there is inserted as another process ran it.
+    """
+    if not runs.stage.size or (runs.stage == runs.stage[0]).all():
+        return runs.stage[:1].tolist(), set()
+    ways: dict[int, list[int]] = {}
+    for who, stage in dict.fromkeys(zip(runs.who.tolist(), runs.stage.tolist(), strict=True)):
+        ways.setdefault(who, []).append(stage)
+    counted = Counter(map(tuple, ways.values())).most_common()
+    order: list[int] = []
+    for way, _ in counted:
+        at = len(order)
+        for stage in reversed(way):
+            if stage in order:
+                at = order.index(stage)
+            else:
+                order.insert(at, stage)
+    place = {stage: at for at, stage in enumerate(order)}
+    conflicts: set[int] = set()
+    for way, _ in counted:
+        places = np.array([place[stage] for stage in way])
+        late = np.maximum.accumulate(places) > places
+        early = np.minimum.accumulate(places[::-1])[::-1] < places
+        conflicts.update(np.array(way)[late | early].tolist())
+    return order, conflicts
+
+
+class _Runs(NamedTuple):
+    """Runs of stages, as columns: index of the process and of the stage, begin, end, time spent (ns).
+
+    ``late`` is how late the process was to the collectives in the stage, added up (ns).
+    """
+
+    who: _Whole
+    stage: _Whole
+    begin: _Floats
+    end: _Floats
+    length: _Floats
+    late: _Floats
+
+    def at(self, rows: NDArray[np.bool_] | _Whole) -> _Runs:
+        """Return the rows that a mask or indices select."""
+        return _Runs(*(column[rows] for column in self))  # type: ignore[arg-type]
+
+    def within(self, begin_ns: float, end_ns: float) -> _Runs:
+        """Return the runs clipped to an interval; runs outside of it are left out."""
+        begin, end = np.maximum(self.begin, begin_ns), np.minimum(self.end, end_ns)
+        return self._replace(begin=begin, end=end, length=end - begin).at(begin < end)
+
+    def own_time(self) -> _Runs:
+        """Return the runs by process and begin; ``length`` excludes overlap with earlier runs."""
+        runs = self.at(np.lexsort((self.begin, self.who)))
+        if runs.who.size < 2:
+            return runs
+        width = runs.end.max() - runs.begin.min() + 1.0
+        busy = np.maximum.accumulate(runs.end + runs.who * width)[:-1] - runs.who[1:] * width
+        covered = np.maximum(busy - runs.begin[1:], 0.0) / np.maximum(runs.end - runs.begin, 1.0)[1:]
+        length = runs.length.copy()
+        length[1:] *= 1.0 - np.minimum(covered, 1.0)
+        return runs._replace(length=length)
+
+
+def _joined(parts: Sequence[_Runs]) -> _Runs:
+    """Concatenate tables of runs."""
+    return _Runs(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def _runs_of(
+    uses: Sequence[RankUse], origin_ns: int, numbers: Mapping[str, int], stages: dict[str, int]
+) -> _Runs:
+    """Return the stage runs of processes, in nanoseconds after ``origin_ns``.
+
+    Args:
+        uses: The processes, with their stages in one step.
+        origin_ns: The unix time that becomes 0.
+        numbers: Index of each process, by lane.
+        stages: Index of each stage, by name; new names are added.
+    """
+    lanes = np.array([numbers[use.lane] for use in uses], dtype=np.int64)
+    who = np.repeat(lanes, np.array([len(use.stages) for use in uses], dtype=np.int64))
+    flat = [stage for use in uses for stage in use.stages]
+    names = [one.name for one in flat]
+    stages.update({name: number for number, name in enumerate(dict.fromkeys([*stages, *names]))})
+    stage = np.array([stages[name] for name in names], dtype=np.int64)
+    begin = (np.array([one.begin_ns for one in flat], dtype=np.int64) - origin_ns).astype(float)
+    length = np.maximum(np.array([one.duration_ns for one in flat], dtype=np.float64), 0.0)
+    late = np.array([one.late_ns or 0 for one in flat], dtype=np.float64)
+    runs = _Runs(who, stage, begin, begin + length, length, late)
+    if periods := [(at, *period) for at, one in enumerate(flat) for period in one.periods]:
+        at, begins, ends = np.array(periods, dtype=np.int64).T
+        took = np.maximum(ends - begins, 0)
+        once = np.flatnonzero(np.bincount(at, minlength=len(flat)) == 0)
+        runs = runs.at(np.concatenate([once, at]))
+        runs.begin[once.size :], runs.end[once.size :] = begins - origin_ns, ends - origin_ns
+        runs.length[once.size :] *= took / np.maximum(np.bincount(at, took, len(flat)), 1.0)[at]
+    return runs

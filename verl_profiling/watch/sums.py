@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from operator import attrgetter, itemgetter
-from types import TracebackType
 
 import msgspec
 
@@ -34,7 +33,7 @@ MOST_NAMES = 256
 """Maximum number of names, of stages in a step and of spans; further names are summed as ``OTHERS``."""
 
 MOST_SLICES = 512
-"""Maximum number of time slices of span sums; at this number, neighbours are merged until half are left."""
+"""Maximum number of time slices of span sums; at this number, neighbours are merged."""
 
 LONG_NS = 20_000_000
 """After a stage of this length or longer, memory is always read."""
@@ -329,7 +328,7 @@ class SpanSums:
         with self._lock:
             sums = self._slices.get(end_ns // self._slice_ns)
             if sums is None:
-                if len(self._slices) >= MOST_SLICES:
+                while len(self._slices) >= MOST_SLICES:
                     self._join()
                 sums = self._slices.setdefault(end_ns // self._slice_ns, {})
             try:
@@ -363,14 +362,12 @@ class SpanSums:
         return [[SpanTotal(name, *numbers) for name, numbers in totals.items()] for totals in found]
 
     def _join(self) -> None:
-        """Make slices longer, until at most half of the maximum are left."""
-        while len(self._slices) > MOST_SLICES // 2:
-            self._slice_ns *= 2
-            joined: dict[int, _Sums] = {}
-            for number, sums in self._slices.items():
-                for name, numbers in sums.items():
-                    _add(joined.setdefault(number // 2, {}), name, numbers)
-            self._slices = joined
+        """Make slices twice as long."""
+        self._slice_ns *= 2
+        slices, self._slices = self._slices, {}
+        for number, sums in slices.items():
+            for name, numbers in sums.items():
+                _add(self._slices.setdefault(number // 2, {}), name, numbers)
 
 
 class Busy:
@@ -398,9 +395,7 @@ class Busy:
             if self._stage is None:
                 self._stage = self._sums.open(self._name)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end()
 
     def while_alive(self, stream: object) -> None:

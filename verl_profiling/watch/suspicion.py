@@ -8,8 +8,7 @@ import msgspec
 
 from verl_profiling.capture_request import Trigger, TriggerKind
 from verl_profiling.step_summary import StepSummary
-from verl_profiling.watch.exposed import standings
-from verl_profiling.watch.frontier import TIED, Standing
+from verl_profiling.watch.exposed import TIED, Standing, standings
 
 MOST_SUSPECTS = 4
 NOBODY = "no process stands out there"
