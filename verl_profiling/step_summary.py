@@ -150,6 +150,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         policy_version: Version of the weights, if the loop reports one.
         loop: The processes that run the loop: the controller, or every rank of an SPMD loop.
         workers: The processes that were called from it, as far as they were read.
+        earlier: The workers of the step before, whose runs may have lasted into this one.
         exposed: Where the step's time went, in order of the stages.
         memory: Memory by role.
         spans: What the trajectories and their spans add up to, the longest first.
@@ -163,6 +164,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     policy_version: int | None = None
     loop: list[RankUse] = []
     workers: list[RankUse] = []
+    earlier: list[RankUse] = []
     exposed: list[ExposedStage] = []
     memory: list[RoleMemory] = []
     spans: list[SpanTotal] = []

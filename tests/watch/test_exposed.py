@@ -161,7 +161,7 @@ def test_a_loop_waits_for_what_was_under_way_since_the_step_before() -> None:
     engines = [(f"rollout{replica}_rank0", length) for replica, length in enumerate((150, 90, 92))]
     before = summary(100, controller(), *(use(lane, ("generate", 5, length)) for lane, length in engines))
     after = summary(150, controller(("wait_rollout", 102, 54), ("update_actor", 160, 80)), use("actor_rank0"))
-    [wait, *_] = exposed(after, before)
+    [wait, *_] = exposed(msgspec.structs.replace(after, earlier=before.workers))
     assert (wait.role, wait.leader, wait.lead_ns) == ("rollout", "rollout0_rank0", 53 * MS)
     assert exposed(after)[0].leader == "controller"
 
@@ -270,7 +270,7 @@ def test_rows_add_up_to_the_step(
 ) -> None:
     """To the nanosecond, and none is negative, whatever the clocks and the stages are."""
     step = StepSummary(step=1, begin_ns=begin_ns, end_ns=end_ns, loop=loop, workers=workers)
-    rows = exposed(step, msgspec.structs.replace(step, workers=loop))
+    rows = exposed(msgspec.structs.replace(step, earlier=loop))
     assert sum(row.exposed_ns for row in rows) == max(0, step.duration_ns)
     assert all(row.exposed_ns >= 0 and row.lead_ns >= 0 and row.imbalance >= 1 for row in rows)
     assert len({row.name for row in rows}) >= len(rows) - 1

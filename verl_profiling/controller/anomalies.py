@@ -44,7 +44,6 @@ class Anomalies:
         self._check = check
         self._recorders = recorders
         self._detector = Detector(options)
-        self._before: StepSummary | None = None
         self._noticed: Suspicion | None = None
         self._noticed_s, self._listened = 0.0, 0
         self._waits = False
@@ -56,11 +55,10 @@ class Anomalies:
 
     def listen(self, summary: StepSummary) -> None:
         """Search a step summary for an anomaly; runs on the watch's thread."""
-        before, self._before = self._before, summary
         noticed = self._noticed
         self._listened += 1
         if noticed is not None and noticed.stage and not (noticed.suspects or summary.captured):
-            named = noticed.named_in(summary, before)
+            named = noticed.named_in(summary)
             if named is not noticed and self._noticed is noticed:  # it may be captured by now
                 self._noticed = named
                 logger.warning("watch: %s", named.reason)

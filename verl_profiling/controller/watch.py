@@ -207,8 +207,8 @@ class Watch:
         for step in steps:
             step.add_up()
             summary = with_lateness(step)
-            before = self.summaries[-1] if self.summaries else None
-            summary.exposed = exposed(summary, before, self._workers.has_any)
+            summary.earlier = self.summaries[-1].workers if self.summaries else []
+            summary.exposed = exposed(summary, self._workers.has_any)
             self.summaries.append(summary)
             if self._options.trigger is not None:
                 self.recorders.follow(summary)

@@ -42,9 +42,6 @@ _BESIDE_THE_WORST = 0.1
 _MOST_SPANS_NAMED = 2
 _GENERATE = "generate"
 
-_Seen = tuple[StepSummary, StepSummary | None]
-"""A step and the step before it."""
-
 
 class _Series:
     """A duration (s), step by step, and the evidence that it is longer than in its own past.
@@ -66,7 +63,7 @@ class _Series:
         self.value = self.slow_s = 0.0
         self.is_noticed = False
         self.past: deque[float] = deque(maxlen=window)
-        self.seen: deque[_Seen] = deque(maxlen=2)
+        self.seen: deque[StepSummary] = deque(maxlen=2)
         self._window, self._enough = window, max(3, window // 2)
         self._shifts: deque[float] = deque(maxlen=LONG_PAST * window)
         self._open: list[tuple[float, float]] = []
@@ -101,7 +98,7 @@ class _Series:
             return -1.0
         return evidence(shifted, ratio, spread_of(self._shifts))
 
-    def add(self, amount: float, of: _Seen) -> bool:
+    def add(self, amount: float, summary: StepSummary) -> bool:
         """Add the evidence of the step; return whether it completes a detection."""
         is_slow = amount > _LEAST_OF_A_STEP
         if self.is_noticed and not is_slow:  # what comes next may last longer
@@ -115,7 +112,7 @@ class _Series:
         if self._quiet >= _QUIET or self._score <= 0 or is_late:
             self._score, self._slow, self.is_noticed, self._goes_on = 0.0, 0, False, False
         if amount > 0:
-            self.seen.append(of)
+            self.seen.append(summary)
             self.slow_s = max(self.excess, self.slow_s)
         elif not self.waits:
             self.seen.clear()
@@ -153,21 +150,19 @@ class Detector:
         self._spans: deque[dict[tuple[str, str], SpanTotal]] = deque(maxlen=options.window)
         self._held: dict[str, deque[int]] = {}
         self._numbers: deque[int] = deque(maxlen=options.window + 1)
-        self._before: StepSummary | None = None
         self._since_long = options.window
 
     def observe(self, summary: StepSummary) -> Suspicion | None:
         """Return the suspicion that a step raises, if any; the cost is proportional to the window."""
-        of, self._before = (summary, self._before), summary
         if summary.captured:
             return None
-        slow = self._slow(*of)
+        slow = self._slow(summary)
         self._spans.append(_by_role(summary))
-        return self._leading(slow, *of) or self._growing(summary)
+        return self._leading(slow, summary) or self._growing(summary)
 
-    def _slow(self, summary: StepSummary, before: StepSummary | None) -> Suspicion | None:
+    def _slow(self, summary: StepSummary) -> Suspicion | None:
         """Return a suspicion if the step, or one of its stages, has become slow."""
-        options, of, times = self._options, (summary, before), summary.exposed_s
+        options, times = self._options, summary.exposed_s
         ran = Counter(chain.from_iterable(self._ran))
         self._seldom |= {stage for stage in times if stage and 2 * ran[stage] < len(self._ran)}
         self._ran.append([*times])
@@ -187,14 +182,14 @@ class Detector:
         enough_s = _BESIDE_THE_WORST * max(slow_s.values(), default=0.0)
         roles = {row.role for row in summary.exposed if slow_s.get(row.name, -1.0) >= enough_s}
         at_most = _MOST_OF_A_STEP / min(max(1, len(roles)), 3)
-        is_slow_step = step.add(min(amount, at_most), of)
-        news = [stage for stage, one in every.items() if one.add(min(amounts[stage], at_most), of)]
+        is_slow_step = step.add(min(amount, at_most), summary)
+        news = [stage for stage, one in every.items() if one.add(min(amounts[stage], at_most), summary)]
         usual_stages = {stage: one for stage, one in every.items() if stage not in self._seldom}
         if not news and not is_slow_step:
             is_long = step.waits and step.excess >= max(LONG_S, LONG * step.usual)
             since, self._since_long = self._since_long, 1 if is_long else self._since_long + 1
             is_first = is_long and since >= options.window
-            return self._slow_step(usual_stages, [of], is_over=True) if is_first else None
+            return self._slow_step(usual_stages, [summary], is_over=True) if is_first else None
         known_s = max((one.excess for one in every.values() if one.is_noticed), default=0.0)
         for one in (step, *every.values()):  # a slowdown of several series is detected once
             one.notice()
@@ -210,10 +205,10 @@ class Detector:
         return self._slow_step(usual_stages, step.seen)
 
     def _slow_step(
-        self, stages: Mapping[str, _Series], seen: Sequence[_Seen], is_over: bool = False
+        self, stages: Mapping[str, _Series], seen: Sequence[StepSummary], is_over: bool = False
     ) -> Suspicion:
         """Return the suspicion of a slow step; it is in the stage that grew most."""
-        step, number = self._step, seen[-1][0].step
+        step, number = self._step, seen[-1].step
         most = max(stages, key=lambda stage: stages[stage].excess, default="")
         where = f"stage {most}" if most else "no stage"
         grown_s = stages[most].excess if stages else 0.0
@@ -223,12 +218,12 @@ class Detector:
         return msgspec.structs.replace(found, is_over=is_over)
 
     def _suspicion(
-        self, sign: Sign, stage: str, series: _Series, seen: Sequence[_Seen], took: str, before: str
+        self, sign: Sign, stage: str, series: _Series, seen: Sequence[StepSummary], took: str, before: str
     ) -> Suspicion:
         usual = series.usual
         times = f"{series.value / usual:.1f} times the median" if usual > 0 else "and the median was 0"
         found = Suspicion(
-            noticed=seen[-1][0].step,
+            noticed=seen[-1].step,
             sign=sign,
             stage=stage,
             value=series.value,
@@ -236,11 +231,9 @@ class Detector:
             history=[*series.past, series.value],
             reason=f"{took}{times} {before.format(len(series.past))}",
         ).with_suspects(seen)
-        return self._explained(found, *seen[-1])
+        return self._explained(found, seen[-1])
 
-    def _leading(
-        self, slow: Suspicion | None, summary: StepSummary, before: StepSummary | None
-    ) -> Suspicion | None:
+    def _leading(self, slow: Suspicion | None, summary: StepSummary) -> Suspicion | None:
         """Return a suspicion if a process leads in a stage in five steps in a row, or in every second step.
 
         A lead is detected again if it is larger than before. What is slow goes first; its suspects have been
@@ -278,11 +271,11 @@ class Detector:
                     history=list(shares),
                     reason=f"step {summary.step}: {lane} was in stage {stage} {longer} longer than its "
                     f"peers, {shares[-1]:.0%} of the step, and so it was in most steps shortly before",
-                ).with_suspects([(summary, before)])
+                ).with_suspects([summary])
                 found = msgspec.structs.replace(found, reason="; ".join([found.reason, *found.who]))
         return found
 
-    def _explained(self, found: Suspicion, summary: StepSummary, before: StepSummary | None) -> Suspicion:
+    def _explained(self, found: Suspicion, summary: StepSummary) -> Suspicion:
         """Return the suspicion, with the spans in its reason that grew along with its stage.
 
         These are spans of roles that worked in the stage. Roles without stages count where nobody worked but
@@ -290,7 +283,7 @@ class Detector:
         A trajectory is listed only if none of its spans is.
         """
         processes = (*summary.loop, *summary.workers)
-        at_work = {lane for one in standings(summary, before).get(found.stage, ()) for lane in one.lanes}
+        at_work = {lane for one in standings(summary).get(found.stage, ()) for lane in one.lanes}
         working = [one for one in processes if one.lane in at_work]
         roles = {one.role for one in working}
         if all(one.spans or one in summary.loop or one.role == ROLLOUT_ROLE for one in working):

@@ -73,9 +73,7 @@ class Standing(NamedTuple):
         return dict(zip(self.lanes, self.durations.tolist(), strict=True))
 
 
-def exposed(
-    summary: StepSummary, before: StepSummary | None = None, has_workers: bool = True
-) -> list[ExposedStage]:
+def exposed(summary: StepSummary, has_workers: bool = True) -> list[ExposedStage]:
     """Return the exposed time of the loop's stages, in order; a last row holds the time in no stage.
 
     ``C_r(s)`` is the time of process ``r`` of the loop in all stages up to ``s``. The frontier ``F(s)`` is
@@ -84,12 +82,11 @@ def exposed(
 
     Args:
         summary: The summary of the step.
-        before: The summary of the step before, whose workers may still have run in this step.
         has_workers: Whether the loop calls workers. If so, no leader is clear in a summary without workers.
     """
     rows: list[ExposedStage] = []
     done_ns, step_ns = 0, summary.duration_ns
-    for name, (front_ns, [first, *_]) in _stages(summary, before, has_workers).items():
+    for name, (front_ns, [first, *_]) in _stages(summary, has_workers).items():
         reached_ns = min(round(front_ns), step_ns)
         rows.append(
             ExposedStage(
@@ -108,9 +105,9 @@ def exposed(
     return rows
 
 
-def standings(summary: StepSummary, before: StepSummary | None = None) -> dict[str, list[Standing]]:
+def standings(summary: StepSummary) -> dict[str, list[Standing]]:
     """Return for each stage the standings of the roles that worked in it; the exposed row's role is first."""
-    return {name: found for name, (_, found) in _stages(summary, before, True).items()}
+    return {name: found for name, (_, found) in _stages(summary, True).items()}
 
 
 def alone_ns(summary: StepSummary) -> float:
@@ -121,9 +118,7 @@ def alone_ns(summary: StepSummary) -> float:
     return summary.duration_ns - busy_ns if len(summary.loop) == 1 else 0.0
 
 
-def _stages(
-    summary: StepSummary, before: StepSummary | None, has_workers: bool
-) -> dict[str, tuple[float, list[Standing]]]:
+def _stages(summary: StepSummary, has_workers: bool) -> dict[str, tuple[float, list[Standing]]]:
     """Return for each stage of the loop the frontier after it (ns), and the standings of its roles."""
     if not summary.loop:
         return {}
@@ -140,7 +135,7 @@ def _stages(
     own = loop.own_time()
     covered = set(own.stage[own.length < loop.at(np.lexsort((loop.begin, loop.who))).length])
     calls = len(summary.loop) == 1 and bool(summary.workers or has_workers)
-    workers = _Workers(summary, before, loop, stages) if calls and summary.workers else None
+    workers = _Workers(summary, loop, stages) if calls and summary.workers else None
     found = {}
     for stage, front_ns, standing in _frontier(summary.loop[0].role, lanes, own):
         clear = standing.clear and stage not in covered and (workers is not None or not calls)
@@ -173,12 +168,10 @@ class _Workers:
     A worker's run belongs to the loop's stage in which the middle of the run lies.
     """
 
-    def __init__(
-        self, summary: StepSummary, before: StepSummary | None, loop: _Runs, stages: dict[str, int]
-    ) -> None:
-        self._before = before.workers if before is not None else []
+    def __init__(self, summary: StepSummary, loop: _Runs, stages: dict[str, int]) -> None:
+        self._earlier = summary.earlier
         self._lanes: dict[str, list[str]] = {}
-        for lane, role in {use.lane: use.role for use in (*summary.workers, *self._before)}.items():
+        for lane, role in {use.lane: use.role for use in (*summary.workers, *self._earlier)}.items():
             self._lanes.setdefault(role, []).append(lane)
         self._answered = Counter(use.role for use in summary.workers)
         self._numbers = {lane: number for number, lane in enumerate(chain(*self._lanes.values()))}
@@ -243,7 +236,7 @@ class _Workers:
     @cached_property
     def _under_way(self) -> _Runs:
         """The runs of the workers in this step and the step before."""
-        return _joined([_runs_of(self._before, self._origin_ns, self._numbers, self._stages), self._runs])
+        return _joined([_runs_of(self._earlier, self._origin_ns, self._numbers, self._stages), self._runs])
 
     def _works(self, runs: _Runs, room_ns: float) -> list[Standing]:
         """Return the standing of each role; its leader is that of the worker stage with the largest lead.

@@ -47,7 +47,7 @@ class WatchLog(RotatingFileHandler):
 
     def __call__(self, summary: StepSummary) -> None:
         """Log a step, without its processes."""
-        without = msgspec.structs.replace(summary, loop=[], workers=[], beside=())
+        without = msgspec.structs.replace(summary, loop=[], workers=[], earlier=[], beside=())
         line = msgspec.json.encode(without).decode()
         if self._torn:
             with suppress(OSError):

@@ -33,13 +33,13 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
         """Return the trigger of a capture that this suspicion requests, for its manifest."""
         return Trigger(**{field: getattr(self, field) for field in Trigger.__struct_fields__})
 
-    def with_suspects(self, steps: Iterable[tuple[StepSummary, StepSummary | None]]) -> Suspicion:
+    def with_suspects(self, steps: Iterable[StepSummary]) -> Suspicion:
         """Return the suspicion with the processes that stood out in its stage in all of the given steps.
 
         Args:
-            steps: The steps with the anomaly, each with the step before it; the latest last.
+            steps: The steps with the anomaly; the latest last.
         """
-        each = [standings(summary, before).get(self.stage, []) for summary, before in steps]
+        each = [standings(summary).get(self.stage, []) for summary in steps]
         working = each[-1]
         always = set.intersection(*({lane for one in those for lane in stand_out(one)} for those in each))
         suspects: list[str] = []
@@ -62,14 +62,14 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
             return []
         return [f"longest there: {', '.join(self.suspects)}" if self.suspects else NOBODY]
 
-    def named_in(self, summary: StepSummary, before: StepSummary | None) -> Suspicion:
+    def named_in(self, summary: StepSummary) -> Suspicion:
         """Return the suspicion with suspects, if a later step, as slow, has some that explain half of it."""
         took_s = summary.exposed_s.get(self.stage, 0.0) if self.sign == "slow_stage" else summary.seconds
-        first = next(iter(standings(summary, before).get(self.stage, [])), None)
+        first = next(iter(standings(summary).get(self.stage, [])), None)
         lead_s = first.lead_ns / 1e9 if first is not None else 0.0
         if 2 * took_s < self.value + self.median or 2 * lead_s < self.value - self.median:
             return self
-        later = self.with_suspects([(summary, before)])
+        later = self.with_suspects([summary])
         who = f"longest there in step {summary.step}: {', '.join(later.suspects)}"
         reason = self.reason.replace(NOBODY, who)
         return msgspec.structs.replace(later, reason=reason) if later.suspects else self
