@@ -22,6 +22,7 @@ from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Polling, Report
 from verl_profiling.report.records import OTHERS
 from verl_profiling.report.sentences import rollout_sentences
+from verl_profiling.report.tables import TABLES
 from verl_profiling.trajectory_log import (
     StatusChange,
 )
@@ -385,6 +386,8 @@ def test_what_blocks_many_processes_is_one_finding(tmp_path: Path, processes: in
     assert "(in " not in second.text
     assert sorted(first.lanes) == sorted(log.log.lane for log in logs)
     assert first.seconds == pytest.approx(len(report.workers))
+    causes = [row.cause for row in TABLES["trajectory_causes"].rows_shown(report)]
+    assert "loop lag: tool:lookup" in causes
 
 
 def test_trackers_and_comparisons_have_the_rollout(busy: Report) -> None:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from verl_profiling.analysis import CapturedStep, open_steps
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK, local_path, size
-from verl_profiling.errors import ConfigError, TraceFormatError
+from verl_profiling.errors import TraceFormatError
 from verl_profiling.run_files import clear_leftovers
 from verl_profiling.timeline.trace import Limits
 from verl_profiling.units import visible
@@ -107,16 +107,6 @@ class StepByStep:
                     if reports[-1][1].coverage.missing:
                         self.exit_code = EXIT_FINDING
         return reports
-
-    def output_for_one(self, output: Path | None) -> None:
-        """Check that there is only one step if ``--output`` is given.
-
-        Raises:
-            ConfigError: There are several steps.
-        """
-        if output and len(self.steps) > 1:
-            titles = ", ".join([*(step.inputs.title for step in self.steps[:3]), "..."][: len(self.steps)])
-            raise ConfigError("--output", f"needs a single step, but there are {len(self.steps)}: {titles}")
 
     @contextmanager
     def surviving(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ without a part in a stage, are only in the table of causes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from statistics import median_low
+from statistics import median, median_low
 
 import msgspec
 
@@ -257,9 +257,12 @@ def _lost(
 
 def _tail(report: Report) -> Iterator[Finding]:
     if tail := report.tail:
+        made = {row.replica: row.decode_tokens for row in report.engines}
+        own = made.get(tail.last_replica, 0) if tail.last_replica is not None else 0
+        tokens = f"; it made {own:,} tokens, the median is {median(made.values()):,.0f}" if own else ""
         text = (
             f"waited for the last replica of the rollout (rollout{tail.last_replica} was done after "
-            f"{_time(tail.last_finish_us)}, the median is {_time(tail.median_finish_us)})"
+            f"{_time(tail.last_finish_us)}, the median is {_time(tail.median_finish_us)}{tokens})"
         )
         advice = f"if its responses are longer: balance prompts, cap lengths, {_TAIL}; else compare its host"
         late = [row.name for row in report.workers if row.replica == tail.last_replica is not None]

@@ -906,7 +906,6 @@ class Tail(msgspec.Struct, frozen=True, kw_only=True):
         requests: Number of requests, if the engine reported them.
         latency_s: Latency of the requests, from sending to the complete response.
         response_tokens: Lengths of the responses.
-        finishes_us: End of each request (or of each replica, if requests are not known), sorted.
         last_replica: Index of the replica that ended last.
     """
 
@@ -918,7 +917,6 @@ class Tail(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     latency_s: Percentiles | None
     response_tokens: Percentiles | None
-    finishes_us: list[float]
     last_replica: int | None = None
 
 

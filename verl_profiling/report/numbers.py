@@ -195,7 +195,6 @@ def rollout_tail(step: Step) -> Tail | None:
         requests=len(requests),
         latency_s=_percentiles([row.latency_us / 1e6 for row in requests]),
         response_tokens=_percentiles([float(row.response_tokens) for row in requests]),
-        finishes_us=sorted(end_us for _, end_us in ends) if requests else sorted(finishes.values()),
     )
 
 

@@ -287,28 +287,23 @@ def _status_rows(records: Records, served: Mapping[int, Request]) -> list[Status
     generated = Counter[int]()
     for span, request in served.items():
         generated[int(spans.trajectory[span])] += request.response_tokens
-    seconds: dict[tuple[bool, str], float] = defaultdict(float)
-    counts: dict[tuple[bool, str], Counter[str]] = defaultdict(Counter)
+    counts: dict[tuple[bool, str], Any] = defaultdict(Counter)
     for number, one in enumerate(records.trajectories):
-        key = (one.validate, one.status)
-        seconds[key] += (one.end_ns - one.begin_ns) / 1e9
-        counts[key].update(
+        counts[one.validate, one.status].update(
             trajectories=1,
+            seconds=(one.end_ns - one.begin_ns) / 1e9,
             response_tokens=one.number("response_tokens", generated[number]),
             turns=one.number("turns", 0),
             tool_calls=one.number("tool_calls", calls[number]),
         )
-    whole = {kind: sum(took for key, took in seconds.items() if key[0] is kind) for kind in (False, True)}
-    return [
-        StatusRow(
-            validate=validate,
-            status=status,
-            seconds=took,
-            share=took / whole[validate] if took else 0.0,
-            **counts[validate, status],
-        )
-        for (validate, status), took in sorted(seconds.items(), key=lambda row: (row[0][0], -row[1]))
+    whole = {
+        kind: sum(of["seconds"] for key, of in counts.items() if key[0] is kind) for kind in (False, True)
+    }
+    rows = [
+        StatusRow(validate=kind, status=status, share=of["seconds"] / (whole[kind] or 1.0), **of)
+        for (kind, status), of in counts.items()
     ]
+    return sorted(rows, key=lambda row: (row.validate, -row.seconds))
 
 
 def _failure_rows(trajectories: Sequence[Trajectory]) -> list[FailureRow]:

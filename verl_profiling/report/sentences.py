@@ -54,8 +54,9 @@ def figures(report: Report) -> Iterator[Figure]:
     if lost := sum(causes.values()):
         rules = [OTHER_RANKS if finding.rule == "straggler" else finding.rule for finding in report.findings]
         cause = next((rule for rule in rules if causes.get(rule)), max(causes, key=lambda name: causes[name]))
-        line = f"{causes[cause] / lost:.0%} of it {cause_name(cause)}"
-        line += "" if report.findings else ", none of it unusual"
+        shares = {row.cause: row.share for row in report.lost}
+        line = f"{sum(shares.values()):.0%} of the observed time; {shares[cause]:.0%} {cause_name(cause)}"
+        line += "" if report.findings else ", nothing unusual"
         yield Figure("Lost", report.lane_seconds(lost), line, f"k-{cause}")
 
 

@@ -15,7 +15,8 @@ from zlib import crc32
 import msgspec
 
 from verl_profiling.report.lost import CAUSES, cause_name
-from verl_profiling.report.model import OTHER_RANKS, Report, Rollout
+from verl_profiling.report.model import OTHER_RANKS, CauseRow, Report, Rollout
+from verl_profiling.report.records import LOOP_LAG, UNKNOWN
 from verl_profiling.units import byte_size, duration
 
 _STAGES = (
@@ -228,6 +229,16 @@ def _lost(report: Report) -> list[_Part]:
     return found
 
 
+def _causes(report: Report) -> list[CauseRow]:
+    """Return the causes of trajectories' time; loop lag has the name of what they stood still for longest."""
+    causes, blocks = (report.rollout.causes, report.rollout.blocks) if report.rollout else ([], [])
+    blocker = max(blocks, key=lambda row: row.stood_still_s).what if blocks else UNKNOWN
+    if blocker == UNKNOWN:
+        return causes
+    lag = f"{LOOP_LAG}: {blocker}"
+    return [msgspec.structs.replace(row, cause=lag) if row.cause == LOOP_LAG else row for row in causes]
+
+
 def _outside(report: Report) -> list[_Part]:
     found = []
     for row in report.outside:
@@ -275,7 +286,14 @@ _TABLES = (
         key=lambda row: row.key,
         shown=_lost,
     ),
-    Table("trajectory_causes", "What trajectories waited for.", brief=12, key=_key, field="causes"),
+    Table(
+        "trajectory_causes",
+        "What trajectories waited for.",
+        brief=12,
+        key=_key,
+        field="causes",
+        shown=_causes,
+    ),
     Table("rollout_time", "What went on in the rollout, on the wall clock.", key=_key, field="time"),
     Table(
         "trajectory_calls",
