@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import MergeResult, merge
 from verl_profiling.timeline.step import Keep
+from verl_profiling.trajectories.log import OpenLog
+from verl_profiling.trajectories.spans import start_log, stop_log
 from verl_profiling.trajectory_log import (
     LOG_SUFFIX,
     Block,
@@ -202,3 +205,16 @@ class Timeline:
 
     def ms(self, ts: float) -> float:
         return round((ts - self._shift_us) / 1000, 6)
+
+
+def recorded(body: Callable[[], object], most: int = 1_000) -> TrajectoryLog:
+    """Return what this process recorded of trajectories while ``body`` ran."""
+    log = OpenLog(most)
+    start_log(log)
+    try:
+        body()
+    finally:
+        stop_log(log)
+        log.end()
+        found = log.close("here")
+    return found

@@ -68,11 +68,13 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
 
 
 def test_merge_options_reach_the_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Slimming is an option away, and the summary says what was left out."""
+    """The summary says what was left out; a size that cannot be met is said with exit code 1."""
     folder = build_step(tmp_path)
     slim = ["--stage", "rollout", "--ranks", "0", "--min-us", "1", "--max-bytes", "1M"]
     assert main(["merge", str(folder), *slim]) == EXIT_OK
     assert "left out" in capsys.readouterr().out
+    assert main(["merge", str(folder), "--max-bytes", "100"]) == EXIT_FINDING
+    assert "timeline.max_bytes_100.json.gz: --max-bytes 100 bytes is not kept: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -112,13 +114,6 @@ def test_a_number_that_makes_no_sense_is_refused(
             main(["merge", "folder", f"{option}={value}"])
         assert left.value.code == EXIT_BAD_INPUT
         assert f"{option}: {value!r} is not a" in capsys.readouterr().err
-
-
-def test_a_size_that_cannot_be_met_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The timeline is written as small as it gets, and the exit code is 1."""
-    folder = build_step(tmp_path)
-    assert main(["merge", str(folder), "--max-bytes", "100"]) == EXIT_FINDING
-    assert "timeline.max_bytes_100.json.gz: --max-bytes 100 bytes is not kept: " in capsys.readouterr().err
 
 
 def test_what_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

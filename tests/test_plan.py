@@ -154,7 +154,7 @@ def test_a_loop_without_an_end_is_cut_off() -> None:
 def test_coordinates_and_tools_that_come_later_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The last pipeline stage by -1, and reports that are collected after the run."""
+    """The last pipeline stage by -1, reports that are collected after the run, and what stays on disk."""
     roles = {"rollout": {"mode": "discrete"}, "actor": {"pp": [0, -1], "tp": 0}}
     config = {"enable": True, "tool": ["nsys", "spans"], "mode": "e2e", "roles": roles}
     assert planned(tmp_path, {**config, "schedule": {"steps": [3, 900]}}, "--steps", "100") == 0
@@ -167,9 +167,6 @@ def test_coordinates_and_tools_that_come_later_are_named(
         "  workers  tp 0; pp -1, 0\n",
     ):
         assert line in printed
-
-
-def test_what_stays_on_disk_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert planned(tmp_path, {"enable": True, "limits": {"keep_last": 5}}) == 0
     assert "  kept on disk: the last 5\n" in capsys.readouterr().out
 

@@ -13,13 +13,11 @@ from verl_profiling.capture.session import Session
 from verl_profiling.testing import leaks, record_step
 
 
-def test_an_open_capture_is_a_leak(tmp_path: Path, session: Session) -> None:
+def test_an_open_capture_and_a_running_profiler_are_leaks(tmp_path: Path, session: Session) -> None:
+    """Until they are stopped."""
     with record_step(settings(tool="spans"), tmp_path):
         assert leaks() == ["a capture is open; call stop_capture()"]
     assert leaks() == []
-
-
-def test_a_running_profiler_is_a_leak() -> None:
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):

@@ -94,7 +94,7 @@ class TestOneFrame:
     def test_it_shows_the_step_its_stages_memory_and_captures(
         self, run: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Who leads, by how much, and who asked for the captures; without colours when piped."""
+        """Who leads, by how much, who asked for captures; no colours when piped, where it is one frame."""
         assert main(["top", str(run), "--once"]) == EXIT_OK
         printed = capsys.readouterr().out
         assert "\x1b" not in printed
@@ -113,6 +113,8 @@ class TestOneFrame:
         assert rollout.split()[1:6] == ["5.00", "s", "58.8%", "5.00", "s"]
         assert rollout.count("▅") == 19
         assert rollout.count("█") == 1
+        assert main(["top", str(run)]) == EXIT_OK
+        assert "step 29" in capsys.readouterr().out
 
     def test_a_first_step_that_warms_up_flattens_no_line(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -149,13 +151,6 @@ class TestOneFrame:
         assert error.endswith(", running)")
         (run / "run_2" / "run.json").write_text("{")
         assert main(["top", str(run), "--run", "abc", "--once"]) == EXIT_OK
-
-    def test_output_that_is_no_terminal_gets_one_frame(
-        self, run: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """As if ``--once`` had been said: nothing hangs in a pipe."""
-        assert main(["top", str(run)]) == EXIT_OK
-        assert "step 29" in capsys.readouterr().out
 
     @pytest.mark.parametrize("width", [100, 300])
     def test_it_fits_the_terminal(self, width: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from conftest import Pool
+from conftest import Pool, disk_of
 from example_loops import spans
 from fault_tools import FAULTY
 from fleet import AsyncWorker, Reborn, TrainWorker
@@ -344,17 +344,8 @@ FULL_DISK = """
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounting = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
-    try:
-        mounted = subprocess.run(mounting, capture_output=True, check=False).returncode == 0
-    except OSError:
-        mounted = False
-    if not mounted:
-        pytest.skip("needs the right to mount")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with disk_of("256k", tmp_path / "disk") as disk:
+        yield disk
 
 
 @pytest.mark.parametrize("fault", ["read-only", "full", "a file in the way"])

@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import drawn_logs
 import pytest
 
 from verl_profiling import ProfilingCallback, ProfilingConfig, span
 from verl_profiling.integrations.hooks import noting
 from verl_profiling.integrations.verl import trajectories as hooked
 from verl_profiling.integrations.verl.profiler import Profiler
-from verl_profiling.trajectories.log import OpenLog
-from verl_profiling.trajectories.spans import start_log, stop_log
 from verl_profiling.trajectory_log import SpanRecord, TrajectoryLog, TrajectoryRecord
 
 INFO = {"step": 3, "sample_index": 5, "rollout_n": 0, "validate": False}
@@ -120,19 +119,10 @@ def output(**fields: Any) -> SimpleNamespace:
 
 
 def recorded(*coroutines: Any) -> TrajectoryLog:
-
     async def all_of_them() -> None:
         await asyncio.gather(*coroutines, return_exceptions=True)
 
-    log = OpenLog(1_000)
-    start_log(log)
-    try:
-        asyncio.run(all_of_them())
-    finally:
-        stop_log(log)
-        log.end()
-        found = log.close("agent_loop_rank0")
-    return found
+    return drawn_logs.recorded(lambda: asyncio.run(all_of_them()))
 
 
 def one_trajectory(verl: SimpleNamespace, run: Callable[[], Any], **prompt: Any) -> TrajectoryLog:

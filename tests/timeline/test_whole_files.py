@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import disk_of
 from step_folders import build_step
 
 from verl_profiling.cli import main
@@ -50,19 +51,8 @@ def test_the_next_command_cleans_up_after_one_that_was_killed(tmp_path: Path) ->
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
-    try:
-        mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
-    except OSError as error:
-        pytest.skip(f"a small file system cannot be mounted: {error}")
-    if mounted.returncode:
-        pytest.skip(f"a small file system cannot be mounted: {mounted.stderr.strip()}")
-    try:
+    with disk_of("4m", tmp_path / "disk") as disk:
         yield disk
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def fill(ballast: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from drawn_logs import recorded
 
 from verl_profiling import span, trajectory
 from verl_profiling.trajectories.log import OpenLog
@@ -28,23 +29,14 @@ def runners() -> list[Any]:
 def run(request: pytest.FixtureRequest) -> Callable[[Body], TrajectoryLog]:
     """Run a coroutine in a loop of its own and return what was recorded."""
 
-    def recorded(body: Body) -> TrajectoryLog:
-        log = OpenLog(10_000)
-        start_log(log)
-        try:
-            if request.param == "uvloop":
-                import uvloop
+    def in_a_loop(body: Body) -> TrajectoryLog:
+        if request.param == "uvloop":
+            import uvloop
 
-                uvloop.run(body)
-            else:
-                asyncio.run(body)
-        finally:
-            stop_log(log)
-            log.end()
-            found = log.close("here")
-        return found
+            return recorded(lambda: uvloop.run(body), 10_000)
+        return recorded(lambda: asyncio.run(body), 10_000)
 
-    return recorded
+    return in_a_loop
 
 
 def blocking(seconds: float) -> tuple[int, int]:

@@ -7,13 +7,14 @@ import concurrent.futures
 import contextvars
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from drawn_logs import recorded
 
 from verl_profiling import span, trajectory, trajectory_status
 from verl_profiling.testing import record_step
@@ -24,19 +25,6 @@ from verl_profiling.trajectories.spans import start_log, stop_log
 from verl_profiling.trajectory_log import SpanRecord, TrajectoryLog, TrajectoryRecord, read_log
 
 MOST = 1_000
-
-
-def recorded(body: Callable[[], object], most: int = MOST) -> TrajectoryLog:
-    """Return what the process recorded while ``body`` ran."""
-    log = OpenLog(most)
-    start_log(log)
-    try:
-        body()
-    finally:
-        stop_log(log)
-        log.end()
-        found = log.close("here")
-    return found
 
 
 def ran(coroutine: Any, most: int = MOST) -> TrajectoryLog:

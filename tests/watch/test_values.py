@@ -19,7 +19,7 @@ class TestValues:
     """What a step is called in numbers."""
 
     def test_a_stage_has_exposed_time_leader_and_imbalance(self) -> None:
-        """Beside the step's duration, and the memory of each role."""
+        """Beside duration and memory; no leader has no rank, and a clock that was set back no time."""
         values = values_of(summary(7))
         assert values["profiling/watch/step_s"] == 9.5
         assert values["profiling/watch/rollout/exposed_s"] == 5.0
@@ -29,6 +29,11 @@ class TestValues:
         assert "profiling/watch/in_no_stage/imbalance" not in values
         assert values["profiling/watch/memory/actor/peak_bytes"] == 9e9
         assert values["profiling/watch/memory/actor/held_bytes"] == 3e9
+        made = summary(7)
+        back = msgspec.structs.replace(made, end_ns=made.begin_ns - 3600 * 10**9)
+        assert values_of(back)["profiling/watch/step_s"] == 0
+        for step in (summary(1, leader=""), summary(1, leader="somebody")):
+            assert "profiling/watch/rollout/leader_rank" not in values_of(step)
 
     def test_the_spans_of_trajectories_have_their_sum_and_number(self) -> None:
         spans = [SpanTotal("tool:search", 240, 12_300 * MS, 3)]
@@ -43,16 +48,6 @@ class TestValues:
             "profiling/watch/spans/tool:search/count": 480.0,
             "profiling/watch/spans/tool:search/failed": 6.0,
         }
-
-    def test_a_step_in_which_the_clock_was_set_back_took_no_time(self) -> None:
-        """It is no step of minus an hour, which would be all that is seen of the curve."""
-        made = summary(7)
-        back = msgspec.structs.replace(made, end_ns=made.begin_ns - 3600 * 10**9)
-        assert values_of(back)["profiling/watch/step_s"] == 0
-
-    def test_where_nobody_leads_there_is_no_rank(self) -> None:
-        for step in (summary(1, leader=""), summary(1, leader="somebody")):
-            assert "profiling/watch/rollout/leader_rank" not in values_of(step)
 
 
 def test_a_run_has_its_log_and_its_curves(tmp_path: Path) -> None:
