@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from math import inf
 
 import msgspec
 from msgspec.structs import replace
@@ -45,8 +44,7 @@ class RankSummaries:
 
     def __init__(self, ranks: Ranks, most: int) -> None:
         self._ranks, self.leads = ranks, ranks.leads
-        self._most = most
-        self._steps: dict[int, dict[int, StepSummary]] = {rank: {} for rank in ranks.others}
+        self._sent = {rank: deque[StepSummary](maxlen=most) for rank in ranks.others}
         self._messages: Counter[int] = Counter()
         self._late: set[int] = set()
         self._ended: set[int] = set()
@@ -83,10 +81,12 @@ class RankSummaries:
             left_s: Returns how long to wait.
         """
         begun_s, pause_s = time.monotonic(), _SHORTEST_PAUSE_S
+        waited = [rank for rank in self._sent if rank not in self._ended]
         while True:
-            for rank in self._lacking(steps):
+            for rank in waited:
                 self._take(rank)
-            lacking = [rank for rank in self._lacking(steps) if rank not in self._late]
+            waited = self._lacking(steps)
+            lacking = [rank for rank in waited if rank not in self._late]
             if not lacking or left_s() <= 0:
                 break
             time.sleep(pause_s)
@@ -102,8 +102,10 @@ class RankSummaries:
     def joined(self, summary: StepSummary) -> StepSummary:
         """Return rank 0's summary of a step with the processes of the other ranks added."""
         parts = [(summary, 0)]
-        for rank, steps in self._steps.items():
-            if (one := steps.pop(summary.step, None)) is not None:
+        for rank, sent in self._sent.items():
+            if summary.step in [one.step for one in sent]:
+                while (one := sent.popleft()).step != summary.step:
+                    pass  # rank 0 had no such step: a loop may restart its step numbers
                 process = self._ranks.processes.get(rank)
                 if process is None or process.clock_domain != clock.domain():
                     one = replace(one, loop=[replace(use, collectives={}) for use in one.loop])
@@ -116,15 +118,11 @@ class RankSummaries:
         return replace(known, loop=_later(known.loop, later), workers=_later(known.workers, later))
 
     def _lacking(self, steps: Sequence[StepSummary]) -> list[int]:
-        """Return the ranks that have not ended, and have sent neither all of these steps nor a later one.
-
-        Joined steps are no longer among those that a rank has sent: a loop may restart its step numbers.
-        """
-        newest = max((step.step for step in steps), default=-inf)
+        """Return the ranks that have not ended, and have sent neither all of these steps nor a later one."""
         return [
             rank
-            for rank, sent in self._steps.items()
-            if rank not in self._ended and max(sent, default=-inf) < newest
+            for rank, sent in self._sent.items()
+            if steps and rank not in self._ended and (not sent or sent[-1].step < steps[-1].step)
         ]
 
     def _take(self, rank: int) -> None:
@@ -134,16 +132,13 @@ class RankSummaries:
                 self._messages[rank] += 1
                 sent = msgspec.msgpack.decode(data, type=list[StepSummary])
                 self._late.discard(rank)
-                for summary in sent:
-                    self._steps[rank][summary.step] = summary
+                self._sent[rank] += sent
                 if not sent:
                     self._ended.add(rank)
         except PROBLEMS as error:
             if rank not in self._late:
                 logger.warning("watch: what rank %d sends cannot be read: %s", rank, in_a_line(error))
             self._late.add(rank)
-        while len(self._steps[rank]) > self._most:  # steps with other numbers than rank 0's are never popped
-            del self._steps[rank][next(iter(self._steps[rank]))]
 
 
 def _key(rank: int, number: int) -> str:
