@@ -20,11 +20,11 @@ from bench_instructions import FEW, MANY, count, measured
 from results import record, row
 
 from verl_profiling import ProfilingCallback, span, trajectory
-from verl_profiling.capture.stage import Stage
+from verl_profiling.capture.stage import SpanLog, Stage
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.trajectories.spans import keep_trajectories, total_spans
-from verl_profiling.watch.sums import SpanSums, StageSums, WatchQuestion, WatchReading
+from verl_profiling.watch.sums import Begun, SpanSums, StageSums, WatchQuestion, WatchReading
 
 WORKERS, STEPS, ROUNDS = 1_024, 20, 5
 STAGES = ("old_log_prob", "ref_log_prob", "values", "update_critic", "update_actor")
@@ -46,7 +46,7 @@ class Owner:
     """An owner of stages."""
 
     def __init__(self, sums: StageSums | None) -> None:
-        self.sink = sums
+        self.sink = None if sums is None else SpanLog(self, sums, None)
 
     def entering(self) -> Callable[[], None]:
         """Return what enters and leaves a stage of it."""
@@ -115,7 +115,7 @@ class Fake:
 
     def work(self, name: str, begin_ns: int, end_ns: int) -> None:
         """Have run a stage."""
-        self._sums.add(name, begin_ns, end_ns)
+        self._sums.end(Begun(name, begin_ns), end_ns)
 
     def read_watch(self, question: WatchQuestion) -> WatchReading:
         """Answer, as through a transport."""

@@ -324,7 +324,7 @@ def test_a_listener_that_raises_is_said_once_and_the_others_hear(
 
 
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("method", ["step_begins", "step_ends", "rollout_begins"])
+@pytest.mark.parametrize("method", ["step_begins", "step_ends"])
 def test_a_mistake_of_the_watch_is_no_matter_of_the_loop(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

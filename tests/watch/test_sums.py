@@ -12,10 +12,10 @@ import pytest
 
 from verl_profiling import ProfilingConfig, clock, stage
 from verl_profiling.capture.session import Session
-from verl_profiling.capture.stage import Stage
+from verl_profiling.capture.stage import SpanLog, Stage
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.step_summary import RankUse, StageUse
-from verl_profiling.watch.sums import StageSums, WatchQuestion, WatchReading
+from verl_profiling.watch.sums import Begun, StageSums, WatchQuestion, WatchReading
 from verl_profiling.workers import RequestLog, RolloutCaptureMixin
 
 QUESTION = WatchQuestion(steps=[(0, 1 << 62)], offsets_ns={clock.domain(): 0})
@@ -29,7 +29,8 @@ class Marked:
     """An owner of stages that are kept for the watch."""
 
     def __init__(self, stages: int = 100) -> None:
-        self.sink = StageSums(stages)
+        self.sums = StageSums(stages)
+        self.sink = SpanLog(self, self.sums, None)
 
     def stage(self, name: str) -> Stage:
         """Return a stage of it."""
@@ -37,7 +38,7 @@ class Marked:
 
     def of_steps(self, *steps: tuple[int, int]) -> list[list[StageUse]]:
         """Return the stages of some steps."""
-        return [use.stages if use is not None else [] for use in self.sink.of_steps(WHO, steps)]
+        return [use.stages if use is not None else [] for use in self.sums.of_steps(WHO, steps)]
 
     def kept(self) -> list[StageUse]:
         """Return all that is kept, as one step."""
@@ -181,12 +182,12 @@ def test_a_stage_is_in_each_step_that_it_reaches_into(marked: Marked) -> None:
     s = 1_000_000_000
     now_ns = time.time_ns() + 60 * s
     steps = [(now_ns - 30 * s, now_ns - 20 * s), (now_ns - 19 * s, now_ns - 10 * s)]
-    marked.sink.add("rollout", now_ns - 24 * s, now_ns - 16 * s)
-    marked.sink.add("validate", now_ns - 20 * s + 1, now_ns - 19 * s - 1)
+    marked.sums.end(Begun("rollout", now_ns - 24 * s), now_ns - 16 * s)
+    marked.sums.end(Begun("validate", now_ns - 20 * s + 1), now_ns - 19 * s - 1)
     first, second = marked.of_steps(*steps)
     assert [(use.name, use.duration_ns) for use in first] == [("rollout", 4 * s)]
     assert [(use.name, use.duration_ns) for use in second] == [("rollout", 3 * s)]
-    open_stage = marked.sink.open("generate")
+    open_stage = marked.sink.begin("generate")
     step = (open_stage.begin_ns - 1000, open_stage.begin_ns + 1000)
     time.sleep(0.01)
     [[generate]] = marked.of_steps(step)

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,7 +19,7 @@ from verl_profiling import clock
 from verl_profiling.capture.finishing import BackgroundWork, finish
 from verl_profiling.capture.messages import CaptureRequest, result_of
 from verl_profiling.capture.result_file import measured
-from verl_profiling.capture.stage import OpenSpan, SpanLog, StageSink
+from verl_profiling.capture.stage import OpenStage, SpanLog
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult, Device, StageSpan, ToolSpan, worst_status
 from verl_profiling.memory import process_peak_bytes
@@ -55,7 +56,7 @@ class Capture:
     Attributes:
         completions: Functions of other parts of the process that add to the result.
         whole: Whether the tools record the whole capture as one, not each stage separately.
-        sink: The receiver of stages: the span log itself, if stages do not start and stop tools.
+        drives: Whether stages start and stop tools, so that this object must receive them.
 
     Args:
         request: The callback's request.
@@ -64,6 +65,7 @@ class Capture:
         background: Does the rest of the work on artifacts.
         done: Called with each artifact that a stage left, or that was finished in the background.
         given: The devices that Ray reserved for this process.
+        log: Receives the stages.
         handover_s: How long a stop on another thread waits for the owner, in seconds.
     """
 
@@ -73,6 +75,7 @@ class Capture:
     background: BackgroundWork
     done: Callable[[Artifact], object]
     given: list[Device]
+    log: SpanLog
     handover_s: float = HANDOVER_S
 
     def __post_init__(self) -> None:
@@ -82,7 +85,7 @@ class Capture:
         self.whole = self.role.mode == "e2e" or self.request.stage is not None
         self._lock = threading.RLock()
         self._running: list[_Running] = []
-        self._recorded: OpenSpan | None = None
+        self._recorded: OpenStage | None = None
         self._owner = 0
         self._stop_asked = False
         self._stopped = threading.Event()
@@ -93,9 +96,8 @@ class Capture:
         self._truncated = ""
         self._looked_s = 0.0
         self._tool_spans: list[ToolSpan] = []
-        self._spans = SpanLog()
-        self._spans.long_stage_ended = self._stage_ended
-        self._stages: list[StageSpan] = []
+        self.log.long_stage_ended = self._stage_ended
+        self._spans: list[StageSpan] = []
         self._anchors = [clock.read_anchor()]
         self._unrecorded = trajectories.unrecorded
 
@@ -109,10 +111,7 @@ class Capture:
             Path(self.request.folder).mkdir(parents=True, exist_ok=True)
         if self.whole:
             self._start_tools(self.request.stage, self.request.occurrence)
-        self.sink: StageSink = self._spans if self.whole else self
-        for tool in self.role.tools:
-            if not tool.any_thread:
-                self.sink = self
+        self.drives = not self.whole or not all(map(attrgetter("any_thread"), self.role.tools))
         return list(self._artifacts.values())
 
     def close(self) -> CaptureResult:
@@ -146,11 +145,11 @@ class Capture:
         recorded, selected = self._recorded, self.role.stages is None or name in self.role.stages
         is_exported = recorded is not None and recorded.end_ns  # the tools' export holds the lock
         if self.whole or not selected or is_exported:
-            self._spans.begin(name)
+            self.log.begin(name)
             return
         with self._lock:
             starts = self._recorded is None and not self._stopped.is_set() and self._start_stage(name)
-            span = self._spans.begin(name)
+            span = self.log.begin(name)
             if starts:
                 self._recorded = span
             elif self._recorded is not None:
@@ -158,7 +157,7 @@ class Capture:
 
     def end(self, name: str, failed: bool) -> None:
         """End a stage; in discrete mode, stop the tools that were started for it."""
-        span = self._spans.end(name, failed)
+        span = self.log.end(name, failed)
         if self._stop_asked:
             self._stop_for_good()
         if span is not None and span is self._recorded and self._may_stop_here():
@@ -175,9 +174,9 @@ class Capture:
             return False
         return True
 
-    def _note_missed(self, span: OpenSpan, recorded: OpenSpan) -> None:
+    def _note_missed(self, span: OpenStage, recorded: OpenStage) -> None:
         """Add a skipped artifact, once, for a stage that begins while another one is recorded."""
-        outer: OpenSpan | None = span
+        outer: OpenStage | None = span
         while outer is not None and outer is not recorded:
             outer = outer.parent
         name = span.name
@@ -252,9 +251,9 @@ class Capture:
 
     def _stop_tools(self) -> None:
         """Stop all tools; the error of a tool goes into its artifact."""
-        self._spans.stop_marking()
+        self.log.stop_marking()
         if self.whole:
-            self._stages += self._spans.close()
+            self._spans += self.log.close()
         stopping, self._running = self._running, []
         if stopping:
             with measured(self._tool_spans, "stop", stopping[0].destination.stage):
@@ -284,7 +283,7 @@ class Capture:
                         "%s: step %d: recording ends: %s", self.identity, self.request.step, reason
                     )
                     self._running.remove(running)
-                    self._spans.stop_marking()
+                    self.log.stop_marking()
                     self._truncated = reason
                     with measured(self._tool_spans, "stop", running.destination.stage):
                         self._stop(running, reason)
@@ -343,10 +342,10 @@ class Capture:
         """Mark stages in the artifacts of the tools that support marks."""
         kinds = [marks for running in self._running if (marks := running.recording.marks) is not None]
         if len(kinds) == 1:
-            self._spans.begin_mark, self._spans.end_mark = kinds[0]
+            self.log.begin_mark, self.log.end_mark = kinds[0]
         elif kinds:
-            self._spans.begin_mark = lambda name: [kind.begin(name) for kind in kinds]
-            self._spans.end_mark = lambda marks: [
+            self.log.begin_mark = lambda name: [kind.begin(name) for kind in kinds]
+            self.log.end_mark = lambda marks: [
                 kind.end(mark) for kind, mark in zip(kinds, marks, strict=True)
             ]
 
@@ -381,7 +380,7 @@ class Capture:
         )
 
     def _result(self) -> CaptureResult:
-        stages = self._stages if self.whole else self._spans.close()
+        stages = self._spans if self.whole else self.log.close()
         artifacts = list(self._artifacts.values())
         status, reason = worst_status(artifacts)
         if status == "ok" and self._truncated:
@@ -400,7 +399,7 @@ class Capture:
                 reason += (
                     ": the loop's own stages do not count; mark one in the worker with verl_profiling.stage"
                 )
-        notes = [*self.notes, *self._spans.notes()]
+        notes = [*self.notes, *self.log.notes()]
         missed = trajectories.unrecorded - self._unrecorded
         if missed and TRAJECTORIES not in self.role.tool_names:
             notes.append(

@@ -29,7 +29,7 @@ from verl_profiling.capture.messages import (
     switched_off,
 )
 from verl_profiling.capture.result_file import NOT_STOPPED, Slot
-from verl_profiling.capture.stage import Both, Stage, StageSink
+from verl_profiling.capture.stage import SpanLog, Stage, StageSink
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
@@ -166,7 +166,8 @@ class Session:
             file = self._slot.file.opened(request, role, identity)
             handover_s = min(HANDOVER_S, self._configs[identity.name].timeouts.stop_s / 2)
             capture = Capture(
-                request, role, identity, self._slot.background, file.finished, self._given, handover_s
+                *(request, role, identity, self._slot.background, file.finished, self._given),
+                *(SpanLog(self), handover_s),
             )
             expected = capture.open()
             self._capture, self._slot.file = capture, file
@@ -278,8 +279,11 @@ class Session:
 
     def _pass_stages_to(self, capture: Capture | None) -> None:
         """Send stages to the open capture, if any, and to the watch, if it is on."""
-        log, sums = capture.sink if capture is not None else None, self.sums
-        self.sink = Both(log, sums) if log is not None and sums is not None else log or sums
+        if capture is not None:
+            capture.log.sums = self.sums
+            self.sink = capture if capture.drives else capture.log
+        else:
+            self.sink = None if self.sums is None else SpanLog(self, self.sums, None)
 
     def _join(
         self, capture: Capture, request: CaptureRequest, identity: WorkerIdentity, received_ns: int

@@ -19,10 +19,9 @@ from threading import get_ident
 from types import TracebackType
 from typing import Any, Protocol, TypeVar, cast
 
-import msgspec
-
 from verl_profiling import clock
 from verl_profiling.manifest import StageSpan
+from verl_profiling.watch.sums import Begun, StageSums
 
 logger = logging.getLogger(__name__)
 
@@ -39,27 +38,6 @@ class StageSink(Protocol):
 
     def end(self, name: str, failed: bool) -> object:
         """End the innermost open stage of this name."""
-
-
-@dataclass(eq=False, slots=True)
-class Both:
-    """Passes stages on to the log of a capture and to the watch.
-
-    The watch's stage does not contain the time that a tool takes to start or stop.
-    """
-
-    _log: StageSink
-    _sums: StageSink
-
-    def begin(self, name: str) -> None:
-        """Begin a stage on this thread or task."""
-        self._log.begin(name)
-        self._sums.begin(name)
-
-    def end(self, name: str, failed: bool) -> None:
-        """End the innermost open stage of this name."""
-        self._sums.end(name, failed)
-        self._log.end(name, failed)
 
 
 class StageSource(Protocol):
@@ -156,129 +134,150 @@ def _checked_name(name: object) -> str:
     raise TypeError(f"stage() was given {type(name).__name__} instead of a name; a stage's name is text")
 
 
-class OpenSpan(msgspec.Struct, eq=False, gc=False):
-    """A stage that has begun. ``end_ns`` is 0 until it has ended.
+class OpenStage(Begun, eq=False, gc=False):
+    """A stage that has begun, in the nesting of its thread or task. ``end_ns`` is 0 until it has ended.
 
-    ``parent`` is the span around it, even one of another log: a loop and its worker may share a
-    process. The garbage collector does not track spans, so that thousands of them do not make it
-    run; :meth:`SpanLog.close` breaks the reference cycle of a log and its spans.
+    ``parent`` is the stage around it, even one of another source: a loop and its worker may share a process.
+    ``sums`` receives it if it is an outermost one. The garbage collector does not track stages, so that
+    thousands of them do not make it run; :meth:`SpanLog.close` breaks the cycle of a log and its stages.
     """
 
     log: SpanLog
-    parent: OpenSpan | None
-    name: str
-    thread: int
-    begin_ns: int
+    parent: OpenStage | None
+    thread: int = 0
+    sums: StageSums | None = None
     mark: object = None
     end_ns: int = 0
     failed: bool = False
 
     def depth(self) -> int:
-        """Return the number of spans of the same log around it."""
+        """Return the number of stages of the same log around it."""
         depth, outer = 0, self.parent
         while outer is not None:
             depth += outer.log is self.log
             outer = outer.parent
         return depth
 
+    def end(self, failed: bool = False) -> None:
+        """End the stage, which may have begun in another task or thread.
 
-_innermost: ContextVar[OpenSpan | None] = ContextVar("verl_profiling_innermost_stage", default=None)
-"""The span that began last in this thread or task; if it has ended, the innermost span is around it."""
+        Stages inside it that are still open (timers, when user code raised) end with it, as failed.
+        """
+        inside = []
+        inner = _innermost.get()
+        while inner is not None and inner is not self:
+            inside.append(inner)
+            inner = inner.parent
+        if inner is None:
+            inside = []
+        else:
+            _innermost.set(self.parent)
+        for stage in (*inside, self):
+            log = stage.log
+            if stage.end_ns or log.source is not self.log.source:
+                continue
+            if stage.mark is not None:
+                log.end_mark_of(stage)
+            stage.end_ns = end_ns = clock.now_ns()
+            stage.failed = failed or stage is not self
+            if stage.sums is not None:
+                stage.sums.end(stage, end_ns)
+            if end_ns - stage.begin_ns >= LONG_NS:
+                log.notice_long(stage)
 
 
-@dataclass(eq=False)
+_innermost: ContextVar[OpenStage | None] = ContextVar("verl_profiling_innermost_stage", default=None)
+"""The stage that began last in this thread or task; if it has ended, the innermost stage is around it."""
+
+
+@dataclass(eq=False, slots=True)
 class SpanLog:
-    """The spans of one capture. Written for speed: one object and no lock per span.
+    """Receives the stages of a loop or its worker, for one capture, for the watch, or for both.
 
-    Only the first ``MAX_SPANS`` are kept, so that a stage inside a hot loop does not fill the memory.
+    Written for speed: one object and no lock per stage. It is a ``StageSink``.
 
     Attributes:
-        begin_mark: Called with the name when a span begins, to show it in an artifact.
-        end_mark: Called with what ``begin_mark`` returned when the span ends.
-        long_stage_ended: Called with the name when an outermost span ends that took at least
-            ``LONG_NS``. For a shorter one, a system call would cost more than the span itself.
+        source: The owner of the stages. One that begins in a log may end in a later one of this owner.
+        sums: The watch's sums, which receive the outermost stages.
+        spans: The first ``MAX_SPANS`` stages of a capture, so that a stage inside a hot loop does not fill
+            the memory; ``None`` without a capture.
+        begin_mark: Called with the name when a stage begins, to show it in an artifact.
+        end_mark: Called with what ``begin_mark`` returned when the stage ends.
+        long_stage_ended: Called with the name when an outermost stage ends that took at least
+            ``LONG_NS``. For a shorter one, a system call would cost more than the stage itself.
     """
 
+    source: object
+    sums: StageSums | None = None
+    spans: list[OpenStage] | None = field(default_factory=list)
     begin_mark: Callable[[str], object] | None = None
     end_mark: Callable[[Any], object] | None = None
     long_stage_ended: Callable[[str], object] | None = None
     _left_out: int = 0
     _marks_failed: str = ""
-    _spans: list[OpenSpan] = field(default_factory=list)
 
-    def begin(self, name: str) -> OpenSpan:
-        """Open a span."""
+    def begin(self, name: str) -> OpenStage:
+        """Begin a stage on this thread or task."""
         parent = _innermost.get()
         while parent is not None and parent.end_ns:
             parent = parent.parent
-        begin_ns = clock.now_ns()
-        begin_mark = self.begin_mark
-        try:
-            mark = None if begin_mark is None else begin_mark(name)
-        except Exception as error:
-            mark = None
-            self._mark_nothing_more(error)
-        span = OpenSpan(self, parent, name, get_ident(), begin_ns, mark)
-        spans = self._spans
-        if len(spans) < MAX_SPANS:
-            spans.append(span)
+        spans = self.spans
+        if spans is None:
+            stage = OpenStage(name, clock.now_ns(), self, parent)
         else:
-            self._left_out += 1
-        _innermost.set(span)
-        return span
+            stage = OpenStage(name, clock.now_ns(), self, parent, get_ident())
+            begin_mark = self.begin_mark
+            if begin_mark is not None:
+                try:
+                    stage.mark = begin_mark(name)
+                except Exception as error:
+                    self._mark_nothing_more(error)
+            if len(spans) < MAX_SPANS:
+                spans.append(stage)
+            else:
+                self._left_out += 1
+        _innermost.set(stage)
+        sums = self.sums
+        if sums is not None:
+            while parent is not None and (parent.log.sums is not sums or parent.end_ns):
+                parent = parent.parent
+            if parent is None:
+                stage.sums = sums
+                sums.open[id(stage)] = stage
+        return stage
 
-    def end(self, name: str, failed: bool) -> OpenSpan | None:
-        """Close the innermost open span of that name; a stage entered before the capture has none.
+    def end(self, name: str, failed: bool) -> OpenStage | None:
+        """End the innermost open stage of that name; one that nothing recorded at its begin is none."""
+        stage = _innermost.get()
+        while stage is not None and stage.end_ns:
+            stage = stage.parent
+        if stage is not None and stage.log is self and stage.name == name:
+            if stage.mark is not None:  # the common case of OpenStage.end(), inlined to save a call
+                self.end_mark_of(stage)
+            stage.end_ns = end_ns = clock.now_ns()
+            if failed:
+                stage.failed = True
+            if stage.sums is not None:
+                stage.sums.end(stage, end_ns)
+            if end_ns - stage.begin_ns >= LONG_NS:
+                self.notice_long(stage)
+            return stage
+        while stage is not None and (
+            stage.log.source is not self.source or stage.name != name or stage.end_ns
+        ):
+            stage = stage.parent
+        if stage is not None:
+            stage.end(failed)
+        return stage
 
-        Spans inside it that are still open (timers, when user code raised) end with it, as failed.
-        """
-        span = _innermost.get()
-        while span is not None and span.end_ns:
-            span = span.parent
-        if span is not None and span.log is self and span.name == name:
-            if failed or span.mark is not None:
-                self._end(span, failed)
-                return span
-            span.end_ns = end_ns = clock.now_ns()  # the common case, inlined to save a call
-            if end_ns - span.begin_ns >= LONG_NS:
-                self._notice_long(span)
-            return span
-        while span is not None and (span.log is not self or span.name != name or span.end_ns):
-            span = span.parent
-        if span is not None:
-            self.end_span(span, failed)
-        return span
+    def notice_long(self, stage: OpenStage) -> None:
+        """Report the end of a long stage, if it is an outermost one."""
+        if self.long_stage_ended is not None and not stage.depth():
+            self.long_stage_ended(stage.name)
 
-    def end_span(self, span: OpenSpan, failed: bool) -> None:
-        """Close a span, which may have begun in another task or thread."""
-        inside = []
-        inner = _innermost.get()
-        while inner is not None and inner is not span:
-            inside.append(inner)
-            inner = inner.parent
-        if inner is span:
-            for inner in inside:
-                if inner.log is self and not inner.end_ns:
-                    self._end(inner, failed=True)
-            _innermost.set(span.parent)
-        if not span.end_ns:
-            self._end(span, failed)
-
-    def _end(self, span: OpenSpan, failed: bool) -> None:
-        if span.mark is not None:
-            self._end_mark(span)
-        span.end_ns = end_ns = clock.now_ns()
-        if failed:
-            span.failed = True
-        if end_ns - span.begin_ns >= LONG_NS:
-            self._notice_long(span)
-
-    def _notice_long(self, span: OpenSpan) -> None:
-        if self.long_stage_ended is not None and not span.depth():
-            self.long_stage_ended(span.name)
-
-    def _end_mark(self, span: OpenSpan) -> None:
-        mark, span.mark = span.mark, None
+    def end_mark_of(self, stage: OpenStage) -> None:
+        """End the mark of a stage."""
+        mark, stage.mark = stage.mark, None
         if self.end_mark is not None:
             try:
                 self.end_mark(mark)
@@ -295,46 +294,45 @@ class SpanLog:
     def stop_marking(self) -> None:
         """End the open marks of this thread; those of other threads stay open."""
         here, self.begin_mark = get_ident(), None
-        for span in reversed(self._spans):
-            if not span.end_ns and span.thread == here and span.mark is not None:
-                self._end_mark(span)
+        for stage in reversed(self.spans or ()):
+            if not stage.end_ns and stage.thread == here and stage.mark is not None:
+                self.end_mark_of(stage)
         self.end_mark = None
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Record a ``with`` block as a span; it may end in another task or thread."""
-        span, failed = self.begin(name), True
+        """Record a ``with`` block as a stage; it may end in another task or thread."""
+        stage, failed = self.begin(name), True
         try:
             yield
             failed = False
         finally:
-            self.end_span(span, failed)
+            stage.end(failed)
 
-    def so_far(self) -> list[StageSpan]:
-        """Return all spans in order of their begin; open spans end now in the returned list."""
+    def so_far(self, open_fails: bool = False) -> list[StageSpan]:
+        """Return all stages in order of their begin; open ones end now in the returned list."""
         now_ns = clock.now_ns()
         native_ids: dict[int | None, int | None] = {}
         for thread in threading.enumerate():
             native_ids[thread.ident] = thread.native_id
         found = []
-        for span in self._spans:
-            end_ns, thread_id = span.end_ns or now_ns, native_ids.get(span.thread) or span.thread
-            found.append(StageSpan(span.name, span.begin_ns, end_ns, thread_id, span.depth(), span.failed))
+        for stage in self.spans or ():
+            end_ns, thread_id = stage.end_ns or now_ns, native_ids.get(stage.thread) or stage.thread
+            failed = stage.failed or (open_fails and not stage.end_ns)
+            found.append(StageSpan(stage.name, stage.begin_ns, end_ns, thread_id, stage.depth(), failed))
         return sorted(found, key=attrgetter("begin_ns", "depth"))
 
     def close(self) -> list[StageSpan]:
-        """Close open spans as failed, and return all spans in order of their begin."""
-        closed_ns = clock.now_ns()
-        self.long_stage_ended = None
-        for span in self._spans:
-            if not span.end_ns:
-                span.end_ns = closed_ns
-                span.failed = True
-        found, self._spans = self.so_far(), []
+        """Return all stages in order of their begin, open ones as failed; these go on for the watch."""
+        spans, found = self.spans or (), self.so_far(open_fails=True)
+        self.spans, self.long_stage_ended = [], None
+        for stage in spans:
+            if self.sums is None and not stage.end_ns:
+                stage.end_ns = clock.now_ns()
         return found
 
     def notes(self) -> list[str]:
-        """Return notes for the user on the spans."""
+        """Return notes for the user on the stages."""
         notes = [self._marks_failed] if self._marks_failed else []
         if self._left_out:
             text = f"{self._left_out} stages after the first {MAX_SPANS} were left out; is one in a hot loop?"

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from contextvars import Context
 from functools import partial
 from pathlib import Path
 from threading import Thread, current_thread
@@ -20,9 +21,9 @@ from verl_profiling import clock
 from verl_profiling.capture import termination
 from verl_profiling.capture.finishing import AfterHooks
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.capture.stage import SpanLog, StageSink
+from verl_profiling.capture.stage import OpenStage, SpanLog
 from verl_profiling.controller.decision import Decisions, LoopOrder
-from verl_profiling.controller.open_capture import OpenCapture, whole_version
+from verl_profiling.controller.open_capture import ROLLOUT, OpenCapture, whole_version
 from verl_profiling.controller.run import Run, is_pending
 from verl_profiling.controller.spmd import Decision, in_a_line, knows_place, place_of
 from verl_profiling.controller.targets import Roster, Waits
@@ -39,7 +40,6 @@ EXIT_S = 20.0
 """Upper limit of each wait for workers when the process exits: supervisors kill it after 30 s."""
 
 TRAINING_ENDED = "training ended inside it"
-_PAUSES = (CAPTURE_START, CAPTURE_STOP, "write")
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,8 @@ class Controller:
         self._refused: set[Thread] = set()
         self._written: OpenCapture | None = None
         self._after: OpenCapture | None = None
-        self.sink: StageSink | None = self._receiver(None)
+        self._rollout: OpenStage | None = None
+        self.sink: SpanLog | None = self._watched_stages()
 
     # Each hook records something in every step, and returns the work for the open capture, or None.
 
@@ -94,7 +95,7 @@ class Controller:
             self._end_after()
             clock.follow()
         if self.watch is not None:
-            self.watch.step_ends()
+            self._end_watched_step(self.watch)
         action = self._scheduled(step)
         records, decision = False, None
         if self.watch is not None or action is not Action.OFF:
@@ -131,18 +132,23 @@ class Controller:
             beside: Whether generation overlaps the steps; :meth:`on_generation` then reports when it runs.
         """
         self._order.in_rollout = True
-        if self.watch is not None and not beside:
-            self.watch.rollout_begins()
-        return None if self.live is None or self.is_refused() else self.live.begin_rollout(beside)
+        if self.live is not None:
+            return None if self.is_refused() else self._begin_recorded_rollout(self.live, beside)
+        if self.sink is not None and not beside:
+            self._end_rollout()
+            self._rollout = self.sink.begin(ROLLOUT)
+        return None
 
     def on_rollout_end(self, metrics: Mapping[str, Any] | None) -> Waits[None] | None:
         """End generation, and stop the rollout engines in discrete mode."""
         if not self._order.in_rollout:
             self._order.rollout_without_begin()
         self._order.in_rollout = False
-        if self.watch is not None:
-            self.watch.rollout_ends()
-        return None if self.live is None or self.is_refused() else self.live.end_rollout(metrics)
+        if self.live is not None and self.is_refused():
+            return None
+        if self._rollout is not None:
+            self._end_rollout()
+        return None if self.live is None else self.live.end_rollout(metrics)
 
     def on_step_end(self, metrics: Mapping[str, Any] | None) -> Waits[None] | None:
         """End the step, and close the capture unless it covers the next step too."""
@@ -150,7 +156,7 @@ class Controller:
             self._order.step_without_begin()
         self._order.in_step = False
         if self.watch is not None:
-            self.watch.step_ends()
+            self._end_watched_step(self.watch)
         return None if self.live is None or self.is_refused() else self._end_step(self.live, metrics)
 
     def on_exception(self, error: BaseException) -> Waits[None] | None:
@@ -164,24 +170,25 @@ class Controller:
     def on_generation(self, runs: bool) -> None:
         """Begin or end the stage ``rollout`` of generation that overlaps the steps."""
         if self.watch is not None:
-            self.watch.generation(runs)
-        live = self.live
-        if live is not None and not live.step.end_ns:
-            live.end_rollout_stage()
-            if runs:
-                live.begin_rollout_stage(beside=True)
+            self.watch.beside = (ROLLOUT,)
+        self._end_rollout()
+        if runs:
+            is_in_step = self.live is not None and not self.live.step.end_ns
+            if (sink := self.sink if is_in_step else self._watched_stages()) is not None:
+                self._rollout = Context().run(sink.begin, ROLLOUT)  # no stage of this task nests inside it
 
     def on_step_over(self) -> None:
         """Record that the step ends here; :meth:`on_step_end` closes its capture later."""
         if self.watch is not None:
-            self.watch.step_ends()
+            self._end_watched_step(self.watch)
         live = self.live
         if live is None or live.step.end_ns:
             return
         live.end_step()
         if live.step.step >= live.decision.step_range.last:
-            live.end_rollout_stage()
-            self.sink = self._receiver(live.outside)
+            if self._rollout is not None:
+                self.on_generation(runs=True)  # it ends in the capture, and goes on for the watch
+            self.sink = live.after
 
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add numbers to a step of the open capture, or of the last one that was written.
@@ -194,6 +201,30 @@ class Controller:
                 capture.keep(metrics, owner)
                 self._write_again(capture)
                 return
+
+    # The loop's stages.
+
+    def _begin_recorded_rollout(self, live: OpenCapture, beside: bool) -> Waits[None]:
+        self._end_rollout()
+        yield from live.begin_rollout()
+        if not beside:
+            self._rollout = live.log.begin(ROLLOUT)
+
+    def _watched_stages(self) -> SpanLog | None:
+        """Return the receiver of stages outside of captures; ``None`` without a watch."""
+        return None if self.watch is None else SpanLog(self, self.watch.sums, None)
+
+    def _end_rollout(self, failed: bool = False) -> None:
+        """End the stage of generation, which may have begun in another task or thread."""
+        rollout, self._rollout = self._rollout, None
+        if rollout is not None:
+            rollout.end(failed)
+
+    def _end_watched_step(self, watch: Watch) -> None:
+        """End the watch's step; a rollout that the loop has not ended ends with it."""
+        if watch.step is not None and not watch.beside:
+            self._end_rollout(failed=True)
+        watch.step_ends()
 
     # The work of the hooks.
 
@@ -217,10 +248,10 @@ class Controller:
         if decision is None:
             return
         self.roster.check_selection(capturing=True)
-        outside = SpanLog()
-        with outside.during(CAPTURE_START):
+        pauses = SpanLog(self)
+        with pauses.during(CAPTURE_START):
             try:
-                opened = yield from self._open(decision, step, policy_version, outside)
+                opened = yield from self._open(decision, step, policy_version, pauses)
             except Exception as error:
                 self.decisions.refused(decision.trigger, f"its capture could not begin: {error}")
                 self._run.not_captured(step, f"{type(error).__name__}: {error}")
@@ -255,10 +286,10 @@ class Controller:
             return
         live.notes += [f"{CUT_SHORT}: {why}"] if why else []
         end_ns = live.step.end_ns or clock.now_ns()
-        with live.outside.during(CAPTURE_STOP):
+        with live.pauses.during(CAPTURE_STOP):
             results = yield from self._conclude(live, end_ns, why)
         if live.request.keep:
-            self._after, self.sink = live, self._receiver(live.outside)
+            self._after, self.sink = live, live.after
         if self.config.strict and live.decision.trigger.kind == "schedule":
             for worker in results:
                 if worker.status not in ("ok", "skipped"):
@@ -301,10 +332,10 @@ class Controller:
         if not self.decisions.complete:
             self.decisions.begin(self._run)
             self.decisions.find_ranks()
-            self.sink = self._receiver(None)
+            self.sink = self._watched_stages()
         return self.decisions.at(step, self.live is not None and self.live.goes_on(step))
 
-    def _open(self, decision: Decision, step: int, version: int | None, outside: SpanLog) -> Waits[bool]:
+    def _open(self, decision: Decision, step: int, version: int | None, pauses: SpanLog) -> Waits[bool]:
         """Make the step folder, and open the capture; return whether it was opened."""
         policy_version, notes = whole_version(version)
         keep, selection = decision.step_range.action is Action.RECORD, decision.selection
@@ -333,7 +364,7 @@ class Controller:
             upload=Upload(url=f"{place.url}/{folder.name}", retry_s=place.retry_s) if place.url else None,
             selection=selection,
         )
-        leads = keep and (ranks is None or ranks.leads)
+        leads, sums = keep and (ranks is None or ranks.leads), self.watch.sums if self.watch else None
         live = OpenCapture(
             self.roster,
             decision,
@@ -342,7 +373,9 @@ class Controller:
             ranks,
             leads,
             [StepSpan(step=step, begin_ns=clock.now_ns(), end_ns=0, policy_version=policy_version)],
-            outside,
+            pauses,
+            SpanLog(self, sums),
+            SpanLog(self, sums),
             self.run_notes,
             notes,
         )
@@ -367,18 +400,14 @@ class Controller:
         if (live is None) != (self.live is None):
             (clock.hold if live is not None else clock.release)()
             (termination.hold if live is not None else termination.release)()
-        self.live, self.sink = live, self._receiver(live.spans if live is not None else None)
+        self.live, self.sink = live, live.log if live is not None else self._watched_stages()
         self._driver = current_thread() if live is not None else None
         if live is not None:
             self._holds_exit(True)
 
-    def _receiver(self, log: SpanLog | None) -> StageSink | None:
-        """Return the receiver of the loop's stages: the given log, the watch, both, or ``None``."""
-        return log if self.watch is None else self.watch.receiver(log)
-
     def _conclude(self, live: OpenCapture, end_ns: int, why: str) -> Waits[list[CaptureResult]]:
         """Stop all workers and write the manifest; return the workers' results."""
-        live.stages = live.spans.close()
+        live.stages = live.log.close()
         results: list[CaptureResult] = []
         try:
             yield from live.stop()
@@ -410,12 +439,13 @@ class Controller:
     def _end_after(self) -> None:
         """End the log of the loop's stages after a captured step, and add them to its manifest."""
         capture, self._after = self._after, None
-        self.sink = self._receiver(None)
+        self.sink = self._watched_stages()
         if capture is None:
             return
-        capture.around = capture.outside.close()
+        has_stages = bool(capture.after.spans)
+        capture.around = capture.outside(ends=True)
         try:
-            if len(capture.around) > len(_PAUSES):
+            if has_stages:
                 self._write_again(capture)
         except OSError as error:
             logger.warning("the last step folder does not say what followed the step: %s", error)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from operator import index
+from operator import attrgetter, index
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, result_of
-from verl_profiling.capture.stage import OpenSpan, SpanLog
+from verl_profiling.capture.stage import SpanLog
 from verl_profiling.clock import Handshake
 from verl_profiling.controller.spmd import HANDSHAKES, Decision, Ranks, measured_clock
 from verl_profiling.controller.targets import Call, Roster, Target, Waits, Worker, wait_for
@@ -50,17 +49,17 @@ class OpenCapture:
         ranks: The ranks of the loop, if it has several: each captures its own workers.
         leads: Whether this process writes the loop's part of the step folder.
         steps: The steps that have begun; ``end_ns`` of the current one is 0.
-        outside: The pauses in which the capture starts and stops, and the loop's stages after the step.
+        pauses: The pauses in which the capture starts and stops.
+        log: Receives the loop's stages in the steps.
+        after: Receives the loop's stages after the steps.
         run_notes: Notes on the run for the user, in the manifest.
         notes: Notes on this capture.
         end_ns: When it ended; 0 until then.
         complete: Whether its last step ended.
         workers: What is expected of the workers, and in the end their results.
-        spans: The controller's open stages.
-        stages: These stages, once the capture has ended.
-        around: The spans of ``outside``, once the next step begins.
+        stages: The stages of ``log``, once the capture has ended.
+        around: The pauses and the stages of ``after``, once the next step begins.
         rpcs: All calls made.
-        rollout_span: The open stage ``rollout``, or ``None``.
     """
 
     roster: Roster
@@ -70,17 +69,17 @@ class OpenCapture:
     ranks: Ranks | None
     leads: bool
     steps: list[StepSpan]
-    outside: SpanLog
+    pauses: SpanLog
+    log: SpanLog
+    after: SpanLog
     run_notes: list[str]
     notes: list[str]
     end_ns: int = 0
     complete: bool = False
     workers: list[CaptureResult] = field(default_factory=list)
-    spans: SpanLog = field(default_factory=SpanLog)
     stages: list[StageSpan] = field(default_factory=list)
     around: list[StageSpan] = field(default_factory=list)
     rpcs: list[Rpc] = field(default_factory=list)
-    rollout_span: OpenSpan | None = None
     _windows: int = 0
     _open: list[tuple[CaptureRequest, list[Target]]] = field(default_factory=list)
     _started: dict[Worker, StartReply | None] = field(default_factory=dict)
@@ -110,17 +109,6 @@ class OpenCapture:
         """Set the begin of the current step to now."""
         self.steps[-1] = msgspec.structs.replace(self.step, begin_ns=clock.now_ns())
 
-    def begin_rollout_stage(self, beside: bool = False) -> None:
-        """Begin the stage ``rollout``; with ``beside``, no stage of this task nests inside it."""
-        begin = self.spans.begin
-        self.rollout_span = copy_context().run(begin, ROLLOUT) if beside else begin(ROLLOUT)
-
-    def end_rollout_stage(self) -> None:
-        """End the stage ``rollout``, which may have begun in another task or thread."""
-        span, self.rollout_span = self.rollout_span, None
-        if span is not None:
-            self.spans.end_span(span, failed=False)
-
     def end_step(self) -> None:
         """Set the end of the current step to now, unless it has ended."""
         if not self.step.end_ns:
@@ -137,6 +125,13 @@ class OpenCapture:
         (step or self.step).metrics.update(numbers)
         self.notes += notes
 
+    def outside(self, ends: bool = False) -> list[StageSpan]:
+        """Return the pauses and the loop's stages after the steps in order; with ``ends``, these are all."""
+        spans = self.pauses.so_far() + self.after.so_far()
+        if ends:
+            spans = self.pauses.close() + self.after.close()
+        return sorted(spans, key=attrgetter("begin_ns", "depth"))
+
     def manifest(self) -> Manifest:
         """Return the manifest, as far as the capture is known."""
         end_ns = self.end_ns or self.steps[0].begin_ns
@@ -144,7 +139,7 @@ class OpenCapture:
         metrics: dict[str, float] = {}
         for step in self.steps:
             metrics |= step.metrics
-        notes = [*self.run_notes, *self.roster.notes, *self.notes, *self.spans.notes(), *self.outside.notes()]
+        notes = [*self.run_notes, *self.roster.notes, *self.notes, *self.log.notes(), *self.after.notes()]
         return Manifest(
             run_id=self.request.run_id,
             capture_id=self.request.capture_id,
@@ -159,7 +154,7 @@ class OpenCapture:
             controller=WorkerIdentity(role="controller"),
             process=ProcessId.current(),
             stages=self.stages,
-            outside=self.around or self.outside.so_far(),
+            outside=self.around or self.outside(),
             rpcs=list(self.rpcs),
             workers=self.workers,
             clocks=self._clocks(),
@@ -187,13 +182,9 @@ class OpenCapture:
             self._note_idle_roles(calls)
         yield from self._shake_hands("start_capture", request, targets)
 
-    def begin_rollout(self, beside: bool) -> Waits[None]:
-        """Start the rollout engines in discrete mode, which record one rollout, and begin its stage.
-
-        Args:
-            beside: Whether generation overlaps the steps, and begins its stage elsewhere.
-        """
-        yield from self.end_rollout()
+    def begin_rollout(self) -> Waits[None]:
+        """Start the rollout engines in discrete mode, which record one rollout."""
+        yield from self.stop(ROLLOUT)
         selection = self.request.selection
         if self.roster.driven(selection, windowed=True):
             self._windows += 1
@@ -205,13 +196,10 @@ class OpenCapture:
                 step=self.step.step,
             )
             yield from self.start(window)
-        if not beside:
-            self.begin_rollout_stage()
 
-    def end_rollout(self, metrics: Mapping[str, Any] | None = None) -> Waits[None]:
-        """Stop the engines that :meth:`begin_rollout` started, end the stage ``rollout``, keep metrics."""
+    def end_rollout(self, metrics: Mapping[str, Any] | None) -> Waits[None]:
+        """Stop the engines that :meth:`begin_rollout` started, and keep metrics."""
         self.keep(metrics)
-        self.end_rollout_stage()
         yield from self.stop(ROLLOUT)
 
     def stop(self, stage: str | None = None) -> Waits[None]:

@@ -18,9 +18,7 @@ from pathlib import Path
 
 from verl_profiling import clock
 from verl_profiling.capture.session import process_session
-from verl_profiling.capture.stage import Both, StageSink
 from verl_profiling.clock import Handshake, best_handshake
-from verl_profiling.controller.open_capture import ROLLOUT
 from verl_profiling.controller.rank_summaries import RankSummaries
 from verl_profiling.controller.spmd import Ranks
 from verl_profiling.controller.targets import Call, Postponed, Roster, Worker
@@ -30,7 +28,7 @@ from verl_profiling.step_summary import RankUse, StepSummary
 from verl_profiling.watch.collectives import RecorderReading, with_lateness
 from verl_profiling.watch.exposed import exposed
 from verl_profiling.watch.log import Listener, log_listeners
-from verl_profiling.watch.sums import STAGES_OF_A_STEP, OpenStage, StageSums, WatchQuestion, WatchReading
+from verl_profiling.watch.sums import STAGES_OF_A_STEP, StageSums, WatchQuestion, WatchReading
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +51,13 @@ class Watch:
         timeout_s: How long a step's summary waits for replies of workers.
 
     Attributes:
-        sums: The stages of the loop's process.
+        sums: The stages of the loop's process, in every step.
         summaries: The summaries of the last steps.
         listeners: Called with every summary on the watch's thread, once all workers have replied or the
             timeout is over.
         recorders: Whether torch's flight recorders are read.
+        step: The step that the loop is in, if any.
+        beside: The stages that overlap the steps.
     """
 
     def __init__(self, options: WatchOptions, roster: Roster, timeout_s: float) -> None:
@@ -71,14 +71,13 @@ class Watch:
         self._ranks: RankSummaries | None = None
         self._who = LOOP
         self._log: list[Listener] = []
-        self._step: StepSummary | None = None
+        self.step: StepSummary | None = None
         self._ended: deque[StepSummary] = deque()
         self._is_due = False
         self._next_s = time.monotonic() + LEAST_PAUSE_S
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._rollout: OpenStage | None = None
-        self._beside: tuple[str, ...] = ()
+        self.beside: tuple[str, ...] = ()
         self._failed: set[int] = set()
 
     def begin_with(self, ranks: Ranks, own: WorkerIdentity) -> None:
@@ -98,54 +97,30 @@ class Watch:
         """Write the summaries into the run's folder until training ends."""
         self._log = self._log or log_listeners(run, self._options.sinks or ())
 
-    def receiver(self, log: StageSink | None) -> StageSink:
-        """Return the receiver of this process's stages: the watch, together with a capture's log if given."""
-        return self.sums if log is None else Both(log, self.sums)
-
     def step_begins(self, step: int, policy_version: int | None = None) -> None:
         """Record that a step begins; the previous one has ended."""
-        self._step = StepSummary(step=step, begin_ns=clock.now_ns(), policy_version=policy_version)
+        self.step = StepSummary(step=step, begin_ns=clock.now_ns(), policy_version=policy_version)
 
     def no_step(self) -> None:
         """Discard the step that began last: the loop had no batch left for it."""
-        self._step = None
+        self.step = None
 
     def capture_begins(self, folder: str) -> None:
         """Record that the step is captured; the time to start the capture is not part of the step."""
-        if self._step is not None:
-            self._step.captured = folder
-            self._step.begin_ns = clock.now_ns()
+        if self.step is not None:
+            self.step.captured = folder
+            self.step.begin_ns = clock.now_ns()
 
     def step_ends(self) -> None:
         """Record that a step ends, and read the workers in the background if a read is due."""
-        step, self._step = self._step, None
+        step, self.step = self.step, None
         if step is None:
             return
-        if not self._beside:  # a rollout that the loop has not ended ends with the step
-            self.rollout_ends()
-        step.end_ns, step.beside = clock.now_ns(), self._beside
+        step.end_ns, step.beside = clock.now_ns(), self.beside
         self._ended.append(step)
         most = min(self._options.every or inf, self._options.steps)
         if not step.captured and (len(self._ended) >= most or time.monotonic() >= self._next_s):
             self.read()
-
-    def rollout_begins(self) -> None:
-        """Begin the stage ``rollout``."""
-        self.rollout_ends()
-        self._rollout = self.sums.begin(ROLLOUT)
-
-    def generation(self, runs: bool) -> None:
-        """Begin or end a ``rollout`` that overlaps steps; no other stage of this task nests inside it."""
-        self._beside = (ROLLOUT,)
-        self.rollout_ends()
-        if runs:
-            self._rollout = self.sums.open(ROLLOUT)
-
-    def rollout_ends(self) -> None:
-        """End the stage ``rollout``; it may have begun in another task or thread."""
-        stage, self._rollout = self._rollout, None
-        if stage is not None:
-            self.sums.end_stage(stage)
 
     def train_ends(self, timeout_s: float) -> None:
         """Read the workers for the last time, and wait until all summaries are made."""

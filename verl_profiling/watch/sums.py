@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from contextvars import ContextVar
 from operator import attrgetter, itemgetter
 
 import msgspec
@@ -90,18 +89,11 @@ class WatchReading(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.msgpack.decode(self.steps or b"", type=list[RankUse | None])
 
 
-class OpenStage(msgspec.Struct, eq=False, gc=False):
+class Begun(msgspec.Struct, eq=False, gc=False):
     """A stage that has begun. With ``gc=False``, creating it never triggers the garbage collector."""
 
-    sums: StageSums
-    parent: OpenStage | None
     name: str
     begin_ns: int
-    ended: bool = False
-
-
-_innermost: ContextVar[OpenStage | None] = ContextVar("verl_profiling_innermost_watched", default=None)
-"""The stage that began last in this thread or task. If it has ended, its nearest open parent is innermost."""
 
 
 def process_memory() -> tuple[int, int]:
@@ -132,57 +124,22 @@ class StageSums:
 
     Attributes:
         spans: Sums of the process's trajectories and spans.
+        open: The outermost stages that are open, by ``id``.
     """
 
     def __init__(self, most: int, memory: Callable[[], tuple[int, int]] = process_memory) -> None:
         self.spans = SpanSums()
         self._ended: deque[tuple[str, int, int, int, int]] = deque(maxlen=most)
-        self._open: dict[int, OpenStage] = {}
+        self.open: dict[int, Begun] = {}
         self._memory = memory
         self._measured_ns, self._measured_after = 0, ""
         self._since_ns = clock.now_ns()
         self._count = self._reported = 0
 
-    def begin(self, name: str) -> OpenStage:
-        """Begin a stage on this thread or task."""
-        parent = _innermost.get()
-        while parent is not None and parent.ended:
-            parent = parent.parent
-        stage = OpenStage(self, parent, name, clock.now_ns())
-        _innermost.set(stage)
-        while parent is not None and (parent.sums is not self or parent.ended):
-            parent = parent.parent
-        if parent is None:
-            self._open[id(stage)] = stage
-        return stage
-
-    def end(self, name: str, failed: bool) -> None:
-        """End the innermost open stage of that name, if any: a stage may have begun before the watch."""
-        stage = _innermost.get()
-        while stage is not None and (stage.ended or stage.name != name or stage.sums is not self):
-            stage = stage.parent
-        if stage is not None:
-            _innermost.set(stage.parent)
-            self._end(stage)
-
-    def end_stage(self, stage: OpenStage) -> None:
-        """End a stage that may have begun in another thread or task."""
-        inner = _innermost.get()
-        while inner is not None and inner is not stage:
-            inner = inner.parent
-        if inner is not None:
-            _innermost.set(stage.parent)
-        if not stage.ended:
-            self._end(stage)
-
-    def open(self, name: str) -> OpenStage:
-        """Begin a stage outside of the nesting, without parent or children; :meth:`end_stage` ends it."""
-        stage = OpenStage(self, None, name, clock.now_ns())
-        self._open[id(stage)] = stage
-        return stage
-
-    def add(self, name: str, begin_ns: int, end_ns: int) -> None:
+    def end(self, stage: Begun, end_ns: int) -> None:
         """Record an outermost stage that has ended."""
+        self.open.pop(id(stage), None)
+        name, begin_ns = stage.name, stage.begin_ns
         peak = held = 0
         waited_ns = abs(end_ns - self._measured_ns)  # the clock may be set back
         pause_ns = PAUSE_NS if name == self._measured_after else 10 * PAUSE_NS
@@ -215,7 +172,7 @@ class StageSums:
             at = _divide(runs, name, (begin_ns - ahead_ns, end_ns - ahead_ns), steps)
             if peak and at is not None:
                 memory[at] = max(peak, memory[at][0]), memory[at][1] or held
-        for stage in list(self._open.values()):
+        for stage in list(self.open.values()):
             _divide(runs, stage.name, (stage.begin_ns - ahead_ns, now_ns), steps, is_open=True)
         totals = self.spans.of_steps(steps, ahead_ns)
         entered = collectives_in(steps, ahead_ns) if collectives else [{} for _ in steps]
@@ -253,11 +210,6 @@ class StageSums:
             received_ns=received_ns,
             replied_ns=clock.now_ns(),
         )
-
-    def _end(self, stage: OpenStage) -> None:
-        stage.ended = True
-        if self._open.pop(id(stage), None) is not None:
-            self.add(stage.name, stage.begin_ns, clock.now_ns())
 
 
 def _divide(
@@ -386,14 +338,15 @@ class Busy:
         self._name = name
         self._spans = spans
         self._begins_ns: deque[int] = deque()
-        self._stage: OpenStage | None = None
+        self._stage: Begun | None = None
         self._lock = threading.RLock()  # reentrant: garbage collection may call _end under the lock
 
     def __enter__(self) -> None:
         with self._lock:
             self._begins_ns.append(clock.now_ns())
             if self._stage is None:
-                self._stage = self._sums.open(self._name)
+                self._stage = Begun(self._name, clock.now_ns())
+                self._sums.open[id(self._stage)] = self._stage
 
     def __exit__(self, *error: object) -> None:
         self._end()
@@ -409,7 +362,7 @@ class Busy:
             if self._spans is not None:
                 self._spans.add(self._name, begin_ns, clock.now_ns(), False)
             if not self._begins_ns and self._stage is not None:
-                self._sums.end_stage(self._stage)
+                self._sums.end(self._stage, clock.now_ns())
                 self._stage = None
 
 
