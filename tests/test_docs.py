@@ -9,7 +9,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,17 +33,6 @@ PAGES = sorted(ROOT.glob("docs/*.md"))
 LINKING = [*PAGES, ROOT / "README.md", *sorted(ROOT.glob("recipes/*/README.md"))]
 
 
-@pytest.fixture(scope="module")
-def make_tables() -> types.ModuleType:
-    """The script that writes the tables, as a module."""
-    spec = importlib.util.spec_from_file_location("make_tables", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def groups(cls: type) -> Iterator[type]:
     """Yield a dataclass of settings and those that its fields hold."""
     yield cls
@@ -54,8 +42,13 @@ def groups(cls: type) -> Iterator[type]:
                 yield from groups(typing.cast("type", option))
 
 
-def test_tables_are_up_to_date(make_tables: types.ModuleType) -> None:
+def test_tables_are_up_to_date() -> None:
     """All groups of the settings and the options of every tool have theirs."""
+    spec = importlib.util.spec_from_file_location("make_tables", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    make_tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_tables)
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--check"], cwd=ROOT, capture_output=True, text=True, check=False
     )

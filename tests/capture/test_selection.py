@@ -12,18 +12,13 @@ from verl_profiling import ConfigError, stage, trajectory
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session
 from verl_profiling.capture_request import CaptureSelection
-from verl_profiling.engines.adapter import EngineAdapter, EngineTrace
-from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.role import RoleConfig
-from verl_profiling.settings.rollout import RolloutOptions
-from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 from verl_profiling.workers import RewardCaptureMixin
 from verl_profiling.workers.rollout import make_recorder
 
 ACTOR = WorkerIdentity(role="actor")
-REPLICA = WorkerIdentity(role="rollout", rank=2, replica=1)
 
 
 def request(folder: Path, number: int, selection: CaptureSelection | None) -> CaptureRequest:
@@ -145,33 +140,6 @@ def test_a_capture_aimed_at_what_runs_side_by_side_is_of_the_whole_step(
 
 
 # What it asks of an engine
-
-
-class Engine(EngineAdapter):
-    name = "noting"
-    window = RolloutOptions()
-    ranks = 2
-    device = "cpu"
-
-    def __init__(self, spool: Path) -> None:
-        self.spool = spool
-        self.starts = 0
-
-    async def start(self) -> None:
-        self.starts += 1
-
-    async def stop(self) -> None: ...
-
-    def identify(self, path: Path) -> EngineTrace | None:
-        return None
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> tuple[Engine, EngineRecorder]:
-    """An engine of replica 1, ranks 2 and 3, that was started to be recorded with torch."""
-    config = settings(tool="torch")
-    noting = Engine(tmp_path / "spool")
-    return noting, EngineRecorder(noting, TorchTool(TorchOptions()), REPLICA, config, RequestLog())
 
 
 def test_a_server_records_no_engine_that_computes_elsewhere(session: Session, tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from integrations.verl_runs import ASSETS, PLUGINS, Run, run_verl
+from integrations.verl_runs import ASSETS, PLUGINS, run_verl
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(1200)]
 
@@ -12,11 +14,10 @@ PROMPTS, SAMPLES = 8, 2
 VALIDATED = 4
 
 
-@pytest.fixture(scope="module")
-def colocate(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Generation goes on while the trainer trains; a capture of two steps, by a trainer of one's own."""
-    return run_verl(
-        tmp_path_factory.mktemp("colocate"),
+def test_an_own_trainer_is_profiled_by_the_mixin(tmp_path: Path) -> None:
+    """Once; a capture across weight updates names every policy version, and how much ran with each."""
+    colocate = run_verl(
+        tmp_path,
         "profiling=e2e",
         "profiling.schedule.continuous=true",
         "trainer.v1.trainer_mode=colocate_async",
@@ -26,43 +27,6 @@ def colocate(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "actor_rollout_ref.rollout.max_model_len=160",
         PLUGINS=f"{PLUGINS},integrations.own_trainer",
     )
-
-
-@pytest.fixture(scope="module")
-def separate(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """An engine in a separate process, and two updates of the trainer's copy of the weights per step."""
-    return run_verl(
-        tmp_path_factory.mktemp("separate"),
-        "profiling=discrete",
-        "trainer.v1.trainer_mode=separate_async",
-        "trainer.v1.separate_async.parameter_sync_step=2",
-        "actor_rollout_ref.hybrid_engine=false",
-        "actor_rollout_ref.rollout.nnodes=1",
-        "actor_rollout_ref.rollout.checkpoint_engine.backend=file",
-        "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=recipes.verl_grpo_cpu.file_weights",
-        "ray_kwargs.ray_init.num_gpus=2",
-        # Without hybrid engines, a log call of verl 0.9.1 at level INFO raises (it passes `flush`).
-        VERL_LOGGING_LEVEL="WARN",
-    )
-
-
-@pytest.fixture(scope="module")
-def v0(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """PPO with a critic in the trainer that verl had first."""
-    return run_verl(
-        tmp_path_factory.mktemp("v0"),
-        "profiling=discrete",
-        "trainer.use_v1=false",
-        "algorithm.adv_estimator=gae",
-        f"critic.model.path={ASSETS / 'model'}",
-        "critic.strategy=fsdp2",
-        "critic.ppo_mini_batch_size=4",
-        "critic.ppo_micro_batch_size_per_gpu=4",
-    )
-
-
-def test_an_own_trainer_is_profiled_by_the_mixin(colocate: Run) -> None:
-    """Once; a capture across weight updates names every policy version, and how much ran with each."""
     assert colocate.code == 0, colocate.output[-4000:]
     assert "the own trainer's loop runs" in colocate.output
     assert sorted(path.name for path in colocate.save_path.glob("step_*")) == ["step_000002"]
@@ -81,8 +45,21 @@ def test_an_own_trainer_is_profiled_by_the_mixin(colocate: Run) -> None:
     assert names.count("rollout") == names.count("update_weights") == 2
 
 
-def test_step_and_policy_version_are_on_every_rollout_artifact(separate: Run) -> None:
+def test_step_and_policy_version_are_on_every_rollout_artifact(tmp_path: Path) -> None:
     """Each window of generation is a separate artifact, with its step and the version of its weights."""
+    separate = run_verl(
+        tmp_path,
+        "profiling=discrete",
+        "trainer.v1.trainer_mode=separate_async",
+        "trainer.v1.separate_async.parameter_sync_step=2",
+        "actor_rollout_ref.hybrid_engine=false",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=file",
+        "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=recipes.verl_grpo_cpu.file_weights",
+        "ray_kwargs.ray_init.num_gpus=2",
+        # Without hybrid engines, a log call of verl 0.9.1 at level INFO raises (it passes `flush`).
+        VERL_LOGGING_LEVEL="WARN",
+    )
     assert separate.code == 0, separate.output[-4000:]
     for step in (2, 3):
         manifest = separate.manifest(step)
@@ -100,8 +77,18 @@ def test_step_and_policy_version_are_on_every_rollout_artifact(separate: Run) ->
         assert {request.policy_version for request in rollout.requests} <= {step - 1}
 
 
-def test_the_first_trainer_with_a_critic(v0: Run) -> None:
+def test_the_first_trainer_with_a_critic(tmp_path: Path) -> None:
     """V0 is captured like V1; the critic's stages are with the process that it shares."""
+    v0 = run_verl(
+        tmp_path,
+        "profiling=discrete",
+        "trainer.use_v1=false",
+        "algorithm.adv_estimator=gae",
+        f"critic.model.path={ASSETS / 'model'}",
+        "critic.strategy=fsdp2",
+        "critic.ppo_mini_batch_size=4",
+        "critic.ppo_micro_batch_size_per_gpu=4",
+    )
     assert v0.code == 0, v0.output[-4000:]
     manifest = v0.manifest(3)
     assert manifest.complete

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,29 +27,6 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> Run:
     )
 
 
-@pytest.fixture(scope="module")
-def unused(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The plugin is loaded, and profiling is off."""
-    return run_verl(
-        tmp_path_factory.mktemp("unused"),
-        "profiling.enable=false",
-        PLUGINS=f"{PLUGINS},{COUNTER}",
-    )
-
-
-@pytest.fixture(scope="module")
-def profiled(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Step 3 of 4 is profiled; the watch, which reads by time, is off."""
-    return run_verl(
-        tmp_path_factory.mktemp("profiled"),
-        "profiling=e2e",
-        "profiling.schedule.steps=[3]",
-        "profiling.watch.enable=false",
-        "trainer.total_training_steps=4",
-        PLUGINS=f"{PLUGINS},{COUNTER}",
-    )
-
-
 def counted(run: Run) -> dict[int, dict[str, Any]]:
     """Return what the counting plugin printed, by step."""
     assert run.code == 0, run.output[-4000:]
@@ -59,7 +37,12 @@ def counted(run: Run) -> dict[int, dict[str, Any]]:
     return found
 
 
-def test_unused_it_changes_nothing(without: Run, unused: Run) -> None:
+def test_unused_it_changes_nothing(without: Run, tmp_path: Path) -> None:
+    unused = run_verl(
+        tmp_path,
+        "profiling.enable=false",
+        PLUGINS=f"{PLUGINS},{COUNTER}",
+    )
     plain, loaded = counted(without), counted(unused)
     assert plain.keys() == loaded.keys() == {1, 2, 3}
     for step in (1, 2, 3):
@@ -68,8 +51,16 @@ def test_unused_it_changes_nothing(without: Run, unused: Run) -> None:
     assert not unused.save_path.exists()
 
 
-def test_steps_that_are_not_profiled_make_no_call(without: Run, profiled: Run) -> None:
+def test_steps_that_are_not_profiled_make_no_call(without: Run, tmp_path: Path) -> None:
     """Next to a profiled step, the trainer makes the calls of a run without the plugin, and no other."""
+    profiled = run_verl(
+        tmp_path,
+        "profiling=e2e",
+        "profiling.schedule.steps=[3]",
+        "profiling.watch.enable=false",
+        "trainer.total_training_steps=4",
+        PLUGINS=f"{PLUGINS},{COUNTER}",
+    )
     plain, others = counted(without), counted(profiled)
     assert others[2]["calls"] == plain[2]["calls"]
     assert others[4]["calls"] == plain[2]["calls"]

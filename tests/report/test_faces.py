@@ -21,18 +21,9 @@ from verl_profiling.report.tables import TABLES
 from verl_profiling.trajectory_log import Counted
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
-    run = tmp_path_factory.mktemp("run")
-    for step in (3, 4):
-        build_step(run, step=step)
-    return load_reports(run)
-
-
-@pytest.fixture(scope="module")
-def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a step that has something to say in every table."""
-    folder = tmp_path_factory.mktemp("run") / "step_000001"
+def test_every_table_is_on_every_face(tmp_path: Path) -> None:
+    """With its title or its file, and as many rows as the JSON has, which comes back as it was."""
+    folder = tmp_path / "step_000001"
     whole_step(folder, ranks=4, replicas=2, fault="slow rank")
     log = DrawnLog(end=13)
     for sample in range(2):
@@ -50,12 +41,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         metrics={"throughput": 2.0},
         anchors=[ClockAnchor(ns(0), 5), ClockAnchor(ns(9), 9 * 10**9)],
     )
-    return folder
-
-
-def test_every_table_is_on_every_face(filled: Path, tmp_path: Path) -> None:
-    """With its title or its file, and as many rows as the JSON has, which comes back as it was."""
-    step = open_step(filled)
+    step = open_step(folder)
     report = step.report()
     text, page = printed(report), render_html(report)
     for table in TABLES.values():
@@ -71,12 +57,15 @@ def test_every_table_is_on_every_face(filled: Path, tmp_path: Path) -> None:
     assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
 
 
-def test_tensorboard_has_scalars_in_one_run(tmp_path: Path, reports: list[Report]) -> None:
+def test_tensorboard_has_scalars_in_one_run(tmp_path: Path) -> None:
     """TensorBoard's own reader finds a point per step under ``profiling/``, and no sub-run."""
+    for step in (3, 4):
+        build_step(tmp_path / "run", step=step)
+    reports, curves = load_reports(tmp_path / "run"), tmp_path / "curves"
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    write_tensorboard(reports, tmp_path)
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
-    loaded = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    write_tensorboard(reports, curves)
+    assert [path.name for path in curves.iterdir() if path.is_dir()] == []
+    loaded = accumulator.EventAccumulator(str(curves)).Reload()
     tags = loaded.Tags()
     assert all(tag.startswith("profiling/") for tag in tags["scalars"])
     assert {"profiling/step_s", "profiling/stage/update_actor_s", "profiling/lost/unexplained_s"} <= set(

@@ -15,7 +15,7 @@ from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import MANIFEST_NAME, CaptureResult, HostClock, Manifest, Request
 from verl_profiling.report.capture_rows import replica_rows, requests
 from verl_profiling.report.html import render_html
-from verl_profiling.report.model import ReplicaRow, Report
+from verl_profiling.report.model import ReplicaRow
 from verl_profiling.run_files import write_json_atomically
 
 BEGIN = 1_790_000_000_000_000_000
@@ -99,13 +99,8 @@ def test_what_the_engine_does_not_tell_is_unknown() -> None:
     assert replica_rows([]) == []
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """The report of a step of two ranks and two replicas."""
-    return whole_step(tmp_path_factory.mktemp("run") / "step_000001", ranks=2, replicas=2)
-
-
-def test_the_page_says_that_the_queue_is_not_known(report: Report, tmp_path: Path) -> None:
+def test_the_page_says_that_the_queue_is_not_known(tmp_path: Path) -> None:
+    report = whole_step(tmp_path / "step_000001", ranks=2, replicas=2)
     silent = [
         msgspec.structs.replace(row, queued_p50_us=None, queued_p90_us=None, queued_p99_us=None)
         for row in report.replicas

@@ -339,23 +339,6 @@ def test_a_log_that_cannot_be_read_is_missing_and_the_others_count(tmp_path: Pat
     assert "agent_loop_rank0" not in report.coverage.lanes
 
 
-@pytest.fixture
-def busy(tmp_path: Path) -> Report:
-    """Forty trajectories of which one is late, one blocks the loop, five are filtered, and one validates."""
-    log = DrawnLog()
-    for number in range(38):
-        log.trajectory(0, 3 + number / 38, ("tool:search", 0, 1.5), group=f"g{number // 8}", min_version=4)
-    log.trajectory(0, 9, ("tool:<b>sandbox", 3, 9), group="late", status="aborted")
-    mine = log.trajectory(0, 3)
-    number = log.span("tool:blocking", 1.6, 2.9, trajectory=mine)
-    for waiting in range(5, 20):
-        log.span("tool:http", 1.55, 2.901, trajectory=waiting)
-    log.block(1.6, 2.9, number, "tools.search (tools.py:3)")
-    log.log.statuses = [StatusChange("g0", None, "filtered", ns(9))]
-    log.trajectory(0, 1, validate=True)
-    return report_with(tmp_path, log, policy_version=5)
-
-
 @pytest.mark.parametrize(
     ("processes", "loops"),
     [
@@ -390,7 +373,19 @@ def test_what_blocks_many_processes_is_one_finding(tmp_path: Path, processes: in
     assert "loop lag: tool:lookup" in causes
 
 
-def test_trackers_and_comparisons_have_the_rollout(busy: Report) -> None:
+def test_trackers_and_comparisons_have_the_rollout(tmp_path: Path) -> None:
+    log = DrawnLog()
+    for number in range(38):
+        log.trajectory(0, 3 + number / 38, ("tool:search", 0, 1.5), group=f"g{number // 8}", min_version=4)
+    log.trajectory(0, 9, ("tool:<b>sandbox", 3, 9), group="late", status="aborted")
+    mine = log.trajectory(0, 3)
+    number = log.span("tool:blocking", 1.6, 2.9, trajectory=mine)
+    for waiting in range(5, 20):
+        log.span("tool:http", 1.55, 2.901, trajectory=waiting)
+    log.block(1.6, 2.9, number, "tools.search (tools.py:3)")
+    log.log.statuses = [StatusChange("g0", None, "filtered", ns(9))]
+    log.trajectory(0, 1, validate=True)
+    busy = report_with(tmp_path, log, policy_version=5)
     found = dict(scalars(busy))
     assert found["trajectories/count"] == 40
     assert found["trajectories/loop_lag_s"] == pytest.approx(19.5)

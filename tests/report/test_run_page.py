@@ -150,25 +150,19 @@ def test_the_command_writes_it_into_the_folder_of_the_run(tmp_path: Path) -> Non
     assert not (tmp_path / "index.html").exists()
 
 
-@pytest.fixture(scope="module")
-def seen(steps: list[Report], tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Focus and follow the bars of the steps."""
-    run = tmp_path_factory.mktemp("pages")
-    for report in steps:
-        folder = run / f"step_{report.step:06d}"
-        folder.mkdir()
-        (folder / "report.html").write_text(render_html(report), encoding="utf-8")
-    (run / "index.html").write_text(page_of(steps, run), encoding="utf-8")
-    return run_script("run.js", str(run / "index.html"))
-
-
 class TestInABrowser:
     """What a browser shows."""
 
     pytestmark = needs_browser
 
-    def test_steps_are_bars_that_lead_to_their_pages(self, seen: dict, steps: list[Report]) -> None:
+    def test_steps_are_bars_that_lead_to_their_pages(self, steps: list[Report], tmp_path: Path) -> None:
         """By click and by Enter; a bar is as high as its step is long, its label has all stages."""
+        for report in steps:
+            folder = tmp_path / f"step_{report.step:06d}"
+            folder.mkdir()
+            (folder / "report.html").write_text(render_html(report), encoding="utf-8")
+        (tmp_path / "index.html").write_text(page_of(steps, tmp_path), encoding="utf-8")
+        seen = run_script("run.js", str(tmp_path / "index.html"))
         assert seen["problems"] == []
         assert seen["axe"] == []
         assert seen["overflow"] <= 0

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from step_folders import build_step, read_events
 
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge, stage_windows
-from verl_profiling.timeline.step import Keep, StepInputs
+from verl_profiling.timeline.step import Keep
 
 
-@pytest.fixture
-def step(tmp_path: Path) -> StepInputs:
-    (inputs,) = find_steps(build_step(tmp_path))
-    return inputs
-
-
-def test_a_slimmed_timeline_keeps_what_was_asked_for(step: StepInputs) -> None:
+def test_a_slimmed_timeline_keeps_what_was_asked_for(tmp_path: Path) -> None:
+    (step,) = find_steps(build_step(tmp_path))
     whole = merge(step)
     longest = max(e["dur"] for e in read_events(whole.path) if e.get("cat") == "cpu_op")
     limit = whole.bytes // 2
