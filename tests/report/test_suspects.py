@@ -122,8 +122,8 @@ def test_what_cannot_be_compared_has_no_row(
 def test_an_engine_is_compared_by_what_its_lane_was_busy(tmp_path: Path) -> None:
     """The loop's stage is the window; without a named peer the others of the role are the peers."""
     workers = [
-        Worker("rollout", replica=index, kernels=[("attention", 0, 1.9 if index else 0.5)])
-        for index in range(2)
+        Worker("rollout", replica=index, kernels=[("attention", 0, end)], requests=[(0.0, end, tokens)])
+        for index, (end, tokens) in enumerate([(0.5, 9), (1.9, 39)])
     ]
     trigger = msgspec.structs.replace(
         SLOW_STAGE, sign="leader", stage="rollout", suspects=["rollout1_rank0"], peers=["rollout0_rank0"]
@@ -131,6 +131,8 @@ def test_an_engine_is_compared_by_what_its_lane_was_busy(tmp_path: Path) -> None
     report = asked_by(trigger, tmp_path, workers)
     stage = next(row for row in report.suspects if row.kind == "stage")
     assert (stage.value, stage.peer_value) == pytest.approx((1.9, 0.5))
+    requests = {row.name: (row.value, row.peer_value) for row in report.suspects if row.kind == "request"}
+    assert requests == {"a request": pytest.approx((1.9, 0.5)), "a token": pytest.approx((0.04, 0.05))}
     workers = [rank(index, [("gemm", 2, 7 if index == 1 else 4)]) for index in range(4)]
     trigger = msgspec.structs.replace(SLOW_STAGE, peers=["actor_rank9"])
     report = asked_by(trigger, tmp_path, workers)

@@ -77,7 +77,7 @@ def requests(manifest: Manifest) -> list[RequestRow]:
             worker=worker.name,
             latency_us=(request.end_ns - request.begin_ns) / 1000,
             to_first_token_us=_since(request.begin_ns, request.first_token_ns),
-            per_token_us=_per_token_us(request),
+            per_token_us=per_token_us(request),
             validate=any(span.begin_ns <= request.begin_ns < span.end_ns for span in validations),
         )
         rows.append(row)
@@ -88,7 +88,7 @@ def _since(begin_ns: int, time_ns: int) -> float | None:
     return (time_ns - begin_ns) / 1000 if time_ns else None
 
 
-def _per_token_us(request: Request) -> float | None:
+def per_token_us(request: Request) -> float | None:
     """Return the mean time per response token (us), without the first token, which the prefill makes."""
     if not request.first_token_ns or request.response_tokens < 2:
         return None

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from verl_profiling.capture_request import Trigger
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import StageSpan
-from verl_profiling.report.capture_rows import measures_of
+from verl_profiling.report.capture_rows import measures_of, per_token_us
 from verl_profiling.report.intervals import (
     EMPTY,
     Spans,
@@ -355,6 +355,16 @@ class _Process:
                 totals[name] += self_ns if stage in ("", place) else 0
         return {name: ns / len(self.lanes) / 1e9 for name, ns in totals.items() if ns}
 
+    def requests_s(self) -> dict[str, float]:
+        """Return the medians over an engine's requests: a whole request, and a token of its response."""
+        whole = [one for result in self._results for one in result.requests if not one.failed]
+        tokens_us = [us for one in whole if (us := per_token_us(one)) is not None]
+        times_s = {
+            "a request": [(one.end_ns - one.begin_ns) / 1e9 for one in whole],
+            "a token": [us / 1e6 for us in tokens_us],
+        }
+        return {name: median(each) for name, each in times_s.items() if each}
+
     def peaks(self, stage: str) -> dict[str, float]:
         """Return its peaks of memory: in the stage that was slow where they are known, else in any."""
         own = [row for result in self._results for row in measures_of(result) if row.unit == "bytes"]
@@ -384,6 +394,8 @@ def _suspect_rows(suspect: _Process, peers: Sequence[_Process], stage: str) -> I
         rows += [row for row in kernels[:_KERNELS] if row.difference]
     least_s = _SMALL * suspect.step.span_ns / 1e9
     yield from (row for row in rows if max(row.value, row.peer_value or 0.0) >= least_s)
+    requests = msgspec.structs.replace(blank, kind="request")
+    yield from _beside(requests, suspect.requests_s(), [peer.requests_s() for peer in peers])
     memory = msgspec.structs.replace(blank, kind="memory", unit="bytes")
     yield from _beside(memory, suspect.peaks(stage), [peer.peaks(stage) for peer in peers])
 

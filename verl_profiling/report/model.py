@@ -536,7 +536,8 @@ class SuspectRow(msgspec.Struct, frozen=True, kw_only=True):
         suspect: Lane or worker that may be the cause of a slow step.
         peers: Lanes or workers to compare with; of several, the median counts.
         kind: ``stage``: time in a stage without waits for other ranks. ``time``: a part of the slow stage
-            (else of the step). ``kernel``: self time of a kernel. ``memory``: a peak.
+            (else of the step). ``kernel``: self time of a kernel. ``request``: median over an engine's
+            requests. ``memory``: a peak.
         name: Name of the stage, the part of the time, the kernel or the measure.
         unit: Unit of the values.
         value: Value of the suspect.
@@ -547,7 +548,7 @@ class SuspectRow(msgspec.Struct, frozen=True, kw_only=True):
 
     suspect: str
     peers: str
-    kind: Literal["stage", "time", "kernel", "memory"]
+    kind: Literal["stage", "time", "kernel", "request", "memory"]
     name: str
     unit: Literal["s", "bytes"] = "s"
     value: float
