@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -351,9 +351,13 @@ class CapturedStep:
             "min_us": f"{min_us:g}" if min_us else "",
             "max_bytes": max_bytes or "",
         }
+        label = ".".join(f"{name}_{value}" for name, value in selection.items() if value)
+        path = self.inputs.output(TIMELINE_NAME, label) if output is None else Path(output)
+        if any(path.resolve() == read.path.resolve() for read in self.inputs.files):
+            raise ConfigError("output", f"{path} is one of the traces that are read")
         return merge(
             inputs,
-            self._output(output, TIMELINE_NAME, _label(selection)),
+            path,
             keep=Keep(min_us=min_us, windows_ns=windows),
             max_bytes=max_bytes,
             jobs=jobs,
@@ -380,21 +384,3 @@ class CapturedStep:
         """Return the step's begin and end (unix ns) if its traces hold several steps; else an empty tuple."""
         manifest = self.inputs.manifest if self.inputs.capture else None
         return () if manifest is None else ((manifest.begin_ns, manifest.end_ns),)
-
-    def _output(self, output: str | os.PathLike[str] | None, name: str, selection: str = "") -> Path:
-        """Return the path of a result.
-
-        Raises:
-            ConfigError: The path is one of the step's traces.
-        """
-        if output is None:
-            return self.inputs.output(name, selection)
-        place = Path(output).resolve()
-        if any(place == read.path.resolve() for read in self.inputs.files):
-            raise ConfigError("output", f"{os.fspath(output)} is one of the traces that are read")
-        return Path(output)
-
-
-def _label(selection: Mapping[str, object]) -> str:
-    """Return the selection as part of a file name, e.g. ``ranks_0.min_us_5``; empty for the whole step."""
-    return ".".join(f"{name}_{value}" for name, value in selection.items() if value)
