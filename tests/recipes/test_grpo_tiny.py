@@ -17,7 +17,6 @@ from recipes.grpo_tiny import task
 from verl_profiling.cli import main
 from verl_profiling.run_files import read_manifest
 
-CONTROLLER_STAGES = {"rollout", "reward", "old_log_prob", "advantage", "update_actor", "update_weights"}
 ACTORS = ("actor_rank0", "actor_rank1")
 REPLICAS = ("rollout0_rank0", "rollout1_rank0")
 REQUESTS = ("rollout0", "rollout1")

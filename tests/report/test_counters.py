@@ -29,13 +29,9 @@ def row(name: str, samples: int, last: float, mean: float, most: float) -> Count
 
 
 def test_a_count_holds_until_the_next(tmp_path: Path) -> None:
-    """The mean is over time; what was counted before the step holds at its begin, later ones do not count."""
+    """On the controller's clock; the mean is over time."""
     report = counted(tmp_path, ("queue", -4, 99), ("queue", -1, 2), ("queue", 5, 6), ("queue", 10.5, 500))
     assert report.counters == [row("queue", 1, 6.0, 4.0, 6.0)]
-
-
-def test_each_process_is_on_the_controllers_clock(tmp_path: Path) -> None:
-    """A host whose clock is an hour ahead counts in the same step."""
     report = counted(tmp_path, ("queue", 5, 6), ("in flight", 6, 3), clock_ns=3600 * 10**9)
     assert [(one.name, one.samples, one.mean) for one in report.counters] == [
         ("queue", 1, 6.0),

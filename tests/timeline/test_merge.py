@@ -246,8 +246,8 @@ def test_several_gzip_members_are_one_file(tmp_path: Path) -> None:
     assert main(["check", str(path), str(result.path)]) == 0
 
 
-def test_bytes_still_being_compressed_are_read_raw(tmp_path: Path) -> None:
-    """As long as only the raw file of a pending artifact exists, it is used instead of the final one."""
+def test_what_is_raw_or_left_out_is_told(tmp_path: Path) -> None:
+    """A raw file of a pending artifact is read; a slimmed timeline says how much it lacks."""
     folder = build_step(tmp_path)
     whole, _ = merged(folder)
     path = folder / "actor_rank0.torch.json.gz"
@@ -255,11 +255,6 @@ def test_bytes_still_being_compressed_are_read_raw(tmp_path: Path) -> None:
     path.unlink()
     result, _ = merged(folder)
     assert result.events == whole.events
-
-
-def test_what_was_left_out_is_written_into_the_file(tmp_path: Path) -> None:
-    folder = build_step(tmp_path)
-    whole, _ = merged(folder)
     result, events = merged(folder, keep=Keep(min_us=50.0))
     about = json.loads(gzip.decompress(result.path.read_bytes()))["verlProfiling"]
     assert result.left_out > 0

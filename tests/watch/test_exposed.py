@@ -77,8 +77,8 @@ def test_who_is_tied_or_evened_out_is_not_named() -> None:
     assert (row.role, row.leader) == ("actor", "")
 
 
-def test_a_stage_of_one_rank_alone_is_that_ranks() -> None:
-    """Rank 0 writes the log and the others wait for it in the next stage."""
+def test_stages_of_one_rank_or_of_two_tasks_count_once() -> None:
+    """Rank 0 writes the log and the others wait."""
     loop = [
         use("actor_rank0", ("log", 0, 30), ("forward", 30, 10)),
         use("actor_rank1", ("forward", 0, 40)),
@@ -87,6 +87,9 @@ def test_a_stage_of_one_rank_alone_is_that_ranks() -> None:
     rows = exposed(summary(40, loop))
     assert in_ms(rows) == [("log", 30), ("forward", 10)]
     assert (rows[0].leader, rows[1].leader) == ("actor_rank0", "")
+    rows = exposed(summary(100, controller(("rollout", 0, 60), ("reward", 40, 40)), use("actor_rank0")))
+    assert in_ms(rows) == [("rollout", 60), ("reward", 20), ("", 20)]
+    assert rows[1].leader == ""
 
 
 def test_parts_of_a_workers_stage_tell_who_was_waited_for() -> None:
@@ -243,13 +246,6 @@ def test_each_run_of_a_stage_is_found_where_it_was() -> None:
     )
     assert in_ms(rows) == [("rollout", 80), ("update_actor", 120)]
     assert [(row.leader, row.lead_ns) for row in rows] == [("rollout0_rank0", 20 * MS), ("actor_rank0", 0)]
-
-
-def test_stages_of_the_loop_at_the_same_time_are_counted_once() -> None:
-    """Two tasks of an asynchronous loop: what of the second lies in the first is not exposed again."""
-    rows = exposed(summary(100, controller(("rollout", 0, 60), ("reward", 40, 40)), use("actor_rank0")))
-    assert in_ms(rows) == [("rollout", 60), ("reward", 20), ("", 20)]
-    assert rows[1].leader == ""
 
 
 names = st.sampled_from(["a", "b", "c", "d", ""])
