@@ -96,7 +96,7 @@ class Capture:
         self._truncated = ""
         self._looked_s = 0.0
         self._tool_spans: list[ToolSpan] = []
-        self.log.long_stage_ended = self._stage_ended
+        self.log.long_stage_ended = self._long_stage_ended
         self._spans: list[StageSpan] = []
         self._anchors = [clock.read_anchor()]
         self._unrecorded = trajectories.unrecorded
@@ -260,10 +260,12 @@ class Capture:
                 for running in stopping:
                     self._stop(running)
 
-    def _stage_ended(self, stage: str) -> None:
+    def _long_stage_ended(self, stage: OpenStage) -> None:
+        if stage.depth():
+            return
         if self.whole:  # else the recording ends now anyway
             self._end_what_is_too_large()
-        self._metrics[f"stage/{stage}/process_peak_rss_bytes"] = float(process_peak_bytes())
+        self._metrics[f"stage/{stage.name}/process_peak_rss_bytes"] = float(process_peak_bytes())
 
     def _end_what_is_too_large(self) -> None:
         """Stop each tool whose recording would need too much memory to be written: ``limits.memory_share``.

@@ -83,7 +83,6 @@ class Session:
         Raises:
             ToolUnavailableError: A tool of the worker cannot work here.
         """
-        role = config.for_role(identity.role)
         with self._lock:
             if not self._configs:
                 atexit.register(self.leave)
@@ -97,10 +96,7 @@ class Session:
             self.keep_every_step(config.watch)
             if self.sums is not None and TRAJECTORIES in config.tool_names(identity.role):
                 total_spans(self.sums.spans)
-        selected = role.selects(identity.rank, identity.replica, identity.topology, identity.sizes)
-        self._registered[identity.name] = role, selected
-        if selected:
-            self._prepare(role)
+        self._registered[identity.name] = self._prepared_role(identity, None)
 
     def keep_every_step(self, options: WatchOptions) -> None:
         """Keep the stages of this process from now on, if the watch is switched on."""
@@ -148,11 +144,7 @@ class Session:
             role, selected = self._registered[identity.name]
             try:
                 if request.selection is not None:
-                    role = self._role(identity, request.selection)
-                    if selected := role.selects(
-                        identity.rank, identity.replica, identity.topology, identity.sizes
-                    ):
-                        self._prepare(role)
+                    role, selected = self._prepared_role(identity, request.selection)
             except (ConfigError, ToolUnavailableError) as error:
                 return StartReply(identity, "refused", received_ns, cannot_be_had(request, error))
             if not role.enable:
@@ -257,11 +249,17 @@ class Session:
             selection = msgspec.structs.replace(selection, mode="e2e", stages=None)
         return config.for_role(identity.role, selection)
 
-    def _prepare(self, role: RoleConfig) -> None:
-        for tool in role.tools:
+    def _prepared_role(
+        self, identity: WorkerIdentity, selection: CaptureSelection | None
+    ) -> tuple[RoleConfig, bool]:
+        """Return a worker's settings, and whether it takes part; if so, its tools are prepared."""
+        role = self._role(identity, selection)
+        selected = role.selects(identity.rank, identity.replica, identity.topology, identity.sizes)
+        for tool in role.tools if selected else ():
             if tool not in self._prepared:
                 tool.prepare()
                 self._prepared.add(tool)
+        return role, selected
 
     def _close(self, capture: Capture, failed: str = "") -> CaptureResult:
         try:

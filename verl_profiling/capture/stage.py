@@ -182,8 +182,8 @@ class OpenStage(Begun, eq=False, gc=False):
             stage.failed = failed or stage is not self
             if stage.sums is not None:
                 stage.sums.end(stage, end_ns)
-            if end_ns - stage.begin_ns >= LONG_NS:
-                log.notice_long(stage)
+            if end_ns - stage.begin_ns >= LONG_NS and log.long_stage_ended is not None:
+                log.long_stage_ended(stage)
 
 
 _innermost: ContextVar[OpenStage | None] = ContextVar("verl_profiling_innermost_stage", default=None)
@@ -203,8 +203,8 @@ class SpanLog:
             the memory; ``None`` without a capture.
         begin_mark: Called with the name when a stage begins, to show it in an artifact.
         end_mark: Called with what ``begin_mark`` returned when the stage ends.
-        long_stage_ended: Called with the name when an outermost stage ends that took at least
-            ``LONG_NS``. For a shorter one, a system call would cost more than the stage itself.
+        long_stage_ended: Called with a stage that ends and took at least ``LONG_NS``. For a shorter one, a
+            system call would cost more than the stage itself.
     """
 
     source: object
@@ -212,7 +212,7 @@ class SpanLog:
     spans: list[OpenStage] | None = field(default_factory=list)
     begin_mark: Callable[[str], object] | None = None
     end_mark: Callable[[Any], object] | None = None
-    long_stage_ended: Callable[[str], object] | None = None
+    long_stage_ended: Callable[[OpenStage], object] | None = None
     _left_out: int = 0
     _marks_failed: str = ""
 
@@ -259,8 +259,8 @@ class SpanLog:
                 stage.failed = True
             if stage.sums is not None:
                 stage.sums.end(stage, end_ns)
-            if end_ns - stage.begin_ns >= LONG_NS:
-                self.notice_long(stage)
+            if end_ns - stage.begin_ns >= LONG_NS and self.long_stage_ended is not None:
+                self.long_stage_ended(stage)
             return stage
         while stage is not None and (
             stage.log.source is not self.source or stage.name != name or stage.end_ns
@@ -269,11 +269,6 @@ class SpanLog:
         if stage is not None:
             stage.end(failed)
         return stage
-
-    def notice_long(self, stage: OpenStage) -> None:
-        """Report the end of a long stage, if it is an outermost one."""
-        if self.long_stage_ended is not None and not stage.depth():
-            self.long_stage_ended(stage.name)
 
     def end_mark_of(self, stage: OpenStage) -> None:
         """End the mark of a stage."""
@@ -312,9 +307,7 @@ class SpanLog:
     def so_far(self, open_fails: bool = False) -> list[StageSpan]:
         """Return all stages in order of their begin; open ones end now in the returned list."""
         now_ns = clock.now_ns()
-        native_ids: dict[int | None, int | None] = {}
-        for thread in threading.enumerate():
-            native_ids[thread.ident] = thread.native_id
+        native_ids = {thread.ident: thread.native_id for thread in threading.enumerate()}
         found = []
         for stage in self.spans or ():
             end_ns, thread_id = stage.end_ns or now_ns, native_ids.get(stage.thread) or stage.thread
