@@ -98,6 +98,9 @@ def test_the_capture_waits_until_the_flight_recorder_names_the_last_rank(
     assert decision.selection is not None
     assert decision.selection.ranks == (1, 2)
     assert f"longest there in step {step + 3}: actor_rank1" in caplog.text
+    for later in range(step + 4, step + 12):  # it is named already
+        loop.goes(summary(later, slow={"actor_rank1": 2.0}))
+    assert "actor_rank1 was in stage" not in caplog.text
 
 
 def test_an_engine_is_recorded_in_its_window_whatever_its_own_stage_is_called() -> None:

@@ -61,6 +61,7 @@ class Anomalies:
             named = noticed.named_in(summary)
             if named is not noticed and self._noticed is noticed:  # it may be captured by now
                 self._noticed = named
+                self._detector.is_named(named, summary)
                 logger.warning("watch: %s", named.reason)
                 self._uses = {use.lane: use for use in (*summary.loop, *summary.workers)}
         found = self._detector.observe(summary)

@@ -160,6 +160,12 @@ class Detector:
         self._spans.append(_by_role(summary))
         return self._leading(slow, summary) or self._growing(summary)
 
+    def is_named(self, found: Suspicion, summary: StepSummary) -> None:
+        """Record that a suspicion has got suspects in a step, so that their leads are no news."""
+        leads = _leads(summary)
+        for who in leads.keys() & {(found.stage, lane) for lane in found.suspects}:
+            self._noticed_leads[who] = leads[who]
+
     def _slow(self, summary: StepSummary) -> Suspicion | None:
         """Return a suspicion if the step, or one of its stages, has become slow."""
         options, times = self._options, summary.exposed_s
@@ -242,11 +248,7 @@ class Detector:
         least, found = self._options.leader, slow
         if least is None:
             return slow
-        leads = {
-            (row.name, row.leader): min(row.lead_ns, row.exposed_ns) / max(summary.duration_ns, 1)
-            for row in summary.exposed
-            if row.name and row.leader and row.lead_ns
-        }
+        leads = _leads(summary)
         for who in {*self._leads, *leads}:
             stage, lane = who
             shares = self._leads.setdefault(who, deque(maxlen=self._options.window))
@@ -374,6 +376,15 @@ def _with_span(
     suspects = [first] if is_known and span not in (TRAJECTORY, _GENERATE) else []
     peers = healthiest(took, suspects) if suspects else []
     return msgspec.structs.replace(found, suspects=suspects, peers=peers, ran=[])
+
+
+def _leads(summary: StepSummary) -> dict[tuple[str, str], float]:
+    """Return by how much a process leads in a stage, as a share of the step, by stage and lane."""
+    return {
+        (row.name, row.leader): min(row.lead_ns, row.exposed_ns) / max(summary.duration_ns, 1)
+        for row in summary.exposed
+        if row.name and row.leader and row.lead_ns
+    }
 
 
 def _by_role(summary: StepSummary) -> dict[tuple[str, str], SpanTotal]:
