@@ -371,7 +371,7 @@ class OpenCapture:
         return list(found.values())
 
     def others(self, ranks: Ranks) -> list[CaptureResult]:
-        """Return placeholder results for the workers of other ranks."""
+        """Return empty results in place of those that the other ranks of the loop write themselves."""
         [target, *_] = self.roster.driven(self.request.selection) or self.roster.targets
         model = self._lost(target.workers[0], self.request, NOT_WRITTEN)
         return ranks.expected(msgspec.structs.replace(model, artifacts=[]), self.request.selection)

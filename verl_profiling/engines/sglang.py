@@ -1,7 +1,7 @@
 """The SGLang adapter: ``Engine``, an object with a ``tokenizer_manager``, or a server's URL.
 
 The call that starts SGLang's profiler has all options of the capture, and the output folder.
-The options of each version are read from its code.
+Whether a version takes one object or keyword arguments is read from its signature.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class Hook:
 
     @property
     def problem(self) -> str | None:
-        """Why the hook does not fit; ``None`` if no problem is known."""
+        """Why this version of the library cannot be hooked here; ``None`` if no problem is known."""
         if self.missing:
             return f"{self.module} has no {', '.join(self.missing)}"
         if self.missing is None and not _exists(self.module):

@@ -95,7 +95,7 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def basis(self) -> str:
-        """The basis of the comparison, as a phrase."""
+        """The number of steps that are compared on each side, and whether the noise is known, as a phrase."""
         if self.before > 1 and self.after > 1:
             return f"medians of {self.before} steps before and {self.after} after; noise is half their range"
         return (

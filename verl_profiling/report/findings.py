@@ -223,7 +223,7 @@ def _communication(report: Report) -> Iterator[Finding]:
 
 
 def _of_cause(report: Report, cause: str, text: str, advice: str) -> Finding:
-    """Return what devices lost by a cause of idle time."""
+    """Return a finding on the time that devices were idle by a cause."""
     return _lost(report, cause, report.devices, lambda row: row.lost_us.get(cause, 0.0), text, advice)
 
 
@@ -248,7 +248,7 @@ def _lost(
     text: str,
     advice: str,
 ) -> Finding:
-    """Return what devices lost, as a share of the observed time of all devices."""
+    """Return a finding on lost time of devices, in lane-seconds and as a share of their observed time."""
     total, observed = sum(map(lost_us, rows)), sum(row.span_us for row in report.devices) or 1.0
     lost = f"{report.lane_seconds(total / 1e6)} ({total / observed:.0%} of the observed time)"
     text = f"{report.whose.title()}s {text}: {lost}."

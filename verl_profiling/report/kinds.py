@@ -138,12 +138,13 @@ def communicates(patterns: tuple[str, ...] = ()) -> Callable[[str], bool]:
 
 
 class Group(NamedTuple):
-    """Process group of a collective; by default none, or an unknown one, in which nobody waits.
+    """Process group of a collective. The default is no group, or an unknown one: no rank waits for another.
 
     Attributes:
-        name: Its name; processes that split a group give their parts the same one.
-        ranks: Its ranks, as the trace lists them; for an NPU, the number that it has in names of collectives.
-        size: Number of its ranks; 0 if that is unknown.
+        name: Name of the group; processes that split a group give their parts the same one.
+        ranks: Ranks of the group, as the trace lists them. On an NPU, the number of the group in the names
+            of its collectives.
+        size: Number of ranks; 0 if that is unknown.
     """
 
     name: str = ""

@@ -123,7 +123,7 @@ def _done(step: Step, tail: Tail | None) -> tuple[int, int]:
 
 
 def working_spans(lane: Lane, step: Step, *stages: str) -> Spans:
-    """Return the spans from an engine's first iteration to its last, of each run of the loop's stages.
+    """Return when an engine works: from its first iteration to its last, in each run of the given stages.
 
     An engine without iterations has operators in their place. In a step without these stages there is one
     span; else the rest of the step is left out, because the engine may load weights there.

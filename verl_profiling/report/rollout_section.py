@@ -122,7 +122,7 @@ def rollout_of(
 
 
 def _causes(pieces: Pieces, shares: NDArray[np.float64], validate: Ints, kind: int) -> list[CauseRow]:
-    """Return the time of training or validation trajectories by cause; causes add up to the total time."""
+    """Return where trajectories spent their time, by cause (tool, queue, ...); causes add up to the total."""
     rows = np.flatnonzero((validate[pieces.owner] == kind) & (shares > 0))
     pairs = set(zip(pieces.cause[rows].tolist(), pieces.owner[rows].tolist(), strict=True))
     members = Counter(pieces.causes[cause] for cause, _ in pairs)
