@@ -306,6 +306,10 @@ class Detector:
         inside = [one for one in sorted(grown) if not one[0]] or grown
         named = [sentence for _, _, sentence, _ in inside[:_MOST_SPANS_NAMED]]
         own = self._stages.get("")
+        if not inside or inside[0][3][1] in (_GENERATE, TRAJECTORY):  # agent loops wait for engines
+            engines = {one.lane for one in processes if one.role == ROLLOUT_ROLE}
+            suspects = sorted(found.suspects, key=lambda lane: lane not in engines)
+            found = msgspec.structs.replace(found, suspects=suspects)
         if inside and found.suspects and {*found.suspects} <= {one.lane for one in summary.loop}:
             found = _with_span(found, processes, *inside[0][3], enough_ns)
         if own and not (found.stage or named) and 2e-9 * alone_ns(summary) >= own.value + own.usual:

@@ -45,7 +45,7 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
         suspects: list[str] = []
         peers: list[str] = []
         ran: dict[str, None] = {}
-        for standing in sorted(working, key=lambda one: len(one.lanes) == 1):  # it may wait for the others
+        for standing in working:
             found = [lane for lane in stand_out(standing) if lane in always]
             peers += healthiest(standing.by_lane(), found) if found else []
             suspects += [lane for lane in found if lane not in suspects]
