@@ -216,6 +216,13 @@ def test_who_stands_out_in_one_of_two_slow_steps_is_no_suspect() -> None:
     assert found.reason.endswith("no process stands out there")
 
 
+def test_a_large_lead_is_noticed_in_its_third_step() -> None:
+    """Also where a change that was noticed before it goes on."""
+    detector = Detector(Anomaly(slow_step=None, slow_stage=None))
+    found = [detector.observe(summary(step, slow={"actor_rank3": 4.0})) for step in range(1, 4)]
+    assert [each and each.suspects for each in found] == [None, None, ["actor_rank3"]]
+
+
 def test_a_process_that_leads_now_and_then_is_not_noticed() -> None:
     """As in stages of trajectories, where each agent loop leads in some steps."""
     detector = Detector(Anomaly(slow_step=None, slow_stage=None))

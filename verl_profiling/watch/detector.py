@@ -35,7 +35,7 @@ NEWS = 1.25
 _STEADY = 0.5
 """Minimum growth in the second half of the window, as a share of the first half's; less is a warm-up."""
 
-_OF_A_STEADY_LEAD = 0.3
+_STEADY_LEAD, _LARGE_LEAD = 0.3, 3.0
 _LEAST_OF_A_STEP, _MOST_OF_A_STEP, _OF_A_QUIET_STEP = 0.1, 0.5, 0.12
 _LONGEST, _QUIET = 10, 4
 _BESIDE_THE_WORST = 0.1
@@ -242,6 +242,7 @@ class Detector:
     def _leading(self, slow: Suspicion | None, summary: StepSummary) -> Suspicion | None:
         """Return a suspicion if a process leads in a stage in five steps in a row, or in every second step.
 
+        A lead of three times the least is one after three steps in a row.
         A lead is detected again if it is larger than before. What is slow goes first; its suspects have been
         detected with it.
         """
@@ -254,7 +255,7 @@ class Detector:
             shares = self._leads.setdefault(who, deque(maxlen=self._options.window))
             shares.append(leads.get(who, 0.0))
             latest = [*[0.0] * 7, *shares]
-            steady = min(latest[-5:]) >= least * _OF_A_STEADY_LEAD
+            steady = min(latest[-5:]) >= _STEADY_LEAD * least or min(latest[-3:]) >= _LARGE_LEAD * least
             lasting = max(median(latest[-5:]) if steady else 0.0, min(latest[-7::2]))
             if max(shares) < least:
                 self._leads.pop(who)
