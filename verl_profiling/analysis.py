@@ -301,7 +301,7 @@ class CapturedStep:
         """
         from verl_profiling.report.capture_rows import requests
         from verl_profiling.report.files import data_frame
-        from verl_profiling.report.model import RequestRow
+        from verl_profiling.report.rows import RequestRow
         from verl_profiling.report.tables import TABLES
 
         choices = (*TABLES, "requests")

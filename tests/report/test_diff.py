@@ -15,7 +15,8 @@ from verl_profiling.analysis import load_reports, open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.report.diff import Diff, compare, print_diff
-from verl_profiling.report.model import Report, StageRow
+from verl_profiling.report.model import Report
+from verl_profiling.report.rows import StageRow
 
 
 @pytest.fixture(scope="module")

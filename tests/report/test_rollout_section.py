@@ -19,8 +19,9 @@ from verl_profiling.report.diff import compare
 from verl_profiling.report.files import scalars
 from verl_profiling.report.findings import all_findings
 from verl_profiling.report.html import render_html
-from verl_profiling.report.model import Polling, Report
+from verl_profiling.report.model import Report
 from verl_profiling.report.records import OTHERS
+from verl_profiling.report.rows import Polling
 from verl_profiling.report.sentences import rollout_sentences
 from verl_profiling.report.tables import TABLES
 from verl_profiling.trajectory_log import (
@@ -371,6 +372,17 @@ def test_what_blocks_many_processes_is_one_finding(tmp_path: Path, processes: in
     assert first.seconds == pytest.approx(len(report.workers))
     causes = [row.cause for row in TABLES["trajectory_causes"].rows_shown(report)]
     assert "loop lag: tool:lookup" in causes
+
+
+def test_loop_lag_has_no_name_where_no_blocker_made_up_most_of_it(tmp_path: Path) -> None:
+    log = DrawnLog()
+    mine = log.trajectory(0, 4)
+    number = log.span("tool:lookup", 1, 2, trajectory=mine)
+    log.trajectory(0, 4, ("tool:http", 0.5, 2.001), ("tool:http", 2.2, 3.501))
+    log.block(1, 2, number, "tool:lookup")
+    log.block(2.5, 3.5, function="json.loads (json.py:3)")
+    causes = [row.cause for row in TABLES["trajectory_causes"].rows_shown(report_with(tmp_path, log))]
+    assert [cause for cause in causes if cause.startswith("loop lag")] == ["loop lag"]
 
 
 def test_trackers_and_comparisons_have_the_rollout(tmp_path: Path) -> None:

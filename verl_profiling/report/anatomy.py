@@ -26,7 +26,8 @@ from verl_profiling.report.intervals import (
     within,
 )
 from verl_profiling.report.lanes import Step
-from verl_profiling.report.model import GanttSpan, OutsideRow, RunningRow, StageRow
+from verl_profiling.report.model import GanttSpan
+from verl_profiling.report.rows import OutsideRow, RunningRow, StageRow
 from verl_profiling.timeline.processes import stages_by_row
 
 CAPTURE_CALLS = "(starting and stopping the capture)"

@@ -13,12 +13,12 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, Manifest
 from verl_profiling.report import anatomy, capture_rows, collectives, lost, numbers
 from verl_profiling.report.activity import LaneReader
-from verl_profiling.report.collectives import asked_of
 from verl_profiling.report.findings import find
 from verl_profiling.report.intervals import EMPTY, intersection, length
 from verl_profiling.report.lanes import Step
 from verl_profiling.report.model import Coverage, Report
 from verl_profiling.report.rollout_section import rollout_of
+from verl_profiling.report.suspects import asked_of
 from verl_profiling.timeline.member import read_logs
 from verl_profiling.timeline.merge import zero_ns
 from verl_profiling.timeline.step import Source, StepInputs

@@ -19,10 +19,10 @@ from verl_profiling.timeline.inputs import (
     is_step,
     is_uncaptured,
     located,
-    plain_steps,
     step_folders,
     unfinished,
 )
+from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.trace import Blocks, Limits, Trace
 from verl_profiling.trajectory_log import LOG_SUFFIX, read_log
 from verl_profiling.units import visible_text_of

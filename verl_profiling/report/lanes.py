@@ -22,7 +22,7 @@ from verl_profiling.report.intervals import (
     union,
 )
 from verl_profiling.report.kinds import Group
-from verl_profiling.report.model import RequestRow
+from verl_profiling.report.rows import RequestRow
 from verl_profiling.timeline.step import Source
 from verl_profiling.units import duration
 

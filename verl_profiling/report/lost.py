@@ -17,7 +17,8 @@ from verl_profiling.report.intervals import (
     within,
 )
 from verl_profiling.report.lanes import Lane, Step
-from verl_profiling.report.model import OTHER_RANKS, DeviceRow, LostRow, Tail
+from verl_profiling.report.model import OTHER_RANKS, Tail
+from verl_profiling.report.rows import DeviceRow, LostRow
 
 ROLLOUT, WEIGHT_SYNC = "rollout", "update_weights"
 CAUSES = (

@@ -25,7 +25,18 @@ from verl_profiling.report.intervals import (
 )
 from verl_profiling.report.lanes import Step
 from verl_profiling.report.lost import ROLLOUT
-from verl_profiling.report.model import (
+from verl_profiling.report.records import (
+    BEFORE,
+    GENERATE,
+    LOOP_LAG,
+    UNEXPLAINED,
+    Explanation,
+    Pieces,
+    Records,
+    Trajectory,
+    pieces_of,
+)
+from verl_profiling.report.rows import (
     BlockRow,
     CallRow,
     CauseRow,
@@ -37,17 +48,6 @@ from verl_profiling.report.model import (
     Rollout,
     StatusRow,
     VersionRow,
-)
-from verl_profiling.report.records import (
-    BEFORE,
-    GENERATE,
-    LOOP_LAG,
-    UNEXPLAINED,
-    Explanation,
-    Pieces,
-    Records,
-    Trajectory,
-    pieces_of,
 )
 from verl_profiling.timeline.processes import joined, requests_by_id, shortened
 from verl_profiling.timeline.step import Source

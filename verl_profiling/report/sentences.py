@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from verl_profiling.report.lost import cause_name
-from verl_profiling.report.model import OTHER_RANKS, Asked, Report, Rollout
+from verl_profiling.report.model import OTHER_RANKS, Asked, Report
+from verl_profiling.report.rows import Rollout
 from verl_profiling.units import byte_size, duration
 
 _MOST_BARS = 60

@@ -8,6 +8,7 @@ of its row, if the row has one.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, get_args, get_type_hints
 from zlib import crc32
@@ -15,8 +16,9 @@ from zlib import crc32
 import msgspec
 
 from verl_profiling.report.lost import CAUSES, cause_name
-from verl_profiling.report.model import OTHER_RANKS, CauseRow, Report, Rollout
+from verl_profiling.report.model import OTHER_RANKS, Report
 from verl_profiling.report.records import LOOP_LAG, UNKNOWN
+from verl_profiling.report.rows import CauseRow, Rollout
 from verl_profiling.units import byte_size, duration
 
 _STAGES = (
@@ -94,7 +96,7 @@ class Table(NamedTuple):
         brief: Number of rows on the terminal.
         most: Number of rows on the page.
         key: Returns the colour key of a row.
-        field: Field of :class:`~verl_profiling.report.model.Rollout` with the rows, if they are there.
+        field: Field of :class:`~verl_profiling.report.rows.Rollout` with the rows, if they are there.
         shown: Returns the rows to show, if they differ from the rows of the data.
     """
 
@@ -230,10 +232,13 @@ def _lost(report: Report) -> list[_Part]:
 
 
 def _causes(report: Report) -> list[CauseRow]:
-    """Return the causes of trajectories' time; loop lag has the name of what they stood still for longest."""
+    """Return the causes of trajectories' time; loop lag has the name of what made up most of it."""
     causes, blocks = (report.rollout.causes, report.rollout.blocks) if report.rollout else ([], [])
-    blocker = max(blocks, key=lambda row: row.stood_still_s).what if blocks else UNKNOWN
-    if blocker == UNKNOWN:
+    still_s: defaultdict[str, float] = defaultdict(float)
+    for block in blocks:
+        still_s[block.what] += block.stood_still_s
+    blocker = max(still_s, key=still_s.__getitem__, default=UNKNOWN)
+    if blocker == UNKNOWN or 2 * still_s[blocker] <= sum(still_s.values()):
         return causes
     lag = f"{LOOP_LAG}: {blocker}"
     return [msgspec.structs.replace(row, cause=lag) if row.cause == LOOP_LAG else row for row in causes]

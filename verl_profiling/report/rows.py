@@ -1,0 +1,855 @@
+"""The row classes of the report, one per table.
+
+``columns`` of a class lists what the terminal and the page show: ``heading=field``, or ``field`` if the
+heading is its name without the unit; a leading ``+`` means on the page only.
+
+All times are microseconds (``_us``) unless a name says otherwise; shares are fractions of 1.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import msgspec
+
+from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP
+from verl_profiling.units import duration
+
+
+class StageRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage of the controller, over all its runs.
+
+    Attributes:
+        name: The stage; also ``(starting and stopping the capture)``, which is part of no stage, and
+            ``(outside stages)``, the rest of the step.
+        runs: Number of runs.
+        begin_us: Begin of the first run, relative to the begin of the step.
+        duration_us: Total time in the stage, without the starts and stops of tools.
+        share: Share of the step. Time in which several stages run side by side is divided equally among
+            them, so the shares of all rows with depth 0 add up to 1.
+        depth: 0 for an outermost stage.
+        side_by_side_us: Part of ``duration_us`` in which another stage of the same depth ran too.
+        idle_us: Part of ``duration_us`` in which every lane was idle and no worker was in a stage of its own.
+    """
+
+    columns: ClassVar[str] = "stage=name, runs, time=duration_us, share, +side by side=side_by_side_us"
+
+    name: str
+    runs: int
+    begin_us: float
+    duration_us: float
+    share: float
+    depth: int = 0
+    side_by_side_us: float = 0.0
+    idle_us: float = 0.0
+
+
+class OutsideRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Time of the loop around the step: a pause in which the capture started or stopped, or a stage.
+
+    Attributes:
+        name: ``capture_start``, ``capture_stop``, or the stage, e.g. ``validate``.
+        runs: Number of runs.
+        begin_us: Begin of the first run, relative to the begin of the step.
+        duration_us: Time in all runs.
+        parts: For a pause: answer time of each role (called concurrently) and time of writing. For a stage:
+            its nested stages. In seconds, largest first.
+    """
+
+    name: str
+    runs: int
+    begin_us: float
+    duration_us: float
+    parts: dict[str, float] = {}
+
+    @property
+    def is_pause(self) -> bool:
+        """Whether the loop only waited for the capture."""
+        return self.name in (CAPTURE_START, CAPTURE_STOP)
+
+
+class UseRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Time of a lane, or of a device with all lanes that share it, by use.
+
+    ``docs/report.md`` defines each number. All times lie inside the span.
+
+    Attributes:
+        name: Name of the lane; for a shared device, the names of its lanes joined by ``+``.
+        device: ``False`` for CPU traces, where operators are counted in place of kernels.
+        span_us: Observed time.
+        busy_us: Time in which anything ran.
+        idle_us: ``span_us - busy_us``.
+        compute_us: Time in which computing kernels ran.
+        communication_us: Time in which communication kernels ran.
+        exposed_communication_us: Communication with no computation at the same time.
+        overlap_us: Computation and communication at the same time.
+        memcpy_us: Time in which memory was copied or set.
+        unrecognised_us: Time in which the device was busy with work of unknown kind.
+        waiting_us: Part of the communication in which the lane only waited for ranks that entered a
+            collective later.
+        host_bound_us: Idle time with the cause ``host_bound`` (also in ``lost_us``).
+        lost_us: Lost time by cause; adds up to ``idle_us`` and ``waiting_us``.
+        graphs: Whether the host launched graphs (e.g. CUDA graphs) instead of single kernels.
+    """
+
+    name: str
+    device: bool
+    span_us: float
+    busy_us: float
+    idle_us: float
+    compute_us: float
+    communication_us: float
+    exposed_communication_us: float
+    overlap_us: float
+    memcpy_us: float
+    unrecognised_us: float
+    waiting_us: float
+    host_bound_us: float
+    lost_us: dict[str, float]
+    graphs: bool
+
+    @property
+    def busy_share(self) -> float:
+        """Busy share of the observed time."""
+        return self.busy_us / self.span_us if self.span_us else 0.0
+
+
+class WorkerRow(UseRow, frozen=True, kw_only=True):
+    """Time of one lane (a training rank, or a rank of a rollout engine) by use.
+
+    Attributes:
+        role: Role of the worker.
+        rank: Rank inside the role, or inside the replica.
+        replica: Index of the rollout replica.
+        load: Busy percentage (0 to 100) of each of 240 equal parts of the step.
+        communication_load: Percentage of each part with communication and no computation; a part of
+            ``load``.
+        waiting_load: Percentage of each part in which the lane only waited in collectives, as in
+            ``waiting_us``; a part of ``communication_load``. Ranks that arrive late have little of it.
+        accelerator: Name of the device, such as ``GPU 0``; empty for a CPU trace.
+        traces: The lane's trace files, relative to the folder of the report.
+    """
+
+    columns: ClassVar[str] = (
+        "name, +device=accelerator, observed=span_us, busy_us, busy_share, +idle_us, "
+        "host-bound=host_bound_us, compute_us, +communication_us, "
+        "exposed comm=exposed_communication_us, +waiting_us, +overlap_us, copies=memcpy_us, "
+        "unrecognised_us, +files=traces"
+    )
+
+    role: str
+    rank: int
+    replica: int | None
+    load: list[int]
+    communication_load: list[int]
+    waiting_load: list[int]
+    accelerator: str
+    traces: list[str]
+
+
+class DeviceRow(UseRow, frozen=True, kw_only=True):
+    """Time of one device by use, over all lanes that share it (usually one).
+
+    Attributes:
+        lanes: Names of the lanes.
+        roles: Roles of the lanes.
+        kind: ``cuda``, ``npu``, ``cpu`` and so on; empty if unknown.
+        uuid: UUID of the device; empty if unknown.
+        place: Host, and number of the device on it; empty if unknown.
+    """
+
+    columns: ClassVar[str] = (
+        "lanes=name, observed=span_us, busy_us, busy_share, +idle_us, host-bound=host_bound_us, "
+        "exposed comm=exposed_communication_us, +waiting_us, device=located"
+    )
+
+    lanes: list[str]
+    roles: list[str]
+    kind: str
+    uuid: str
+    place: str
+
+    @property
+    def located(self) -> str:
+        """Host and number of the device, else its UUID, else ``""``."""
+        return self.place or self.uuid
+
+
+class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Time of one rank of a rollout engine, from the names of its iterations.
+
+    Attributes:
+        name: Name of the lane.
+        replica: Index of the replica.
+        busy_us: As in :class:`WorkerRow`.
+        queueing_us: From the begin of the rollout to the engine's first iteration.
+        iterations: Number of iterations.
+        prefill_us: Time in iterations that processed prompt tokens.
+        decode_us: Time in iterations that only generated.
+        prefill_tokens: Prompt tokens processed.
+        decode_tokens: Tokens generated.
+        finish_us: End of the last iteration, relative to the begin of the rollout.
+    """
+
+    columns: ClassVar[str] = (
+        "name, iterations, prefill_us, decode_us, prompt tokens=prefill_tokens, "
+        "new tokens=decode_tokens, queueing_us, finish_us"
+    )
+
+    name: str
+    replica: int
+    busy_us: float
+    queueing_us: float | None
+    iterations: int
+    prefill_us: float
+    decode_us: float
+    prefill_tokens: int
+    decode_tokens: int
+    finish_us: float | None
+
+
+class StragglerRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Spread of a stage's work over the workers of a role.
+
+    Work is the time in the stage without waits for other workers in collectives.
+
+    Attributes:
+        stage: The stage.
+        role: The role.
+        workers: Number of workers that ran the stage.
+        slowest: Worker with the longest work.
+        slowest_us: Work of the slowest worker.
+        median_us: Median work of the workers.
+        wait_us: Total wait of workers for others: in collectives, and after their own end of the stage.
+        behind_us: Sum, over the other workers, of the slowest worker's extra work. Without it, they would
+            wait so much less.
+    """
+
+    columns: ClassVar[str] = (
+        "stage, +role, +workers, slowest, time=slowest_us, median_us, others waited=wait_us"
+    )
+
+    stage: str
+    role: str
+    workers: int
+    slowest: str
+    slowest_us: float
+    median_us: float
+    wait_us: float
+    behind_us: float = 0.0
+
+
+class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Waits of the ranks of a process group for each other in a collective.
+
+    Attributes:
+        name: The collective.
+        role: Role of the ranks.
+        group: Ranks of the group, as the traces list them; for an NPU, the group's number.
+        calls: Calls that every rank made.
+        median_us: Median, over the calls, of the shortest run: the cost once all ranks have arrived.
+        wait_us: Time for which ranks waited for later ranks, summed over the ranks. Concurrent waits of one
+            rank count once.
+        late: Rank that arrived last most often, i.e. had the shortest run; empty if some ranks of the
+            group are unknown.
+        late_share: Share of the calls in which ``late`` arrived last.
+    """
+
+    columns: ClassVar[str] = (
+        "collective=name, +role, ranks=group, calls, median_us, waiting=wait_us, "
+        "most often last=late, of calls=late_share"
+    )
+
+    name: str
+    role: str
+    calls: int
+    median_us: float
+    wait_us: float
+    late: str
+    late_share: float
+    group: str = ""
+
+
+class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One kernel (or operator, in a CPU trace) in one stage, over all lanes.
+
+    Attributes:
+        name: The kernel.
+        stage: Stage in which it began, or ``""``.
+        calls: Number of calls.
+        self_us: Time in the kernel, without nested calls.
+        share: Share of the self time of all kernels.
+    """
+
+    columns: ClassVar[str] = "stage, name, calls, self time=self_us, share"
+
+    name: str
+    stage: str
+    calls: int
+    self_us: float
+    share: float
+
+
+class PartRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The time of one cause.
+
+    Attributes:
+        cause: Name of the cause. In a rollout, a cause of trajectories; while none ran, a span of their
+            processes, ``controller: <stage>``, or ``requests of no trajectory``.
+        seconds: Time of the cause; for the rollout, wall time.
+        share: Share of the whole.
+    """
+
+    columns: ClassVar[str] = "cause, time=seconds, share"
+
+    cause: str
+    seconds: float
+    share: float
+
+
+class LostRow(PartRow, frozen=True, kw_only=True):
+    """The lane-seconds lost by one cause: devices idled, or waited for other ranks in collectives.
+
+    Attributes:
+        cause: Name of the cause; ``docs/report.md`` defines each.
+        seconds: Device-seconds: lanes that share a device count once.
+        share: Share of the observed time of all devices.
+        parts: ``seconds`` divided by what trajectories, their processes and the loop did meanwhile. Only for
+            causes that trajectories explain, and if trajectories were recorded.
+    """
+
+    parts: dict[str, float] = {}
+
+
+class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One inference request that ended while its replica was captured.
+
+    Requests are a table of their own, not part of the report: a step may have 100,000.
+
+    Attributes:
+        worker: Name of the replica, e.g. ``rollout0``.
+        replica: Index of the replica.
+        begin_us: Time of sending, relative to the begin of the step, like all times of a request.
+        first_token_us: Time of the first token in the engine, or else of the first output at the sender;
+            ``None`` if neither is known.
+        end_us: Time of the complete response.
+        latency_us: From sending to the complete response.
+        prompt_tokens: Length of the prompt.
+        response_tokens: Length of the response.
+        id: Request id in the engine; empty if unknown.
+        arrival_us: Time of arrival at the engine's scheduler, if known.
+        scheduled_us: Time at which the engine first scheduled the request, if known.
+        last_token_us: Time of the last token in the engine, if known.
+        to_first_token_us: From sending to the first token, if known.
+        per_token_us: Mean time per token after the first, if known.
+        cached_tokens: Prompt tokens from the engine's prefix cache, if known.
+        preemptions: Number of preemptions by the engine, if known.
+        policy_version: Policy version at the begin of the request, if known.
+        failed: Whether the request raised or was aborted.
+        validate: Whether the request was sent during validation.
+    """
+
+    worker: str
+    replica: int
+    begin_us: float
+    first_token_us: float | None
+    end_us: float
+    latency_us: float
+    prompt_tokens: int
+    response_tokens: int
+    id: str = ""
+    arrival_us: float | None = None
+    scheduled_us: float | None = None
+    last_token_us: float | None = None
+    to_first_token_us: float | None = None
+    per_token_us: float | None = None
+    cached_tokens: int | None = None
+    preemptions: int | None = None
+    policy_version: int | None
+    failed: bool
+    validate: bool = False
+
+
+class RunningRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Number of a replica's running requests over time.
+
+    Attributes:
+        worker: Name of the replica, e.g. ``rollout0``.
+        replica: Index of the replica.
+        requests: Mean number of unfinished requests in each of 240 equal parts of the step.
+        queued: The same for requests that are not scheduled yet; empty if the engine does not report it.
+    """
+
+    worker: str
+    replica: int
+    requests: list[float]
+    queued: list[float] = []
+
+
+class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The totals of one replica's requests; ``None`` for values that its engine does not report.
+
+    Percentiles are of the requests that did not fail. All numbers but ``validation`` leave out validation.
+
+    Attributes:
+        worker: Name of the replica, e.g. ``rollout0``.
+        replica: Index of the replica.
+        requests: Number of requests.
+        failed: Number of requests that raised or were aborted.
+        queued_p50_us: Median time from arrival at the engine to scheduling.
+        queued_p90_us: The same, 90th percentile.
+        queued_p99_us: The same, 99th percentile.
+        to_first_token_p50_us: Median time from sending to the first token.
+        to_first_token_p90_us: The same, 90th percentile.
+        to_first_token_p99_us: The same, 99th percentile.
+        per_token_p50_us: Median, over requests, of the mean time per token after the first.
+        per_token_p90_us: The same, 90th percentile.
+        per_token_p99_us: The same, 99th percentile.
+        cache_hit_share: Share of prompt tokens that came from the prefix cache.
+        preemptions: Number of preemptions.
+        validation: Number of requests sent during validation.
+    """
+
+    columns: ClassVar[str] = (
+        "name=worker, requests, +failed, +queued_p50_us, +queued_p90_us, queued_p99_us, "
+        "1st token p50=to_first_token_p50_us, +1st token p90=to_first_token_p90_us, "
+        "1st token p99=to_first_token_p99_us, a token p50=per_token_p50_us, "
+        "+a token p90=per_token_p90_us, +a token p99=per_token_p99_us, cached=cache_hit_share, "
+        "preempted=preemptions, of validation besides=validation"
+    )
+
+    worker: str
+    replica: int
+    requests: int
+    failed: int
+    queued_p50_us: float | None
+    queued_p90_us: float | None
+    queued_p99_us: float | None
+    to_first_token_p50_us: float | None
+    to_first_token_p90_us: float | None
+    to_first_token_p99_us: float | None
+    per_token_p50_us: float | None
+    per_token_p90_us: float | None
+    per_token_p99_us: float | None
+    cache_hit_share: float | None
+    preemptions: int | None
+    validation: int = 0
+
+
+class MeasureRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One number that a worker recorded with the capture, such as the peak memory of a stage.
+
+    Attributes:
+        worker: Name of the worker.
+        stage: The stage of the number, or ``""``.
+        name: Name of the number, with its unit, e.g. ``process_peak_rss_bytes``.
+        value: The number; the largest, if the stage ran several times.
+    """
+
+    columns: ClassVar[str] = "worker, stage, number=name, value"
+
+    worker: str
+    stage: str
+    name: str
+    value: float
+
+    @property
+    def unit(self) -> str:
+        """Unit of the number, from its name; empty if the name has none."""
+        return "bytes" if self.name.endswith("_bytes") else ""
+
+
+class CounterRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A counter of a process in the step, e.g. the length of a queue.
+
+    Attributes:
+        lane: Lane of the process, e.g. ``rollouter_rank0``.
+        name: Name of the counter.
+        samples: Number of samples in the step.
+        last: The last sample.
+        mean: Mean over time from the first sample on; each sample holds until the next.
+        max: The largest sample.
+    """
+
+    columns: ClassVar[str] = "of=lane, count=name, last, mean, largest=max, +counted=samples"
+
+    lane: str
+    name: str
+    samples: int
+    last: float
+    mean: float
+    max: float
+
+
+class CostRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The cost of the capture for one worker.
+
+    Attributes:
+        worker: Name of the worker.
+        start_s: Seconds to start recording.
+        stop_s: Seconds to stop recording, which includes writing.
+        bytes: Size of the worker's artifacts on disk; artifacts of unknown size count 0.
+    """
+
+    columns: ClassVar[str] = "worker, start_s, stop_s, on disk=bytes"
+
+    worker: str
+    start_s: float
+    stop_s: float
+    bytes: int
+
+
+class AnchorRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The drift of a worker's clock, from its first reading in the capture to its last.
+
+    Attributes:
+        worker: Name of the worker.
+        host: Host of the worker.
+        begin_us: Time of the first reading, relative to the begin of the step.
+        end_us: Time of the last reading, relative to the begin of the step.
+        set_us: Change of unix time minus change of monotonic time between the readings. More than a few
+            microseconds mean that the clock was set, or slewed by NTP.
+    """
+
+    columns: ClassVar[str] = "worker, host, watched for=watched_us, was set by=set_us"
+
+    worker: str
+    host: str
+    begin_us: float
+    end_us: float
+    set_us: float
+
+    @property
+    def watched_us(self) -> float:
+        """Time from the first reading to the last."""
+        return self.end_us - self.begin_us
+
+
+class SuspectRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One quantity of a suspect, compared with its peers.
+
+    Attributes:
+        suspect: Lane or worker that may be the cause of a slow step.
+        peers: Lanes or workers to compare with; of several, the median counts.
+        kind: ``stage``: time in a stage without waits for other ranks. ``time``: a part of the slow stage
+            (else of the step). ``kernel``: self time of a kernel. ``request``: median over an engine's
+            requests. ``memory``: a peak.
+        name: Name of the stage, the part of the time, the kernel or the measure.
+        unit: Unit of the values.
+        value: Value of the suspect.
+        peer_value: Value of the peers; ``None`` if they have none.
+    """
+
+    columns: ClassVar[str] = "suspect, what=kind, name, suspect's=value, peers, peers'=peer_value, difference"
+
+    suspect: str
+    peers: str
+    kind: Literal["stage", "time", "kernel", "request", "memory"]
+    name: str
+    unit: Literal["s", "bytes"] = "s"
+    value: float
+    peer_value: float | None
+
+    @property
+    def difference(self) -> float | None:
+        """The suspect's value minus the peers'."""
+        return None if self.peer_value is None else self.value - self.peer_value
+
+
+class CauseRow(PartRow, frozen=True, kw_only=True):
+    """The waiting of all trajectories for one cause.
+
+    Attributes:
+        cause: ``decode``, ``tool:search``, ``loop lag``, ...; ``docs/agents.md`` defines each.
+        seconds: Trajectory-seconds; all causes add up to the time of all trajectories.
+        share: Share of the time of all trajectories.
+        validate: Whether the row is of validation rollouts.
+        trajectories: Number of trajectories with this cause.
+    """
+
+    columns: ClassVar[str] = "cause, validation=validate, time=seconds, share, trajectories"
+
+    validate: bool
+    trajectories: int
+
+
+class CallRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Spans of one name: a tool, an environment, scoring, generating, waiting.
+
+    Attributes:
+        role: Role of the processes.
+        name: Name of the spans.
+        calls: Number of spans.
+        failed: Number of spans that an exception left.
+        seconds: Total duration of the spans.
+        p50_s: Median duration.
+        p90_s: 90th percentile of the durations.
+        p99_s: 99th percentile of the durations.
+        longest_s: Longest duration.
+        mean_running: Mean number of concurrent spans, over the time in which at least one ran.
+        most_running: Largest number of concurrent spans.
+    """
+
+    columns: ClassVar[str] = (
+        "name, +role, calls, failed, time=seconds, p50_s, p90_s, p99_s, longest_s, "
+        "+at once=mean_running, most at once=most_running"
+    )
+
+    role: str
+    name: str
+    calls: int
+    failed: int
+    seconds: float
+    p50_s: float
+    p90_s: float
+    p99_s: float
+    longest_s: float
+    mean_running: float
+    most_running: int
+
+
+class BlockRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One task that blocked the event loop of a process.
+
+    Attributes:
+        lane: Lane of the process.
+        what: The blocking span, or else the function; ``unknown`` without a stack sample.
+        function: The function that blocked longest.
+        blocks: Number of blocks.
+        seconds: Total duration of the blocks.
+        longest_s: Longest block.
+        trajectories: Number of trajectories delayed by the blocks.
+        stood_still_s: Total delay of these trajectories.
+    """
+
+    columns: ClassVar[str] = (
+        "lane, by=what, +function, times=blocks, for=seconds, longest_s, stood still=trajectories, "
+        "added up=stood_still_s"
+    )
+
+    lane: str
+    what: str
+    function: str
+    blocks: int
+    seconds: float
+    longest_s: float
+    trajectories: int
+    stood_still_s: float
+
+
+class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The trajectories of one prompt.
+
+    Attributes:
+        group: The group.
+        members: Number of trajectories in the group.
+        first_s: First end of a trajectory, relative to the begin of the step.
+        last_s: Last end of a trajectory, relative to the begin of the step.
+        waited_s: Sum, over the trajectories, of the time from their end to the last end.
+        last_cause: Largest cause of the last trajectory's time after the first end.
+        whole: Whether all trajectories of the group ended in the step.
+    """
+
+    columns: ClassVar[str] = (
+        "group, members, first done=first_s, last done=last_s, waited_s, the last's cause=last_of"
+    )
+
+    group: str
+    members: int
+    first_s: float
+    last_s: float
+    waited_s: float
+    last_cause: str
+    whole: bool
+
+    @property
+    def last_of(self) -> str:
+        """``last_cause``, with a remark if not all trajectories ended in the step."""
+        return self.last_cause if self.whole else f"{self.last_cause} (not done)"
+
+
+class StatusRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Trajectories of one status, and their cost.
+
+    Attributes:
+        validate: Whether the row is of validation rollouts.
+        status: ``done``, ``failed``, ``filtered``, ...
+        trajectories: Number of trajectories.
+        seconds: Total time of the trajectories.
+        share: Share of the time of all training (or all validation) trajectories.
+        response_tokens: Generated tokens, as reported by the loop or the engine.
+        turns: Number of turns, as reported by the loop.
+        tool_calls: Number of tool calls.
+    """
+
+    columns: ClassVar[str] = (
+        "status, validation=validate, trajectories, time=seconds, share, tokens=response_tokens, "
+        "+turns, tool_calls"
+    )
+
+    validate: bool
+    status: str
+    trajectories: int
+    seconds: float
+    share: float
+    response_tokens: int
+    turns: int
+    tool_calls: int
+
+
+class FailureRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Trajectories that failed, or were cancelled, with one error in one span.
+
+    Attributes:
+        validate: Whether the row is of validation rollouts.
+        status: ``failed`` or ``cancelled``; empty for the row of all other errors.
+        error: The error, in one line of at most 120 characters.
+        trajectories: Number of trajectories.
+        example: One of the trajectories, as ``group/sample``.
+        span: Last span that failed, else the last open span; empty if there is none.
+    """
+
+    columns: ClassVar[str] = "error, validation=validate, trajectories, status, in=span, e.g.=example"
+
+    validate: bool
+    status: str
+    error: str
+    trajectories: int
+    example: str
+    span: str
+
+
+class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Training trajectories and requests of one policy version.
+
+    Attributes:
+        version: The policy version.
+        behind: Version that the step trains minus this version (negative: this one is newer); ``None`` if
+            unknown.
+        oldest: Number of trajectories whose oldest version is this one.
+        newest: Number of trajectories whose newest version is this one.
+        segments: Number of requests served with this version.
+        segment_tokens: Tokens generated by these requests.
+    """
+
+    columns: ClassVar[str] = (
+        "version, behind=distance, oldest of=oldest, newest of=newest, segments, tokens=segment_tokens"
+    )
+
+    version: int
+    behind: int | None
+    oldest: int
+    newest: int
+    segments: int
+    segment_tokens: int
+
+    @property
+    def distance(self) -> str:
+        """``behind`` as text, e.g. ``2``, or ``1 newer`` (engines may have the next version already)."""
+        if self.behind is None:
+            return ""
+        return f"{self.behind:,}" if self.behind >= 0 else f"{-self.behind:,} newer"
+
+
+class LastTrajectories(msgspec.Struct, frozen=True, kw_only=True):
+    """The tail of the rollout: the time in which only its last training trajectories ran.
+
+    Attributes:
+        trajectories: Number of trajectories in the tail.
+        of: Number of all training trajectories.
+        begin_s: End of all other trajectories, relative to the begin of the step.
+        seconds: Duration of the tail, up to the end of the last trajectory.
+        share: Share of the time from the first trajectory's begin to the last one's end.
+        parts: Duration of the tail by cause; an instant is divided equally among the running trajectories.
+    """
+
+    trajectories: int
+    of: int
+    begin_s: float
+    seconds: float
+    share: float
+    parts: list[PartRow]
+
+
+class Polling(msgspec.Struct, frozen=True, kw_only=True):
+    """Cost of a trainer that polls for ended trajectories.
+
+    Attributes:
+        pauses: Number of sleeps between polls in the rollout.
+        interval_s: Median duration of a sleep.
+        seconds: Total duration of the sleeps.
+        late_s: Part of ``seconds`` after the last trajectory's end. For an asynchronous trainer it is a
+            lower bound, because trajectories of later batches end too.
+        late_share: ``late_s`` as a share of the step.
+    """
+
+    pauses: int
+    interval_s: float
+    seconds: float
+    late_s: float
+    late_share: float
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+    """The section on the rollout: the time of a step's trajectories by cause.
+
+    Attributes:
+        trajectories: Number of training trajectories.
+        validation: Number of trajectories of validation rollouts.
+        cut: Number of trajectories that are only partly in the step or in the recording.
+        seconds: Total time of the training trajectories.
+        p50_s: Median time of the completely recorded training trajectories; ``None`` if there are none.
+        p99_s: 99th percentile of the same times.
+        begin_s: Begin of the first training trajectory, relative to the begin of the step.
+        wall_s: Time from this begin to the end of the last training trajectory.
+        causes: Time of the trajectories by cause.
+        uncertain_lag_s: Part of the training trajectories' ``loop lag`` that is an upper bound.
+        time: Wall time of the rollout by cause.
+        explained: Share of this wall time with a known cause.
+        last: The tail.
+        calls: Tools and other spans, the largest total time first.
+        blocks: Functions and spans that blocked event loops.
+        groups: Groups of training trajectories, the longest total wait first.
+        groups_seen: Number of groups with several trajectories.
+        group_waited_s: Total time for which trajectories of these groups waited for their group's last one.
+        group_spread_p50_s: Median time from a group's first end to its last.
+        group_spread_max_s: Longest time from a group's first end to its last.
+        statuses: Trajectories by status.
+        failures: Errors of trajectories, most frequent first, validation last.
+        versions: Policy versions of the training trajectories, newest first.
+        versioned: Number of training trajectories with known versions.
+        partial: Number of training trajectories generated with several versions.
+        polling: Cost of the trainer's polling; ``None`` if it does not poll.
+    """
+
+    trajectories: int
+    validation: int
+    cut: int
+    seconds: float
+    p50_s: float | None
+    p99_s: float | None
+    begin_s: float
+    wall_s: float
+    causes: list[CauseRow]
+    uncertain_lag_s: float
+    time: list[PartRow]
+    explained: float
+    last: LastTrajectories | None
+    calls: list[CallRow]
+    blocks: list[BlockRow]
+    groups: list[GroupRow]
+    groups_seen: int
+    group_waited_s: float
+    group_spread_p50_s: float
+    group_spread_max_s: float
+    statuses: list[StatusRow]
+    failures: list[FailureRow]
+    versions: list[VersionRow]
+    versioned: int
+    partial: int
+    polling: Polling | None = None
+
+    @property
+    def of_trajectories(self) -> str:
+        """``wall_s`` as a phrase."""
+        return f"the {duration(self.wall_s)} from the first trajectory's begin to the last one's end"
