@@ -157,10 +157,8 @@ class Session:
                 return self._join(capture, request, identity, received_ns)
             file = self._slot.file.opened(request, role, identity)
             handover_s = min(HANDOVER_S, self._configs[identity.name].timeouts.stop_s / 2)
-            capture = Capture(
-                *(request, role, identity, self._slot.background, file.finished, self._given),
-                *(SpanLog(self), handover_s),
-            )
+            given, background, log = self._given, self._slot.background, SpanLog(self)
+            capture = Capture(request, role, identity, background, file.finished, given, log, handover_s)
             expected = capture.open()
             self._capture, self._slot.file = capture, file
             termination.hold()
