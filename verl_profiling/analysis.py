@@ -300,8 +300,8 @@ class CapturedStep:
             TraceFormatError: There is neither a manifest nor a readable trace.
         """
         from verl_profiling.report.capture_rows import requests
+        from verl_profiling.report.columns import RequestRow
         from verl_profiling.report.files import data_frame
-        from verl_profiling.report.rows import RequestRow
         from verl_profiling.report.tables import TABLES
 
         choices = (*TABLES, "requests")

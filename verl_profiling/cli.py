@@ -1,4 +1,7 @@
-"""The command line, ``verl-profiling``; its commands are in :mod:`verl_profiling.commands`."""
+"""The command line, ``verl-profiling``: the list of its commands, and its errors.
+
+A new command is a line of :data:`COMMANDS`, and a module of the same name in :mod:`verl_profiling.commands`.
+"""
 
 from __future__ import annotations
 

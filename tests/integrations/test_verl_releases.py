@@ -25,11 +25,14 @@ HOOKED = (
 )
 
 
+IMPORT = f"from {PLUGIN}.versions_and_stages import untested"
+
+
 def program(*modules: str) -> str:
     """Return a program that imports the hooked classes and says what does not fit."""
     lines = [*(f"import {module}" for module in modules), f"import {PLUGIN} as plugin"]
-    lines += ["from verl_profiling.integrations.hooks import misfits, usable"]
-    lines += ["print(plugin.untested(), misfits(), usable(plugin.parts_of({})))"]
+    lines += ["from verl_profiling.integrations.hooks import misfits, usable", IMPORT]
+    lines += ["print(untested(), misfits(), usable(plugin.parts_of({})))"]
     return "\n".join(lines)
 
 

@@ -18,7 +18,7 @@ from verl_profiling.commands.trigger import Answer, Job
 from verl_profiling.remote import LocalFolder
 from verl_profiling.run_files import read_run
 from verl_profiling.step_summary import StepSummary
-from verl_profiling.watch.values import PREFIX
+from verl_profiling.watch.log import PREFIX
 from verl_profiling.watch_log import WatchLogReader
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(1200)]

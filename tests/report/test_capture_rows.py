@@ -11,10 +11,10 @@ from step_outcome import printed
 
 from verl_profiling.analysis import open_step
 from verl_profiling.manifest import ClockAnchor
+from verl_profiling.report.columns import AnchorRow, CostRow, MeasureRow
 from verl_profiling.report.files import scalars
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
-from verl_profiling.report.rows import AnchorRow, CostRow, MeasureRow
 from verl_profiling.run_files import read_manifest
 
 

@@ -9,8 +9,8 @@ from drawn_logs import DrawnLog
 from drawn_steps import Worker, drawn_inputs
 
 from verl_profiling.analysis import open_step
+from verl_profiling.report.columns import CounterRow
 from verl_profiling.report.model import Report
-from verl_profiling.report.rows import CounterRow
 from verl_profiling.trajectory_log import Counted
 
 

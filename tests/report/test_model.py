@@ -8,14 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from verl_profiling.report import model, rows
+from verl_profiling.report import columns, model
 from verl_profiling.report.findings import FINDINGS
 from verl_profiling.report.lost import CAUSES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
 STRUCTS = [
     found
-    for module in (model, rows)
+    for module in (model, columns)
     for found in vars(module).values()
     if isinstance(found, type) and issubclass(found, msgspec.Struct) and found.__module__ == module.__name__
 ]

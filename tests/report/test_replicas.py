@@ -14,8 +14,8 @@ from verl_profiling.analysis import open_step
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import MANIFEST_NAME, CaptureResult, HostClock, Manifest, Request
 from verl_profiling.report.capture_rows import replica_rows, requests
+from verl_profiling.report.columns import ReplicaRow
 from verl_profiling.report.html import render_html
-from verl_profiling.report.rows import ReplicaRow
 from verl_profiling.run_files import write_json_atomically
 
 BEGIN = 1_790_000_000_000_000_000

@@ -15,13 +15,13 @@ from step_folders import read_events, rewrite, rewrite_worker
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.manifest import POLLING, Request
+from verl_profiling.report.columns import Polling
 from verl_profiling.report.diff import compare
 from verl_profiling.report.files import scalars
 from verl_profiling.report.findings import all_findings
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.records import OTHERS
-from verl_profiling.report.rows import Polling
 from verl_profiling.report.sentences import rollout_sentences
 from verl_profiling.report.tables import TABLES
 from verl_profiling.trajectory_log import (

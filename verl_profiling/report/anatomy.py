@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, Manifest, Rpc, StageSpan, ToolSpan
+from verl_profiling.report.columns import OutsideRow, RunningRow, StageRow
 from verl_profiling.report.intervals import (
     EMPTY,
     Sharing,
@@ -27,7 +28,6 @@ from verl_profiling.report.intervals import (
 )
 from verl_profiling.report.lanes import Step
 from verl_profiling.report.model import GanttSpan
-from verl_profiling.report.rows import OutsideRow, RunningRow, StageRow
 from verl_profiling.timeline.processes import stages_by_row
 
 CAPTURE_CALLS = "(starting and stopping the capture)"

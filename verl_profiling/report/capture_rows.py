@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from verl_profiling.manifest import Artifact, CaptureResult, Manifest, Request
+from verl_profiling.report.columns import AnchorRow, CostRow, CounterRow, MeasureRow, ReplicaRow, RequestRow
 from verl_profiling.report.intervals import percentiles
 from verl_profiling.report.model import Clock
-from verl_profiling.report.rows import AnchorRow, CostRow, CounterRow, MeasureRow, ReplicaRow, RequestRow
 from verl_profiling.timeline.inputs import located
 from verl_profiling.units import duration
 

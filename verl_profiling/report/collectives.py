@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import StageSpan
+from verl_profiling.report.columns import CollectiveRow, StragglerRow
 from verl_profiling.report.intervals import (
     EMPTY,
     Spans,
@@ -40,7 +41,6 @@ from verl_profiling.report.intervals import (
 from verl_profiling.report.kinds import Group
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.lost import until_last
-from verl_profiling.report.rows import CollectiveRow, StragglerRow
 
 _TOP_COLLECTIVES = 20
 _LATE_SHARE = 0.8  # of the waiting, from which on one rank is the last one

@@ -17,11 +17,11 @@ import msgspec
 from verl_profiling.manifest import POLLING
 from verl_profiling.report.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report.capture_rows import slow_replica
+from verl_profiling.report.columns import BlockRow, DeviceRow, Rollout, StragglerRow
 from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.report.records import BEFORE, LOOP_LAG, OWN_CODE, UNEXPLAINED, UNKNOWN
 from verl_profiling.report.rollout_section import KEPT
-from verl_profiling.report.rows import BlockRow, DeviceRow, Rollout, StragglerRow
 from verl_profiling.report.sentences import counted
 from verl_profiling.units import duration, listed
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
+from verl_profiling.report.columns import WorkerRow
 from verl_profiling.report.model import Finding, GanttSpan, Report
-from verl_profiling.report.rows import WorkerRow
 from verl_profiling.report.sentences import Figure, asked_sentences, figures, rollout_sentences, sentences
 from verl_profiling.report.tables import TABLES, Cell, cause_key, cells, named, stage_class, without_middle
 from verl_profiling.units import duration, listed

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from verl_profiling.manifest import CaptureResult, Device, Manifest, StageSpan
 from verl_profiling.report.capture_rows import requests
+from verl_profiling.report.columns import RequestRow
 from verl_profiling.report.intervals import (
     EMPTY,
     Ints,
@@ -22,7 +23,6 @@ from verl_profiling.report.intervals import (
     union,
 )
 from verl_profiling.report.kinds import Group
-from verl_profiling.report.rows import RequestRow
 from verl_profiling.timeline.step import Source
 from verl_profiling.units import duration
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from verl_profiling.manifest import StageSpan
 from verl_profiling.report.capture_rows import VALIDATE
+from verl_profiling.report.columns import DeviceRow, LostRow
 from verl_profiling.report.intervals import (
     EMPTY,
     Spans,
@@ -18,7 +19,6 @@ from verl_profiling.report.intervals import (
 )
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.model import OTHER_RANKS, Tail
-from verl_profiling.report.rows import DeviceRow, LostRow
 
 ROLLOUT, WEIGHT_SYNC = "rollout", "update_weights"
 CAUSES = (

@@ -1,7 +1,7 @@
 """The report as data: what ``--json`` prints, and what every output format shows.
 
 All times are microseconds (``_us``) unless a name says otherwise; shares are fractions of 1. The rows of
-its tables are in :mod:`~verl_profiling.report.rows`.
+its tables are in :mod:`~verl_profiling.report.columns`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Literal
 import msgspec
 
 from verl_profiling.capture_request import Trigger
-from verl_profiling.report import rows
-from verl_profiling.report.rows import DeviceRow, Rollout
+from verl_profiling.report import columns
+from verl_profiling.report.columns import DeviceRow, Rollout
 from verl_profiling.units import duration, lane_seconds, step_list
 
 OTHER_RANKS = "waiting_for_other_ranks"
@@ -238,14 +238,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int | None = None
     complete: bool = True
     span_us: float
-    stages: list[rows.StageRow]
-    workers: list[rows.WorkerRow]
-    engines: list[rows.EngineRow]
+    stages: list[columns.StageRow]
+    workers: list[columns.WorkerRow]
+    engines: list[columns.EngineRow]
     tail: Tail | None
-    stragglers: list[rows.StragglerRow]
-    collectives: list[rows.CollectiveRow]
-    kernels: list[rows.KernelRow]
-    lost: list[rows.LostRow]
+    stragglers: list[columns.StragglerRow]
+    collectives: list[columns.CollectiveRow]
+    kernels: list[columns.KernelRow]
+    lost: list[columns.LostRow]
     weight_sync_share: float
     throughput: Throughput | None
     gantt: list[GanttSpan]
@@ -254,21 +254,21 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     coverage: Coverage
     metrics: dict[str, float] = {}
     notes: list[str]
-    measures: list[rows.MeasureRow] = []
-    costs: list[rows.CostRow] = []
+    measures: list[columns.MeasureRow] = []
+    costs: list[columns.CostRow] = []
     capture_us: float = 0.0
-    anchors: list[rows.AnchorRow] = []
+    anchors: list[columns.AnchorRow] = []
     captured: bool = True
-    running: list[rows.RunningRow] = []
-    replicas: list[rows.ReplicaRow] = []
+    running: list[columns.RunningRow] = []
+    replicas: list[columns.ReplicaRow] = []
     rollout: Rollout | None = None
-    outside: list[rows.OutsideRow] = []
+    outside: list[columns.OutsideRow] = []
     devices: list[DeviceRow]
     timeline_begin_ns: int | None = None
     name: str = ""
     asked: Asked | None = None
-    suspects: list[rows.SuspectRow] = []
-    counters: list[rows.CounterRow] = []
+    suspects: list[columns.SuspectRow] = []
+    counters: list[columns.CounterRow] = []
     capture_steps: list[int] = []
 
     def __repr__(self) -> str:

@@ -40,11 +40,11 @@ from typing import Any
 
 from verl_profiling.report.anatomy import percent
 from verl_profiling.report.capture_rows import VALIDATE
+from verl_profiling.report.columns import DeviceRow, EngineRow, KernelRow, WorkerRow
 from verl_profiling.report.intervals import Spans, holding, intersection, length, percentiles, subtract, union
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.lost import CAUSES, ROLLOUT, partition, working_spans
 from verl_profiling.report.model import OTHER_RANKS, Percentiles, Tail, Throughput
-from verl_profiling.report.rows import DeviceRow, EngineRow, KernelRow, WorkerRow
 from verl_profiling.units import listed
 
 _TOKEN_METRICS = ("perf/total_num_tokens", "total_num_tokens", "tokens")

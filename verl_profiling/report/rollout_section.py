@@ -12,6 +12,19 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from verl_profiling.manifest import POLLING, Request
+from verl_profiling.report.columns import (
+    BlockRow,
+    CallRow,
+    CauseRow,
+    FailureRow,
+    GroupRow,
+    LastTrajectories,
+    PartRow,
+    Polling,
+    Rollout,
+    StatusRow,
+    VersionRow,
+)
 from verl_profiling.report.intervals import (
     Axes,
     Ints,
@@ -35,19 +48,6 @@ from verl_profiling.report.records import (
     Records,
     Trajectory,
     pieces_of,
-)
-from verl_profiling.report.rows import (
-    BlockRow,
-    CallRow,
-    CauseRow,
-    FailureRow,
-    GroupRow,
-    LastTrajectories,
-    PartRow,
-    Polling,
-    Rollout,
-    StatusRow,
-    VersionRow,
 )
 from verl_profiling.timeline.processes import joined, requests_by_id, shortened
 from verl_profiling.timeline.step import Source

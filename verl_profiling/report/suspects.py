@@ -17,11 +17,11 @@ import msgspec
 from verl_profiling.capture_request import Trigger
 from verl_profiling.report.capture_rows import measures_of, per_token_us
 from verl_profiling.report.collectives import Calls, last_to
+from verl_profiling.report.columns import SuspectRow
 from verl_profiling.report.intervals import EMPTY, Spans, intersection, length, subtract, time_of, union
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.lost import cause_name
 from verl_profiling.report.model import Asked
-from verl_profiling.report.rows import SuspectRow
 from verl_profiling.units import local_time
 
 _SMALL = 0.01

@@ -1,4 +1,4 @@
-"""The tables of a report, as the terminal, the page, CSV files and data frames render them.
+"""The list of a report's tables; the columns of each are in :mod:`verl_profiling.report.columns`.
 
 A table has one name everywhere: ``kernels`` is a field of the JSON, a CSV file, a frame and a heading. The
 name of a field ends with its unit (``_us``, ``_s``, ``share``, ``bytes``); any other number has the ``unit``
@@ -15,10 +15,10 @@ from zlib import crc32
 
 import msgspec
 
+from verl_profiling.report.columns import CauseRow, Rollout
 from verl_profiling.report.lost import CAUSES, cause_name
 from verl_profiling.report.model import OTHER_RANKS, Report
 from verl_profiling.report.records import LOOP_LAG, UNKNOWN
-from verl_profiling.report.rows import CauseRow, Rollout
 from verl_profiling.units import byte_size, duration
 
 _STAGES = (
@@ -96,7 +96,7 @@ class Table(NamedTuple):
         brief: Number of rows on the terminal.
         most: Number of rows on the page.
         key: Returns the colour key of a row.
-        field: Field of :class:`~verl_profiling.report.rows.Rollout` with the rows, if they are there.
+        field: Field of :class:`~verl_profiling.report.columns.Rollout` with the rows, if they are there.
         shown: Returns the rows to show, if they differ from the rows of the data.
     """
 

@@ -1,6 +1,7 @@
-"""Writes the step summaries of the watch into the run's folder, on the watch's thread.
+"""Writes the step summaries of the watch into the run's folder: ``watch.jsonl``, and TensorBoard's file.
 
-The log has one line per step, in two bounded parts. TensorBoard gets the numbers of each step, if set.
+``watch.jsonl`` has one line per step. A file that is full is renamed, and only the newest renamed one is
+kept. Trackers get a summary as named numbers.
 """
 
 from __future__ import annotations
@@ -17,15 +18,43 @@ import msgspec
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.run_files import EventFile
 from verl_profiling.step_summary import StepSummary
-from verl_profiling.watch.values import values_of
 from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG
 
 logger = logging.getLogger(__name__)
 
 Listener = Callable[[StepSummary], object]
 
+PREFIX = "profiling/watch/"
+_IN_NO_STAGE = "in_no_stage"
+
 MAX_PART_BYTES = 8 << 20
-"""Bytes of each of the two parts."""
+"""Size of a full ``watch.jsonl``."""
+
+
+def values_of(summary: StepSummary) -> dict[str, float]:
+    """Return a step's duration, exposed time and leader by stage, memory by role, and span totals.
+
+    A stage without a clear leader has no ``leader_rank``: a curve of ranks that led by chance means nothing.
+    """
+    ranks = {process.lane: process.rank for process in (*summary.loop, *summary.workers)}
+    values = {f"{PREFIX}step_s": summary.seconds}
+    for row in summary.exposed:
+        stage = f"{PREFIX}{row.name or _IN_NO_STAGE}"
+        values[f"{stage}/exposed_s"] = row.exposed_ns / 1e9
+        if row.name:
+            values[f"{stage}/imbalance"] = row.imbalance
+        if row.leader in ranks:
+            values[f"{stage}/leader_rank"] = float(ranks[row.leader])
+    for role in summary.memory:
+        for name, size in (("peak", role.peak_bytes), ("held", role.held_bytes)):
+            if size is not None:
+                values[f"{PREFIX}memory/{role.role}/{name}_bytes"] = float(size)
+    for total in summary.spans:
+        span = f"{PREFIX}spans/{total.name}"
+        values[f"{span}/total_s"] = total.seconds
+        values[f"{span}/count"] = float(total.runs)
+        values[f"{span}/failed"] = float(total.failed)
+    return values
 
 
 class WatchLog(RotatingFileHandler):

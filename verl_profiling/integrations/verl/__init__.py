@@ -15,11 +15,7 @@ from typing import Any
 
 from verl_profiling.integrations.hooks import Hook
 
-__all__ = ["HOOKS", "TESTED", "untested"]
-
-TESTED = ("0.9.0", "0.9.1")
-"""Versions of verl that the tests run with; end-to-end runs use only the newest of them."""
-
+__all__ = ["HOOKS"]
 
 EVERY = ""
 """Part of verl that every run uses."""
@@ -132,15 +128,6 @@ HOOKS = tuple(
     for put_in, records in hooks.items()
 )
 """All hooks. Those of one module are applied in this order."""
-
-
-def untested() -> str | None:
-    """Return a warning if the installed version of verl is untested, else ``None``."""
-    from verl import __version__ as version
-
-    if version in TESTED:
-        return None
-    return f"verl {version} was not tested with this package, {' and '.join(TESTED)} were"
 
 
 for _hook in HOOKS:

@@ -23,7 +23,7 @@ from verl_profiling.engines.vllm import vllm_engine_args
 from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.integrations.hooks import Hook, misfits, usable
-from verl_profiling.integrations.verl import HOOKS, parts_of, untested
+from verl_profiling.integrations.verl import HOOKS, parts_of
 from verl_profiling.integrations.verl.bridge import (
     captured_steps,
     expected_ranges,
@@ -32,7 +32,7 @@ from verl_profiling.integrations.verl.bridge import (
     why_nothing,
 )
 from verl_profiling.integrations.verl.launch import injection_notice
-from verl_profiling.integrations.verl.workers import WORKER_STAGES
+from verl_profiling.integrations.verl.versions_and_stages import WORKER_STAGES, untested
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.units import step_list
 

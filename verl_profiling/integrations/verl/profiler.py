@@ -14,15 +14,15 @@ from typing import Any
 from verl_profiling.controller.callback import AsyncProfilingCallback, ProfilingCallback
 from verl_profiling.errors import ToolUnavailableError, TraceFormatError
 from verl_profiling.integrations.hooks import misfits, usable
-from verl_profiling.integrations.verl import parts_of, untested
+from verl_profiling.integrations.verl import parts_of
+from verl_profiling.integrations.verl.versions_and_stages import TRAINER_STAGES, untested
 from verl_profiling.integrations.verl.workers import ROLLOUTER, rollout_processes
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.step_summary import StepSummary
-from verl_profiling.watch.values import PREFIX, values_of
+from verl_profiling.watch.log import PREFIX, values_of
 
 logger = logging.getLogger(__name__)
 
-_STAGES = {"adv": "advantage", "ref": "ref_log_prob", "testing": "validate"}
 _WEIGHT_UPDATE = "update_weights"
 _OWN_PROFILER = ("start_profile", "stop_profile")
 _ONWARD_ONLY = ("wandb", "vemlp_wandb")
@@ -64,7 +64,7 @@ class Profiler:
         misfits: The parts that are not recorded, each with the reason.
     """
 
-    stages: Mapping[str, str] = _STAGES
+    stages: Mapping[str, str] = TRAINER_STAGES
     """Stage names of the controller by timer of verl, if the two names differ."""
 
     def __init__(

@@ -38,6 +38,7 @@ from verl_profiling.integrations.verl.profiler import (
     sentences,
     trainer_stage,
 )
+from verl_profiling.integrations.verl.versions_and_stages import TRANSFER_QUEUE_STAGES
 from verl_profiling.integrations.verl.workers import SETTINGS_KEY
 from verl_profiling.manifest import POLLING
 from verl_profiling.settings.config import ProfilingConfig
@@ -57,12 +58,6 @@ _NO_HOOK = (
 _hooked = False
 """Whether a trainer of this process is hooked."""
 
-_TRANSFER_QUEUE = {
-    "kv_batch_get": "transfer_queue_get",
-    "kv_batch_put": "transfer_queue_put",
-    "kv_clear": "transfer_queue_clear",
-    "kv_list": "transfer_queue_list",
-}
 _TRANSFER_QUEUE_OF_AGENT_LOOPS = {
     "async_kv_batch_get": "wait:get_response",
     "async_kv_batch_put": "wait:put_response",
@@ -207,7 +202,7 @@ def hook_dispatch(module: Any) -> None:
 
 def hook_transfer_queue(module: Any) -> None:
     """Mark the waiting for TransferQueue, in the trainer and in agent loops."""
-    for name, marked in _TRANSFER_QUEUE.items():
+    for name, marked in TRANSFER_QUEUE_STAGES.items():
         mark(module, name, partial(trainer_stage, marked))
     for name, waits in _TRANSFER_QUEUE_OF_AGENT_LOOPS.items():
         mark(module, name, partial(span, waits))

@@ -17,6 +17,7 @@ from typing import Any
 
 from verl_profiling.capture.session import process_session, stage
 from verl_profiling.integrations.hooks import mark, misfits, wrap
+from verl_profiling.integrations.verl.versions_and_stages import ACTOR_STAGES, CRITIC_STAGES, OFFLOADING
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.workers import (
     AgentLoopCaptureMixin,
@@ -31,30 +32,8 @@ from verl_profiling.workers import (
 SETTINGS_KEY = "verl_profiling"
 AGENT_LOOP, REWARD, ROLLOUTER = "agent_loop", "reward", "rollouter"
 _METHODS = ("start_capture", "stop_capture", "read_watch")
-_OLD, _REFERENCE = "old_log_prob", "ref_log_prob"
-_CHECKPOINTS = {name: name for name in ("save_checkpoint", "load_checkpoint")}
-_ACTOR_STAGES = {
-    "compute_ref_log_prob": _REFERENCE,
-    "update_actor": "update_actor",
-    "update_weights": "update_weights",
-    **_CHECKPOINTS,
-}
-_CRITIC_STAGES = {"infer_batch": "values", "train_mini_batch": "update_critic", **_CHECKPOINTS}
-_MINI_BATCH, _MICRO_BATCH = "mini_batch", "micro_batch"
 _CRITIC_MODEL = "value_model"
 _WITHOUT_ADAPTER = "no_lora_adapter"
-_OFFLOADING = {
-    "load_{}_model_to_gpu": "load_model",
-    "load_{}_optimizer": "load_optimizer",
-    "offload_{}_model_to_cpu": "offload_model",
-    "offload_{}_optimizer": "offload_optimizer",
-}
-
-WORKER_STAGES = frozenset(
-    {_OLD, _MINI_BATCH, _MICRO_BATCH}
-    | {*_ACTOR_STAGES.values(), *_CRITIC_STAGES.values(), *_OFFLOADING.values()}
-)
-"""The stages of verl's training workers."""
 
 
 def hook_workers(module: Any) -> None:
@@ -71,10 +50,10 @@ def hook_workers(module: Any) -> None:
 def hook_stages(module: Any) -> None:
     """Mark the stages of ``ActorRolloutRefWorker``, and those of ``TrainingWorker`` if it is a critic."""
     actor, training = module.ActorRolloutRefWorker, module.TrainingWorker
-    for name, stage_name in _ACTOR_STAGES.items():
+    for name, stage_name in ACTOR_STAGES.items():
         mark(actor, name, partial(stage, stage_name))
     wrap(actor, "compute_log_prob", _log_prob_stage)
-    for name, stage_name in _CRITIC_STAGES.items():
+    for name, stage_name in CRITIC_STAGES.items():
         wrap(training, name, partial(_critic_stage, stage_name))
     wrap(training, "train_batch", _counted_mini_batch)
 
@@ -87,7 +66,7 @@ def hook_fsdp_engine(module: Any) -> None:
 def hook_offloading(module: Any) -> None:
     """Mark loading of an engine's model and optimizer to the device, and offloading, as stages."""
     framework = "megatron" if ".megatron." in module.__name__ else "fsdp"
-    for name, stage_name in _OFFLOADING.items():
+    for name, stage_name in OFFLOADING.items():
         mark(module, name.format(framework), partial(stage, stage_name))
 
 
@@ -103,7 +82,7 @@ class _MarkedMicroBatches(list[Any]):
     """A list of micro-batches; each pass of a loop over it is a stage ``micro_batch``."""
 
     def __iter__(self) -> Iterator[Any]:
-        micro_batch = stage(_MICRO_BATCH)
+        micro_batch = stage("micro_batch")
         for item in super().__iter__():
             with micro_batch:
                 yield item
@@ -111,7 +90,7 @@ class _MarkedMicroBatches(list[Any]):
 
 def _log_prob_stage(compute_log_prob: Callable[..., Any], self: Any, data: Any) -> Any:
     """Mark ``ref_log_prob`` if the batch is computed without the LoRA adapter, else ``old_log_prob``."""
-    with stage(_REFERENCE if _without_adapter(data) else _OLD):
+    with stage("ref_log_prob" if _without_adapter(data) else "old_log_prob"):
         return compute_log_prob(self, data)
 
 
@@ -139,7 +118,7 @@ def _critic_stage(name: str, method: Callable[..., Any], self: Any, *args: Any, 
 
 def _counted_mini_batch(train_batch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Mark a mini-batch as a stage, and count it for the ``mini_batches`` window of the ``torch`` tool."""
-    with stage(_MINI_BATCH):
+    with stage("mini_batch"):
         output = train_batch(*args, **kwargs)
     process_session().step()
     return output

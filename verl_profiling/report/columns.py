@@ -1,7 +1,7 @@
-"""The row classes of the report, one per table.
+"""The columns of the report's tables: one class of rows per table.
 
-``columns`` of a class lists what the terminal and the page show: ``heading=field``, or ``field`` if the
-heading is its name without the unit; a leading ``+`` means on the page only.
+``columns`` of a class lists the shown columns as ``heading=field``, or as ``field`` if the heading is the
+field's name without its unit. A column with a leading ``+`` is shown on the page only.
 
 All times are microseconds (``_us``) unless a name says otherwise; shares are fractions of 1.
 """

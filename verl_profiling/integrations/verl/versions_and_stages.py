@@ -1,0 +1,56 @@
+"""Facts that change with the versions of verl: the tested versions, and the names of its stages."""
+
+from __future__ import annotations
+
+TESTED = ("0.9.0", "0.9.1")
+"""Versions of verl that the tests run with; end-to-end runs use only the newest of them."""
+
+# Stage names of the controller by timer of verl, if the two names differ.
+TRAINER_STAGES = {"adv": "advantage", "ref": "ref_log_prob", "testing": "validate"}
+
+# The same for trainers whose steps are coroutines.
+ASYNC_TRAINER_STAGES = {**TRAINER_STAGES, "gen": "wait:rollout", "timing_s/param_sync": "update_weights"}
+
+# Stage names of the controller by function of TransferQueue.
+TRANSFER_QUEUE_STAGES = {
+    "kv_batch_get": "transfer_queue_get",
+    "kv_batch_put": "transfer_queue_put",
+    "kv_clear": "transfer_queue_clear",
+    "kv_list": "transfer_queue_list",
+}
+
+_CHECKPOINTS = {name: name for name in ("save_checkpoint", "load_checkpoint")}
+
+# Stage names by method of `ActorRolloutRefWorker`.
+ACTOR_STAGES = {
+    "compute_ref_log_prob": "ref_log_prob",
+    "update_actor": "update_actor",
+    "update_weights": "update_weights",
+    **_CHECKPOINTS,
+}
+
+# Stage names by method of a critic's `TrainingWorker`.
+CRITIC_STAGES = {"infer_batch": "values", "train_mini_batch": "update_critic", **_CHECKPOINTS}
+
+# Stage names by function of an engine's module; `{}` is `fsdp` or `megatron`.
+OFFLOADING = {
+    "load_{}_model_to_gpu": "load_model",
+    "load_{}_optimizer": "load_optimizer",
+    "offload_{}_model_to_cpu": "offload_model",
+    "offload_{}_optimizer": "offload_optimizer",
+}
+
+# All stages of verl's training workers.
+WORKER_STAGES = frozenset(
+    {"old_log_prob", "mini_batch", "micro_batch"}
+    | {*ACTOR_STAGES.values(), *CRITIC_STAGES.values(), *OFFLOADING.values()}
+)
+
+
+def untested() -> str | None:
+    """Return a warning if the installed version of verl is untested, else ``None``."""
+    from verl import __version__ as version
+
+    if version in TESTED:
+        return None
+    return f"verl {version} was not tested with this package, {' and '.join(TESTED)} were"
