@@ -1,4 +1,4 @@
-"""What several tests share: settings, a little training, and a look into a trace."""
+"""What several tests share: settings, a request, a little training, and a look into a trace."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from verl_profiling import ProfilingConfig
+from verl_profiling.capture.messages import CaptureRequest
 
 
 def settings(**given: Any) -> ProfilingConfig:
     return ProfilingConfig.from_any({"enable": True, **given})
+
+
+def request(folder: Path, step: int = 1, **more: Any) -> CaptureRequest:
+    """Return a request for a capture of a step into a folder."""
+    return CaptureRequest(capture_id=f"run-{step}", run_id="run", step=step, folder=str(folder), **more)
 
 
 def train(times: int = 1) -> float:

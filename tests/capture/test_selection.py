@@ -6,10 +6,9 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from example_loops import settings
+from example_loops import request, settings
 
 from verl_profiling import ConfigError, stage, trajectory
-from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.engines.request_log import RequestLog
@@ -19,12 +18,6 @@ from verl_profiling.workers import RewardCaptureMixin
 from verl_profiling.workers.rollout import make_recorder
 
 ACTOR = WorkerIdentity(role="actor")
-
-
-def request(folder: Path, number: int, selection: CaptureSelection | None) -> CaptureRequest:
-    return CaptureRequest(
-        capture_id=f"run-{number}", run_id="run", step=number, folder=str(folder), selection=selection
-    )
 
 
 def names(role: RoleConfig) -> list[str]:
@@ -101,7 +94,7 @@ def test_trajectories_go_on_unless_their_role_is_named() -> None:
 def test_who_runs_none_of_the_stages_that_are_asked_for_is_skipped(session: Session, tmp_path: Path) -> None:
     """Nothing is missing of it: who asks for a stage need not know who runs it."""
     session.register(settings(tool="torch"), ACTOR)
-    session.start(request(tmp_path, 1, CaptureSelection(stages=("rollout",))), ACTOR)
+    session.start(request(tmp_path, 1, selection=CaptureSelection(stages=("rollout",))), ACTOR)
     with stage("update_actor"):
         pass
     result = session.stop(finish_s=20).result
@@ -113,10 +106,11 @@ def test_a_role_that_was_switched_off_records_when_it_is_asked_for(session: Sess
     """And one that is on does not, when another is."""
     session.register(settings(tool="spans", select={"roles": ["critic"]}), ACTOR)
     assert (
-        session.start(request(tmp_path, 1, CaptureSelection(roles=("actor",))), ACTOR).status == "recording"
+        session.start(request(tmp_path, 1, selection=CaptureSelection(roles=("actor",))), ACTOR).status
+        == "recording"
     )
     session.stop()
-    other = session.start(request(tmp_path, 2, CaptureSelection(roles=("critic",))), ACTOR)
+    other = session.start(request(tmp_path, 2, selection=CaptureSelection(roles=("critic",))), ACTOR)
     assert (other.status, other.reason) == ("skipped", "not asked for")
 
 
@@ -131,7 +125,7 @@ def test_a_capture_aimed_at_what_runs_side_by_side_is_of_the_whole_step(
     found = []
     for number, name in enumerate(("reward", "update_actor")):
         selection = CaptureSelection(mode="discrete", roles=("reward",), stages=(name,))
-        worker.start_capture(request(tmp_path, number, selection))
+        worker.start_capture(request(tmp_path, number, selection=selection))
         with busy, stage("update_actor"), trajectory(group="a", sample=1):
             pass
         result = worker.stop_capture(f"run-{number}").result
@@ -146,7 +140,7 @@ def test_a_server_records_no_engine_that_computes_elsewhere(session: Session, tm
     """An engine that was started to be recorded without a trace has none, whatever is asked."""
     who, url = WorkerIdentity(role="rollout", replica=0), "http://127.0.0.1:1"
     recorder = make_recorder(url, settings(tool="spans"), who, requests=RequestLog())
-    refused = asyncio.run(recorder.start(request(tmp_path, 1, CaptureSelection(tools=("torch",)))))
+    refused = asyncio.run(recorder.start(request(tmp_path, 1, selection=CaptureSelection(tools=("torch",)))))
     assert (refused.status, "SGLang was started to be recorded without a trace" in refused.reason) == (
         "refused",
         True,

@@ -7,15 +7,14 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from example_loops import read_trace, settings, spans, train
+from example_loops import read_trace, request, settings, spans, train
 
-from verl_profiling import stage
-from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling import span, stage
 from verl_profiling.capture.session import Session
 from verl_profiling.capture.stage import Stage
 from verl_profiling.capture_request import CaptureSelection
@@ -25,11 +24,6 @@ from verl_profiling.testing import record_step
 
 ACTOR = WorkerIdentity(role="actor")
 CRITIC = WorkerIdentity(role="critic")
-
-
-def request(folder: Path, number: int = 1, **more: Any) -> CaptureRequest:
-    """Return a request for the step of that number."""
-    return CaptureRequest(capture_id=f"run-{number}", run_id="run", step=number, folder=str(folder), **more)
 
 
 @pytest.fixture
@@ -112,55 +106,26 @@ def test_a_start_that_is_refused_closes_a_forgotten_capture(spans_only: Session,
     assert (refused.status, spans_only.recording) == ("refused", False)
 
 
-Act = Callable[[Session, Path], str]
-
-
-def _start(session: Session, folder: Path) -> str:
-    return session.start(request(folder, 1), ACTOR).status
-
-
-def _start_other(session: Session, folder: Path) -> str:
-    return session.start(request(folder, 2), ACTOR).status
-
-
-def _stop(session: Session, folder: Path) -> str:
-    return session.stop("run-1").result.status
-
-
 @pytest.mark.parametrize(
-    ("mode", "before", "act", "expected"),
-    [
-        ("e2e", "idle", _start, "recording"),
-        ("e2e", "idle", _stop, "skipped"),
-        ("e2e", "recording", _start, "joined"),
-        ("e2e", "recording", _start_other, "recording"),
-        ("e2e", "recording", _stop, "ok"),
-        ("discrete", "idle", _start, "armed"),
-        ("discrete", "armed", _start, "joined"),
-        ("discrete", "armed", _start_other, "armed"),
-        ("discrete", "armed", _stop, "ok"),
-        ("discrete", "recording", _start, "joined"),
-        ("discrete", "recording", _start_other, "armed"),
-        ("discrete", "recording", _stop, "ok"),
-    ],
+    ("mode", "inside", "status"),
+    [("e2e", False, "recording"), ("discrete", False, "armed"), ("discrete", True, "armed")],
 )
 def test_every_call_has_an_answer_in_every_state(
-    session: Session, tmp_path: Path, mode: str, before: str, act: Act, expected: str
+    session: Session, tmp_path: Path, mode: str, inside: bool, status: str
 ) -> None:
-    """Idle, armed, recording; start, start another, stop: none crashes, all are defined."""
+    """Idle, armed or recording: start, start again, start another, stop."""
     session.register(settings(tool="spans", mode=mode), ACTOR)
-    if before != "idle":
-        session.start(request(tmp_path, 1), ACTOR)
-    entered = stage("update_actor")
-    if (mode, before) == ("discrete", "recording"):
-        entered.__enter__()
-    assert act(session, tmp_path) == expected
-    if (mode, before) == ("discrete", "recording"):
-        entered.__exit__(None, None, None)
+    assert session.stop("run-1").result.status == "skipped"
+    assert session.start(request(tmp_path), ACTOR).status == status
+    with stage("update_actor") if inside else nullcontext():
+        assert session.start(request(tmp_path), ACTOR).status == "joined"
+        assert session.start(request(tmp_path, 2), ACTOR).status == status
+    with stage("update_actor") if inside else nullcontext():
+        assert session.stop("run-2").result.status == "ok"
 
 
 def test_discrete_mode_records_each_stage_apart(tmp_path: Path) -> None:
-    """One artifact for each run of each outermost stage; what lies inside is a span of it."""
+    """One artifact for each run of each outermost stage; the tool starts and stops around it."""
     with record_step(settings(mode="discrete"), tmp_path) as recorded:
         assert recorded.started.status == "armed"
         train()
@@ -169,22 +134,25 @@ def test_discrete_mode_records_each_stage_apart(tmp_path: Path) -> None:
                 train()
         with stage("ref_log_prob"):
             train()
-    assert recorded.result is not None
     assert [(a.path, a.stage, a.occurrence, a.status) for a in recorded.result.artifacts] == [
         ("actor_rank0.update_actor.torch.json.gz", "update_actor", 1, "ok"),
         ("actor_rank0.update_actor.2.torch.json.gz", "update_actor", 2, "ok"),
         ("actor_rank0.ref_log_prob.torch.json.gz", "ref_log_prob", 1, "ok"),
     ]
-    for artifact, span in zip(
-        recorded.result.artifacts,
-        [span for span in recorded.result.stages if span.depth == 0],
-        strict=True,
-    ):
+    result = recorded.result
+    assert [(span.name, span.stage) for span in result.tool_spans] == [
+        (name, artifact.stage) for artifact in result.artifacts for name in ("start", "stop")
+    ]
+    assert result.cost.start_s > 0 < result.cost.stop_s
+    outermost = [one for one in result.stages if one.depth == 0]
+    starts, stops = result.tool_spans[::2], result.tool_spans[1::2]
+    for artifact, own, start, stop in zip(result.artifacts, outermost, starts, stops, strict=True):
         names = {event["name"] for event in spans(tmp_path / artifact.path)}
         assert "aten::addmm" in names
         assert artifact.stage in names
         assert ("inner" in names) == (artifact.stage == "update_actor")
-        assert artifact.begin_ns <= span.begin_ns <= span.end_ns <= artifact.end_ns
+        assert artifact.begin_ns <= own.begin_ns <= own.end_ns <= artifact.end_ns
+        assert start.begin_ns <= start.end_ns <= own.begin_ns <= own.end_ns <= stop.begin_ns <= stop.end_ns
 
 
 def test_stages_of_like_names_have_files_of_their_own(tmp_path: Path) -> None:
@@ -193,7 +161,6 @@ def test_stages_of_like_names_have_files_of_their_own(tmp_path: Path) -> None:
         for name in ("reward/math", "reward math", "reward-math"):
             with stage(name):
                 train()
-    assert recorded.result is not None
     artifacts = recorded.result.artifacts
     assert [(artifact.stage, artifact.occurrence, artifact.status) for artifact in artifacts] == [
         ("reward/math", 1, "ok"),
@@ -206,26 +173,6 @@ def test_stages_of_like_names_have_files_of_their_own(tmp_path: Path) -> None:
         assert len(spans(tmp_path / artifact.path, artifact.stage)) == 1
 
 
-def test_discrete_mode_says_when_its_tool_started_and_stopped(tmp_path: Path) -> None:
-    """Around each recorded stage, whose own time they are no part of; their seconds are those of the cost."""
-    with record_step(settings(mode="discrete"), tmp_path) as recorded:
-        for name in ("old_log_prob", "update_actor"):
-            with stage(name):
-                train()
-    result = recorded.result
-    assert [(span.name, span.stage) for span in result.tool_spans] == [
-        ("start", "old_log_prob"),
-        ("stop", "old_log_prob"),
-        ("start", "update_actor"),
-        ("stop", "update_actor"),
-    ]
-    for own, start, stop in zip(result.stages, result.tool_spans[::2], result.tool_spans[1::2], strict=True):
-        assert start.begin_ns <= start.end_ns <= own.begin_ns <= own.end_ns <= stop.begin_ns <= stop.end_ns
-    assert result.cost.start_s > 0
-    assert result.cost.stop_s > 0
-    assert result.cores == os.cpu_count()
-
-
 def test_discrete_mode_records_only_selected_stages(tmp_path: Path) -> None:
     """Inside of others, too; all are spans of the result, which is empty if none of them ran."""
     config = settings(mode="discrete", select={"stages": ["update_actor"]})
@@ -234,12 +181,10 @@ def test_discrete_mode_records_only_selected_stages(tmp_path: Path) -> None:
             train()
         with stage("fit"), stage("update_actor"):
             train()
-    assert recorded.result is not None
     assert [artifact.stage for artifact in recorded.result.artifacts] == ["update_actor"]
     assert [span.name for span in recorded.result.stages] == ["rollout", "fit", "update_actor"]
     with record_step(config, tmp_path) as recorded, stage("rollout"):
         pass
-    assert recorded.result is not None
     assert recorded.result.status == "empty"
     assert recorded.result.reason == "no selected stage ran (selected: update_actor; ran: rollout)"
 
@@ -251,7 +196,6 @@ def test_discrete_mode_records_a_stage_that_raises(tmp_path: Path) -> None:
             raise ValueError(f"x {train()}")
         with stage("update_actor"):
             train()
-    assert recorded.result is not None
     assert [artifact.status for artifact in recorded.result.artifacts] == ["ok", "ok"]
     assert [span.failed for span in recorded.result.stages] == [True, False]
 
@@ -282,30 +226,14 @@ def test_discrete_stages_of_two_tasks_do_not_cut_each_other_short(tmp_path: Path
 
     with record_step(settings(mode="discrete"), tmp_path) as recorded:
         second_ended_ns = asyncio.run(both())
-    assert recorded.result is not None
     [artifact] = recorded.result.artifacts
     assert artifact.begin_ns < second_ended_ns <= artifact.end_ns
 
 
-def test_a_stop_on_another_thread_keeps_the_trace(session: Session, tmp_path: Path) -> None:
-    """With torch's defaults any thread may stop, as Ray's rotating threads do."""
-    session.register(settings(), ACTOR)
-    session.start(request(tmp_path), ACTOR)
-    with stage("update_actor"):
-        train()
-    result: list[CaptureResult] = []
-    stopper = threading.Thread(target=lambda: result.append(session.stop("run-1", 30).result))
-    stopper.start()
-    stopper.join()
-    assert result[0].status == "ok"
-    assert spans(tmp_path / "actor_rank0.torch.json.gz", "aten::addmm")
-
-
-def test_a_thread_bound_recording_is_stopped_at_the_next_stage_of_its_thread(
-    session: Session, tmp_path: Path
-) -> None:
-    """With ``memory: true`` torch ties the recording to a thread, which then does the stopping."""
-    session.register(settings(tools={"torch": {"memory": True}}), ACTOR)
+@pytest.mark.parametrize("memory", [False, True])
+def test_a_stop_on_another_thread_keeps_the_trace(session: Session, tmp_path: Path, memory: bool) -> None:
+    """As Ray's rotating threads do; with ``memory: true`` the next stage of the first thread stops."""
+    session.register(settings(tools={"torch": {"memory": memory}}), ACTOR)
     session.start(request(tmp_path), ACTOR)
     with stage("update_actor"):
         train()
@@ -319,76 +247,44 @@ def test_a_thread_bound_recording_is_stopped_at_the_next_stage_of_its_thread(
     stopper.join()
     assert result[0].status == "ok", result[0].reason
     names = {event["name"] for event in read_trace(tmp_path / "actor_rank0.torch.json.gz")["traceEvents"]}
-    assert "[memory]" in names
+    assert "aten::addmm" in names
+    assert ("[memory]" in names) == memory
 
 
+@pytest.mark.parametrize("ended", [False, True])
 def test_a_hand_over_that_never_comes_fails_and_the_next_capture_works(
-    session: Session, tmp_path: Path
+    session: Session, tmp_path: Path, ended: bool
 ) -> None:
-    """A thread that passes no stage loses its recording, but the process lives and can be captured again."""
-    config = settings(tools={"torch": {"memory": True}}, timeouts={"stop_s": 1})
+    """A thread that passes no stage loses its recording; one that has ended, whose id is reused, at once."""
+    config = settings(tools={"torch": {"memory": True}}, timeouts={"stop_s": 60 if ended else 1})
     session.register(config, ACTOR)
     started, leave = threading.Event(), threading.Event()
+    results: list[CaptureResult] = []
 
     def own() -> None:
         session.start(request(tmp_path), ACTOR)
         started.set()
-        leave.wait()
+        assert ended or leave.wait(60)
 
     owner = threading.Thread(target=own)
     owner.start()
     started.wait()
-    result = session.stop("run-1").result
+    if ended:
+        owner.join()
+    begin_s = time.monotonic()
+    stopper = threading.Thread(target=lambda: results.append(session.stop("run-1").result))
+    stopper.start()
+    stopper.join()
     leave.set()
     owner.join()
+    assert time.monotonic() - begin_s < 15
+    [result] = results
     assert result.status == "failed"
     assert "arrived on another thread than the one that started recording" in result.reason
     assert [artifact.status for artifact in result.artifacts] == ["failed"]
     with record_step(settings(), tmp_path / "next") as recorded:
         train()
-    assert recorded.result is not None
     assert recorded.result.status == "ok", recorded.result.reason
-
-
-def test_a_recording_whose_thread_has_ended_is_failed_and_does_not_crash(
-    tmp_path: Path, run_python: Any
-) -> None:
-    """Python reuses thread ids at once, and a new thread with the owner's id is not the owner."""
-    run_python(
-        """
-        import sys, threading, time
-        from pathlib import Path
-        from example_loops import settings, spans, train
-        from verl_profiling.identity import WorkerIdentity
-        from verl_profiling.capture.messages import CaptureRequest
-        from verl_profiling.capture.session import process_session
-        from verl_profiling.testing import record_step
-
-        session, actor = process_session(), WorkerIdentity(role="actor")
-        session.register(settings(tools={"torch": {"memory": True}}, timeouts={"stop_s": 60}), actor)
-        request = CaptureRequest(capture_id="r", run_id="r", step=1, folder=sys.argv[1])
-
-        def on_a_thread(function):
-            found = []
-            thread = threading.Thread(target=lambda: found.append(function()))
-            thread.start()
-            thread.join()
-            return found[0]
-
-        on_a_thread(lambda: session.start(request, actor))
-        train()
-        begin = time.monotonic()
-        result = on_a_thread(lambda: session.stop("r")).result
-        assert time.monotonic() - begin < 10
-        assert result.status == "failed", result
-        assert "another thread than the one that started" in result.reason
-        with record_step(settings(), Path(sys.argv[1])) as recorded:
-            train()
-        assert recorded.result.status == "ok", recorded.result
-        assert spans(recorded.path, "aten::addmm")
-        """,
-        tmp_path / "step",
-    )
 
 
 LEAVING = """
@@ -421,15 +317,15 @@ def test_leaving_the_process_keeps_what_was_recorded(
 
 
 def test_a_forked_child_records_nothing_and_harms_nothing(session: Session, tmp_path: Path) -> None:
-    """The child inherits the slot but not the capture; the parent's goes on."""
-    session.register(settings(tool="spans"), ACTOR)
+    """No stage, no span, nothing for the watch; the parent's capture goes on."""
+    session.register(settings(tool="trajectories", watch={"enable": True}), ACTOR)
     session.start(request(tmp_path), ACTOR)
     child = os.fork()
     if child == 0:
         with stage("in the child"):
             pass
-        nothing = session.sink is None and session.stop().result.status == "skipped"
-        os._exit(0 if nothing else 1)
+        nothing = session.sink is None is session.sums and session.stop().result.status == "skipped"
+        os._exit(0 if nothing and span("idle") is span("again") else 1)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     with stage("in the parent"):
@@ -484,7 +380,6 @@ def test_a_worker_without_free_space_skips_its_artifacts(tmp_path: Path, session
     limits = {"min_free_bytes": "5000TB"}
     with record_step(settings(mode=mode, limits=limits), tmp_path) as recorded, stage("update_actor"):
         pass
-    assert recorded.result is not None
     [artifact] = recorded.result.artifacts
     assert (recorded.result.status, artifact.status) == ("skipped", "skipped")
     assert artifact.reason == recorded.result.reason

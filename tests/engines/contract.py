@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import msgspec
 import pytest
+from example_loops import spans
 
-from verl_profiling import AsyncProfilingCallback
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.manifest import Artifact, CaptureResult, Request
-from verl_profiling.run_files import read_manifest
 
 
 def request(folder: Path, step: int = 1, **fields: Any) -> CaptureRequest:
@@ -29,19 +26,7 @@ def request(folder: Path, step: int = 1, **fields: Any) -> CaptureRequest:
     )
 
 
-def read_trace(path: Path) -> dict[str, Any]:
-    with gzip.open(path, "rt") as file:
-        trace: dict[str, Any] = json.load(file)
-    return trace
-
-
-def spans(path: Path) -> list[dict[str, Any]]:
-    """Return the complete events of a compressed trace."""
-    return [event for event in read_trace(path)["traceEvents"] if event.get("ph") == "X"]
-
-
 async def finished(server: Any, result: CaptureResult) -> list[Artifact]:
-    """Return a capture's artifacts after the background work on them."""
     artifacts: list[Artifact] = (await server.stop_capture(result.capture_id, 60.0)).result.artifacts
     return artifacts
 
@@ -58,7 +43,6 @@ def at_the_stop(result: CaptureResult) -> CaptureResult:
 
 
 def noting(replica: int = 0) -> RequestLog:
-    """Return a log of requests that takes note."""
     log = RequestLog()
     log.serve(replica, enable=True)
     log.begin(None)
@@ -87,31 +71,6 @@ async def assert_idling_with_stacks_is_cheap(server: Any, order: CaptureRequest)
     assert server.iterations(trace) == 10, "the default of rollout.count with stacks"
     assert any(event.get("cat") == "python_function" for event in spans(trace))
     assert any("Input Dims" in event.get("args", {}) for event in spans(trace))
-
-
-async def assert_replicas_stop_at_the_same_time(servers: Sequence[Any], settings: dict[str, Any]) -> None:
-    """Capture one step of several replicas, driven by the callback."""
-    for server in servers:
-        server.reconfigure()
-    callback = AsyncProfilingCallback(settings)
-    callback.add_rollout(servers)
-    await callback.on_train_begin()
-    await callback.on_step_begin(1)
-    tokens = await asyncio.gather(*[server.generate(1, 40) for server in servers])
-    await callback.on_step_end()
-    await callback.on_train_end()
-    assert callback.last_folder is not None
-    workers = read_manifest(callback.last_folder).workers
-    stops = []
-    for replica, worker in enumerate(workers):
-        [artifact] = worker.artifacts
-        assert (artifact.path, artifact.status) == (f"rollout{replica}_rank0.torch.json.gz", "ok")
-        assert servers[replica].iterations(callback.last_folder / artifact.path) >= 40
-        requests = [(noted.replica, noted.response_tokens) for noted in worker.requests]
-        assert requests == ([(replica, tokens[replica])] if servers[replica].sees_requests else [])
-        stops.append((artifact.end_ns, artifact.end_ns + worker.cost.stop_s * 1e9))
-    assert len(stops) == len(servers)
-    assert max(begin for begin, _ in stops) < min(end for _, end in stops), "one waited for the other"
 
 
 class Captures:

@@ -14,7 +14,6 @@ from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 
 
 def finished(raw: Path, folder: Path) -> Artifact:
-    """Bring a file into a step folder, and return what became of it."""
     folder.mkdir()
     expected = Artifact(
         path="rollout0_rank0.torch.json.gz", lane="rollout0_rank0", tool="torch", status="missing"

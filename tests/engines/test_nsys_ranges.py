@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from example_loops import request
 
 from verl_profiling import (
     CaptureStateError,
@@ -67,11 +68,8 @@ def recorder(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return EngineRecorder(engine, NsysTool(NsysOptions()), IDENTITY, config, RequestLog())
 
 
-def request(run: Path, step: int, keep: bool = True) -> CaptureRequest:
-    folder = run / f"step_{step:06d}"
-    return CaptureRequest(
-        capture_id=f"c{step}", run_id="run", step=step, folder=str(folder), keep=keep, stage="rollout"
-    )
+def window(run: Path, step: int, **more: bool) -> CaptureRequest:
+    return request(run / f"step_{step:06d}", step, stage="rollout", **more)
 
 
 async def test_an_engine_that_does_not_start_opened_no_range(
@@ -80,18 +78,18 @@ async def test_an_engine_that_does_not_start_opened_no_range(
     """The next window is the first range: numbers are those that Nsight Systems counts."""
     engine.fails = "start"
     with pytest.raises(OSError, match="the engine is gone"):
-        await recorder.start(request(tmp_path, 1))
+        await recorder.start(window(tmp_path, 1))
     engine.fails = ""
-    await recorder.start(request(tmp_path, 2))
-    await recorder.stop("c2", 0)
+    await recorder.start(window(tmp_path, 2))
+    await recorder.stop("run-2", 0)
     [[noted]] = read_ranges(tmp_path / "nsys")[0].values()
     assert (noted.number, noted.folder) == (1, "step_000002")
 
 
 async def test_a_warm_up_is_a_range_too(recorder: EngineRecorder, tmp_path: Path) -> None:
     """It is counted, and its report will be thrown away."""
-    await recorder.start(request(tmp_path, 1, keep=False))
-    assert (await recorder.stop("c1", 0)).result.status == "skipped"
+    await recorder.start(window(tmp_path, 1, keep=False))
+    assert (await recorder.stop("run-1", 0)).result.status == "skipped"
     [[noted]] = read_ranges(tmp_path / "nsys")[0].values()
     assert not noted.keep
 
@@ -99,10 +97,10 @@ async def test_a_warm_up_is_a_range_too(recorder: EngineRecorder, tmp_path: Path
 async def test_more_windows_than_announced(recorder: EngineRecorder, engine: Engine, tmp_path: Path) -> None:
     """The engine is not started for a range that Nsight Systems would not record."""
     for step in (1, 2):
-        await recorder.start(request(tmp_path, step))
-        await recorder.stop(f"c{step}", 0)
+        await recorder.start(window(tmp_path, step))
+        await recorder.stop(f"run-{step}", 0)
     with pytest.raises(CaptureStateError, match=r"rollout1: range 3: .* told to expect 2"):
-        await recorder.start(request(tmp_path, 3))
+        await recorder.start(window(tmp_path, 3))
     assert engine.calls == ["start", "stop"] * 2
 
 
@@ -111,7 +109,7 @@ async def test_a_range_inside_of_a_range(recorder: EngineRecorder, engine: Engin
     nsys.process_ranges().check("actor_rank0")
     nsys.process_ranges().note_opened(tmp_path / "step_000001", "actor_rank0.nsys-rep")
     with pytest.raises(CaptureStateError, match=r"a range is open .*, for actor_rank0\.nsys-rep"):
-        await recorder.start(request(tmp_path, 1))
+        await recorder.start(window(tmp_path, 1))
     assert engine.calls == []
 
 

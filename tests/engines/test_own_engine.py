@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from tests.engines.example_engine import OwnServer
-from verl_profiling import ProfilingCallback, ToolUnavailableError
+from verl_profiling import ProfilingCallback
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.report.build import build_report
 from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.workers import RolloutCaptureMixin
 
 LENGTHS = ((2, 5, 9), (3, 40))
 
@@ -120,8 +119,3 @@ def test_the_requests_switch_holds_for_own_engines(session: Session, tmp_path: P
         callback.on_train_end()
         [worker] = read_manifest(tmp_path / str(wanted) / "step_000001").workers
         assert len(worker.requests) == wanted
-
-
-def test_without_a_log_an_own_engine_is_unknown() -> None:
-    with pytest.raises(ToolUnavailableError, match=r"engine of your own, requests=RequestLog\(\)"):
-        RolloutCaptureMixin().init_capture({"enable": True}, engine=object())

@@ -14,7 +14,6 @@ from tests.engines.contract import (
     RanksContract,
     WindowContract,
     assert_idling_with_stacks_is_cheap,
-    assert_replicas_stop_at_the_same_time,
     request,
     spans,
     stop,
@@ -124,16 +123,6 @@ async def test_idling_with_stacks_is_cheap(tiny_model: Path, tmp_path: Path) -> 
         await assert_idling_with_stacks_is_cheap(server, request(tmp_path))
     finally:
         server.close()
-
-
-async def test_replicas_stop_at_the_same_time(tiny_model: Path, tmp_path: Path) -> None:
-    """Two engines of one step are stopped at once, and each has its own trace and requests."""
-    servers = [Server(tiny_model, tmp_path, replica) for replica in (0, 1)]
-    try:
-        await assert_replicas_stop_at_the_same_time(servers, settings(tmp_path))
-    finally:
-        for server in servers:
-            server.close()
 
 
 async def test_window_of_engine_args(tiny_model: Path, tmp_path: Path) -> None:

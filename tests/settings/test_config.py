@@ -60,10 +60,8 @@ def test_a_dict_sets_every_level() -> None:
 WRONG: list[tuple[Any, str, str]] = [
     # settings, dotted key, part of the message
     ({"enbale": True}, "enbale", "did you mean 'enable'?"),
-    ({"rollout": {"sglang": {"start": 1}}}, "rollout.sglang.start", "did you mean 'start_step'?"),
     ({"tools": {"torch": {"stacks": True}}}, "tools.torch.stacks", "did you mean 'stack'?"),
     ({"roles": {"actor": {"tools": {"torch": {"a": 1}}}}}, "roles.actor.tools.torch.a", "choose from: "),
-    ({"tools": {"spans": {"a": 1}}, "tool": "spans"}, "tools.spans.a", "unknown key; choose from: peak_rss"),
     ({"tools": {"nsight": {}}}, "tools.nsight", "no tool of that name is used"),
     ({"tool": "troch"}, "tool", "did you mean 'torch'?"),
     ({"tool": "no_such_module:Tool"}, "tool", "No module named 'no_such_module'"),
@@ -78,23 +76,17 @@ WRONG: list[tuple[Any, str, str]] = [
             ("nsys", {"arguments": {"o": "x"}}, "arguments.o", "is set by the tool itself"),
             ("npu", {"activities": []}, "activities", "is empty"),
             ("npu", {"export": ["db"]}, "export", "must contain 'text'"),
-            ("npu", {"level": "level3"}, "level", "choose from: none, level0, level1, level2"),
             ("npu", {"level": "level0", "aic_metrics": "Memory"}, "aic_metrics", "needs level1 or level2"),
             ("npu", {"level": "none", "mstx": False}, "level", "mstx is false"),
-            ("precision", {"task": "overflow_check"}, "task", "choose from: statistics, tensor, structure"),
             ("precision", {"task": "structure"}, "level", "must be L0 or mix"),
             ("trajectories", {"max_spans": 0}, "max_spans", "at least 1"),
         )
     ),
-    ({"roles": {"actor": {"tool": "x"}}}, "roles.actor.tool", "unknown tool 'x'"),
     ({"mode": "both"}, "mode", "choose from: e2e, discrete"),
     ({"save_path": ""}, "save_path", "is empty"),
-    ({"strict": "yes"}, "strict", "Expected `bool`"),
     ({"schedule": []}, "schedule", "must be a mapping, is list"),
-    ({"schedule": {"steps": "2,3"}}, "schedule.steps", "Expected `array"),
     ({"schedule": {"steps": []}}, "schedule.steps", "nothing would be captured"),
     ({"watch": {"sinks": "tensorboard"}}, "watch.sinks", "write a list: [tensorboard]"),
-    ({"watch": {"sinks": ["wandb"]}}, "watch.sinks", "choose from: tensorboard"),
     (
         {"watch": {"trigger": {"slow_stage": float("nan")}}},
         "watch.trigger.slow_stage",
@@ -110,12 +102,10 @@ WRONG: list[tuple[Any, str, str]] = [
     ({"select": {"ranks": "0-99999999999"}}, "select.ranks", "is not a range of ranks"),
     ({"select": {"ranks": []}}, "select.ranks", "selects nothing"),
     ({"select": {"ranks": -1}}, "select.ranks", "rank -1 is negative"),
-    ({"select": {"ranks": 1.5}}, "select.ranks", "Expected `int | str | array"),
     ({"select": {"roles": "actor"}}, "select.roles", "Expected `array"),
     ({"roles": {"actor": {"ranks": "x"}}}, "roles.actor.ranks", "is not a list of ranks"),
     ({"roles": {"actor": 3}}, "roles.actor", "must be a mapping, is int"),
     ({"tools": {"torch": {"stack": 1}}}, "tools.torch.stack", "Expected `bool`"),
-    ({"tools": {"torch": {"activities": ["gpu"]}}}, "tools.torch.activities", "choose from: cpu, cuda, xpu"),
     ({"timeouts": {"stop_s": 0}}, "timeouts.stop_s", "must be greater than 0, is 0"),
     ({"timeouts": {"start_s": float("inf")}}, "timeouts.start_s", "must be at most"),
     ({"save_path": "a\0b"}, "save_path", "holds a NUL character"),
@@ -126,7 +116,6 @@ WRONG: list[tuple[Any, str, str]] = [
     ({"rollout": {"by_stage": True, "count": 1, "start": 1}}, "rollout.by_stage", ""),
     ({"run_id": ""}, "run_id", "is empty"),
     ({"limits": {"min_free_bytes": "much"}}, "limits.min_free_bytes", "'much' is not a size"),
-    ({"limits": {"min_free_bytes": 1.5}}, "limits.min_free_bytes", "Expected `int"),
     ({"limits": {"min_free_bytes": -1}}, "limits.min_free_bytes", "must be at least 0, is -1"),
     ({"limits": {"keep_last": 0}}, "limits.keep_last", "must be at least 1, is 0"),
     ({"limits": {"memory_share": 0}}, "limits.memory_share", "must be greater than 0, is 0"),
@@ -170,11 +159,8 @@ def test_a_wrong_value_names_its_key_and_the_remedy(settings: Any, key: str, par
 @pytest.mark.parametrize(
     ("keywords", "key"),
     [
-        ({"mode": "both"}, "mode"),
         ({"enable": "yes"}, "enable"),
-        ({"tool": 3}, "tool"),
         ({"save_path": None}, "save_path"),
-        ({"schedule": [1, 2]}, "schedule"),
         ({"select": Selection(ranks=1.5)}, "select.ranks"),  # type: ignore[arg-type]
         ({"roles": {"actor": RoleOverride(mode="both")}}, "roles.actor.mode"),  # type: ignore[arg-type]
     ],
@@ -318,31 +304,24 @@ json_like = st.recursive(
 names = st.sampled_from(["torch", "spans", "torch:x", ":", "actor", "0-3", "e2e", "1,2", ""])
 
 
-def fields_of(cls: type) -> st.SearchStrategy[dict[str, Any]]:
+def fields_of(cls: type, values: Any = names | json_like) -> st.SearchStrategy[dict[str, Any]]:
     """Return mappings with the right keys and anything as values."""
     keys = [field.name for field in dataclasses.fields(cls)]
-    return st.dictionaries(st.sampled_from(keys), names | json_like, max_size=4)
+    return st.dictionaries(st.sampled_from(keys), values, max_size=4)
 
 
-settings_like = st.fixed_dictionaries(
-    {},
-    optional={
-        "enable": st.booleans() | json_like,
-        "tool": names | st.lists(names, max_size=2) | json_like,
-        "mode": names | json_like,
-        "schedule": fields_of(Schedule) | json_like,
-        "select": fields_of(Selection) | json_like,
-        "roles": st.dictionaries(names, fields_of(RoleOverride), max_size=2) | json_like,
-        "tools": st.dictionaries(names, json_like, max_size=2) | json_like,
-        "timeouts": fields_of(Timeouts) | json_like,
-        "rollout": json_like,
-        "save_path": json_like,
-        "strict": json_like,
-    },
+values = (
+    names
+    | json_like
+    | st.lists(names, max_size=2)
+    | fields_of(Schedule)
+    | fields_of(Selection)
+    | st.dictionaries(names, fields_of(RoleOverride) | json_like, max_size=2)
+    | fields_of(Timeouts)
 )
 
 
-@given(settings_like | json_like)
+@given(fields_of(ProfilingConfig, values) | json_like)
 def test_any_input_gives_settings_or_a_config_error(settings: Any) -> None:
     """Nothing a JSON file can hold makes ``from_any`` raise anything else."""
     try:
@@ -362,10 +341,7 @@ def test_a_save_path_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 @pytest.mark.parametrize(
     ("written", "size"),
     [
-        (1234, 1234),
         ("1234", 1234),
-        ("1kB", 1000),
-        ("2GB", 2_000_000_000),
         ("1.5 TB", 1_500_000_000_000),
         ("512MiB", 512 << 20),
         ("3g", 3_000_000_000),

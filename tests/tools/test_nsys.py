@@ -25,40 +25,32 @@ from verl_profiling.workers import CaptureMixin
 STAGES = ["old_log_prob", "update_actor"]
 
 
-def ranges(last_step: int | None = None, **given: Any) -> int:
-    """Return the computed number of ranges of an actor."""
+def ranges(last_step: int | None = None, role: str = "actor", **given: Any) -> int:
+    """Return the computed number of ranges of a role."""
     config = ProfilingConfig.from_any({"enable": True, "tool": "nsys", **given})
-    return expected_ranges(config.for_role("actor"), config.schedule, last_step)
+    return expected_ranges(config.for_role(role), config.schedule, last_step)
 
 
 @pytest.mark.parametrize(
-    ("given", "last_step", "expected"),
+    ("role", "given", "last_step", "expected"),
     [
-        ({"schedule": {"steps": [2, 5, 9]}}, None, 3),
-        ({"schedule": {"steps": [2, 3, 7], "continuous": True}}, None, 2),
-        ({"schedule": {"every": 10}}, 35, 4),  # a loop may begin with step 0
-        ({"schedule": {"wait": 1, "warmup": 1, "active": 2, "repeat": 2}}, None, 6),
-        ({"schedule": {"steps": [2, 3]}, "mode": "discrete", "select": {"stages": STAGES}}, None, 4),
+        ("actor", {"schedule": {"steps": [2, 5, 9]}}, None, 3),
+        ("actor", {"schedule": {"steps": [2, 3, 7], "continuous": True}}, None, 2),
+        ("actor", {"schedule": {"every": 10}}, 35, 4),  # a loop may begin with step 0
+        ("actor", {"schedule": {"wait": 1, "warmup": 1, "active": 2, "repeat": 2}}, None, 6),
+        ("actor", {"schedule": {"steps": [2, 3]}, "mode": "discrete", "select": {"stages": STAGES}}, None, 4),
+        ("rollout", {"schedule": {"steps": [2, 3, 7], "continuous": True}}, None, 2),
+        ("rollout", {"schedule": {"steps": [2, 3], "continuous": True}, "mode": "discrete"}, None, 2),
     ],
 )
 def test_ranges_follow_from_schedule_and_stages(
-    given: dict[str, Any], last_step: int | None, expected: int
+    role: str, given: dict[str, Any], last_step: int | None, expected: int
 ) -> None:
-    """One a capture in e2e mode (a warm-up is one too), one a step and stage in discrete mode."""
-    assert ranges(last_step, **given) == expected
+    """One a capture in e2e mode (a warm-up is one too), one a step and stage in discrete mode.
 
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"schedule": {"steps": [2, 3, 7], "continuous": True}}, 2),
-        ({"schedule": {"steps": [2, 3], "continuous": True}, "mode": "discrete"}, 2),
-    ],
-)
-def test_an_engine_opens_a_range_a_generation(given: dict[str, Any], expected: int) -> None:
-    """Stages are the trainer's: a rollout engine has one window a step, so nothing has to be listed."""
-    config = ProfilingConfig.from_any({"enable": True, "tool": "nsys", **given})
-    assert expected_ranges(config.for_role("rollout"), config.schedule) == expected
+    A rollout engine has one window a step: stages are the trainer's.
+    """
+    assert ranges(last_step, role, **given) == expected
 
 
 @pytest.mark.parametrize(
@@ -94,7 +86,6 @@ def cluster(ray_cluster: None, stand_in_nsys: Path) -> Iterator[Path]:
 
 
 def config_of(run: Path, **given: Any) -> dict[str, Any]:
-    """Return settings that record steps 2 and 3 with the stand-in."""
     return {"enable": True, "tool": TOOL, "save_path": str(run), "schedule": {"steps": [2, 3]}, **given}
 
 
@@ -134,7 +125,6 @@ def collected(run: Path, ready: Callable[[], bool]) -> int:
 
 
 def reports(run: Path) -> int:
-    """Return how many reports are waiting to be collected."""
     return len(list((run / "nsys").glob("*.nsys-rep")))
 
 
@@ -219,7 +209,6 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
 
 
 def run_local(config: dict[str, Any], worker: Worker, *steps: int) -> None:
-    """Run steps on a worker in this process."""
     with ProfilingCallback(config) as callback:
         callback.add_workers("actor", worker)
         for step in steps:
@@ -246,7 +235,9 @@ def test_each_of_two_runs_with_one_save_path_gets_its_own_reports(
         assert (tmp_path / noted.folder / "actor_rank0.nsys-rep").read_text() == noted.folder
     for run in (tmp_path, tmp_path / "run_2"):
         assert artifacts_of(run, 2)[0].status == "ok"
+    (tmp_path / "elsewhere").mkdir()
     assert main(["collect", str(tmp_path / "elsewhere")]) == 2
+    assert "no file of the nsys tool" in capsys.readouterr().err
 
 
 def test_a_process_that_is_still_running_has_no_report_yet(
@@ -328,9 +319,3 @@ def test_what_is_no_export_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceFormatError, match=r"report\.sqlite.*is not an export of Nsight Systems"):
         convert_nsys(tmp_path / "report.sqlite", tmp_path / "trace.json.gz", {})
     assert [path.name for path in tmp_path.iterdir()] == ["report.sqlite"]
-
-
-def test_collecting_where_nothing_was_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command says that there is nothing, with exit code 2."""
-    assert main(["collect", str(tmp_path)]) == 2
-    assert "no file of the nsys tool" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from verl_profiling.manifest import Device
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.tools import torch_profiler
 from verl_profiling.tools.base import Destination
-from verl_profiling.tools.devices import NO_INJECTION, VARIABLE, injected_cupti
+from verl_profiling.tools.devices import NO_INJECTION, VARIABLE
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 
 
@@ -23,31 +23,27 @@ from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
     [
         ("/usr/local/cuda/extras/CUPTI/lib64/libcupti.so", True),
         ("libcupti.so.12", True),
-        ("", False),
         (NO_INJECTION, False),
         ("/opt/nsight-systems/libToolsInjection64.so", False),
         ("/usr/local/cuda/extras/CUPTI/lib64/", False),
     ],
 )
-def test_a_library_of_cupti_is_noticed(path: str, wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the file's name, whatever its folder and version; our own value is none."""
-    monkeypatch.setenv(VARIABLE, path)
-    assert bool(injected_cupti()) == wrong
-
-
-def test_the_doctor_says_what_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_doctor_notices_a_library_of_cupti(
+    path: str,
+    wrong: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Of the machine, and of a configuration that records with torch, which cannot run as it should here."""
-    path = tmp_path / "config.yaml"
-    path.write_text(f"enable: true\ntool: torch\nsave_path: {tmp_path}\n")
-    assert main(["doctor", str(path)]) == 0
-    monkeypatch.setenv(VARIABLE, "/usr/lib/libcupti.so")
-    assert main(["doctor", str(path)]) == 1
-    assert f"set {VARIABLE}={NO_INJECTION}" in capsys.readouterr().out
-    assert [found.subject for found in examine_machine() if found.problem] == ["CUPTI"]
-    config = ProfilingConfig.from_any({"enable": True, "tool": "spans", "save_path": str(tmp_path)})
-    assert not any(found.problem for found in examine_config(config))
+    """By the file's name, where the configuration records with torch; our own value is none."""
+    config = tmp_path / "config.yaml"
+    config.write_text(f"enable: true\ntool: torch\nsave_path: {tmp_path}\n")
+    monkeypatch.setenv(VARIABLE, path)
+    assert main(["doctor", str(config)]) == wrong
+    assert (f"set {VARIABLE}={NO_INJECTION}" in capsys.readouterr().out) == wrong
+    assert [found.subject for found in examine_machine() if found.problem] == ["CUPTI"] * wrong
+    spans = ProfilingConfig.from_any({"enable": True, "tool": "spans", "save_path": str(tmp_path)})
+    assert not any(found.problem for found in examine_config(spans))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a device, its kernels are recorded")

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+from example_loops import request
 
 from verl_profiling import stage
-from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.memory import process_peak_bytes
 from verl_profiling.testing import record_step
 from verl_profiling.tools.process_memory import take_host_peak
@@ -24,7 +24,7 @@ def test_the_manifest_gets_the_peak_resident_size_of_each_stage(tmp_path: Path, 
     worker = CaptureMixin()
     settings = {"enable": True, "tool": "spans", "mode": mode, "tools": {"spans": {"peak_rss": True}}}
     worker.init_capture(settings, role="actor")
-    worker.start_capture(CaptureRequest(capture_id="c", run_id="r", step=1, folder=str(tmp_path / "step")))
+    worker.start_capture(request(tmp_path / "step"))
     with stage("small"):
         pass
     with stage("large"), stage("inner"):

@@ -22,28 +22,22 @@ def crunch() -> int:
     return sum(n * n for n in range(1000))
 
 
-def test_the_example_records_a_whole_step(tmp_path: Path) -> None:
-    """A tool named by its class writes its artifact under a canonical name."""
-    with record_step(settings(tool=EXAMPLE), tmp_path) as recorded, stage("update_actor"):
-        crunch()
-    assert recorded.result.status == "ok", recorded.result.reason
-    assert recorded.path == tmp_path / "actor_rank0.cprofile.txt"
-    assert "crunch" in recorded.path.read_text()
-    [artifact] = recorded.result.artifacts
-    assert (artifact.tool, artifact.bytes) == ("cprofile", recorded.path.stat().st_size)
-
-
-def test_the_example_records_stages_apart(tmp_path: Path) -> None:
-    """The same class works in discrete mode, without a line for it."""
-    with record_step(settings(tool=EXAMPLE, mode="discrete"), tmp_path):
+@pytest.mark.parametrize(
+    ("mode", "names"), [("e2e", [""]), ("discrete", [".update_actor.2", ".update_actor"])]
+)
+def test_the_example_records_steps_and_stages(tmp_path: Path, mode: str, names: list[str]) -> None:
+    """A tool named by its class writes artifacts under canonical names, without a line for either mode."""
+    with record_step(settings(tool=EXAMPLE, mode=mode), tmp_path) as recorded:
         for _ in range(2):
             with stage("update_actor"):
                 crunch()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "actor_rank0.result.json",
-        "actor_rank0.update_actor.2.cprofile.txt",
-        "actor_rank0.update_actor.cprofile.txt",
-    ]
+    assert recorded.result.status == "ok", recorded.result.reason
+    files = [f"actor_rank0{name}.cprofile.txt" for name in names]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*files, "actor_rank0.result.json"])
+    for artifact in recorded.result.artifacts:
+        path = tmp_path / artifact.path
+        assert "crunch" in path.read_text()
+        assert (artifact.tool, artifact.bytes) == ("cprofile", path.stat().st_size)
 
 
 def test_options_of_a_tool_are_checked_like_all_others() -> None:
@@ -96,37 +90,14 @@ class FlawedRecording(Recording):
         self.discarded.append(self.destination.lane)
 
 
-class FailsAtPrepare(Flawed):
-    fails = "prepare"
-
-
-class FailsAtStart(Flawed):
-    fails = "start"
-
-
-class FailsAtStop(Flawed):
-    fails = "stop"
-
-
-class FailsAtBegin(Flawed):
-    fails = "begin"
-
-
-class FailsAtEnd(Flawed):
-    fails = "end"
+FailsAtPrepare, FailsAtStart, FailsAtStop, FailsAtBegin, FailsAtEnd = (
+    type(f"FailsAt{where.title()}", (Flawed,), {"fails": where, "__module__": __name__})
+    for where in ("prepare", "start", "stop", "begin", "end")
+)
 
 
 def of(cls: type[Tool], **more: Any) -> Any:
     return settings(tool=f"{cls.__module__}:{cls.__qualname__}", **more)
-
-
-def test_a_tool_that_cannot_work_is_found_at_set_up(tmp_path: Path) -> None:
-    """``prepare`` is where a missing library is reported, before training begins."""
-    with (
-        pytest.raises(ToolUnavailableError, match="install something"),
-        record_step(of(FailsAtPrepare), tmp_path),
-    ):
-        pass
 
 
 def test_a_tool_that_cannot_start_leaves_nothing_open(tmp_path: Path, session: Any) -> None:

@@ -83,7 +83,6 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
 def recorded(
     tool: TorchMemoryTool, allocator: Allocator, folder: Path, step: int, stage: str | None = None
 ) -> str:
-    """Record a step in which something is allocated, then something after it; return the snapshot."""
     destination = Destination(
         folder=folder / str(step), lane="actor_rank0", stage=stage, occurrence=1, metadata={}
     )

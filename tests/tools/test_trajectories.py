@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from example_loops import settings
+from example_loops import request, settings
 
 from verl_profiling import span, stage, trajectory
-from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.testing import record_step
@@ -26,12 +25,10 @@ def roll_out(groups: int = 2) -> None:
 
 
 def captured(worker: AgentLoopCaptureMixin, folder: Path, groups: int = 2) -> CaptureResult:
-    """Capture a rollout of a worker, and wait for its artifacts."""
-    request = CaptureRequest(capture_id="c", run_id="r", step=1, folder=str(folder))
-    assert worker.start_capture(request).status in ("recording", "armed")
+    assert worker.start_capture(request(folder)).status in ("recording", "armed")
     with stage("rollout"):
         roll_out(groups)
-    return worker.stop_capture("c", 60).result
+    return worker.stop_capture("run-1", 60).result
 
 
 @pytest.mark.parametrize(

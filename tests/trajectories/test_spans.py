@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextvars
-import os
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +18,6 @@ from drawn_logs import recorded
 from verl_profiling import span, trajectory, trajectory_status
 from verl_profiling.testing import record_step
 from verl_profiling.trajectories import count
-from verl_profiling.trajectories import spans as recorder
-from verl_profiling.trajectories.log import OpenLog
-from verl_profiling.trajectories.spans import start_log, stop_log
 from verl_profiling.trajectory_log import SpanRecord, TrajectoryLog, TrajectoryRecord, read_log
 
 MOST = 1_000
@@ -277,17 +273,3 @@ def test_facts_of_any_kind_are_kept_as_far_as_json_has_them(tmp_path: Path) -> N
     assert len(log.spans[0].name) == 200
     assert log.spans[1].name == "3"
     assert step.path.stat().st_size < 10_000
-
-
-def test_a_forked_child_records_nothing() -> None:
-    log = OpenLog(MOST)
-    start_log(log)
-    try:
-        if (child := os.fork()) == 0:
-            with span("child"):
-                os._exit(0 if recorder._log is None else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    finally:
-        stop_log(log)
-        log.end()
-        log.close("here")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import time
 from pathlib import Path
 
 import msgspec
@@ -270,16 +269,6 @@ def test_rows_add_up_to_the_step(
     assert sum(row.exposed_ns for row in rows) == max(0, step.duration_ns)
     assert all(row.exposed_ns >= 0 and row.lead_ns >= 0 and row.imbalance >= 1 for row in rows)
     assert len({row.name for row in rows}) >= len(rows) - 1
-
-
-def test_a_thousand_ranks_are_no_matter_of_minutes() -> None:
-    """1,024 ranks of 16 stages, as a loop of their own and called by a controller."""
-    stages = [(f"stage{at}", at * 100, 100) for at in range(16)]
-    many = [use(f"actor_rank{rank}", *stages) for rank in range(1024)]
-    for step in (summary(2000, many), summary(2000, controller(*stages), *many)):
-        begin = time.process_time()
-        assert len(exposed(step)) == 17
-        assert time.process_time() - begin < 10
 
 
 def test_the_picture_of_the_page_shows_what_the_page_says(tmp_path: Path) -> None:

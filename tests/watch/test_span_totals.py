@@ -29,7 +29,6 @@ WATCHED = {"enable": True, "watch": {"enable": True, "steps": 10}, "schedule": {
 
 @pytest.fixture
 def tally() -> Iterator[SpanSums]:
-    """What adds up the spans of this process."""
     found = SpanSums()
     total_spans(found)
     yield found
@@ -37,7 +36,6 @@ def tally() -> Iterator[SpanSums]:
 
 
 def totals(tally: SpanSums, *borders_ns: int) -> list[dict[str, SpanTotal]]:
-    """Return the totals of the steps between some times, by name."""
     found = tally.of_steps([(begin_ns, end_ns - 1) for begin_ns, end_ns in pairwise(borders_ns)], 0)
     return [{total.name: total for total in of_step} for of_step in found]
 

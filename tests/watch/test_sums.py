@@ -3,100 +3,82 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import threading
-import time
 
 import pytest
+from example_loops import settings
 
-from verl_profiling import ProfilingConfig, clock, stage
+from verl_profiling import clock, stage
 from verl_profiling.capture.session import Session
-from verl_profiling.capture.stage import SpanLog, Stage
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.step_summary import RankUse, StageUse
-from verl_profiling.watch.sums import Begun, StageSums, WatchQuestion, WatchReading
+from verl_profiling.watch.sums import WatchQuestion, WatchReading
 from verl_profiling.workers import RequestLog, RolloutCaptureMixin
 
-QUESTION = WatchQuestion(steps=[(0, 1 << 62)], offsets_ns={clock.domain(): 0})
+ACTOR, S = WorkerIdentity(role="actor"), 1_000_000_000
 WATCHED = {"enable": True, "tool": "spans", "watch": {"enable": True, "steps": 10}}
 
 
-WHO = RankUse(lane="actor_rank0", role="actor")
+def question(*steps: tuple[int, int]) -> WatchQuestion:
+    """Return a question about some steps; by default about one that covers all times."""
+    return WatchQuestion(steps=list(steps or [(0, 1 << 62)]), offsets_ns={clock.domain(): 0})
 
 
-class Marked:
-    """An owner of stages that are kept for the watch."""
+def kept(session: Session, *steps: tuple[int, int]) -> list[StageUse]:
+    """Return what is kept of the last of some steps."""
+    use: RankUse = session.read_watch(ACTOR, question(*steps)).uses()[-1]
+    return use.stages
 
-    def __init__(self, stages: int = 100) -> None:
-        self.sums = StageSums(stages)
-        self.sink = SpanLog(self, self.sums, None)
 
-    def stage(self, name: str) -> Stage:
-        """Return a stage of it."""
-        return Stage(self, name)
-
-    def of_steps(self, *steps: tuple[int, int]) -> list[list[StageUse]]:
-        """Return the stages of some steps."""
-        return [use.stages if use is not None else [] for use in self.sums.of_steps(WHO, steps)]
-
-    def kept(self) -> list[StageUse]:
-        """Return all that is kept, as one step."""
-        return self.of_steps((0, 1 << 62))[0]
-
-    def names(self) -> list[str]:
-        """Return the names of what is kept, in order of the begins, each as often as it ran."""
-        return [use.name for use in self.kept() for _ in range(use.runs)]
+def names(session: Session) -> list[str]:
+    """Return the names of what is kept, in order of the begins, each as often as it ran."""
+    return [use.name for use in kept(session) for _ in range(use.runs)]
 
 
 @pytest.fixture
-def marked() -> Marked:
-    """Room for a hundred stages."""
-    return Marked()
+def watched(session: Session) -> Session:
+    """A process whose stages are kept."""
+    session.register(settings(**WATCHED), ACTOR)
+    return session
 
 
-def names(reading: WatchReading) -> list[str]:
-    """Return the names of the stages that a process answers with, each as often as it ran."""
-    [use] = reading.uses()
-    return [stage.name for stage in use.stages for _ in range(stage.runs)]
-
-
-def test_stages_one_after_another_are_all_kept(marked: Marked) -> None:
+def test_stages_one_after_another_are_all_kept(watched: Session) -> None:
     """Also after one that raised, with timers inside of it that never ended."""
 
     def work() -> None:
-        marked.stage("timer").__enter__()
+        stage("timer").__enter__()
         raise ValueError("loss")
 
-    with pytest.raises(ValueError, match="loss"), marked.stage("ref"):
+    with pytest.raises(ValueError, match="loss"), stage("ref"):
         work()
-    with marked.stage("update"):
+    with stage("update"):
         pass
-    marked.stage("never begun").__exit__(None, None, None)
-    with marked.stage("values"):
+    stage("never begun").__exit__(None, None, None)
+    with stage("values"):
         pass
-    assert marked.names() == ["ref", "update", "values"]
+    assert names(watched) == ["ref", "update", "values"]
 
 
-def test_threads_and_tasks_have_outermost_stages_of_their_own(marked: Marked) -> None:
+def test_threads_and_tasks_have_outermost_stages_of_their_own(watched: Session) -> None:
     """A task that begins inside of a stage is inside of it, and on its own once the stage has ended."""
     entered, leave = threading.Event(), threading.Event()
 
     def on_thread() -> None:
-        with marked.stage("thread"):
+        with stage("thread"):
             entered.set()
             assert leave.wait(60)
 
     async def child(started: asyncio.Event, parent_ended: asyncio.Event) -> None:
-        with marked.stage("inside"):
+        with stage("inside"):
             started.set()
             await parent_ended.wait()
-        with marked.stage("after"):
+        with stage("after"):
             pass
 
     async def loop() -> None:
         started, ended = asyncio.Event(), asyncio.Event()
-        with marked.stage("parent"):
+        with stage("parent"):
             task = asyncio.create_task(child(started, ended))
             await started.wait()
         ended.set()
@@ -105,26 +87,18 @@ def test_threads_and_tasks_have_outermost_stages_of_their_own(marked: Marked) ->
     thread = threading.Thread(target=on_thread)
     thread.start()
     assert entered.wait(60)
-    with marked.stage("main"):
+    with stage("main"):
         pass
     asyncio.run(loop())
     leave.set()
     thread.join()
-    assert sorted(marked.names()) == ["after", "main", "parent", "thread"]
+    assert sorted(names(watched)) == ["after", "main", "parent", "thread"]
 
 
-def test_two_owners_in_a_process_do_not_hide_each_others_stages(marked: Marked) -> None:
-    """The loop's stage around the call of a worker in its process is not around the worker's own."""
-    worker = Marked()
-    with marked.stage("update"), worker.stage("update"), worker.stage("mini_batch"):
-        pass
-    assert (marked.names(), worker.names()) == (["update"], ["update"])
-
-
-def test_many_stages_need_the_memory_that_is_set_aside() -> None:
+def test_many_stages_need_the_memory_that_is_set_aside(session: Session) -> None:
     """The last ones are kept; nothing grows with their number, nor with the number of names."""
-    marked = Marked(1_000)
-    update = marked.stage("update")
+    session.register(settings(tool="spans", watch={"enable": True, "steps": 60}), ACTOR)
+    update = stage("update")
 
     def run(times: int) -> None:
         for _ in range(times):
@@ -136,22 +110,10 @@ def test_many_stages_need_the_memory_that_is_set_aside() -> None:
     run(100_000)
     assert sys.getallocatedblocks() - before < 100
     for number in range(2_000):
-        with marked.stage(f"{number}" * 1_000):
+        with stage(f"{number}" * 1_000):
             pass
-    assert len(marked.kept()) == 257, "those after so many names are one"
-    assert all(len(use.name) <= 200 for use in marked.kept())
-
-
-def test_a_fork_keeps_nothing_of_its_parent(session: Session) -> None:
-    """The child inherits the memory, and is another process."""
-    session.register(ProfilingConfig.from_any(WATCHED), WorkerIdentity(role="actor"))
-    with stage("parent"):
-        pass
-    child = os.fork()
-    if not child:
-        os._exit(0 if session.sums is None and session.sink is None else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert session.sums is not None
+    assert len(kept(session)) == 257, "those after so many names are one"
+    assert all(len(use.name) <= 200 for use in kept(session))
 
 
 def test_a_server_with_an_engine_of_its_own_tells_when_it_had_requests(session: Session) -> None:
@@ -165,30 +127,41 @@ def test_a_server_with_an_engine_of_its_own_tells_when_it_had_requests(session: 
                 await asyncio.sleep(0.002)
         assert log.begin(None) is None
         assert log.end() == []
-        return server.read_watch(QUESTION)
+        return server.read_watch(question())
 
     assert asyncio.run(serve({**WATCHED, "watch": {"enable": False}})) is None
     session.reset()
     reading = asyncio.run(serve(WATCHED))
     assert reading.identity.lane() == "rollout1_rank0"
-    assert names(reading) == ["generate", "generate"]
-    [[requests]] = [use.spans for use in reading.uses()]
+    [use] = reading.uses()
+    assert [(stage.name, stage.runs) for stage in use.stages] == [("generate", 2)]
+    [requests] = use.spans
     assert (requests.name, requests.runs) == ("generate", 4)
     assert 4 * 2_000_000 <= requests.duration_ns < 4 * 10**9
 
 
-def test_a_stage_is_in_each_step_that_it_reaches_into(marked: Marked) -> None:
+def test_a_stage_is_in_each_step_that_it_reaches_into(session: Session) -> None:
     """With its part; an open one ends at the step's end; what lies between steps is in none."""
-    s = 1_000_000_000
-    now_ns = time.time_ns() + 60 * s
-    steps = [(now_ns - 30 * s, now_ns - 20 * s), (now_ns - 19 * s, now_ns - 10 * s)]
-    marked.sums.end(Begun("rollout", now_ns - 24 * s), now_ns - 16 * s)
-    marked.sums.end(Begun("validate", now_ns - 20 * s + 1), now_ns - 19 * s - 1)
-    first, second = marked.of_steps(*steps)
-    assert [(use.name, use.duration_ns) for use in first] == [("rollout", 4 * s)]
-    assert [(use.name, use.duration_ns) for use in second] == [("rollout", 3 * s)]
-    open_stage = marked.sink.begin("generate")
-    step = (open_stage.begin_ns - 1000, open_stage.begin_ns + 1000)
-    time.sleep(0.01)
-    [[generate]] = marked.of_steps(step)
-    assert (generate.name, generate.begin_ns) == ("generate", open_stage.begin_ns)
+    now_ns = 1_700_000_000 * S
+    first, second, third = (
+        (now_ns + begin * S, now_ns + end * S) for begin, end in ((10, 20), (21, 30), (40, 50))
+    )
+    with clock.replaced(lambda: now_ns, clock.domain()):
+        session.register(settings(**WATCHED), ACTOR)
+        for name, begin_ns, end_ns in (
+            ("rollout", first[1] - 4 * S, second[0] + 3 * S),
+            ("validate", second[1] + 1, third[0] - 1),
+            ("generate", third[1] - 5 * S, third[1] + S),
+        ):
+            now_ns = begin_ns
+            opened = stage(name)
+            opened.__enter__()
+            now_ns = end_ns
+            if name != "generate":
+                opened.__exit__(None, None, None)
+        found = [
+            [(use.name, use.duration_ns) for use in one.stages]
+            for one in session.read_watch(ACTOR, question(first, second, third)).uses()
+        ]
+        assert found == [[("rollout", 4 * S)], [("rollout", 3 * S)], [("generate", 5 * S)]]
+        opened.__exit__(None, None, None)

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from example_loops import settings, spans
+from example_loops import request, settings, spans
 from rank_processes import start_forkserver
 
 from verl_profiling import CaptureStateError, stage
-from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session, process_session
 from verl_profiling.manifest import CaptureResult
 from verl_profiling.workers import FSDPCaptureMixin
@@ -36,7 +35,6 @@ class Worker(FSDPCaptureMixin):
 
 
 def train(rank: int, folder: Path, config: dict[str, Any]) -> None:
-    """Run one rank; leave its result in the folder."""
     import msgspec
     import torch.distributed as dist
 
@@ -44,8 +42,7 @@ def train(rank: int, folder: Path, config: dict[str, Any]) -> None:
     worker = Worker()
     worker.init_capture(config, role="actor", mesh=worker.mesh)
     worker.update()
-    request = CaptureRequest(capture_id="run-1", run_id="run", step=1, folder=str(folder))
-    started = worker.start_capture(request)
+    started = worker.start_capture(request(folder))
     worker.update()
     reply = worker.stop_capture("run-1", 60)
     assert started.status in ("recording", "skipped")
@@ -57,7 +54,6 @@ def train(rank: int, folder: Path, config: dict[str, Any]) -> None:
 
 
 def run_two(folder: Path, **given: Any) -> list[CaptureResult]:
-    """Train with two ranks and return their results."""
     import msgspec
     import torch.multiprocessing as mp
 
@@ -87,7 +83,7 @@ def test_ranks_and_mesh_are_read_and_select(tmp_path: Path) -> None:
     assert names.count("update_actor") == 1
 
 
-def test_without_a_process_group_the_rank_must_be_given(session: Session) -> None:
+def test_without_a_process_group_the_rank_must_be_given(tmp_path: Path, session: Session) -> None:
     worker = FSDPCaptureMixin()
     with pytest.raises(
         CaptureStateError, match=r"call it after init_process_group\(\), or pass rank and world_size"
@@ -95,11 +91,7 @@ def test_without_a_process_group_the_rank_must_be_given(session: Session) -> Non
         worker.init_capture(settings(tool="spans"), role="actor")
     with pytest.raises(CaptureStateError, match="not initialised"):
         worker.init_capture(settings(tool="spans"), role="actor", rank=0)
-
-
-def test_a_rank_that_is_given_needs_no_process_group(tmp_path: Path, session: Session) -> None:
-    worker = FSDPCaptureMixin()
     worker.init_capture(settings(tool="spans"), role="actor", rank=3, world_size=8)
-    worker.start_capture(CaptureRequest(capture_id="c", run_id="r", step=1, folder=str(tmp_path)))
-    identity = process_session().stop("c").result.identity
+    worker.start_capture(request(tmp_path))
+    identity = process_session().stop("run-1").result.identity
     assert (identity.rank, identity.world_size, identity.topology) == (3, 8, {})

@@ -10,12 +10,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
+from example_loops import request
 
 from verl_profiling import CaptureStateError, stage
-from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.session import Session
 from verl_profiling.manifest import CaptureResult, Manifest, StageSpan
 from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import find_steps
@@ -32,7 +32,6 @@ needs_megatron = pytest.mark.skipif(
 
 
 def run_recipe(folder: Path, *overrides: str) -> Manifest:
-    """Run the recipe as a user does; return the manifest of step 2."""
     command = [sys.executable, "-m", "recipes.megatron_tiny.train", f"output_dir={folder}", "steps=2"]
     done = subprocess.run(
         [*command, "profiling.schedule.steps=[2]", *overrides],
@@ -145,12 +144,9 @@ class UsersTimers:
 
 
 def captured(tmp_path: Path, body: Callable[[], None], mode: str = "e2e") -> CaptureResult:
-    """Capture ``body`` as a worker would, and return the result."""
     worker = CaptureMixin()
     worker.init_capture({**SPANS, "mode": mode}, role="actor")
-    worker.start_capture(
-        CaptureRequest(capture_id=uuid4().hex, run_id="r", step=1, folder=str(tmp_path / "step"))
-    )
+    worker.start_capture(request(tmp_path / "step"))
     try:
         body()
     finally:
@@ -175,7 +171,7 @@ def test_timers_are_copied_and_sent_with_their_config() -> None:
 
 
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
-def test_user_code_that_raises_inside_a_micro_batch(tmp_path: Path, mode: str) -> None:
+def test_user_code_that_raises_inside_a_micro_batch(tmp_path: Path, session: Session, mode: str) -> None:
     """Nobody stops the timer then; the stage around it ends all the same, and so does the next one."""
     timers = CaptureTimers()
 

@@ -6,16 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_loops import request
 
-from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.workers import RolloutCaptureMixin, SGLangCaptureMixin, VLLMCaptureMixin
 
 MIXINS = [RolloutCaptureMixin, VLLMCaptureMixin, SGLangCaptureMixin]
-
-
-def request(folder: Path) -> CaptureRequest:
-    return CaptureRequest(capture_id="c", run_id="r", step=1, folder=str(folder / "step_000001"))
 
 
 @pytest.mark.parametrize("mixin", MIXINS)
@@ -26,7 +22,7 @@ async def test_other_nodes_of_a_replica_do_nothing(mixin: type[Any], tmp_path: P
     reply = await server.start_capture(request(tmp_path))
     assert (reply.status, reply.identity.name, reply.identity.node_rank) == ("skipped", "rollout2", 1)
     assert "node 0 records for all" in reply.reason
-    assert (await server.stop_capture("c")).result.status == "skipped"
+    assert (await server.stop_capture("run-1")).result.status == "skipped"
     assert not list(tmp_path.iterdir())
 
 
