@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from drawn_summaries import summary
 from step_folders import WORKERS, build_step
-from test_top import write_run
+from test_top import CLI, write_run
 
 from verl_profiling.cli import COMMANDS, main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
@@ -141,10 +141,7 @@ def test_diff_fails_only_when_asked_to(tmp_path: Path, capsys: pytest.CaptureFix
 def viewed(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """Run ``view`` on a free port; yield the process, and the addresses of the timeline and of the report."""
     pytest.importorskip("viztracer")
-    # A shell that runs the tests in the background has them ignore Ctrl-C, and so would their children.
-    main_call = "from verl_profiling.cli import main; sys.exit(main(sys.argv[1:]))"
-    program = f"import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); {main_call}"
-    command = [sys.executable, "-c", program, "view", str(folder), "--no-browser", "--port", "0"]
+    command = [*CLI, "view", str(folder), "--no-browser", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process, [process.stdout.readline().split()[-1] for _ in range(2)]

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
-import select
-import signal
-import sys
-import termios
 import time
-import tty
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -31,7 +24,6 @@ from verl_profiling.watch_log import WATCH_LOG, WatchLogReader, has_watch_log
 _STEPS = 200
 _CAPTURES = 5
 _FASTEST_S = 0.1
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Shows a running job, live: its last step, and whether steps get longer; where the time of a step "
         "goes (exposed time, by stage), and which process leads there; memory, and the captures so far. It "
         f"reads {WATCH_LOG} in the run's folder, which a run with watch.enable=true writes, and asks nothing "
-        "of the job. q or Ctrl-C quits; it ends by itself when the run does. Where the output is no "
+        "of the job. Ctrl-C quits; it ends by itself when the run does. Where the output is no "
         "terminal, it prints one frame."
     )
     parser.epilog = (
@@ -69,10 +61,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.once or not console.is_terminal:
         fitting_console(console).print(view.frame())
     else:
-        shown = Live(view.frame("q quits"), console=console, screen=True, auto_refresh=False)
-        with _inputs() as inputs, shown as live:
-            while not (view.pulse.is_over or _quits(inputs, max(arguments.interval, _FASTEST_S))):
-                live.update(view.frame("q quits"), refresh=True)
+        shown = Live(view.frame("Ctrl-C quits"), console=console, screen=True, auto_refresh=False)
+        with suppress(KeyboardInterrupt), shown as live:
+            while not view.pulse.is_over:
+                time.sleep(max(arguments.interval, _FASTEST_S))
+                live.update(view.frame("Ctrl-C quits"), refresh=True)
         if view.pulse.is_over:
             console.print(view.frame())
     return EXIT_OK if view.pulse.is_well else EXIT_FINDING
@@ -117,32 +110,3 @@ def _pulse(run: Path) -> Pulse:
     if not info.over:
         return Pulse(says=f"{info.process}, {heard}")
     return Pulse(says=f"{info.over}; {heard}", is_over=True, is_well=info.end_ns is not None)
-
-
-@contextmanager
-def _inputs() -> Iterator[list[int]]:
-    """Yield the file descriptors to watch for ``q``: a pipe for signals, and the terminal if there is one.
-
-    SIGINT, SIGTERM and SIGHUP (terminal closed) write a ``q`` to the pipe.
-    """
-    signalled, signals = os.pipe()
-    before = {number: signal.signal(number, lambda *_: os.write(signals, b"q")) for number in _SIGNALS}
-    state = None
-    try:
-        with suppress(OSError, ValueError, termios.error):
-            state = termios.tcgetattr(sys.stdin)
-            tty.setcbreak(sys.stdin)
-        yield [signalled, sys.stdin.fileno()] if state else [signalled]
-    finally:
-        if state:
-            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, state)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        os.close(signalled)
-        os.close(signals)
-
-
-def _quits(inputs: list[int], seconds: float) -> bool:
-    """Wait for input, at most ``seconds``; return whether ``q`` was read or the terminal is closed."""
-    pressed = [os.read(source, 64) for source in select.select(inputs, [], [], seconds)[0]]
-    return any(not key or b"q" in key.lower() for key in pressed)

@@ -142,7 +142,7 @@ def watch_frame(
         steps: The latest steps, in order.
         captures: Number of step folders.
         latest: The latest captures: who asked for each, by its folder.
-        footer: Last line, e.g. ``q quits``.
+        footer: Last line, e.g. ``Ctrl-C quits``.
     """
     newest = f", the latest {len(latest)}:" if captures > len(latest) else ":"
     lines: list[Text | Table] = [
