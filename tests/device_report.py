@@ -7,28 +7,25 @@ import importlib.util
 import statistics
 import sys
 import tempfile
-import time
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 import verl_profiling
-from verl_profiling import stage
 from verl_profiling.commands.doctor import examine_machine
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.testing import record_step
 from verl_profiling.tools.base import imported
 
-_STAGES = 2_000
 _ROUNDS = 5
 _PRODUCTS = 2_000
 
 
 def device_report(junit: Path | None = None) -> dict[str, Any]:
-    """Look at the machine and its device, and measure what recording costs."""
+    """Look at the machine and its device, and measure what a capture costs."""
     tests = None if junit is None else read_tests(junit)
     device = _device()
     return {
@@ -37,7 +34,7 @@ def device_report(junit: Path | None = None) -> dict[str, Any]:
         "machine": examine_machine(),
         "device": device,
         "tests": tests,
-        "costs": _costs(device["kind"] if device else "cpu"),
+        "costs": {"stop_ms": _stop_ms(device["kind"] if device else "cpu")},
     }
 
 
@@ -80,85 +77,26 @@ def _device() -> dict[str, Any] | None:
     }
 
 
-def _costs(kind: str) -> dict[str, float | None]:
-    """Return medians: an idle and a recorded stage, the pause at a stop, and the plain profiler's."""
-    with tempfile.TemporaryDirectory() as folder:
-        idle = statistics.median(_stage_ns() for _ in range(_ROUNDS))
-        with record_step({"enable": True, "tool": "spans"}, Path(folder)):
-            recorded = statistics.median(_stage_ns() for _ in range(_ROUNDS))
-        ours, plain = [], []
-        for number in range(_ROUNDS if importlib.util.find_spec("torch") is not None else 0):
-            ours.append(_our_stop_ms(kind, Path(folder, str(number))))
-            plain.append(_plain_stop_ms(kind, Path(folder, f"plain{number}")))
-    return {
-        "idle_stage_ns": idle,
-        "recorded_stage_ns": recorded,
-        "stop_ms": statistics.median(ours) if ours else None,
-        "plain_stop_ms": statistics.median(plain) if plain else None,
-    }
-
-
-def _stage_ns() -> float:
-    begin = time.perf_counter_ns()
-    for _ in range(_STAGES):
-        with stage("update_actor"):
-            pass
-    return (time.perf_counter_ns() - begin) / _STAGES
-
-
-def _work(kind: str) -> Callable[[], None]:
-    """Return matrix products on the device, waited for."""
+def _stop_ms(kind: str) -> float | None:
+    """Return the median pause at the stop of a small capture; none without torch."""
+    if importlib.util.find_spec("torch") is None:
+        return None
     import torch
 
     square = torch.ones(256, 256, device=kind)
-    wait = getattr(torch, kind).synchronize
-
-    def products() -> None:
-        for _ in range(_PRODUCTS):
-            square @ square
-        wait()
-
-    return products
-
-
-def _our_stop_ms(kind: str, folder: Path) -> float:
-    work = _work(kind)
-    tool = "npu" if kind == "npu" else "torch"
-    with record_step({"enable": True, "tool": tool}, folder) as recorded:
-        work()
-    result = recorded.result
-    if result is None or result.status != "ok":
-        raise ToolUnavailableError(f"tool {tool!r}: the small capture failed: {result and result.reason}")
-    return result.cost.stop_s * 1e3
-
-
-def _plain_stop_ms(kind: str, folder: Path) -> float:
-    work = _work(kind)
-    folder.mkdir()
-    profiler, export = _plain_npu(folder) if kind == "npu" else _plain_torch(kind, folder)
-    profiler.start()
-    work()
-    begin = time.perf_counter()
-    profiler.stop()
-    export()
-    return (time.perf_counter() - begin) * 1e3
-
-
-def _plain_torch(kind: str, folder: Path) -> tuple[Any, Callable[[], object]]:
-    from torch.profiler import ProfilerActivity, profile
-
-    activities: Iterable[ProfilerActivity] = [ProfilerActivity.CPU]
-    if kind == "cuda":
-        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    profiler = profile(activities=activities)
-    return profiler, lambda: profiler.export_chrome_trace(str(folder / "plain.json"))
-
-
-def _plain_npu(folder: Path) -> tuple[Any, Callable[[], object]]:
-    """Return torch_npu's profiler, whose ``stop`` exports by itself."""
-    profiler = imported("torch_npu", "npu").profiler
-    handler = profiler.tensorboard_trace_handler(str(folder))
-    return profiler.profile(on_trace_ready=handler), lambda: None
+    config = {"enable": True, "tool": "npu" if kind == "npu" else "torch"}
+    took = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(_ROUNDS):
+            with record_step(config, Path(folder, str(number))) as recorded:
+                for _ in range(_PRODUCTS):
+                    square @ square
+                getattr(torch, kind).synchronize()
+            result = recorded.result
+            if result is None or result.status != "ok":
+                raise ToolUnavailableError(f"the small capture failed: {result and result.reason}")
+            took.append(result.cost.stop_s * 1e3)
+    return statistics.median(took)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

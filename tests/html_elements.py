@@ -6,15 +6,17 @@ from html.parser import HTMLParser
 
 
 class Elements(HTMLParser):
-    """Collects elements that are left open, and everything that points out of the file."""
+    """The elements of a page, each of which must be closed, and everything that points out of the file."""
 
     void = {"meta", "link", "input"}
 
-    def __init__(self) -> None:
+    def __init__(self, page: str) -> None:
         super().__init__()
         self.open: list[str] = []
         self.tags: list[str] = []
         self.outside: list[str] = []
+        self.feed(page)
+        assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)

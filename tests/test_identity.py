@@ -22,19 +22,6 @@ def test_a_replica_has_a_lane_for_each_of_its_ranks() -> None:
     ]
 
 
-def test_people_see_where_a_worker_runs() -> None:
-    """Role, rank, process and host; of one that never answered no made-up process is named."""
-    assert str(WorkerIdentity(role="actor", rank=3, host="h", pid=7)) == "actor rank 3 (pid 7 on h)"
-    assert (
-        str(WorkerIdentity(role="rollout", replica=1, node_rank=2, host="h", pid=7))
-        == "rollout replica 1 node 2 (pid 7 on h)"
-    )
-    silent = WorkerIdentity(role="actor", rank=1, host="unknown", pid=0)
-    assert str(silent) == "actor rank 1 (which has never answered)"
-    silent = WorkerIdentity(role="rollout", replica=0, host="unknown", pid=0)
-    assert str(silent) == "rollout replica 0 node 0 (which has never answered)"
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -87,13 +87,6 @@ def test_no_selection_overwrites_another(traces: Path) -> None:
     } < before.keys()
 
 
-def test_stages_of_a_capture_have_timelines_of_their_own(tmp_path: Path) -> None:
-    folder = build_step(tmp_path)
-    assert main(["merge", str(folder), "--stage", "rollout"]) == EXIT_OK
-    assert (folder / "timeline.stages_rollout.json.gz").is_file()
-    assert not (folder / "timeline.json.gz").exists()
-
-
 def test_reports_of_parts_of_a_folder_stay_apart(traces: Path) -> None:
     """One file, the other, both, and the folder: four reports, each with its lanes."""
     one, other = (str(traces / name) for name in RANKS)

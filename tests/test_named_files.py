@@ -9,24 +9,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from step_folders import build_step
+from step_folders import build_step, rewrite_worker
 
 from verl_profiling.cli import main
-from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId
-from verl_profiling.manifest import MANIFEST_NAME, NsysRange
-from verl_profiling.run_files import named_file, read_manifest, write_json_atomically, write_result
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/../../x", "/etc/passwd", "a\0b"])
-def test_a_name_that_is_not_a_path_inside_is_refused(tmp_path: Path, name: str) -> None:
-    """Empty, absolute, upwards, with a NUL: none is opened; the folder itself is no file of its own."""
-    if name == ".":
-        assert named_file(tmp_path, name) == tmp_path
-        return
-    with pytest.raises(TraceFormatError, match="not a path inside"):
-        named_file(tmp_path, name)
-
+from verl_profiling.manifest import NsysRange
+from verl_profiling.run_files import read_manifest, write_result
 
 SPECIAL: dict[str, Callable[[Path], object]] = {
     "a link that leads out": lambda path: path.symlink_to("/etc/hostname"),
@@ -59,20 +47,15 @@ def test_no_command_opens_a_special_file(
     assert victim.name in printed
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"path": "../../x.torch.json.gz"}, {"path": "/etc/hostname"}, {"path": "a\0b"}],
-)
+@pytest.mark.parametrize("path", ["../../x.torch.json.gz", "/etc/hostname", "a\0b", "", ".."])
 def test_a_manifest_cannot_name_what_is_outside(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str
 ) -> None:
     """A path that leads out is refused; nothing appears beside the step folder."""
     folder = build_step(tmp_path / "a" / "run")
-    manifest = read_manifest(folder)
-    worker = manifest.workers[0]
-    artifacts = [msgspec.structs.replace(artifact, **change) for artifact in worker.artifacts]
-    workers = [msgspec.structs.replace(worker, artifacts=artifacts), *manifest.workers[1:]]
-    write_json_atomically(folder / MANIFEST_NAME, msgspec.structs.replace(manifest, workers=workers))
+    worker = read_manifest(folder).workers[0]
+    artifacts = [msgspec.structs.replace(artifact, path=path) for artifact in worker.artifacts]
+    rewrite_worker(folder, worker.name, artifacts=artifacts)
     before = around(folder)
     for command in ("check", "report", "merge"):
         assert main([command, str(folder)]) != 0 or command in ("report", "merge")

@@ -6,17 +6,16 @@ import os
 import re
 import shutil
 import struct
-import threading
 from io import StringIO
 from pathlib import Path
 
 import pytest
-from browser import needs_browser, run_script
+from browser import needs_browser, run_script, served
 from rich.console import Console
 
 from verl_profiling.cli import main
 from verl_profiling.commands.top import View
-from verl_profiling.commands.view import TimelineServer, bundled_ui
+from verl_profiling.commands.view import bundled_ui
 from verl_profiling.report.build import build_report
 from verl_profiling.report.html import render_html
 from verl_profiling.report.run_page import RUN_PAGE, render_run
@@ -58,13 +57,8 @@ def size_of(picture: Path) -> tuple[int, int]:
 def photographed(step: StepInputs, folder: Path, picture: Path, *rows: str) -> list[str]:
     """Take a picture of a step's timeline as Perfetto shows it; return the lanes that are on it."""
     merge(step, folder / "t.json.gz")
-    server = TimelineServer(folder, bundled_ui(), port=0)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with served(folder, bundled_ui()) as server:
         seen = run_script("timeline.js", server.timeline_address("t.json.gz"), str(picture), *rows)
-    finally:
-        server.shutdown()
-        server.server_close()
     return list(seen["lanes"])
 
 

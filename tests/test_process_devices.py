@@ -69,15 +69,10 @@ def test_an_engine_has_the_visible_devices_in_order_of_rank(monkeypatch: pytest.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert engine_devices("cpu", 1, range(1), None) == [Device(kind="cpu")]
     assert engine_devices("cpu", 1, range(1), ["0"]) == [Device(kind="cpu", index=0, place=f"{HOST}/0")]
+    assert engine_devices("cuda", 1, range(1), ["none"]) == [Device(kind="cuda", index=0)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     found = engine_devices("cuda", 4, range(2, 4), None)
     assert [device.place for device in found] == [f"{HOST}/6", f"{HOST}/7", "", ""]
-
-
-@pytest.mark.parametrize("id", ["none", "-1"])
-def test_ids_that_name_nothing_are_left_out(id: str) -> None:
-    """Neither a place nor a UUID is made up of them."""
-    assert engine_devices("cuda", 1, range(1), [id]) == [Device(kind="cuda", index=0)]
 
 
 @pytest.mark.parametrize("variable", ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"])

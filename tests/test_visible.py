@@ -9,11 +9,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from step_folders import build_step
+from step_folders import build_step, rewrite, rewrite_worker
 
 from verl_profiling.cli import main
-from verl_profiling.manifest import MANIFEST_NAME
-from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.run_files import read_manifest
 from verl_profiling.units import visible
 
 HOSTILE = "=cmd\x1b]0;owned\x07\x9b2J\u202egnp.exe"
@@ -33,15 +32,11 @@ def hostile(tmp_path: Path) -> Path:
     """A step folder whose stages and reasons have names that a terminal or a spreadsheet would obey."""
     folder = build_step(tmp_path)
     manifest = read_manifest(folder)
+    failed = {"path": f"{HOSTILE}.json", "status": "failed", "reason": HOSTILE}
+    artifacts = [msgspec.structs.replace(one, **failed) for one in manifest.workers[0].artifacts]
+    rewrite_worker(folder, "actor_rank0", artifacts=artifacts, notes=[HOSTILE])
     stages = [msgspec.structs.replace(stage, name=HOSTILE) for stage in manifest.stages]
-    worker = manifest.workers[0]
-    artifacts = [
-        msgspec.structs.replace(artifact, path=f"{HOSTILE}.json", status="failed", reason=HOSTILE)
-        for artifact in worker.artifacts
-    ]
-    workers = [msgspec.structs.replace(worker, artifacts=artifacts, notes=[HOSTILE]), *manifest.workers[1:]]
-    changed = msgspec.structs.replace(manifest, stages=stages, workers=workers, notes=[HOSTILE])
-    write_json_atomically(folder / MANIFEST_NAME, changed)
+    rewrite(folder, stages=stages, notes=[HOSTILE])
     return folder
 
 

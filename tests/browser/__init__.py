@@ -7,10 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from verl_profiling.commands.view import TimelineServer
 
 BROWSER = Path(__file__).parent
 _MODULES = BROWSER / "node_modules"
@@ -25,6 +30,17 @@ needs_browser = [
     pytest.mark.skipif(not _MODULES.is_dir(), reason=f"needs playwright-core in tests/browser; {_GET}"),
     pytest.mark.skipif(_CHROMIUM is None, reason=f"needs a Chromium; {_GET}"),
 ]
+
+
+@contextmanager
+def served(folder: Path, ui: Path | None) -> Iterator[TimelineServer]:
+    """Serve a folder as ``view`` does, with a user interface or with that of the internet."""
+    with TimelineServer(folder, ui, port=0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
 
 
 def run_script(name: str, *arguments: str) -> Any:

@@ -12,13 +12,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_profiling import ConfigError
 from verl_profiling.integrations.verl.bridge import (
-    captured_steps,
     settings_from_verl,
     settings_of,
     why_nothing,
 )
 from verl_profiling.integrations.verl.trainer import ProfilingTrainerMixin
-from verl_profiling.settings.schedule import Schedule
 
 TORCH = {
     "contents": [],
@@ -164,19 +162,13 @@ def test_roles_and_ranks_are_bridged() -> None:
     assert all_ranks.for_role("actor").ranks is None
 
 
-@pytest.mark.parametrize(
-    ("contents", "expected"),
-    [
-        ([], {"stack": True, "shapes": True, "memory": True}),
-        (["cpu", "stack"], {"stack": True, "shapes": False, "memory": False, "activities": ["cpu"]}),
-    ],
-)
-def test_contents_are_bridged(contents: list[str], expected: dict[str, Any]) -> None:
-    """Contents select the same things; an empty list means everything, as it does for verl."""
-    settings = settings_from_verl(
-        verl_config(actor=role(enable=True, torch={"contents": contents}), steps=[1])
-    )
-    assert settings.roles["actor"].tools["torch"] == expected
+def test_contents_are_bridged() -> None:
+    """They select the same things; an empty list means everything, as it does for verl."""
+    everything = {"stack": True, "shapes": True, "memory": True}
+    some = {"stack": True, "shapes": False, "memory": False, "activities": ["cpu"]}
+    for contents, expected in (([], everything), (["cpu", "stack"], some)):
+        config = verl_config(actor=role(enable=True, torch={"contents": contents}), steps=[1])
+        assert settings_from_verl(config).roles["actor"].tools["torch"] == expected
 
 
 def test_windows_are_bridged() -> None:
@@ -192,22 +184,6 @@ def test_windows_are_bridged() -> None:
     window = {"wait": 3, "warmup": 1, "active": 3}
     assert settings.roles["actor"].tools["torch"]["mini_batches"] == window
     assert (settings.rollout.start, settings.rollout.count) == (30, 30)
-
-
-def test_what_has_no_counterpart_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    """A field that is set and means nothing here is a warning that names its key."""
-    with caplog.at_level(logging.WARNING):
-        settings_from_verl(
-            verl_config(
-                actor=role(enable=True),
-                rollout=role(enable=True, finish_hook_cmd="upload"),
-                steps=[1],
-                relocate_results=True,
-            )
-        )
-    text = caplog.text
-    assert "global_profiler.relocate_results" in text
-    assert "actor_rollout_ref.rollout.profiler.finish_hook_cmd" in text
 
 
 def test_finish_commands_become_hooks() -> None:
@@ -282,21 +258,6 @@ def test_what_servers_would_refuse_is_refused_before_they_start(
         settings_of(config)
     config.profiling.roles = {"rollout": {"enable": False}}
     assert settings_of(config) is not None
-
-
-@pytest.mark.parametrize(
-    ("schedule", "last", "says"),
-    [
-        ({"steps": [2, 3, 30]}, 8, "steps 2, 3"),
-        ({"every": 10}, None, "and more"),
-        ({"every": 10}, 8, "no step (schedule.every=10)"),
-    ],
-)
-def test_the_steps_that_will_be_captured_are_named(
-    schedule: dict[str, Any], last: int | None, says: str
-) -> None:
-    """Those that the run has, or that there are none."""
-    assert says in captured_steps(Schedule(**schedule), last)
 
 
 @pytest.mark.parametrize(

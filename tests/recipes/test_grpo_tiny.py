@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed; `make env` builds an environment")
 
 from reader import TRAIN, Reader
+from step_folders import read_events
 
 from recipes.grpo_tiny import task
 from verl_profiling.cli import main
@@ -65,13 +65,9 @@ def run(request: pytest.FixtureRequest, reader: Reader) -> Run:
 pytestmark = [pytest.mark.recipes, pytest.mark.timeout(600)]
 
 
-def events_of(trace: Path) -> list[dict]:
-    return json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-
-
 def spans_by_lane(timeline: Path) -> dict[str, list[dict]]:
     """Return the complete events of a timeline; a lane is the first word of its process's name."""
-    events = events_of(timeline)
+    events = read_events(timeline)
     lanes = {e["pid"]: e["args"]["name"].split()[0] for e in events if e["name"] == "process_name"}
     found: dict[str, list[dict]] = {}
     for event in events:
@@ -115,7 +111,7 @@ def test_artifacts_hold_their_stages(run: Run) -> None:
             if worker.identity.role != "actor":
                 continue
             for artifact in worker.artifacts:
-                names = {event["name"] for event in events_of(folder / artifact.path)}
+                names = {event["name"] for event in read_events(folder / artifact.path)}
                 stages = ACTOR_STAGES if run.mode == "e2e" else {artifact.stage}
                 assert stages <= names
                 assert ("mini_batch" in names) == ("update_actor" in stages)

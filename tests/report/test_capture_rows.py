@@ -13,7 +13,6 @@ from verl_profiling.analysis import open_step
 from verl_profiling.manifest import ClockAnchor
 from verl_profiling.report.columns import AnchorRow, CostRow, MeasureRow
 from verl_profiling.report.files import scalars
-from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.run_files import read_manifest
 
@@ -47,14 +46,12 @@ def test_workers_have_their_numbers_cost_and_clock(report: Report) -> None:
 
 
 def test_numbers_are_shown_in_their_units(report: Report) -> None:
-    """On terminal and page; TensorBoard marks the step and has the largest of the workers."""
+    """On the terminal; TensorBoard marks the step and has the largest of the workers."""
     shown = printed(report)
     assert re.search(r"actor_rank0 +update_actor +process_peak_rss_bytes +3 GB", shown)
     assert re.search(r"actor_rank0 +250 ms +1.50 s +\d", shown)
     assert re.search(r"actor_rank0 +here +2.00 s +3.00 us", shown)
-    said = " ".join(shown.split())
-    assert "The capture added 500 us to the loop." in said
-    assert '<td class="n" data-v="3e+09">3 GB</td>' in render_html(report)
+    assert "The capture added 500 us to the loop." in " ".join(shown.split())
     found = dict(scalars(report))
     assert found["profiled"] == 1
     assert found["peak/update_actor/process_peak_rss_bytes"] == 3e9

@@ -16,19 +16,6 @@ from verl_profiling.report.kinds import (
     own_name,
 )
 
-# Names as profilers wrote them, or as the sources that the table names define them.
-COMMUNICATION = (
-    "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-    "void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*, unsigned)",
-    "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*, vllm::RankSignals)",
-    "_ZN5aiter26cross_device_reduce_2stageIDF16bLi8ELb0EEEv",
-    "quickreduce::allreduce_prototype_twoshot<AllReduceTwoshot<__half, CodecQ4<__half,4>, true>, __half>",
-    "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<1, half>(int)",
-    "void tensorrt_llm::kernels::mnnvl::twoshotAllreduceKernel<8, __nv_bfloat16>(__nv_bfloat16*)",
-    "void deep_ep::legacy::intranode::notify_dispatch<8>(int const*)",
-    "dlslime::intranode_alltoall_kernel",
-    "void dpsk::ep::internode::notify_dispatch<false, 4>(int const*, long*, int)",
-)
 COMPUTATION = (
     "void SmallReduceKernel<float>(float*)",
     "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float> >(at::native::ReduceOp<float>)",
@@ -40,12 +27,6 @@ COMPUTATION = (
     "void at::native::(anonymous namespace)::scatter_reduce_kernel<deep_ep::Buffer>(int)",
     "void dpsk::ep::cuda::get_dispatch_layout<256>(long const*)",
 )
-
-
-@pytest.mark.parametrize("name", COMMUNICATION)
-def test_these_kernels_communicate(name: str) -> None:
-    """Collectives and expert-parallel exchanges of the libraries in use, demangled or not."""
-    assert communicates()(name)
 
 
 @pytest.mark.parametrize("name", COMPUTATION)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
 from collections.abc import Iterable
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from step_outcome import printed
 
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
@@ -97,8 +97,6 @@ def test_an_mtia_accelerator_is_a_device() -> None:
     assert row.compute_us == pytest.approx(covered_us(computes), abs=1)
     assert 100 * row.idle_us / row.span_us == pytest.approx(4.74, abs=0.01)
     assert 100 * row.compute_us / row.span_us == pytest.approx(93.55, abs=0.01)
-    theirs = [e for e in device if e["name"] != "dma_request"]
-    assert covered_us(theirs) / 443_275.7 == pytest.approx(0.9468, abs=0.0001)
 
 
 def test_tasks_of_an_npu_add_up_to_its_own_analysis() -> None:
@@ -113,9 +111,7 @@ def test_tasks_of_an_npu_add_up_to_its_own_analysis() -> None:
 
 
 @pytest.mark.parametrize("label", ["ZPU 3", ""])
-def test_a_device_of_nobody_is_shown_as_such(
-    label: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_device_of_nobody_is_shown_as_such(label: str, tmp_path: Path) -> None:
     """Its events are of no known kind, busy, named in a note, and the trace is none of a CPU."""
     work = [event("zpu_task", 10, 30, pid=3, args={"stream": 1}), event("zpu_task", 50, 60, pid=3)]
     report = report_of(tmp_path, [OPERATOR, *work, *([labelled(3, label)] if label else [])])
@@ -125,12 +121,7 @@ def test_a_device_of_nobody_is_shown_as_such(
     assert (row.unrecognised_us, row.busy_us, row.compute_us, row.span_us) == (30, 30, 0, 50)
     assert "zpu_task" in report.notes[0]
     assert [op.name for op in report.kernels] == ["work"]
-    assert main(["report", str(tmp_path), "--all", "--csv", str(tmp_path / "csv")]) == 0
-    printed = capsys.readouterr().out
-    assert "nised" in printed
-    assert "zpu_task" in printed
-    (line,) = csv.DictReader((tmp_path / "csv" / "workers.csv").open())
-    assert (line["unrecognised_us"], line["traces"]) == ("30.0", "rank0.json")
+    assert "nised" in printed(report)
 
 
 def test_what_is_unknown_makes_no_device_and_no_work(tmp_path: Path) -> None:
@@ -223,16 +214,14 @@ def test_a_whole_trace_of_launches_says_that_no_kernel_was_recorded(tmp_path: Pa
     assert "none was recorded" in report.notes[0]
 
 
-def test_users_add_names_of_communication(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_users_add_names_of_communication(tmp_path: Path) -> None:
     """By an argument or an option; the report says that it was asked for."""
     report_of(tmp_path, [event("kernel", 0, 10, name="my_ring<int>"), event("kernel", 20, 25, name="gemm")])
     report = open_step(tmp_path, communication=["^my_.*<int>"]).report()
     assert (report.workers[0].communication_us, report.workers[0].compute_us) == (10, 5)
     assert report.notes == ["counted as communication on request: ^my_.*<int>"]
-    assert (
-        main(["report", str(tmp_path), "--json", "--communication", "ring", "--communication", "gemm"]) == 0
-    )
-    assert json.loads(capsys.readouterr().out)["workers"][0]["communication_us"] == 15
+    report = open_step(tmp_path, communication=["ring", "gemm"]).report()
+    assert report.workers[0].communication_us == 15
     with pytest.raises(ConfigError, match=r"--communication.*no regular expression"):
         open_step(tmp_path, communication=["("])
     assert main(["report", str(tmp_path), "--communication", "("]) == 2

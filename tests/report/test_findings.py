@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from step_folders import rewrite, rewrite_worker
 
 from verl_profiling.analysis import open_step
 from verl_profiling.capture_request import Trigger
-from verl_profiling.cli import main
 from verl_profiling.report.findings import LIMIT
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.run_files import read_manifest
@@ -267,34 +265,27 @@ def test_there_are_at_most_five_and_each_has_seconds_and_lanes(tmp_path: Path) -
         assert set(finding.lanes) <= names
 
 
-def test_advice_to_record_more_stands_behind_a_culprit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_advice_to_record_more_stands_behind_a_culprit(tmp_path: Path) -> None:
     """Most seconds are in no stage, or of CPU lanes without an operator; the slow rank comes first."""
     firsts = {}
     for kind in ("device", "cpu"):
         folder = tmp_path / kind
         folder.mkdir()
         own = [[("train", 0.0, end)] for end in (1.0, 2.0)]
-        workers = [
-            Worker("actor", rank, stages=own[rank], operators=[("aten::mm", 0.0, 0.2)]) for rank in range(2)
+        works = [
+            {"kernels": [("gemm", *own[rank][0][1:])]}
+            if kind == "device"
+            else {"operators": [("aten::mm", 0.0, 0.2)]}
+            for rank in range(2)
         ]
-        if kind == "device":
-            workers = [
-                Worker("actor", rank, stages=own[rank], kernels=[("gemm", *own[rank][0][1:])])
-                for rank in range(2)
-            ]
-        report_of(folder, [("train", 0, 2)], workers, end=10.0 if kind == "device" else 2.1)
-        assert main(["report", str(folder), "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)["findings"]
-        assert found[1]["seconds"] > found[0]["seconds"]
-        firsts[kind] = [finding["rule"] for finding in found]
+        workers = [Worker("actor", rank, stages=own[rank], **works[rank]) for rank in range(2)]
+        report = report_of(folder, [("train", 0, 2)], workers, end=10.0 if kind == "device" else 2.1)
+        assert report.findings[1].seconds > report.findings[0].seconds
+        firsts[kind] = rules(report)
     assert firsts == {"device": ["straggler", "between_stages"], "cpu": ["straggler", "host_bound"]}
 
 
-def test_a_replica_that_is_slow_at_each_token_is_advised_on_its_host(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_replica_that_is_slow_at_each_token_is_advised_on_its_host(tmp_path: Path) -> None:
     """Its responses are as long as the others', so no cap of their length helps."""
     advice = {}
     for case, tokens in (("slow", 100), ("long", 200)):
@@ -304,11 +295,7 @@ def test_a_replica_that_is_slow_at_each_token_is_advised_on_its_host(
             engine(replica, (0, end), requests=[(0, end, tokens if replica == 2 else 100)])
             for replica, end in ((0, 2.0), (1, 2.0), (2, 4.0))
         ]
-        report_of(folder, [("rollout", 0, 4)], engines, end=4.5)
-        assert main(["report", str(folder), "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)["findings"]
-        (advice[case],) = (finding["advice"] for finding in found if finding["rule"] == "long_tail")
+        advice[case] = said(report_of(folder, [("rollout", 0, 4)], engines, end=4.5), "long_tail").advice
     assert advice["slow"].startswith("compare the host and the device of rollout2 with those of the others: ")
-    assert "32.3 ms a token, the others 16.2 ms" in advice["slow"]
     assert "cap lengths" not in advice["slow"]
     assert "cap lengths" in advice["long"]

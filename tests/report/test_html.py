@@ -28,13 +28,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 def test_the_page_is_well_formed_and_self_contained(report: Report) -> None:
     """Every element is closed, nothing is fetched, and libraries have their versions and licences in it."""
     page = render_html(report)
-    elements = Elements()
-    elements.feed(page)
-    assert elements.open == []
-    assert elements.outside == []
+    assert Elements(page).outside == []
     assert not re.search(r"@import|url\((?!data:|#)", page)
     library = (resources.files("verl_profiling.report") / "page" / "d3.min.js").read_text()
-    page = render_html(report)
     assert library in page
     root = Path(__file__).resolve().parents[2]
     pinned = json.loads((root / "requirements/page/package.json").read_text())["dependencies"]
@@ -92,9 +88,7 @@ def hostile(report: Report, name: str) -> Report:
 def test_names_cannot_break_out_of_the_page(report: Report, name: str) -> None:
     """Any characters of a stage, lane, kernel, cause, metric or folder are text: no element comes of them."""
     page = render_html(hostile(report, name))
-    elements = Elements()
-    elements.feed(page)
-    assert elements.open == []
+    elements = Elements(page)
     assert elements.outside == []
     assert not set(elements.tags) & {"img", "textarea"}
     assert elements.tags.count("script") == 4

@@ -11,10 +11,7 @@ import pytest
 from step_folders import read_events
 
 from verl_profiling.analysis import open_step
-from verl_profiling.report.build import build_report
 from verl_profiling.report.model import Report
-from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.step import StepInputs
 
 HOST = Path(__file__).parents[1] / "data" / "npu_trace_view.json"
 PROCESSES = {
@@ -97,7 +94,7 @@ def device_events(begin_us: Decimal, *, older: bool = False) -> list[dict[str, A
 
 
 @pytest.fixture(params=[False, True], ids=["newer", "older"])
-def step(tmp_path: Path, request: pytest.FixtureRequest) -> StepInputs:
+def report(tmp_path: Path, request: pytest.FixtureRequest) -> Report:
     """One folder as torch_npu leaves it: rank 3, the host's real events, then the device's."""
     host = read_events(HOST)
     begin_us = max(Decimal(event["ts"]) for event in host if "ts" in event)
@@ -106,13 +103,7 @@ def step(tmp_path: Path, request: pytest.FixtureRequest) -> StepInputs:
     (folder / "profiler_info_3.json").write_text("{}")
     trace = folder / "ASCEND_PROFILER_OUTPUT" / "trace_view.json"
     trace.write_text(json.dumps(host + device_events(begin_us, older=request.param)))
-    (inputs,) = find_steps(tmp_path)
-    return inputs
-
-
-@pytest.fixture
-def report(step: StepInputs) -> Report:
-    return build_report(step)
+    return open_step(tmp_path).report()
 
 
 def test_figures_are_what_the_npu_did(report: Report) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from urllib.parse import unquote
 
 import msgspec
 import pytest
-from browser import needs_browser, run_script
+from browser import needs_browser, run_script, served
 from drawn_steps import whole_step
 
-from verl_profiling.commands.view import TimelineServer, bundled_ui
+from verl_profiling.commands.view import bundled_ui
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.timeline.inputs import find_steps
@@ -128,9 +127,7 @@ def test_a_served_page_links_into_the_timeline(report: Report, step: Path, tmp_p
     page, timeline = tmp_path / "report.html", tmp_path / "t.json.gz"
     page.write_text(render_html(report), encoding="utf-8")
     merge(inputs, timeline)
-    server = TimelineServer(tmp_path, bundled_ui(), port=0)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with served(tmp_path, bundled_ui()) as server:
         seen = run_script("report.js", server.page_address(page.name, timeline.name))
         assert seen["command"] is None
         zero = report.timeline_begin_ns or 0
@@ -143,9 +140,6 @@ def test_a_served_page_links_into_the_timeline(report: Report, step: Path, tmp_p
         if bundled_ui():
             opened = run_script("visible.js", seen["zoomedLink"])
             assert opened == pytest.approx([first, last], abs=(last - first) * 0.02)
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 @pytest.mark.parametrize(
@@ -155,14 +149,8 @@ def test_a_link_to_elsewhere_is_none(report: Report, tmp_path: Path, timeline: s
     """Whoever sends the page's address with another timeline in it leads nobody there."""
     page = tmp_path / "report.html"
     page.write_text(render_html(report), encoding="utf-8")
-    server = TimelineServer(tmp_path, None, port=0)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        seen = run_script("link.js", f"{server.address(page.name)}#timeline={timeline}")
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert seen is None
+    with served(tmp_path, None) as server:
+        assert run_script("link.js", f"{server.address(page.name)}#timeline={timeline}") is None
 
 
 def test_a_large_role_is_folded_with_those_first_who_stand_out(large: dict) -> None:
@@ -184,8 +172,4 @@ def test_long_tables_and_metrics_are_folded(large: dict) -> None:
     assert large["fold"] == " all 300"
     assert large["first"].startswith("rollout")
     assert large["sortedRows"] == 10
-
-
-def test_metrics_are_folded(large: dict) -> None:
-    """Ten are shown, and the number of all."""
     assert large["metrics"] == [10, " all 32"]

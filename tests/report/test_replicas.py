@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from drawn_steps import whole_step
+from drawn_logs import MS
+from drawn_steps import BASE, Worker, drawn_inputs, whole_step
+from step_folders import rewrite, rewrite_worker
 
 from verl_profiling.analysis import open_step
-from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import MANIFEST_NAME, CaptureResult, HostClock, Manifest, Request
-from verl_profiling.report.capture_rows import replica_rows, requests
+from verl_profiling.manifest import HostClock, Request
 from verl_profiling.report.columns import ReplicaRow
 from verl_profiling.report.html import render_html
-from verl_profiling.run_files import write_json_atomically
 
-BEGIN = 1_790_000_000_000_000_000
-MS = 1_000_000
-
-
-def manifest(served: Iterable[Request], offset_ns: int = 0) -> Manifest:
-    """Return a manifest of one replica, whose host's clock is ahead by an offset."""
-    identity = WorkerIdentity(role="rollout", replica=0, host="far", clock_domain="far")
-    return Manifest(
-        run_id="run",
-        capture_id="run-1",
-        step=1,
-        steps=[1],
-        begin_ns=BEGIN,
-        end_ns=BEGIN + 10**9,
-        controller=WorkerIdentity(role="controller"),
-        workers=[CaptureResult(identity=identity, requests=list(served))],
-        clocks=[HostClock(host="far", clock_domain="far", offset_ns=offset_ns)],
-    )
+KNOWN = {"worker", "replica", "requests", "failed", "validation"}
 
 
 def request(**changes: Any) -> Request:
@@ -43,9 +24,15 @@ def request(**changes: Any) -> Request:
     times = {"begin_ns": 0, "arrival_ns": 10, "scheduled_ns": 30}
     times |= {"first_token_ns": 60, "last_token_ns": 95, "end_ns": 100}
     ms = {name: changes.get(name, at) for name, at in times.items()}
-    ns = {name: 0 if at is None else BEGIN + at * MS for name, at in ms.items()}
+    ns = {name: 0 if at is None else BASE + at * MS for name, at in ms.items()}
     facts = {"prompt_tokens": 8, "response_tokens": 8, "cached_tokens": 2, "preemptions": 0}
     return Request(**{"replica": 0, "id": "r", **facts, **changes, **ns})
+
+
+def replicas(folder: Path, *served: Request) -> list[ReplicaRow]:
+    drawn_inputs(folder, [("rollout", 0, 10)], [Worker("rollout", replica=0)])
+    rewrite_worker(folder, "rollout0", requests=list(served))
+    return open_step(folder).report().replicas
 
 
 @pytest.mark.parametrize(
@@ -58,20 +45,20 @@ def request(**changes: Any) -> Request:
     ],
 )
 def test_times_by_token_are_of_what_is_known(
-    changes: dict[str, Any], to_first: float | None, per_token: float | None
+    changes: dict[str, Any], to_first: float | None, per_token: float | None, tmp_path: Path
 ) -> None:
     """Without the engine's last token the response's end counts; one token has no time behind it."""
-    [row] = requests(manifest([request(**changes)]))
-    assert (row.to_first_token_us, row.per_token_us) == (to_first, per_token)
+    [row] = replicas(tmp_path, request(**changes))
+    assert (row.to_first_token_p50_us, row.per_token_p50_us) == (to_first, per_token)
 
 
-def test_a_replica_has_its_percentiles_and_its_sums() -> None:
+def test_a_replica_has_its_percentiles_and_its_sums(tmp_path: Path) -> None:
     """Times are of whole requests, cached tokens and preemptions of all."""
     served = [
         request(first_token_ns=60 + number, last_token_ns=95 + number, end_ns=200) for number in range(100)
     ]
     served += [request(failed=True, first_token_ns=99, cached_tokens=8, preemptions=3)]
-    [row] = replica_rows(requests(manifest(served)))
+    [row] = replicas(tmp_path, *served)
     assert (row.worker, row.requests, row.failed, row.preemptions) == ("rollout0", 101, 1, 3)
     assert (row.queued_p50_us, row.queued_p90_us, row.queued_p99_us) == (20_000, 20_000, 20_000)
     to_first = (row.to_first_token_p50_us, row.to_first_token_p90_us, row.to_first_token_p99_us)
@@ -80,38 +67,33 @@ def test_a_replica_has_its_percentiles_and_its_sums() -> None:
     assert row.cache_hit_share == pytest.approx((100 * 2 + 8) / (101 * 8))
 
 
-def test_what_the_engine_does_not_tell_is_unknown() -> None:
+def test_what_the_engine_does_not_tell_is_unknown(tmp_path: Path) -> None:
     """It is not zero, and requests that tell are not thinned by those that do not."""
     told = request(cached_tokens=4)
     unknown = {"arrival_ns": 0, "scheduled_ns": 0, "first_token_ns": 0, "last_token_ns": 0}
     silent = msgspec.structs.replace(told, **unknown, cached_tokens=None, preemptions=None)
-    [row] = replica_rows(requests(manifest([silent, silent])))
+    [row] = replicas(tmp_path, silent, silent)
     found = {name for name, value in msgspec.structs.asdict(row).items() if value is None}
-    assert found == {*ReplicaRow.__struct_fields__} - {
-        "worker",
-        "replica",
-        "requests",
-        "failed",
-        "validation",
-    }
-    [row] = replica_rows(requests(manifest([told, silent])))
+    assert found == {*ReplicaRow.__struct_fields__} - KNOWN
+    [row] = replicas(tmp_path, told, silent)
     assert (row.cache_hit_share, row.preemptions, row.queued_p50_us) == (0.5, 0, 20_000)
-    assert replica_rows([]) == []
+    assert replicas(tmp_path) == []
 
 
 def test_the_page_says_that_the_queue_is_not_known(tmp_path: Path) -> None:
     report = whole_step(tmp_path / "step_000001", ranks=2, replicas=2)
-    silent = [
-        msgspec.structs.replace(row, queued_p50_us=None, queued_p90_us=None, queued_p99_us=None)
-        for row in report.replicas
-    ]
+    unknown = dict.fromkeys(("queued_p50_us", "queued_p90_us", "queued_p99_us"))
+    silent = [msgspec.structs.replace(row, **unknown) for row in report.replicas]
     page = render_html(msgspec.structs.replace(report, replicas=silent))
     assert "How long requests were queued is not known" in page
     assert "queued p90" not in page
     assert 'id="replicas"' not in render_html(msgspec.structs.replace(report, replicas=[]))
-    write_json_atomically(tmp_path / MANIFEST_NAME, manifest([request()], offset_ns=4 * MS))
-    [row] = requests(open_step(tmp_path).manifest)
-    assert (row.id, row.cached_tokens, row.preemptions) == ("r", 2, 0)
-    assert (row.begin_us, row.arrival_us, row.scheduled_us) == (-4_000, 6_000, 26_000)
-    assert (row.first_token_us, row.last_token_us, row.end_us) == (56_000, 91_000, 96_000)
-    assert (row.to_first_token_us, row.per_token_us) == (60_000, 5_000)
+
+
+def test_requests_are_on_the_clock_of_the_controller(tmp_path: Path) -> None:
+    drawn_inputs(tmp_path, [], [Worker("rollout", replica=0)])
+    rewrite_worker(tmp_path, "rollout0", requests=[request()])
+    rewrite(tmp_path, clocks=[HostClock(host="", clock_domain="", offset_ns=4 * MS)])
+    [row] = open_step(tmp_path).to_frame("requests").to_dict("records")
+    assert [row[f"{name}_us"] for name in ("begin", "arrival", "end")] == [-4_000, 6_000, 96_000]
+    assert (row["to_first_token_us"], row["per_token_us"]) == (60_000, 5_000)

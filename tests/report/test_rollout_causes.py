@@ -81,6 +81,7 @@ ALL = {"arrival": 15, "scheduled": 20, "first_token": 30, "last_token": 70}
         ),
         (request(5, 200, arrival=6, scheduled=7, first_token=8), {"decode": 80}),
         (request(200, 300), {"generate": 80}),
+        (request(10, 90, arrival=5, scheduled=70, first_token=30), {"queued": 60, "decode": 20}),
     ],
 )
 def test_a_generate_span_divides_by_its_request(
@@ -122,16 +123,6 @@ def test_a_span_that_goes_on_when_recording_ends_keeps_its_time(
     log.span("tool:slow", 10, END, 0, still_open=still_open)
     log.block(340, 395, function="own.loop (own.py:1)")
     assert causes_of(tmp_path, log)["tool:slow"] == took
-
-
-def test_blocks_in_a_row_stop_those_that_wait_for_their_own_turn(tmp_path: Path) -> None:
-    """Three trajectories call one blocking tool; each stands still for the blocks of the two others."""
-    log = drawn(*[(0, 281)] * 3)
-    for number in range(3):
-        times = 100 + 60 * number, 160 + 60 * number
-        log.block(*times, log.span("tool:blocking", *times, number), "f")
-    found = causes_of(tmp_path, log)
-    assert (found["tool:blocking"], found[LOOP_LAG]) == (3 * 60, 3 * 120)
 
 
 def test_a_log_is_read_as_far_as_it_knows(tmp_path: Path) -> None:

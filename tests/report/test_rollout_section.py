@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import html
-import re
 from pathlib import Path
 
-import msgspec
 import pytest
 from drawn_logs import DrawnLog
 from drawn_steps import engine, ns, report_of
@@ -24,10 +21,7 @@ from verl_profiling.report.model import Report
 from verl_profiling.report.records import OTHERS
 from verl_profiling.report.sentences import rollout_sentences
 from verl_profiling.report.tables import TABLES
-from verl_profiling.trajectory_log import (
-    StatusChange,
-)
-from verl_profiling.units import duration
+from verl_profiling.trajectory_log import StatusChange
 
 
 def report_with(
@@ -157,7 +151,6 @@ def test_a_block_that_no_sample_saw_has_no_name(tmp_path: Path, capsys: pytest.C
     [
         ([], None),
         ([(POLLING, 9, 10, 1)], None),  # outside of the rollout
-        ([(POLLING, 0, 1, 1)], (1, 0)),  # before anything ended
         ([(POLLING, 1, 2, 1), (POLLING, 6, 7, 1)], (2, 0)),  # two rollouts, each with its own last one
         ([(POLLING, 2, 3.5, 1), (POLLING, 7, 8, 1)], (2, 1.0)),
     ],
@@ -198,14 +191,15 @@ def test_tools_have_percentiles_and_the_last_are_behind_the_bend(tmp_path: Path)
 
 
 def test_what_blocks_a_loop_is_named_with_those_that_stood_still(tmp_path: Path) -> None:
-    """Two of three trajectories stand still; the one that blocks does not."""
+    """Two of three trajectories stand still; trackers and comparisons have it too."""
     log = DrawnLog()
     mine = log.trajectory(0, 6)
     number = log.span("tool:search", 2, 5, trajectory=mine)
     log.trajectory(0, 6, ("tool:http", 1, 5.01))
     log.trajectory(0, 5, ("tool:http", 1, 1.5))
     log.block(2, 5, number, "tools.search (tools.py:3)")
-    rollout = report_with(tmp_path, log).rollout
+    report = report_with(tmp_path, log)
+    rollout = report.rollout
     (row,) = rollout.blocks
     assert (row.lane, row.what, row.function) == (
         "agent_loop_rank0",
@@ -216,6 +210,10 @@ def test_what_blocks_a_loop_is_named_with_those_that_stood_still(tmp_path: Path)
     assert (row.trajectories, row.stood_still_s) == (2, pytest.approx(6))
     assert seconds(rollout.causes)["loop lag"] == 6
     assert rollout.uncertain_lag_s == pytest.approx(6)
+    found = dict(scalars(report))
+    assert (found["trajectories/count"], found["trajectories/loop_lag_s"]) == (3, pytest.approx(6))
+    changes = {(change.kind, change.name): change for change in compare([report], [report]).changes}
+    assert changes["trajectory", "loop lag"].before_s == pytest.approx(6)
 
 
 def test_a_group_is_done_with_its_last_member(tmp_path: Path) -> None:
@@ -251,16 +249,9 @@ def test_versions_are_those_that_the_loop_says_or_else_those_of_the_requests(tmp
     log.trajectory(0, 4)
     log.trajectory(0, 4, min_version=1, max_version=1, validate=True)
     report_with(tmp_path, log, policy_version=6)
+    facts = {"replica": 0, "prompt_tokens": 1, "response_tokens": 7}
     requests = [
-        Request(
-            replica=0,
-            id=id,
-            begin_ns=ns(at),
-            end_ns=ns(at + 1),
-            prompt_tokens=1,
-            response_tokens=7,
-            policy_version=version,
-        )
+        Request(id=id, begin_ns=ns(at), end_ns=ns(at + 1), policy_version=version, **facts)
         for id, at, version in (("old", 1, 4), ("new", 2, 6))
     ]
     rewrite_worker(tmp_path, "rollout0", requests=requests)
@@ -270,9 +261,6 @@ def test_versions_are_those_that_the_loop_says_or_else_those_of_the_requests(tmp
     ]
     assert found == [(6, 0, 1, 3, 1, 7), (5, 1, 1, 0, 0, 0), (4, 2, 1, 0, 1, 7)]
     assert (rollout.versioned, rollout.partial) == (3, 2)
-    newest = rollout.versions[0]
-    assert newest.distance == "0"
-    assert msgspec.structs.replace(newest, behind=-1).distance == "1 newer"
 
 
 def test_what_became_of_trajectories_has_its_cost(tmp_path: Path) -> None:
@@ -305,25 +293,17 @@ def test_failed_trajectories_have_their_error_and_the_span_they_were_in(tmp_path
         log.span("tool:fine", 3, 3.5, trajectory=number)
         log.span("tool:background", 3.6, 4, trajectory=number, still_open=True)
         log.trajectory(1, 4, status="failed")
-    for index in range(3):
-        about = {"error": f"E{index:02}", "sample": None, "validate": index == 2}
-        number = logs[0].trajectory(1, 4, status="cancelled", **about)
-        if index == 0:
-            logs[0].span("tool:slow", 2, 4, trajectory=number, still_open=True)
+    number = logs[0].trajectory(1, 4, status="cancelled", error="E0", sample=None)
+    logs[0].span("tool:slow", 2, 4, trajectory=number, still_open=True)
+    logs[0].trajectory(1, 4, status="cancelled", error="E2", validate=True)
     logs[0].trajectory(20, 21, group="g7", status="failed", error=error)
     report = report_with(tmp_path, *logs)
-    first, second, third, validation = report.rollout.failures
+    first, second, validation = report.rollout.failures
     assert (first.trajectories, first.status, first.span, first.example) == (2, "failed", "tool:<b>", "g7/0")
     assert first.error.startswith("ValueError: no such row xxx")
     assert len(first.error) == 120
-    assert (second.error, second.span, second.example, second.status) == (
-        "E00",
-        "tool:slow",
-        "g",
-        "cancelled",
-    )
-    assert third.span == ""
-    assert (validation.error, validation.trajectories, validation.validate) == ("E02", 1, True)
+    assert (second.span, second.example, second.status) == ("tool:slow", "g", "cancelled")
+    assert (validation.error, validation.span, validation.validate) == ("E2", "", True)
 
 
 def test_a_log_that_cannot_be_read_is_missing_and_the_others_count(tmp_path: Path) -> None:
@@ -340,16 +320,10 @@ def test_a_log_that_cannot_be_read_is_missing_and_the_others_count(tmp_path: Pat
     assert "agent_loop_rank0" not in report.coverage.lanes
 
 
-@pytest.mark.parametrize(
-    ("processes", "loops"),
-    [
-        (1, "loop of agent_loop_rank0"),
-        (30, "loops of agent_loop_rank0, agent_loop_rank1, agent_loop_rank2 and 27 more"),
-    ],
-)
-def test_what_blocks_many_processes_is_one_finding(tmp_path: Path, processes: int, loops: str) -> None:
+def test_what_blocks_many_processes_is_one_finding(tmp_path: Path) -> None:
     """With all of them, their time added up; what blocked is not named twice, nor lost behind other names."""
-    logs = [DrawnLog(rank) for rank in range(processes)]
+    loops = "loops of agent_loop_rank0, agent_loop_rank1, agent_loop_rank2 and 27 more"
+    logs = [DrawnLog(rank) for rank in range(30)]
     for log in logs:
         mine = log.trajectory(0, 4)
         number = log.span("tool:lookup", 1, 2, trajectory=mine)
@@ -358,13 +332,10 @@ def test_what_blocks_many_processes_is_one_finding(tmp_path: Path, processes: in
         log.block(2.5, 3, function="json.loads (json.py:3)")
     report = report_with(tmp_path, *logs)
     said = [finding for finding in all_findings(report) if finding.rule == "loop_blocked"]
-    still = "trajectory" if processes == 1 else "trajectories"
-    blocked = duration(processes)
-    times = f" together, {processes} times" if processes > 1 else ""
     first, second = said
     assert first.text == (
-        f"Tool `lookup` blocked the event {loops} for {blocked}{times}: {processes} {still} stood still, "
-        f"{blocked} added up."
+        f"Tool `lookup` blocked the event {loops} for 30.0 s together, 30 times: 30 trajectories stood "
+        "still, 30.0 s added up."
     )
     assert f"son.loads (json.py:3) blocked the event {loops} for " in second.text
     assert "(in " not in second.text
@@ -383,26 +354,6 @@ def test_loop_lag_has_no_name_where_no_blocker_made_up_most_of_it(tmp_path: Path
     log.block(2.5, 3.5, function="json.loads (json.py:3)")
     causes = [row.cause for row in TABLES["trajectory_causes"].rows_shown(report_with(tmp_path, log))]
     assert [cause for cause in causes if cause.startswith("loop lag")] == ["loop lag"]
-
-
-def test_trackers_and_comparisons_have_the_rollout(tmp_path: Path) -> None:
-    log = DrawnLog()
-    for number in range(38):
-        log.trajectory(0, 3 + number / 38, ("tool:search", 0, 1.5), group=f"g{number // 8}", min_version=4)
-    log.trajectory(0, 9, ("tool:<b>sandbox", 3, 9), group="late", status="aborted")
-    mine = log.trajectory(0, 3)
-    number = log.span("tool:blocking", 1.6, 2.9, trajectory=mine)
-    for waiting in range(5, 20):
-        log.span("tool:http", 1.55, 2.901, trajectory=waiting)
-    log.block(1.6, 2.9, number, "tools.search (tools.py:3)")
-    log.log.statuses = [StatusChange("g0", None, "filtered", ns(9))]
-    log.trajectory(0, 1, validate=True)
-    busy = report_with(tmp_path, log, policy_version=5)
-    found = dict(scalars(busy))
-    assert found["trajectories/count"] == 40
-    assert found["trajectories/loop_lag_s"] == pytest.approx(19.5)
-    changes = {(change.kind, change.name): change for change in compare([busy], [busy]).changes}
-    assert changes["trajectory", "loop lag"].before_s == pytest.approx(19.5)
 
 
 def test_thousands_of_names_make_a_page_of_bounded_size(tmp_path: Path) -> None:
@@ -425,22 +376,3 @@ def test_thousands_of_names_make_a_page_of_bounded_size(tmp_path: Path) -> None:
     assert sum(row.seconds for row in rollout.causes) == pytest.approx(rollout.seconds)
     assert sum(row.trajectories for row in rollout.statuses) == 1_500
     assert len(render_html(report)) < 600_000
-
-
-def test_every_share_of_a_rollout_says_of_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The stage takes 10 s, and its trajectories 9 s of it: no number stands for both."""
-    log = DrawnLog()
-    for number in range(39):
-        log.trajectory(0.5, 3 + number / 39, ("tool:search", 0.5, 2))
-    log.trajectory(0.5, 9.5, ("tool:sandbox", 0.5, 9.5))
-    report_with(tmp_path, log)
-    assert main(["report", str(tmp_path), "--all", "--save"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    page = (tmp_path / "report.html").read_text()
-    for text in (said, html.unescape(page)):
-        of_trajectories = "of the 9.00 s from the first trajectory's begin to the last one's end"
-        assert f"The last trajectory takes 5.53 s, 61% {of_trajectories}" in text
-        assert f"in 5.53 s, 61.4% {of_trajectories}" in text
-        assert re.search(r"9\d\.\d% of the 10\.0 s of the rollout is attributed to a cause", text)
-        assert not re.search(r"% of the rollout", text)
-    assert "<b>The rollout on the wall clock, 10.0 s</b>" in page

@@ -8,10 +8,8 @@ from pathlib import Path
 import drawn_steps
 import pytest
 from drawn_steps import STAGES, Worker, report_of
-from step_folders import build_step, rewrite_worker
 from step_outcome import csv_rows, printed
 
-from verl_profiling.analysis import open_step
 from verl_profiling.manifest import Device
 from verl_profiling.report.files import scalars
 from verl_profiling.report.html import render_html
@@ -105,22 +103,3 @@ def test_ranks_of_a_replica_have_the_devices_in_their_order(tmp_path: Path) -> N
         ],
     )
     assert [row.lanes for row in report.devices] == [["actor_rank0", "rollout0_rank0"]]
-
-
-@pytest.mark.parametrize("mode", ["e2e", "discrete"])
-def test_time_of_real_traces_is_divided_once(tmp_path: Path, mode: str) -> None:
-    """One of two training ranks and the engine share a device: a union of both, and all idle time named."""
-    folder = build_step(tmp_path, mode=mode, rank1_clock_ns=777)
-    rewrite_worker(folder, "actor_rank0", "rollout0", devices=[GPU])
-    report = open_step(folder).report()
-    alone = {row.name: row for row in report.workers}
-    shared = next(row for row in report.devices if "actor_rank0" in row.lanes)
-    assert [row.lanes for row in report.devices if row is not shared] == [["actor_rank1"]]
-    busy = [alone[name].busy_us for name in shared.lanes]
-    assert max(busy) <= shared.busy_us <= sum(busy) + 1e-3, "but for rounding"
-    assert shared.span_us <= sum(alone[name].span_us for name in shared.lanes) + 1e-3, "but for rounding"
-    for row in report.devices:
-        assert sum(row.lost_us.values()) == pytest.approx(row.idle_us + row.waiting_us)
-        assert row.busy_us + row.idle_us == pytest.approx(row.span_us)
-    lost_us = sum(row.idle_us + row.waiting_us for row in report.devices)
-    assert sum(lost.seconds for lost in report.lost) == pytest.approx(lost_us / 1e6)

@@ -12,6 +12,7 @@ from step_folders import build_step
 from step_outcome import printed
 
 from verl_profiling.analysis import open_step
+from verl_profiling.report.html import summary
 from verl_profiling.report.model import Finding, Report
 
 
@@ -27,16 +28,29 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     )
 
 
-@pytest.mark.parametrize("fault", ["healthy", "slow rank", "long tail", "slow weight sync"])
-def test_the_first_screen_has_at_most_45_lines(tmp_path: Path, fault: str) -> None:
-    """Step time, tokens, busy share and lost lane-seconds; then findings, stages and idle time by cause."""
-    shown = printed(whole_step(tmp_path, ranks=16, replicas=4, fault=fault), 80, everything=False)
+@pytest.mark.parametrize(
+    ("fault", "cause", "finding"),
+    [
+        ("healthy", "% waiting for rollout, nothing unusual", "Nothing stands out"),
+        ("slow rank", "% waiting for other ranks", "actor_rank10 is slow in update_actor"),
+        ("long tail", "% long tail", "Where: rollout3_rank0."),
+        ("slow weight sync", "% weight sync", "Lanes were idle while weights went to the engines"),
+    ],
+)
+def test_the_first_screen_says_what_is_wrong(tmp_path: Path, fault: str, cause: str, finding: str) -> None:
+    """In 45 lines; on the page, lost time has the cause of the first finding."""
+    report = whole_step(tmp_path, ranks=16, replicas=4, fault=fault)
+    shown = printed(report, 80, everything=False)
     assert len(shown.splitlines()) <= 45
     order = ["Step: ", "Tokens per second: ", "busy: ", "Lost: ", "• ", "\nStages", "\nLost ", "--all"]
     at = [shown.index(part) for part in order]
     assert at == sorted(at)
     assert "lane-seconds" in shown
     assert ("Nothing stands out" in shown) == (fault == "healthy")
+    page = " ".join(re.sub(r"<[^>]+>", " ", summary(report)).split())
+    assert cause in page
+    assert finding in page
+    assert fault != "slow weight sync" or "Where:" not in page, "a list of every lane says no more"
 
 
 @pytest.mark.parametrize("width", [80, 200])

@@ -49,10 +49,7 @@ def found_in(run: Path, capsys: pytest.CaptureFixture[str]) -> list[StepSummary]
     page = (run / "index.html").read_text()
     assert len(page.encode()) < PAGE
     assert not re.search(r"\b(nan|inf)\b", re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL))
-    elements = Elements()
-    elements.feed(page)
-    assert elements.open == []
-    assert elements.outside == []
+    assert Elements(page).outside == []
     assert main(["report", "--json", str(run)]) == EXIT_OK
     steps = json.loads(capsys.readouterr().out)["watch"]
     return [msgspec.convert(step, StepSummary) for step in steps]

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
-import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import msgspec
 import pytest
-from drawn_logs import Drawn
 from step_folders import build_step, read_events, rewrite, rewrite_worker
 
 from verl_profiling.analysis import open_step
@@ -110,12 +106,8 @@ def bomb(path: Path, events: int) -> Path:
     return path
 
 
-def test_content_and_memory_are_limited(tmp_path: Path) -> None:
-    """A small file may unpack to any size; reading ends when the process has grown beyond its limit."""
-    trace = Trace(bomb(tmp_path / "t.json.gz", 200_000), Limits(content_bytes=5_000_000))
-    assert 0 < sum(len(events) for events in trace.chunks()) < 200_000
-    assert trace.truncated
-    assert "5,000,000 bytes of content (--max-content raises it)" in trace.warnings[-1]
+def test_memory_is_limited(tmp_path: Path) -> None:
+    """Reading ends when the process has grown beyond its limit."""
     trace = Trace(bomb(tmp_path / "t.json.gz", 200_000), Limits(memory_bytes=1_000_000))
     assert 0 < sum(len(events) for events in trace.chunks()) < 200_000
     assert trace.truncated
@@ -167,59 +159,15 @@ def test_processes_beyond_the_room_of_a_lane_share_one(tmp_path: Path) -> None:
 NAME = '{{"ph":"M","name":"thread_name","pid":{0},"tid":{1},"args":{{"name":"t{1}"}}}}'
 
 
-def named_threads(path: Path) -> Counter[str]:
-    """Merge a trace and count the names of threads."""
-    result = open_step(path).merge(path.with_name("out.json.gz"))
-    assert result.problems == []
-    return Counter(
-        event["args"]["name"] for event in read_events(result.path) if event["name"] == "thread_name"
-    )
-
-
-def test_metadata_that_a_trace_repeats_is_written_once(tmp_path: Path) -> None:
-    """Some profilers name the thread before each event of a device."""
-    assert named_threads(write(tmp_path, GOOD % 1, *[NAME.format(1, 7)] * 5_000)) == {"t7": 1}
-
-
 @pytest.mark.parametrize("events", [[GOOD % 1], []])
-def test_all_names_of_threads_are_kept(tmp_path: Path, events: list[str]) -> None:
+def test_all_names_of_threads_are_kept_and_written_once(tmp_path: Path, events: list[str]) -> None:
+    """Some profilers name the thread before each event of a device."""
     names = [NAME.format(1, tid) for tid in range(8_000)]
-    assert named_threads(write(tmp_path, *events, *names, GOOD % 5)) == {f"t{tid}": 1 for tid in range(8_000)}
-
-
-PEAK = """
-import re, sys
-from verl_profiling.cli import main
-code = main(sys.argv[1:])
-print(int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) >> 10)
-sys.exit(code)
-"""
-
-
-def step_with_log(run: Path, line: bytes, times: int) -> Path:
-    """Make a step whose log of trajectories has one more line, many times: a few megabytes."""
-    drawn = Drawn(run)
-    drawn.span("tool:x", 1, 2, drawn.trajectory(0, 100))
-    path = drawn.add_to(drawn.folder)
-    *lines, footer = gzip.decompress(path.read_bytes()).splitlines(keepends=True)
-    with gzip.open(path, "wb", compresslevel=6) as file:
-        for part in (*lines, *[line * 1_000] * (times // 1_000), footer):
-            file.write(part)
-    assert path.stat().st_size < 6_000_000
-    return drawn.folder
-
-
-@pytest.mark.soak
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
-def test_a_small_log_of_trajectories_takes_no_memory_of_any_size(tmp_path: Path) -> None:
-    """A record may have many facts; what was read before the limit counts, and the exit code is 1."""
-    facts = b",".join(b'"%d":1' % number for number in range(400))
-    line = b'["s",9,-1,-1,"tool:x",1,2,7,0,false,"",{' + facts + b"}]\n"
-    step = step_with_log(tmp_path, line, 120_000)
-    done = subprocess.run([sys.executable, "-c", PEAK, "report", str(step)], capture_output=True, text=True)
-    assert int(done.stdout.split()[-1]) < 1_700, "MB"
-    assert done.returncode == 1, done.stderr
-    assert "bytes, which no log of trajectories has" in " ".join(done.stdout.split())
+    path = write(tmp_path, *events, *names, *names[:1] * 5_000, GOOD % 5)
+    result = open_step(path).merge(tmp_path / "out.json.gz")
+    assert result.problems == []
+    found = [e["args"]["name"] for e in read_events(result.path) if e["name"] == "thread_name"]
+    assert sorted(found) == sorted(f"t{tid}" for tid in range(8_000))
 
 
 def test_any_number_of_notes_is_reported_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

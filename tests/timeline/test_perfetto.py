@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from browser import needs_browser, run_script
+from browser import needs_browser, run_script, served
 from drawn_logs import Drawn
 from step_folders import WORKERS, build_step, read_events
 
-from verl_profiling.commands.view import TimelineServer, bundled_ui
+from verl_profiling.commands.view import bundled_ui
 from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
@@ -85,15 +84,9 @@ TRAJECTORIES = {
 
 def perfetto(timeline: Path, asked: dict[str, tuple] = QUERIES) -> dict[str, list[list]]:
     """Open a timeline in the bundled Perfetto UI and return what the queries give."""
-    server = TimelineServer(timeline.parent, bundled_ui(), port=0)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        queries = {name: {"sql": sql, "columns": columns} for name, (sql, columns) in asked.items()}
-        address = server.timeline_address(timeline.name)
-        return run_script("perfetto.js", address, json.dumps(queries))
-    finally:
-        server.shutdown()
-        server.server_close()
+    queries = {name: {"sql": sql, "columns": columns} for name, (sql, columns) in asked.items()}
+    with served(timeline.parent, bundled_ui()) as server:
+        return run_script("perfetto.js", server.timeline_address(timeline.name), json.dumps(queries))
 
 
 @pytest.fixture(scope="module")

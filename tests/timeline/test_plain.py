@@ -49,28 +49,33 @@ def test_every_real_trace_can_be_merged(path: Path, tmp_path: Path) -> None:
     assert result.events == sum(event["ph"] != "M" for event in read_events(path))
 
 
-def test_vllm_ranks_are_lanes_of_one_replica(tmp_path: Path) -> None:
-    names = {f"rank{r}.1790857.pt.trace.json.gz": f"vllm_tp2_rank{r}.trace.json.gz" for r in (0, 1)}
+MEGATRON = "megatron_tp2_rank{}.json.gz"
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (
+            {f"rank{r}.1790857.pt.trace.json.gz": f"vllm_tp2_rank{r}.trace.json.gz" for r in (0, 1)},
+            ["rollout0_rank0", "rollout0_rank1"],
+        ),
+        (
+            {f"17-TP-0-{s}.trace.json.gz": f"sglang-TP-0-{s}.trace.json.gz" for s in ("EXTEND", "DECODE")},
+            ["rollout0_rank0", "rollout0_rank0"],
+        ),
+        (
+            {f"{x}/prof_rank-{r}.json.gz": MEGATRON.format(r) for x in ("actor", "ref") for r in (0, 1)},
+            ["actor_rank0", "actor_rank1", "ref_rank0", "ref_rank1"],
+        ),
+    ],
+    ids=["vLLM", "SGLang", "verl"],
+)
+def test_names_of_files_and_folders_give_the_lanes(
+    names: dict[str, str], expected: list[str], tmp_path: Path
+) -> None:
+    """Ranks of one replica, stages of one process, roles of verl."""
     (inputs,) = find_steps(folder_of(tmp_path, **names))
-    assert lanes(inputs) == ["rollout0_rank0", "rollout0_rank1"]
-
-
-def test_stages_of_one_sglang_process_share_a_lane(tmp_path: Path) -> None:
-    names = {
-        f"1790857-TP-0-{s}.trace.json.gz": f"sglang-TP-0-{s}.trace.json.gz" for s in ("EXTEND", "DECODE")
-    }
-    (inputs,) = find_steps(folder_of(tmp_path, **names))
-    assert lanes(inputs) == ["rollout0_rank0", "rollout0_rank0"]
-
-
-def test_verls_folders_give_the_role(tmp_path: Path) -> None:
-    names = {
-        f"{role}/prof_rank-{r}.json.gz": f"megatron_tp2_rank{r}.json.gz"
-        for role in ("actor", "ref")
-        for r in (0, 1)
-    }
-    (inputs,) = find_steps(folder_of(tmp_path, **names))
-    assert lanes(inputs) == ["actor_rank0", "actor_rank1", "ref_rank0", "ref_rank1"]
+    assert lanes(inputs) == expected
 
 
 def test_steps_in_names_make_steps(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from step_folders import build_step, rewrite
@@ -15,7 +13,7 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RUN_NAME, RunInfo
 from verl_profiling.run_files import write_json_atomically
-from verl_profiling.timeline.inputs import find_steps, runs_at
+from verl_profiling.timeline.inputs import find_steps
 
 BEGIN_NS = 1_700_000_000_000_000_000
 
@@ -88,20 +86,3 @@ def test_a_run_whose_file_is_damaged_is_listed(outputs: Path, damage: bytes) -> 
     with pytest.raises(TraceFormatError, match=r"1 step, without a readable run\.json"):
         find_steps(outputs / "run")
     assert len(find_steps(outputs / "run" / "run_2")) == 1
-
-
-def test_a_step_folder_that_its_run_removes_hides_no_run(
-    outputs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run with ``limits.keep_last`` may do that while a command looks for runs."""
-    scandir, vanishing = os.scandir, outputs / "run" / ".step_000003.removed"
-    vanishing.mkdir()
-
-    def removing(path: Any = ".") -> Any:
-        if Path(path) == vanishing:
-            vanishing.rmdir()
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", removing)
-    assert runs_at(outputs) == [outputs / "run", outputs / "run" / "run_2"]
-    assert not vanishing.exists()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from browser import served
 
 from verl_profiling.commands.view import TimelineServer
 
@@ -24,21 +24,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path
 
 
-def serve(folder: Path, ui: Path | None) -> Iterator[TimelineServer]:
-    with TimelineServer(folder / "served", ui, port=0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
-
-
 @pytest.fixture(scope="module")
 def offline(folder: Path) -> Iterator[TimelineServer]:
-    yield from serve(folder, folder / "ui")
+    with served(folder / "served", folder / "ui") as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def online(folder: Path) -> Iterator[TimelineServer]:
-    yield from serve(folder, None)
+    with served(folder / "served", None) as server:
+        yield server
 
 
 def get(address: str) -> tuple[bytes, str | None]:
