@@ -12,6 +12,7 @@ from drawn_steps import BASE, Worker, drawn_inputs, whole_step
 from step_folders import rewrite, rewrite_worker
 
 from verl_profiling.analysis import open_step
+from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import HostClock, Request
 from verl_profiling.report.columns import ReplicaRow
 from verl_profiling.report.html import render_html
@@ -92,8 +93,9 @@ def test_the_page_says_that_the_queue_is_not_known(tmp_path: Path) -> None:
 
 def test_requests_are_on_the_clock_of_the_controller(tmp_path: Path) -> None:
     drawn_inputs(tmp_path, [], [Worker("rollout", replica=0)])
-    rewrite_worker(tmp_path, "rollout0", requests=[request()])
-    rewrite(tmp_path, clocks=[HostClock(host="", clock_domain="", offset_ns=4 * MS)])
+    far = WorkerIdentity(role="rollout", replica=0, host="far", clock_domain="far")
+    rewrite_worker(tmp_path, "rollout0", identity=far, requests=[request()])
+    rewrite(tmp_path, clocks=[HostClock(host="far", clock_domain="far", offset_ns=4 * MS)])
     [row] = open_step(tmp_path).to_frame("requests").to_dict("records")
     assert [row[f"{name}_us"] for name in ("begin", "arrival", "end")] == [-4_000, 6_000, 96_000]
     assert (row["to_first_token_us"], row["per_token_us"]) == (60_000, 5_000)
