@@ -47,7 +47,7 @@ def test_a_file_that_cannot_be_seen_is_named_with_its_host(
     host = found.workers[0].identity.host
     assert artifact.status in ("pending", "ok"), "as the reply said, by whether it was compressed already"
     assert artifact.where == f"{host}:{tmp_path}/elsewhere/step_000002/actor_rank0.torch.json.gz"
-    assert f"files of {host} are not seen from here" in " ".join(found.notes)
+    assert f"files of {host} are not visible on this host" in " ".join(found.notes)
     assert main(["check", str(folder)]) == 1
     assert f"it is at {artifact.where}" in capsys.readouterr().out
 

@@ -145,7 +145,7 @@ def test_a_full_disk_is_not_written_to(
         record(config, range(1, 4))
     assert kept(config) == []
     [warning] = [line.message for line in caplog.records]
-    assert warning.startswith("step 1 is not captured, nor are others until there is room: ")
+    assert warning.startswith("captures stop at step 1, until there is room: ")
     assert f"{config.save_path} has " in warning
     assert "limits.min_free_bytes=5,000 TB" in warning
 
@@ -168,5 +168,5 @@ def test_that_nothing_was_captured_for_a_while_is_in_the_next_manifest(
     callback.on_train_end()
     assert kept(config) == names(1, 4)
     [note] = manifest(config, 4).notes
-    assert note.startswith("from step 2 on nothing was captured until now: ")
+    assert note.startswith("captures stopped at step 2 and go on now: ")
     assert "has 7 bytes of free space" in note

@@ -195,7 +195,7 @@ def test_a_folder_whose_run_cannot_be_told_is_left_alone(
     (root / "run.json").write_bytes(damage)
     assert record(config).parent == root / "run_2"
     assert (root / "run.json").read_bytes() == damage
-    assert "belongs to a run whose file cannot be read" in caplog.text
+    assert "belongs to a run with an unreadable run.json" in caplog.text
 
 
 def test_step_folders_without_a_run_are_left_alone(tmp_path: Path, session: Session) -> None:

@@ -203,7 +203,7 @@ def test_a_callback_on_rank_0_alone_waits_for_nobody(tmp_path: Path) -> None:
     assert status == 0, log
     for written in steps(tmp_path):
         assert statuses(written) == [("actor_rank0", "ok"), ("actor_rank1", "failed")]
-        assert "rank 1 has left no result" in written.workers[1].reason
+        assert "rank 1 has written no result" in written.workers[1].reason
     (tmp_path / "alone").mkdir()
     (status, log), _ = ranks(tmp_path / "alone", "no callback", spmd=False)
     assert (status, [statuses(written) for written in steps(tmp_path / "alone")]) == (0, [[BOTH[0]]] * 2), log

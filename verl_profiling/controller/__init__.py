@@ -1,1 +1,1 @@
-"""The loop's process: the callback, the workers that it drives, and the step folder that it writes."""
+"""The process of the training loop: the callback, its calls to workers, and its step folders."""

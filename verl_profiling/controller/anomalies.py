@@ -23,7 +23,7 @@ from verl_profiling.watch.suspicion import Suspicion
 logger = logging.getLogger(__name__)
 
 READ_S = 10.0
-"""A capture waits for flight recorders at least this long (s): workers are read once a second at most."""
+"""Minimum wait for torch's flight recorders before a capture (s): workers are read once a second at most."""
 
 _OF_A_STAGE = ("slow_stage", "leader")
 
@@ -34,7 +34,8 @@ class Anomalies:
     Args:
         options: The settings ``watch.trigger``.
         check: Raises ``ConfigError`` for a selection that this job cannot capture.
-        recorders: Read after a stage became slow in which no process stands out.
+        recorders: Torch's flight recorders, read if a stage became slow and no process was slower than the
+            others.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Anomalies:
         self._uses: dict[str, RankUse] = {}
 
     def listen(self, summary: StepSummary) -> None:
-        """Search a step summary for an anomaly; runs on the watch's thread."""
+        """Search a step summary for an anomaly; called on the watch's thread."""
         noticed = self._noticed
         self._listened += 1
         if noticed is not None and noticed.stage and not (noticed.suspects or summary.captured):
@@ -80,7 +81,7 @@ class Anomalies:
             self._uses = {use.lane: use for use in (*summary.loop, *summary.workers)}
 
     def step_begins(self, step: int) -> None:
-        """Record that a step begins; called for every step, also inside a capture of several steps."""
+        """Record the begin of a step; called for every step, also inside a capture of several steps."""
         if step < self._begun:  # the loop restarted its step numbers
             self._coming = self._captured = None
         self._begun = step
@@ -88,14 +89,16 @@ class Anomalies:
             self._coming = None
 
     def asks(self, step: int, scheduled: bool) -> Decision | None:
-        """Return the watch's capture of a step, or ``None``; limits do not apply to a ``scheduled`` step."""
+        """Return the capture that the watch requests of a step, or ``None``; a ``scheduled`` step needs no
+        limits.
+        """
         noticed = self._noticed
         if noticed is None or self._coming is not None or self._is_read_further(noticed):
             return None
         if not scheduled and (why := self._refusal(step)):
             if not self._waits:
                 at = noticed.noticed
-                logger.warning("watch: no capture yet for what was noticed in step %s: %s", at, why)
+                logger.warning("watch: the anomaly of step %s is not captured yet: %s", at, why)
             self._waits = True
             return None
         self._noticed, self._waits = None, False
@@ -105,32 +108,34 @@ class Anomalies:
         )
 
     def concluded(self, manifest: Manifest) -> None:
-        """Record that a capture ended, whoever requested it: the cooldown begins."""
+        """Record that any capture ended: the cooldown begins."""
         self._captured = manifest.steps[-1] if manifest.steps else manifest.step
         if manifest.trigger.kind == "anomaly":
             self._made += 1
 
     def _is_read_further(self, noticed: Suspicion) -> bool:
-        """Return whether torch's flight recorders may still tell who was late in the stage."""
+        """Return whether torch's flight recorders are still read for the process that was late in the
+        stage.
+        """
         soon = self._listened <= 2 * ASKED_STEPS or time.monotonic() <= self._noticed_s + READ_S
         reads = self._recorders.due and self._recorders.exist
         return soon and reads and bool(noticed.stage) and not noticed.suspects
 
     def _refusal(self, step: int) -> str:
-        """Return why the watch may not request a capture of this step; empty if it may."""
+        """Return the reason against a capture of this step by the watch; empty if there is none."""
         options = self._options
         if self._made >= options.max_captures:
-            return f"it has asked for {self._made} (watch.trigger.max_captures)"
+            return f"the watch has requested {self._made} captures (watch.trigger.max_captures)"
         if self._captured is not None and step - self._captured <= options.cooldown:
             since = f"step {self._captured} was captured"
-            return f"{since}, and it asks for none for {options.cooldown} steps (watch.trigger.cooldown)"
+            return f"{since}, and the watch pauses for {options.cooldown} steps (watch.trigger.cooldown)"
         return ""
 
     def _selection(self, noticed: Suspicion) -> CaptureSelection | None:
         """Return the workers to capture, and their stage if the anomaly is in one stage.
 
-        The workers are the suspects and a peer; for a slow stage without suspects, all that ran it. A slow
-        rollout without suspects is captured as the settings say: its cause may be an agent loop or an engine.
+        The workers are the suspects and one peer; without suspects, all workers that ran the slow stage. A
+        slow rollout without suspects is captured as in the settings: agent loops or engines may be its cause.
         """
         everyone = noticed.everyone if noticed.sign == "slow_stage" and noticed.stage != ROLLOUT else []
         lanes = [*noticed.suspects, *noticed.peers] or everyone
@@ -153,6 +158,6 @@ class Anomalies:
         try:
             self._check(selection)
         except ConfigError as error:
-            logger.warning("watch: the capture is not of %s alone: %s", ", ".join(lanes), error)
+            logger.warning("watch: the capture is not limited to %s: %s", ", ".join(lanes), error)
             return None
         return selection

@@ -39,13 +39,14 @@ Returned = TypeVar("Returned")
 
 
 class _Callback(Generic[Returned]):
-    """The hooks, whose work blocks the caller in one callback, and is awaited in the other.
+    """The hooks of both callbacks; their work blocks in the synchronous one and is awaited in the
+    asynchronous one.
 
     Args:
         config: Settings: a :class:`ProfilingConfig`, a dict, or an OmegaConf ``DictConfig``.
 
     Raises:
-        ConfigError: The settings are wrong. All are checked here, and none later.
+        ConfigError: The settings are wrong; all settings are checked here.
 
     Attributes:
         sink: Receiver of stages when profiling is disabled: always ``None``.
@@ -63,13 +64,13 @@ class _Callback(Generic[Returned]):
     def _call(
         self, hook: Callable[[Controller, Any], Waits[None] | None], argument: Any, loop_raised: bool = False
     ) -> Returned:
-        """Call a hook of the controller, and do the work that it returns.
+        """Call a hook of the controller, and run the blocking functions that the hook returns.
 
-        With ``loop_raised``, an exception of the loop propagates, and an error here must not replace it.
+        If ``loop_raised``, an exception of the training loop propagates, and no error here may replace it.
         """
 
     def on_step_begin(self, step: int, policy_version: int | None = None) -> Returned:
-        """Begin a step; a profiled one starts or arms every worker at once.
+        """Begin a step; if the step is profiled, start or arm all workers concurrently.
 
         Args:
             step: Number of the step, as the loop counts it.
@@ -87,7 +88,7 @@ class _Callback(Generic[Returned]):
         return self._call(Controller.on_step_begin, (step, policy_version))
 
     def on_rollout_begin(self) -> Returned:
-        """Begin generation: opens the stage ``rollout``, and in discrete mode the engines' window."""
+        """Begin generation: open the stage ``rollout``; in discrete mode, rollout engines begin to record."""
         return self._call(Controller.on_rollout_begin, False)
 
     def on_rollout_end(self, metrics: Mapping[str, Any] | None = None) -> Returned:
@@ -100,7 +101,7 @@ class _Callback(Generic[Returned]):
         return self._call(Controller.on_rollout_end, metrics)
 
     def on_step_end(self, metrics: Mapping[str, Any] | None = None) -> Returned:
-        """End a step: stops all workers, collects their results, writes the step folder.
+        """End a step: stop all workers, collect their results, and write the step folder.
 
         Args:
             metrics: Numbers to keep with the step. Values that are no numbers are left out; numbers that
@@ -112,9 +113,9 @@ class _Callback(Generic[Returned]):
         return self._call(Controller.on_step_end, metrics)
 
     def on_exception(self, error: BaseException) -> Returned:
-        """Close an open capture after the step raised, and keep what was recorded.
+        """Close an open capture after the step raised, and keep its recordings.
 
-        It never raises, not even with strict settings, because ``error`` is what the user has to see.
+        This hook never raises, not even with strict settings, because the user has to see ``error``.
         """
         return self._call(Controller.on_exception, error, True)
 
@@ -123,13 +124,14 @@ class _Callback(Generic[Returned]):
         return self._call(Controller.on_train_end, TRAINING_ENDED)
 
     def add_workers(self, role: str, workers: Any, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Add the workers of a role; earlier ones are replaced, e.g. after an actor has restarted.
+        """Add the workers of a role; they replace earlier workers of the role, e.g. after an actor has
+        restarted.
 
         Args:
-            role: Their role, e.g. ``actor``. A group may be added under several roles; each process is
-                called once.
-            workers: A verl worker group, a Ray actor handle, a local object, or an iterable of
-                the latter two in order of rank. Each has the methods of ``CaptureMixin``.
+            role: Role of the workers, e.g. ``actor``. A group may be added under several roles; each process
+                is called once.
+            workers: A verl worker group, a Ray actor handle, a local object, or an iterable of the latter two
+                in order of rank. Each worker has the methods of ``CaptureMixin``.
             loop: Event loop on which a local object's coroutines run.
 
         Raises:
@@ -139,7 +141,7 @@ class _Callback(Generic[Returned]):
             self._controller.roster.add(role, workers, loop)
 
     def add_rollout(self, replicas: Any, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Add the rollout replicas in order of their index; earlier ones are replaced.
+        """Add the rollout replicas in order of their index; they replace earlier replicas.
 
         Args:
             replicas: As for :meth:`add_workers`; each has the methods of ``RolloutCaptureMixin``.
@@ -173,7 +175,7 @@ class _Callback(Generic[Returned]):
         self._guarded(Controller.add_metrics, step, metrics)
 
     def add_note(self, text: str) -> None:
-        """Add a sentence on this run, for its users, to the notes of every later manifest."""
+        """Add a sentence about this run to the notes of every later manifest."""
         if self._controller is not None:
             self._controller.run_notes.append(text)
 
@@ -200,7 +202,7 @@ class _Callback(Generic[Returned]):
             )
 
     def _abandoned(self, controller: Controller, hook: str, error: Exception) -> Waits[None]:
-        """Close the open capture after a hook failed, unless another thread drives it."""
+        """Close the open capture after a hook failed, unless the capture belongs to another thread."""
         try:
             if not controller.is_refused():
                 yield from controller.close(f"{hook}: {in_a_line(error)}")
@@ -208,7 +210,7 @@ class _Callback(Generic[Returned]):
             logger.error("%s: the capture could not be closed: %s", hook, in_a_line(second))
 
     def _guarded(self, hook: Callable[..., object], *arguments: Any) -> None:
-        """Call a hook of the controller that has no work for an open capture."""
+        """Call a hook of the controller that runs no blocking functions."""
         if self._controller is not None:
             try:
                 hook(self._controller, *arguments)
@@ -216,9 +218,9 @@ class _Callback(Generic[Returned]):
                 self._failed(hook.__name__, error)
 
     def _failed(self, hook: str, error: Exception, loop_raised: bool = False) -> None:
-        """The one failure boundary of the hooks: training goes on unless the settings are strict.
+        """Handle the exception of a hook: log it, or raise it if the settings are strict.
 
-        With ``loop_raised``, an exception of the loop propagates, and this error must not replace it.
+        If ``loop_raised``, an exception of the training loop propagates, and this error must not replace it.
         """
         if self.config.strict and not loop_raised:
             raise error
@@ -231,12 +233,12 @@ class ProfilingCallback(_Callback[None]):
 
     ``with ProfilingCallback(config) as profiling:`` around the loop calls :meth:`on_train_begin` and
     :meth:`on_train_end`, and :meth:`on_exception` if the loop raises. The loop's exception propagates
-    unchanged. The same callback may be entered again after it was left, but not while it is entered.
+    unchanged. After the end of the ``with`` block, the same callback may be entered again.
 
     Args:
         config: The settings.
-        blocks_event_loop: Allow hooks on a thread with a running event loop, which they block. For
-            functions that a coroutine calls.
+        blocks_event_loop: Allow hooks on a thread with a running event loop, although hooks block. For loops
+            called by a coroutine.
     """
 
     def __init__(
@@ -249,7 +251,7 @@ class ProfilingCallback(_Callback[None]):
         """Begin training.
 
         Raises:
-            CaptureStateError: It has been entered already, or an event loop runs on this thread.
+            CaptureStateError: The callback has been entered already, or an event loop runs on this thread.
         """
         self._refuse_second_with()
         self.on_train_begin()
@@ -259,7 +261,7 @@ class ProfilingCallback(_Callback[None]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End training; after an exception, what was recorded is kept."""
+        """End training; recordings are kept after an exception."""
         self._entered = False
         try:
             if error is not None:
@@ -271,7 +273,7 @@ class ProfilingCallback(_Callback[None]):
         """Check the settings against the workers that were added, if any were.
 
         Raises:
-            CaptureStateError: An event loop runs on this thread; its hooks must not block.
+            CaptureStateError: An event loop runs on this thread, which hooks must not block.
         """
         if self._controller is not None:
             self._refuse_event_loop()
@@ -337,14 +339,15 @@ class AsyncProfilingCallback(_Callback[Coroutine[Any, Any, None]]):
 
         Args:
             beside: Whether generation overlaps the steps. If so, this hook only starts the engines in
-                discrete mode, and :meth:`on_generation` reports when batches are generated.
+                discrete mode, and the loop calls :meth:`on_generation` when a batch begins and ends.
         """
         return self._call(Controller.on_rollout_begin, beside)
 
     def on_generation(self, runs: bool) -> None:
         """Begin or end the stage ``rollout`` of generation that overlaps the steps.
 
-        Other stages of the loop do not nest inside it. In a capture, it ends with the last step.
+        Other stages of the loop do not nest inside this stage. In a capture, this stage ends with the last
+        step.
 
         Args:
             runs: Whether a batch is being generated from now on.
@@ -352,7 +355,7 @@ class AsyncProfilingCallback(_Callback[Coroutine[Any, Any, None]]):
         self._guarded(Controller.on_generation, runs)
 
     def on_step_over(self) -> None:
-        """Record that the step ends here, if the loop can await :meth:`on_step_end` only later.
+        """Record the end of the step, for a loop that can await :meth:`on_step_end` only later.
 
         The time until :meth:`on_step_end` is not part of the step.
         """
@@ -361,9 +364,9 @@ class AsyncProfilingCallback(_Callback[Coroutine[Any, Any, None]]):
     async def _call(
         self, hook: Callable[[Controller, Any], Waits[None] | None], argument: Any, loop_raised: bool = False
     ) -> None:
-        """Call a hook on the caller's task; only its blocking functions run on another thread.
+        """Call a hook on the caller's task; only the hook's blocking functions run on another thread.
 
-        A cancelled hook ends its work before it raises, so that no worker is still busy in the next one.
+        A cancelled hook ends its work before it raises, so that no worker is busy in the next hook.
         """
         controller = self._controller
         if controller is None:
@@ -379,7 +382,9 @@ class AsyncProfilingCallback(_Callback[Coroutine[Any, Any, None]]):
 
 
 async def _do(waits: Iterable[Callable[[], object]], cancelled: list[asyncio.CancelledError]) -> None:
-    """Do blocking work on other threads, to its end; append what cancels it meanwhile to ``cancelled``."""
+    """Run blocking functions on other threads to their end; append cancellations meanwhile to
+    ``cancelled``.
+    """
     for wait in waits:
         done = asyncio.ensure_future(asyncio.to_thread(wait))
         while not done.done():

@@ -1,7 +1,7 @@
-"""The loop's side of profiling: decides on steps, drives the workers, and writes step folders.
+"""Profiling in the training loop's process: decides on captures, calls the workers, and writes step folders.
 
-Each hook is written here once for both callbacks, and runs on the caller's thread. It yields its blocking
-functions, which the asynchronous callback runs on another thread.
+Both callbacks use the hooks of this module, on the caller's thread. A hook yields its blocking functions, and
+the asynchronous callback runs them on another thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from verl_profiling.settings.schedule import Action
 
 LAST_READ_S = 5.0  # training may have ended because a worker hangs
 EXIT_S = 20.0
-"""Upper limit of each wait for workers when the process exits: supervisors kill it after 30 s."""
+"""Upper limit of each wait for workers at process exit, in seconds: supervisors kill after 30 s."""
 
 TRAINING_ENDED = "training ended inside it"
 
@@ -45,14 +45,14 @@ logger = logging.getLogger(__name__)
 
 
 class Controller:
-    """The hooks of both callbacks.
+    """The hooks that both callbacks call.
 
     Attributes:
         live: The open capture, or ``None``.
-        sink: Receiver of the controller's stages: the watch if it is on, and a capture's log until the
-            step after the captured one begins; else ``None``.
+        sink: Receiver of the controller's stages: the watch, and the log of a capture until the next step;
+            else ``None``.
         watch: Summaries of every step; ``None`` if it is off.
-        last_folder: Step folder of the last capture, once written.
+        last_folder: Step folder of the last written capture.
         run_notes: Notes of the loop that every manifest gets.
         roster: The workers.
     """
@@ -110,7 +110,7 @@ class Controller:
         return self._begin_step(step, policy_version, decision)
 
     def _take_over(self, step: int) -> None:
-        """Let this thread drive the capture that begins, unless another living thread drives one."""
+        """Make this thread the owner of the new capture, unless another living thread owns a capture."""
         here = current_thread()
         if self._driver is not None and self._driver is not here and self._driver.is_alive():
             self._refused.add(here)
@@ -122,7 +122,9 @@ class Controller:
         self._refused.discard(here)
 
     def is_refused(self) -> bool:
-        """Return whether the last captured step of this thread was refused, because another one drives."""
+        """Return whether this thread's last captured step was refused because another thread owns a
+        capture.
+        """
         return current_thread() in self._refused
 
     def on_rollout_begin(self, beside: bool) -> Waits[None] | None:
@@ -160,7 +162,7 @@ class Controller:
         return None if self.live is None or self.is_refused() else self._end_step(self.live, metrics)
 
     def on_exception(self, error: BaseException) -> Waits[None] | None:
-        """Close the capture: the loop raised."""
+        """Close the capture, because the loop raised."""
         self._order.is_left()
         if self.live is None or self.is_refused():
             return None
@@ -178,7 +180,7 @@ class Controller:
                 self._rollout = Context().run(sink.begin, ROLLOUT)  # no stage of this task nests inside it
 
     def on_step_over(self) -> None:
-        """Record that the step ends here; :meth:`on_step_end` closes its capture later."""
+        """Record the end of the step; :meth:`on_step_end` closes its capture later."""
         if self.watch is not None:
             self._end_watched_step(self.watch)
         live = self.live
@@ -215,13 +217,13 @@ class Controller:
         return None if self.watch is None else SpanLog(self, self.watch.sums, None)
 
     def _end_rollout(self, failed: bool = False) -> None:
-        """End the stage of generation, which may have begun in another task or thread."""
+        """End the stage ``rollout``, even if another task or thread began it."""
         rollout, self._rollout = self._rollout, None
         if rollout is not None:
             rollout.end(failed)
 
     def _end_watched_step(self, watch: Watch) -> None:
-        """End the watch's step; a rollout that the loop has not ended ends with it."""
+        """End the step for the watch, and with the step an open rollout."""
         if watch.step is not None and not watch.beside:
             self._end_rollout(failed=True)
         watch.step_ends()
@@ -274,7 +276,7 @@ class Controller:
         """Stop all workers and write the step folder.
 
         Args:
-            why: Why the step has not ended; empty if it has.
+            why: Reason why the step has not ended; empty if the step has ended.
 
         Raises:
             ProfilingError: Something failed, and the settings are strict.
@@ -298,9 +300,10 @@ class Controller:
                     )
 
     def on_train_end(self, why: str) -> Waits[None]:
-        """Close the open capture; wait for overdue stops, then for artifacts that are being compressed.
+        """Close the open capture; wait for late replies to stops, then for artifacts that are being
+        compressed.
 
-        An error in one part does not skip the others; the first error is raised at the end.
+        After an error in one part, the other parts still run; the first error is raised at the end.
         """
         self._holds_exit(False)
         self._order.is_left()
@@ -324,11 +327,13 @@ class Controller:
 
     @property
     def _leads(self) -> bool:
-        """Whether this callback writes the files that a run has once: it records alone, or is rank 0."""
+        """Whether this callback writes the run's files: it is the only callback of the run, or rank 0's."""
         return place_of(self.config, self.roster.targets)[0] == 0
 
     def _decide(self, step: int) -> Decision | None:
-        """Return the capture that begins with a step, or ``None``, e.g. while the open one covers it."""
+        """Return the capture that begins with a step, or ``None``, e.g. if an open capture covers the
+        step.
+        """
         if not self.decisions.complete:
             self.decisions.begin(self._run)
             self.decisions.find_ranks()
@@ -336,7 +341,7 @@ class Controller:
         return self.decisions.at(step, self.live is not None and self.live.goes_on(step))
 
     def _open(self, decision: Decision, step: int, version: int | None, pauses: SpanLog) -> Waits[bool]:
-        """Make the step folder, and open the capture; return whether it was opened."""
+        """Make the step folder, and open the capture; return whether that succeeded."""
         policy_version, notes = whole_version(version)
         keep, selection = decision.step_range.action is Action.RECORD, decision.selection
         if not self.decisions.find_ranks():
@@ -385,7 +390,9 @@ class Controller:
         return True
 
     def _say_begun(self, live: OpenCapture) -> None:
-        """Write the manifest with expected results; begin the step after that, so that it has no writing."""
+        """Write the manifest with expected results, then begin the step, so that the step includes no
+        writing.
+        """
         live.begin_step()
         if live.leads:
             live.workers = live.expected()
@@ -428,7 +435,7 @@ class Controller:
                 self.last_folder = folder
             self._hooks.ended(live.request.capture_id, lambda: not is_pending(folder, upload))
         except Exception as error:
-            self.decisions.refused(live.decision.trigger, f"what was recorded could not be written: {error}")
+            self.decisions.refused(live.decision.trigger, f"the recordings could not be written: {error}")
             raise
         finally:  # until here, SIGTERM unwinds the process
             self._set_live(None)
@@ -437,7 +444,7 @@ class Controller:
         return results
 
     def _end_after(self) -> None:
-        """End the log of the loop's stages after a captured step, and add them to its manifest."""
+        """Add the loop's stages since the end of a captured step to the manifest of the step."""
         capture, self._after = self._after, None
         self.sink = self._watched_stages()
         if capture is None:
@@ -448,7 +455,7 @@ class Controller:
             if has_stages:
                 self._write_again(capture)
         except OSError as error:
-            logger.warning("the last step folder does not say what followed the step: %s", error)
+            logger.warning("the stages after the last captured step are not in its folder: %s", error)
 
     def _write_again(self, capture: OpenCapture) -> None:
         if capture is self._written and capture.folder.is_dir():
@@ -484,7 +491,9 @@ class Controller:
             ranks.end()
 
     def _holds_exit(self, holds: bool) -> None:
-        """Close the capture when the process exits, or no longer do so; a forked child never does."""
+        """Register the close of the capture at process exit, or remove it; a forked child never closes a
+        capture.
+        """
         if holds and not self._exit_of:
             atexit.register(self._exit)
         elif not holds:
@@ -497,7 +506,7 @@ class Controller:
         error = getattr(sys, "last_value", None)
         how = f" with {in_a_line(error)}" if error is not None else ""
         why = f"the process of the loop ended{' by SIGTERM' if termination.was_terminated() else how}"
-        why += ", and the loop did not say so"
+        why += ", without on_step_end or on_exception"
         if self.live is not None:
             logger.warning("closing the capture: %s", why)
         self.roster.most_s = EXIT_S

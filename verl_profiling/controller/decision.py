@@ -1,11 +1,12 @@
-"""Decides when a step begins whether it is captured, who requested it, and how; no other module decides this.
+"""Decides at the begin of a step on its capture: whether, requested by whom, and with which settings.
 
-The schedule, a person and the watch may all request a step; docs/watch.md has a table of priorities.
-In a loop with several ranks, rank 0 decides on requests some steps in advance and announces the captures.
-The other ranks check once a second. No rank waits: one that is already past the step counts as failed.
+The schedule, a person and the watch can request a capture; docs/watch.md has a table of priorities. In a loop
+with several ranks, rank 0 decides on requests some steps in advance and announces the captures. The other
+ranks check once a second. No rank waits: a rank that is already past the step counts as failed.
 
 A person's request is a file in ``requests/`` of the run's folder, or SIGUSR2. A local folder is read when a
-step begins; a folder behind a URL every 10 s, by a background thread. No file may end or delay the loop.
+step begins; a folder behind a URL every 10 s, by a background thread. Files that cannot be read neither end
+nor delay the loop.
 
 :class:`LoopOrder` checks in every step the order in which the loop calls the hooks.
 """
@@ -61,12 +62,12 @@ _STEPS = 9
 
 
 class Decisions:
-    """Decides when a step begins whether it is captured.
+    """Decides at the begin of each step whether the step is captured.
 
     Args:
         config: The settings.
         roster: The workers.
-        watch: The watch; ``None`` if it is off, which also disables capture requests.
+        watch: The watch; ``None`` if switched off, together with capture requests.
 
     Attributes:
         ranks: The ranks of the loop, if it has several.
@@ -105,15 +106,15 @@ class Decisions:
             self._watch.log_into(run.path)
             self._requests.open(place)
         except OSError as error:
-            logger.warning("steps are not logged, nor captures asked for, in the run's folder: %s", error)
+            logger.warning("the run's folder takes no log of steps and no capture requests: %s", error)
         else:
-            logger.info("captures are asked for with verl-profiling trigger %s or SIGUSR2", place)
+            logger.info("captures are requested with verl-profiling trigger %s or SIGUSR2", place)
 
     def find_ranks(self) -> bool:
-        """Find the other ranks of the loop, if it has any, to decide together with them.
+        """Find the other ranks of the loop, if there are any, for common decisions.
 
         Returns:
-            Whether this process can be captured; if not, the reason is logged once.
+            Whether this process can be captured; else the reason is logged once.
         """
         if self.ranks is None and (self._config.spmd or process_rank() is not None):
             self.ranks, why = find_ranks(self._config, self._roster.targets)
@@ -126,7 +127,9 @@ class Decisions:
         return not self._unreached
 
     def _who_is_here(self) -> WorkerIdentity:
-        """Return this rank's identity in manifests: its worker's, else one of its role and rank."""
+        """Return this rank's identity in manifests: the identity of its worker, else one made of role and
+        rank.
+        """
         role = next((target.roles[0] for target in self._roster.driven(None)), "controller")
         own = WorkerIdentity(role=role, rank=(process_rank() or (0, 1))[0])
         return process_session().identity or own
@@ -135,7 +138,7 @@ class Decisions:
         """Refuse pending capture requests, and accept no new ones until training begins again.
 
         Args:
-            ran: The first and the last step that the loop began; empty if it began none.
+            ran: The first and the last step of the loop; empty without steps.
         """
         if self._requests is not None:
             self._requests.end(f"training ended after step {ran[1]}" if ran else "training ended")
@@ -149,7 +152,7 @@ class Decisions:
 
         Args:
             step: The step.
-            goes_on: Whether an open capture also covers this step, so that no other begins.
+            goes_on: Whether an open capture also covers this step, so that no other capture begins.
         """
         if self._anomalies is not None:
             self._anomalies.step_begins(step)
@@ -168,7 +171,7 @@ class Decisions:
         return Decision(found, trigger)
 
     def refused(self, trigger: Trigger, why: str) -> None:
-        """Report to the requester that a capture is not made: the limits leave no room, or it failed."""
+        """Report a refused capture to its requester: the limits leave no room, or the capture failed."""
         if self._requests is not None:
             self._requests.refused(trigger, why)
 
@@ -196,12 +199,12 @@ class Decisions:
                 self.refused(decision.trigger, f"step {missed} never came, or was part of another capture")
                 continue
             logger.warning(
-                "rank %d was past step %d when rank 0's request for it arrived; it is not captured here",
+                "rank %d was past step %d when rank 0's capture request arrived; this rank is not captured",
                 *(ranks.rank, missed),
             )
 
     def _look_ahead(self, ranks: Ranks, step: int) -> None:
-        """Decide on later steps; every rank has time to receive the announcement before they begin."""
+        """Decide on captures of later steps, early enough for the announcement to reach every rank."""
         self._begun_s.append(time.monotonic())
         if self._step is None or step < self._step:  # the loop restarted its step numbers
             self._decided = step
@@ -215,7 +218,7 @@ class Decisions:
                     ranks.announce(decision)
                     self._agreed[first] = decision
                 except PROBLEMS as error:
-                    why = f"the other ranks cannot be told of step {first}: {in_a_line(error)}"
+                    why = f"step {first} cannot be announced to the other ranks: {in_a_line(error)}"
                     self.refused(decision.trigger, why)
                 self._decided = decision.step_range.last
             self._decided = max(self._decided, first)
@@ -240,7 +243,7 @@ class LoopOrder:
         self._said: set[str] = set()
 
     def step_begins(self, step: int, captured: bool) -> None:
-        """Record that a step begins; warn if the last one has not ended, or the number does not rise."""
+        """Record the begin of a step; warn if the last step has not ended, or the number does not rise."""
         if self.in_step:
             self._say(
                 "step %d begins and step %s has not ended: call on_step_end() last in every step, or "
@@ -263,11 +266,11 @@ class LoopOrder:
             self._captured.add(step)
 
     def step_without_begin(self) -> None:
-        """Warn of a step that ends and has not begun."""
+        """Warn of the end of a step without a begin."""
         self._say("on_step_end without on_step_begin: nothing ends; call on_step_begin(step) first")
 
     def rollout_without_begin(self) -> None:
-        """Warn of a rollout that ends and has not begun."""
+        """Warn of the end of a rollout without a begin."""
         self._say(
             "on_rollout_end without on_rollout_begin: the rollout has no begin and is in no timeline; "
             "call on_rollout_begin() before generation"
@@ -282,7 +285,8 @@ class LoopOrder:
 
         Args:
             schedule: The steps to capture.
-            resumes: Whether an earlier run of the same name may have run the steps before this run's first.
+            resumes: Whether an earlier run of the same name may have run the steps before this run's first
+                step.
         """
         if not self.steps:
             self._say("training ends and on_step_begin(step) was never called: nothing was captured")
@@ -305,7 +309,7 @@ class LoopOrder:
 
 
 class Requests:
-    """Reads the request files of a run and SIGUSR2; decides which request gets a step.
+    """Reads the capture requests of people, from files and SIGUSR2, and assigns steps to them.
 
     Args:
         schedule: The settings' schedule.
@@ -349,7 +353,7 @@ class Requests:
             self._folder = folder
 
     def handle_signal(self) -> None:
-        """Install the handler of SIGUSR2, on the main thread and if there is no other handler."""
+        """Install the handler of SIGUSR2 if this is the main thread and the signal has no other handler."""
         _replace_handler(signal.SIG_DFL, self._handle)
 
     def asks(self, step: int, scheduled: bool) -> Decision | None:
@@ -357,7 +361,8 @@ class Requests:
 
         Args:
             step: The step.
-            scheduled: Whether the schedule captures the step anyway; the request joins that capture.
+            scheduled: Whether the schedule captures the step anyway; the request then joins the scheduled
+                capture.
         """
         came = self._take_all()
         if not (came or self._pending):
@@ -386,7 +391,7 @@ class Requests:
         return Decision(StepRange(step, last), trigger, selection)
 
     def refused(self, trigger: Trigger, why: str) -> None:
-        """Refuse the request behind a capture, if a person made it, including its remaining steps."""
+        """Refuse a person's request for a capture, with all of its remaining steps."""
         if trigger.request:
             self._refuse(trigger.request, trigger.by, why)
 
@@ -413,7 +418,7 @@ class Requests:
         self._pending.append(demand)
 
     def _is_due(self, demand: Demand, step: int, scheduled: bool) -> bool:
-        """Return whether a request may have this step.
+        """Return whether this step can serve a request.
 
         A request that overrides settings waits for an unscheduled step, unless every step is scheduled.
         """
@@ -447,7 +452,7 @@ class Requests:
         self._came.append(Demand(id=new_request_id(), by=SIGNAL))
 
     def _listen(self, url: str) -> None:
-        """Exchange files with a folder behind a URL, until training ends."""
+        """Read requests from a folder behind a URL and write refusals there, until training ends."""
         ended = False
         while not ended:
             ended = self._ended.wait(LIST_S)
@@ -479,7 +484,7 @@ class Requests:
             self._say(f"{name} is no request for a capture: {error}", once="no request")
             self._refusals.append((request, f"it is no request for a capture: {error}"))
         except Exception as error:
-            self._say(f"{name} cannot be taken as a request for a capture: {error}")
+            self._say(f"{name} cannot be read as a request for a capture: {error}")
         else:
             self._came.append(demand)
 
@@ -489,7 +494,7 @@ class Requests:
             try:
                 folder.create(f"{request}{REFUSED}", why.encode(errors="replace"))
             except Exception as error:
-                self._say(f"a request for a capture cannot be answered: {error}", once="answer")
+                self._say(f"the refusal of a capture request cannot be written: {error}", once="answer")
 
     def _say(self, text: str, once: str = "") -> None:
         if (once or text) not in self._said:
@@ -500,11 +505,11 @@ class Requests:
 def _replace_handler(
     expected: object, handler: Callable[[int, FrameType | None], None] | signal.Handlers
 ) -> None:
-    """Set the handler of SIGUSR2, on the main thread and if it is the expected one."""
+    """Replace the handler of SIGUSR2 if this is the main thread and the handler is the expected one."""
     on_main_thread = threading.current_thread() is threading.main_thread()
     if on_main_thread and signal.getsignal(signal.SIGUSR2) == expected:
         signal.signal(signal.SIGUSR2, handler)
 
 
 def _refer_to_rank_0() -> None:
-    logger.warning("SIGUSR2: this rank follows rank 0, whose process is to be asked")
+    logger.warning("SIGUSR2: rank 0 decides on captures; send the signal to its process")

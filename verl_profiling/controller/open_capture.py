@@ -1,4 +1,4 @@
-"""The open capture: the calls to the workers and their replies, and the loop's part of the steps."""
+"""The open capture: calls to the workers, their replies, and the loop's own records of the captured steps."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ class OpenCapture:
 
     Attributes:
         roster: The workers.
-        decision: The steps that it covers, and who requested it.
+        decision: The steps of the capture, and its requester.
         request: The request that was sent to the workers.
-        folder: Its step folder.
-        ranks: The ranks of the loop, if it has several: each captures its own workers.
-        leads: Whether this process writes the loop's part of the step folder.
-        steps: The steps that have begun; ``end_ns`` of the current one is 0.
-        pauses: The pauses in which the capture starts and stops.
+        folder: Step folder of the capture.
+        ranks: The ranks of the loop, if there are several; each rank captures its own workers.
+        leads: Whether this process writes the manifest.
+        steps: The begun steps; ``end_ns`` of the current step is 0.
+        pauses: The loop's pauses for the start and the stop of the capture.
         log: Receives the loop's stages in the steps.
         after: Receives the loop's stages after the steps.
         run_notes: Notes on the run for the user, in the manifest.
         notes: Notes on this capture.
-        end_ns: When it ended; 0 until then.
-        complete: Whether its last step ended.
-        workers: What is expected of the workers, and in the end their results.
+        end_ns: Time of the capture's end (ns); 0 before.
+        complete: Whether the last step of the capture has ended.
+        workers: Placeholder results of the workers; at the end their real results.
         stages: The stages of ``log``, once the capture has ended.
-        around: The pauses and the stages of ``after``, once the next step begins.
-        rpcs: All calls made.
+        around: The pauses and the stages of ``after``, from the begin of the next step on.
+        rpcs: All calls to workers.
     """
 
     roster: Roster
@@ -93,7 +93,7 @@ class OpenCapture:
         return self.steps[-1]
 
     def goes_on(self, step: int) -> bool:
-        """Return whether the capture also covers this later step."""
+        """Return whether the capture also covers a later step."""
         return self.step.step < step <= self.decision.step_range.last
 
     # The loop's part.
@@ -110,7 +110,7 @@ class OpenCapture:
         self.steps[-1] = msgspec.structs.replace(self.step, begin_ns=clock.now_ns())
 
     def end_step(self) -> None:
-        """Set the end of the current step to now, unless it has ended."""
+        """Set the end of the current step to now, unless the step has ended."""
         if not self.step.end_ns:
             self.steps[-1] = msgspec.structs.replace(self.step, end_ns=clock.now_ns())
 
@@ -126,14 +126,14 @@ class OpenCapture:
         self.notes += notes
 
     def outside(self, ends: bool = False) -> list[StageSpan]:
-        """Return the pauses and the loop's stages after the steps in order; with ``ends``, these are all."""
+        """Return pauses and the loop's stages after the steps, in order; ``ends`` closes the list."""
         spans = self.pauses.so_far() + self.after.so_far()
         if ends:
             spans = self.pauses.close() + self.after.close()
         return sorted(spans, key=attrgetter("begin_ns", "depth"))
 
     def manifest(self) -> Manifest:
-        """Return the manifest, as far as the capture is known."""
+        """Return the manifest with all that is known of the capture so far."""
         end_ns = self.end_ns or self.steps[0].begin_ns
         last_ns = self.step.end_ns or max(end_ns, self.step.begin_ns)
         metrics: dict[str, float] = {}
@@ -166,7 +166,9 @@ class OpenCapture:
     # The calls.
 
     def start(self, request: CaptureRequest) -> Waits[None]:
-        """Start the workers of a request: for a rollout, the engines in discrete mode; else all others."""
+        """Start the requested workers: at the begin of a rollout the engines in discrete mode, else all
+        others.
+        """
         targets = self.roster.driven(request.selection, windowed=request.stage is not None)
         self._open.append((request, targets))  # to be stopped even if the start fails
         for target in targets:
@@ -203,7 +205,7 @@ class OpenCapture:
         yield from self.stop(ROLLOUT)
 
     def stop(self, stage: str | None = None) -> Waits[None]:
-        """Stop all started workers at the same time; with a stage, only those that record it alone."""
+        """Stop all started workers concurrently; with a stage, only workers that record nothing else."""
         stopping = [one for one in self._open if stage in (None, one[0].stage)]
         if not stopping:
             return
@@ -220,9 +222,9 @@ class OpenCapture:
         yield from self._shake_hands("stop_capture", stopping[0][0].capture_id, asked)
 
     def _shake_hands(self, method: str, argument: object, targets: Iterable[Target]) -> Waits[None]:
-        """Repeat a call, which has no effect the second time, to measure the clock offsets of other hosts.
+        """Measure the clock offsets of other hosts by repeated calls, which have no further effect.
 
-        Each clock is measured through one target; each of its workers on that clock adds a handshake.
+        One target per clock is called, and each worker of the target adds a handshake.
         """
         asked, here = set(targets), clock.domain()
         reached: Counter[tuple[str, Target]] = Counter()
@@ -259,7 +261,7 @@ class OpenCapture:
             self._failures[call.worker] = msgspec.structs.replace(lost, status="skipped")
 
     def _take_stop(self, call: Call, request: CaptureRequest) -> None:
-        """Take the reply to ``stop_capture``; a worker that replies too late still writes its result file."""
+        """Keep the reply to ``stop_capture``; a worker that replies too late still writes its result file."""
         reply, started = self._take(call), self._started[call.worker]
         if not isinstance(reply, StopReply):
             self.roster.owing.add(call.target)
@@ -273,7 +275,7 @@ class OpenCapture:
         if started is not None and reply.process != started.process:
             reason = (
                 f"{started.process} recorded, but {reply.process} answered the stop: the "
-                "worker was restarted, and what it had recorded is lost"
+                "worker was restarted, and its recording is lost"
             )
             self._fail(call.worker, request, reason)
         elif result.status == "skipped" and not result.revision:
@@ -301,7 +303,9 @@ class OpenCapture:
         return reply
 
     def _fail(self, worker: Worker, request: CaptureRequest, reason: str, stopped: bool = True) -> None:
-        """Record that a worker failed; without ``stopped``, a delayed request may still start it."""
+        """Record the failure of a worker; a worker that is not ``stopped`` may still start by a delayed
+        request.
+        """
         logger.error("step %d: %s was not captured: %s", request.step, worker.identity, reason)
         lost = msgspec.structs.replace(self._lost(worker, request, reason), stopped=stopped)
         self._failures.setdefault(worker, lost)  # the first holds
@@ -317,7 +321,7 @@ class OpenCapture:
                 )
 
     def _note_idle_roles(self, calls: list[Call]) -> None:
-        """Note each role whose workers were all called to start, but none of which records."""
+        """Add a note for each role whose workers were all called, but none records."""
         reasons: dict[str, list[str]] = {}
         for call in calls:
             started = self._started[call.worker]
@@ -341,7 +345,7 @@ class OpenCapture:
     def expected(self) -> list[CaptureResult]:
         """Return one placeholder result per worker, with the artifacts that its start reply lists.
 
-        Those of the other ranks follow, which write their own results.
+        Placeholders for the other ranks of the loop follow.
         """
         found: dict[str, CaptureResult] = {}
         for target in self.roster.driven(self.request.selection):
@@ -353,7 +357,7 @@ class OpenCapture:
         return [*found.values(), *(self.others(self.ranks) if self.ranks is not None else ())]
 
     def results(self) -> list[CaptureResult]:
-        """Return one result for each process: its latest, or a failed one with the reason."""
+        """Return one result per process: its latest, or a result ``failed`` with the reason."""
         found: dict[str, CaptureResult] = {}
         for worker in self._started:
             failure = self._failures.get(worker)
@@ -371,7 +375,7 @@ class OpenCapture:
         return list(found.values())
 
     def others(self, ranks: Ranks) -> list[CaptureResult]:
-        """Return empty results in place of those that the other ranks of the loop write themselves."""
+        """Return empty results for the other ranks of the loop, which write the real ones themselves."""
         [target, *_] = self.roster.driven(self.request.selection) or self.roster.targets
         model = self._lost(target.workers[0], self.request, NOT_WRITTEN)
         return ranks.expected(msgspec.structs.replace(model, artifacts=[]), self.request.selection)
@@ -396,7 +400,7 @@ class OpenCapture:
         )
 
     def _clocks(self) -> list[HostClock]:
-        """Return the measured offset of each clock domain that has replied."""
+        """Return the measured clock offset of each clock domain."""
         clocks = []
         for domain, (host, opening, closing) in self._handshakes.items():
             if domain == clock.domain():
@@ -407,7 +411,7 @@ class OpenCapture:
 
 
 def whole_version(policy_version: object) -> tuple[int | None, list[str]]:
-    """Return a policy version as an integer; else ``None``, with a note if it is no whole number."""
+    """Return a policy version as an integer; ``None`` and a note for another number."""
     try:
         return None if policy_version is None else index(policy_version), []  # type: ignore[arg-type]
     except TypeError:

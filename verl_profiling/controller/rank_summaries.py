@@ -1,7 +1,7 @@
-"""The step summaries that the ranks of a loop send to rank 0 through the store.
+"""The step summaries that the ranks of a loop send to rank 0 through the store of ``torch.distributed``.
 
-Each rank's times are from its own clock; a joined summary shifts them so that all ranks begin it together.
-Only the watch's threads read and write the store; no loop waits.
+Each rank measures with its own clock; a joined summary shifts the times so that all ranks begin together.
+Only threads of the watch use the store, so no training loop waits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from verl_profiling.watch.collectives import with_lateness
 logger = logging.getLogger(__name__)
 
 MOST_UNREAD = 64
-"""Messages of a rank that rank 0 has not read; further ones are dropped."""
+"""Maximum number of a rank's messages that rank 0 has not read; further messages are dropped."""
 
 _COLLECTIVES = "watch/collectives"
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
@@ -31,7 +31,7 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 class RankSummaries:
     """Exchanges step summaries between the ranks of a loop: rank 0 receives, the others send.
 
-    A rank's messages are numbered. The last one, when its training ends, has no summaries.
+    The messages of a rank are numbered. A message without summaries reports the end of training.
 
     Args:
         ranks: The ranks.
@@ -51,7 +51,7 @@ class RankSummaries:
         self.collectives = False
 
     def send(self, summaries: Sequence[StepSummary]) -> None:
-        """Send summaries to rank 0; none, when training ends."""
+        """Send summaries to rank 0; an empty list at the end of training."""
         rank, number = self._ranks.rank, self._messages[self._ranks.rank]
         try:
             is_read = number < MOST_UNREAD or self._ranks.get(_key(rank, number - MOST_UNREAD)) is None
@@ -61,11 +61,11 @@ class RankSummaries:
             self.collectives = self._ranks.get(_COLLECTIVES) == b"1"
         except PROBLEMS as error:
             if rank not in self._late and summaries:
-                logger.warning("watch: rank 0 is not sent the steps here: %s", in_a_line(error))
+                logger.warning("watch: step summaries cannot be sent to rank 0: %s", in_a_line(error))
             self._late.add(rank)
 
     def ask_collectives(self, asked: bool) -> None:
-        """Request, as rank 0, the collectives that the ranks enter, or no longer."""
+        """Request or stop requesting, as rank 0, the collectives that the ranks enter."""
         if asked != self.collectives:
             self.collectives = asked
             try:
@@ -74,11 +74,11 @@ class RankSummaries:
                 logger.debug("watch: the collectives of the ranks are not requested: %s", in_a_line(error))
 
     def receive(self, steps: Sequence[StepSummary], left_s: Callable[[], float]) -> None:
-        """Wait until all ranks have sent these steps; each that has not is logged once until it sends.
+        """Wait for the summaries of all ranks; log each missing rank once until its summary arrives.
 
         Args:
             steps: The steps.
-            left_s: Returns how long to wait.
+            left_s: Returns the remaining seconds to wait.
         """
         begun_s, pause_s = time.monotonic(), _SHORTEST_PAUSE_S
         waited = [rank for rank in self._sent if rank not in self._ended]
@@ -94,8 +94,8 @@ class RankSummaries:
         for rank in lacking:
             self._late.add(rank)
             logger.warning(
-                "watch: rank %d has sent nothing of its steps for %.1f s; until it does, the summaries are "
-                "without it. Are the settings of watch the same there?",
+                "watch: rank %d has sent no step summaries for %.1f s, and is missing in the summaries "
+                "until then. Are the settings of watch the same there?",
                 *(rank, time.monotonic() - begun_s),
             )
 
@@ -118,7 +118,7 @@ class RankSummaries:
         return replace(known, loop=_later(known.loop, later), workers=_later(known.workers, later))
 
     def _lacking(self, steps: Sequence[StepSummary]) -> list[int]:
-        """Return the ranks that have not ended, and have sent neither all of these steps nor a later one."""
+        """Return the running ranks that have sent neither all of these steps nor a later step."""
         return [
             rank
             for rank, sent in self._sent.items()
@@ -126,7 +126,7 @@ class RankSummaries:
         ]
 
     def _take(self, rank: int) -> None:
-        """Receive what a rank has sent."""
+        """Receive the new messages of a rank."""
         try:
             while (data := self._ranks.take(_key(rank, self._messages[rank]))) is not None:
                 self._messages[rank] += 1
@@ -137,7 +137,7 @@ class RankSummaries:
                     self._ended.add(rank)
         except PROBLEMS as error:
             if rank not in self._late:
-                logger.warning("watch: what rank %d sends cannot be read: %s", rank, in_a_line(error))
+                logger.warning("watch: the messages of rank %d cannot be read: %s", rank, in_a_line(error))
             self._late.add(rank)
 
 
@@ -146,7 +146,7 @@ def _key(rank: int, number: int) -> str:
 
 
 def _later(uses: list[RankUse], by_ns: dict[str, int]) -> list[RankUse]:
-    """Return copies of the processes' records with all stage times shifted by a time per lane."""
+    """Return copies of stage records, shifted by a time per lane."""
     shifted = []
     for use in uses:
         ns, stages = by_ns[use.lane], []

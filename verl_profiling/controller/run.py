@@ -1,12 +1,12 @@
-"""The folder of a run: claims it, and keeps ``run.json`` and step folders there, within ``limits``.
+"""The folder of a run: its claim, its ``run.json``, and its step folders within the settings ``limits``.
 
-``run.json`` is created exclusively, so of two processes that start at once only one gets the folder, and
-after a crash there is nothing to clean up. A resumed run is another run: it records into ``run_2``.
+The process that creates ``run.json`` owns the folder, so two runs never share one. A crash leaves nothing to
+clean up. A resumed run is another run: it records into ``run_2``.
 
-If ``save_path`` is a URL, files are staged in a local folder, and deleted there once they are uploaded.
+If ``save_path`` is a URL, files are staged in a local folder, and deleted there after the upload.
 
-Only a step folder in which this run wrote every file is removed. It is renamed first, so that a crash never
-leaves half a step under the step's name.
+A step folder with files of others is never removed. Removal begins with a new name, so that a crash leaves no
+half step under the step's name.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ _VERSIONS_OF = (
 
 
 class Run:
-    """A run: its folder, which is claimed when first needed, ``run.json``, and its step folders.
+    """A run: its folder, claimed at the first use, with ``run.json`` and the step folders.
 
-    Methods that write a step folder raise ``OSError`` when it cannot be written.
+    Methods that write a step folder raise ``OSError`` if that fails.
 
     Args:
-        config: The settings; ``save_path`` is the run's folder unless another run has it.
+        config: The settings; ``save_path`` is the run's folder unless another run owns that folder.
 
     Attributes:
-        claimed: The run's folder, once this process has claimed it or received it from rank 0.
-        info: Content of ``run.json``; ``None`` except in the process that claimed the folder.
+        claimed: The run's folder, after this process has claimed it or received its path from rank 0.
+        info: Content of ``run.json``; ``None`` in processes that did not claim the folder.
         resumes: Whether an earlier run has the same name.
         background: Uploads files, and removes folders.
     """
@@ -83,7 +83,7 @@ class Run:
 
     @property
     def place(self) -> RunPlace:
-        """The run's folder, URL and name; the first access claims the folder."""
+        """The run's folder, URL and name; the first access makes the claim."""
         if self.claimed is None:
             self.claimed, self.info, self.resumes = _claimed(self._config)
             if self._not_captured:
@@ -126,7 +126,7 @@ class Run:
                 self._sent[path] = written_ns
         except Exception as error:  # each file system raises errors of its own
             logger.error(
-                "%s was not uploaded to %s: %s: %s; it stays in %s",
+                "%s was not uploaded to %s: %s: %s; the file stays in %s",
                 *(path.name, url, type(error).__name__, error, path.parent),
             )
 
@@ -152,14 +152,16 @@ class Run:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def not_captured(self, step: int, why: str) -> None:
-        """Record in ``run.json`` that the capture of a step could not begin, and why."""
+        """Record in ``run.json`` why the capture of a step could not begin."""
         self._not_captured[step] = why
         self.amend(not_captured=self._not_captured)
 
     # Step folders.
 
     def share_run(self, ranks: Ranks, step: int) -> Waits[bool]:
-        """Publish the run's folder (rank 0), or wait for it (other ranks); return whether it is known."""
+        """Publish the path of the run's folder (rank 0) or wait for it (others); return whether it is
+        known.
+        """
         wait_s = self._config.timeouts.start_s
         if ranks.leads:
             ranks.publish(self.place)
@@ -169,23 +171,23 @@ class Run:
             if self.claimed is None:
                 logger.error(
                     "step %d: rank %d is not captured: rank 0 has not begun a captured step within %g s; has "
-                    "it a callback with workers and the same settings? Where it has none, set spmd: false",
+                    "rank 0 a callback with workers and the same settings? If not, set spmd: false",
                     *(step, ranks.rank, wait_s),
                 )
         return self.claimed is not None
 
     def no_room(self, step: int, notes: list[str]) -> str:
-        """Return why the limits leave no room for a capture, empty if they do; logged for the first step.
+        """Return why the limits leave no room for a capture, else ``""``; the first refused step is logged.
 
         Args:
             step: The step.
-            notes: Gets a note on the steps without captures, once there is room again.
+            notes: Gets a note on the refused steps when the limits leave room again.
         """
         why = self._config.limits.no_room(self.path)
         if why and not self._no_room:
-            logger.warning("step %d is not captured, nor are others until there is room: %s", step, why)
-            self.not_captured(step, f"{why}; nor were others until there was room")
-            self._no_room = f"from step {step} on nothing was captured until now: {why}"
+            logger.warning("captures stop at step %d, until there is room: %s", step, why)
+            self.not_captured(step, f"{why}; captures stopped until there was room")
+            self._no_room = f"captures stopped at step {step} and go on now: {why}"
         elif self._no_room and not why:
             notes.append(self._no_room)
             self._no_room = ""
@@ -206,7 +208,7 @@ class Run:
         return folder
 
     def write(self, live: OpenCapture) -> Manifest:
-        """Write the manifest of a capture as far as it is known, and return it."""
+        """Write the manifest of an open capture, and return the manifest."""
         manifest = live.manifest()
         write_json_atomically(live.folder / MANIFEST_NAME, manifest)
         if live.end_ns:
@@ -216,7 +218,7 @@ class Run:
     def conclude(self, live: OpenCapture) -> Manifest:
         """Write the final manifest of a capture, and remove step folders beyond ``limits.keep_last``.
 
-        Paths of files on disks of other hosts are added.
+        The manifest gets the paths of files on other hosts' disks.
         """
         keep_last = self._config.limits.keep_last
         leaving = [] if keep_last is None else self._leaving(live, keep_last)
@@ -229,7 +231,9 @@ class Run:
         return manifest
 
     def _leaving(self, live: OpenCapture, keep_last: int) -> list[Path]:
-        """Return older step folders to remove, and note them; one that a worker writes stays for now."""
+        """Return older step folders to remove, with a note each; a folder that a worker still writes is
+        kept.
+        """
         leaving: list[Path] = []
         self._stored.append(live.folder)
         for older in self._stored[:-keep_last]:
@@ -239,23 +243,23 @@ class Run:
                 if _pending(manifest):
                     continue
                 if strangers := _strangers(older, manifest, self.place.run_id):
-                    note = f"{older.name} stays beyond limits.keep_last: the run did not write {strangers}"
+                    note = f"{older.name} is kept beyond limits.keep_last: files of others ({strangers})"
                 else:
                     leaving.append(older)
             except (OSError, TraceFormatError) as error:
-                note = f"{older.name} stays beyond limits.keep_last: {error}"
+                note = f"{older.name} is kept beyond limits.keep_last: {error}"
             self._stored.remove(older)
             logger.info("%s", note)
             live.notes.append(note)
         return leaving
 
     def _remove(self, folder: Path) -> None:
-        """Remove a step folder: rename it at once, delete its content in the background."""
+        """Remove a step folder: rename the folder at once, and delete its content in the background."""
         hidden = folder.with_name(f".{folder.name}.removed")
         try:
             folder.rename(hidden)
         except OSError as error:
-            logger.warning("%s cannot be removed, and stays: %s", folder, error)
+            logger.warning("%s cannot be removed: %s", folder, error)
             return
         self.background.submit(partial(_delete, hidden))
 
@@ -267,7 +271,7 @@ def _delete(folder: Path) -> None:
 
 
 def _located(folder: Path, results: list[CaptureResult], notes: list[str]) -> list[CaptureResult]:
-    """Return results with ``where`` set for artifacts that are on the disk of another host; note them."""
+    """Return results with ``where`` set for artifacts on the disk of another host, and add a note."""
     seen = {*os.listdir(folder)}  # noqa: PTH208 (the loop waits for it)
     hosts: dict[str, None] = {}
     workers = []
@@ -284,7 +288,7 @@ def _located(folder: Path, results: list[CaptureResult], notes: list[str]) -> li
             artifacts.append(artifact)
         workers.append(msgspec.structs.replace(worker, artifacts=artifacts))
     if hosts:
-        notes.append(f"files of {', '.join(hosts)} are not seen from here: copy them into this folder")
+        notes.append(f"files of {', '.join(hosts)} are not visible on this host: copy them into this folder")
     return workers
 
 
@@ -293,7 +297,7 @@ def is_pending(folder: Path, upload: Upload | None = None) -> bool:
 
     Args:
         folder: The folder.
-        upload: The upload target, if the folder only stages files; a process uploads its result last.
+        upload: The upload target, if the folder only stages files; a process uploads its result file last.
     """
     pending = _pending(read_manifest(folder))
     if upload is None:
@@ -311,7 +315,7 @@ def _pending(manifest: Manifest) -> set[str]:
 
 
 def _strangers(folder: Path, manifest: Manifest, run_id: str) -> str:
-    """Return up to three names of files that the run did not write; empty if there are none."""
+    """Return up to three names of files that are not of this run."""
     if manifest.run_id != run_id:
         return "its manifest"
     artifacts = [artifact for worker in manifest.workers for artifact in worker.artifacts]
@@ -322,7 +326,7 @@ def _strangers(folder: Path, manifest: Manifest, run_id: str) -> str:
 
 
 def _claimed(config: ProfilingConfig) -> tuple[RunPlace, RunInfo, bool]:
-    """Claim ``save_path``; if it belongs to another run, ``save_path/run_2``, ``run_3`` and so on.
+    """Claim ``save_path``, or ``save_path/run_2``, ``run_3`` and so on if another run owns the folder.
 
     Returns:
         The folder, the content of its ``run.json``, and whether an earlier run has the same name.
@@ -364,7 +368,7 @@ def _claimed(config: ProfilingConfig) -> tuple[RunPlace, RunInfo, bool]:
 
 
 def _claim_remote(config: ProfilingConfig, info: RunInfo) -> tuple[str, bool]:
-    """Claim a folder behind a URL; without an answer in time, use a random folder name below it."""
+    """Claim a folder behind a URL; without an answer in time, use a random subfolder."""
     answer: Future[tuple[str, bool]] = Future()
     claim = partial(settle, answer, lambda: _claim(RemoteFolder(config.save_path), info))
     threading.Thread(target=claim, name="remote-claim", daemon=True).start()
@@ -373,7 +377,7 @@ def _claim_remote(config: ProfilingConfig, info: RunInfo) -> tuple[str, bool]:
     except Exception as error:  # each file system raises errors of its own
         url = f"{config.save_path.rstrip('/')}/run_{uuid.uuid4().hex[:8]}"
         why = f"{type(error).__name__}: {error}"
-        logger.warning("%s cannot be claimed now (%s); this run goes to %s", config.save_path, why, url)
+        logger.warning("%s cannot be claimed now (%s); this run records into %s", config.save_path, why, url)
         return url, False
 
 
@@ -398,7 +402,9 @@ def _claim(root: LocalFolder | RemoteFolder, info: RunInfo) -> tuple[str, bool]:
 
 
 def _owner(folder: LocalFolder | RemoteFolder, run_id: str) -> tuple[str, bool]:
-    """Return a sentence on the run that owns a folder, empty if free; and whether its name is ``run_id``."""
+    """Return a sentence on the run that owns a folder, or ``""``; and whether the run's name is
+    ``run_id``.
+    """
     names = folder.names()
     if RUN_NAME not in names:
         for name in names:
@@ -408,7 +414,7 @@ def _owner(folder: LocalFolder | RemoteFolder, run_id: str) -> tuple[str, bool]:
     try:
         info = msgspec.json.decode(folder.read(RUN_NAME), type=RunInfo)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return f"save_path {folder.url} belongs to a run whose file cannot be read: {error}", False
+        return f"save_path {folder.url} belongs to a run with an unreadable run.json: {error}", False
     when = local_time(info.begin_ns)
     whose = f"save_path {folder.url} belongs to run {info.run_id}, started {when} by {info.process}"
     return whose, info.run_id == run_id

@@ -1,9 +1,9 @@
-"""SPMD loops: one program on every rank, each with its own callback and its own result file.
+"""SPMD loops: every rank runs the same program, with its own callback and its own result file.
 
-The ranks exchange messages through the default store of ``torch.distributed``, on a connection of their own.
-The store has four families of keys: ``run`` (the run's folder), ``requests`` (captures outside the schedule),
-``watch`` (step summaries) and ``clock`` (handshakes between hosts). A background thread reads them.
-Only the first captured step waits for another rank: for rank 0's ``run``.
+The ranks exchange messages through the default store of ``torch.distributed``, on a separate connection. Keys
+are ``run`` (the run's folder), ``requests`` (captures outside the schedule), ``watch`` (step summaries) and
+``clock`` (handshakes between hosts). A background thread reads the store. Only the first captured step waits
+for another rank: rank 0 publishes ``run``.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Decision:
 
     Attributes:
         step_range: The steps to capture.
-        trigger: Who requested the capture, and why.
-        selection: Overrides of the settings, e.g. other ranks; ``None`` for the settings as they are.
+        trigger: The requester of the capture, and the reason.
+        selection: Overrides of the settings, e.g. other ranks; ``None`` without overrides.
     """
 
     step_range: StepRange
@@ -58,14 +58,14 @@ class Decision:
 
 
 class RunPlace(msgspec.Struct, frozen=True):
-    """Where a run records.
+    """The folder of a run, and its upload target.
 
     Attributes:
-        path: The folder on each host that files are written to.
+        path: The folder for files on each host.
         run_id: Name of the run.
         token: Random id, unique even among runs of the same name.
-        url: Where files are uploaded to, if ``path`` only stages them.
-        retry_s: How long a failed upload is retried.
+        url: The upload target of files, if ``path`` only stages them.
+        retry_s: Seconds for which a failed upload is retried.
         clock_domain: Clock domain of the process that claimed the folder.
     """
 
@@ -86,9 +86,9 @@ class Ranks:
         store: The default store of ``torch.distributed``.
 
     Attributes:
-        processes: On rank 0, the process of each other rank that has registered.
+        processes: On rank 0, the processes of the other registered ranks.
         clock: The offset of this host's clock to rank 0's; ``None`` unless this rank measured it.
-        place: The run's folder, once rank 0 has published it.
+        place: The run's folder as published by rank 0; ``None`` before.
     """
 
     def __init__(self, rank: int, world_size: int, store: Any) -> None:
@@ -108,7 +108,7 @@ class Ranks:
         self._sent = self._received = self._asked = 0
         self._thread = threading.Thread(target=self._listen, name="verl-profiling-ranks", daemon=True)
         self._thread.start()
-        logger.info("rank %d of %d: the ranks' callbacks record together", rank, world_size)
+        logger.info("rank %d of %d: the callbacks of all ranks make common captures", rank, world_size)
 
     @property
     def leads(self) -> bool:
@@ -116,7 +116,7 @@ class Ranks:
         return self.rank == 0
 
     def publish(self, place: RunPlace) -> None:
-        """Publish the run's folder to the other ranks, once; only rank 0 calls this."""
+        """Publish the run's folder to the other ranks; rank 0 does so once."""
         if self.place is None:
             self.place = place
             self._store.set("run", msgspec.msgpack.encode(place))
@@ -143,7 +143,7 @@ class Ranks:
 
         Args:
             stages: The loop's stages.
-            results: What the workers of this rank recorded.
+            results: Results of the workers of this rank.
             notes: The callback's notes.
             why: Why the step ended early.
 
@@ -186,7 +186,7 @@ class Ranks:
             identity = WorkerIdentity(
                 role=role, rank=rank, host=who.host, clock_domain=who.clock_domain, pid=who.pid
             )
-            reason = f"rank {rank} has left no result"
+            reason = f"rank {rank} has written no result"
             found.append(msgspec.structs.replace(model, identity=identity, process=process, reason=reason))
         return found
 
@@ -196,14 +196,14 @@ class Ranks:
         self._thread.join(_LOOK_S)
 
     def get(self, key: str) -> bytes | None:
-        """Return the value of a key, or ``None``; never waits for the key."""
+        """Return the value of a key, or ``None`` without waiting."""
         if not self._store.check([key]):
             return None
         value: bytes = self._store.get(key)
         return value
 
     def take(self, key: str) -> bytes | None:
-        """Return and delete the value of a key; ``None`` if there is none."""
+        """Return and delete the value of a key; ``None`` for a missing key."""
         value = self.get(key)
         if value is not None:
             self._store.delete_key(key)
@@ -225,7 +225,7 @@ class Ranks:
                 pause_s = _FIRST_LOOK_S if waits else _LOOK_S
         except PROBLEMS as error:
             if not self._ended.is_set():
-                logger.warning("rank %d: the other ranks are not reached: %s", self.rank, in_a_line(error))
+                logger.warning("rank %d: the other ranks cannot be reached: %s", self.rank, in_a_line(error))
 
     def _look(self) -> None:
         if self.leads:
@@ -246,7 +246,7 @@ class Ranks:
             self._requests.append(msgspec.msgpack.decode(data, type=Decision))
 
     def _measure(self, domain: str) -> None:
-        """Measure the offset of this host's clock to rank 0's; one rank per host does so."""
+        """Measure the clock offset between this host and rank 0's; one rank per host calls this."""
         own = ProcessId.current()
         if own.clock_domain == domain or os.environ.get("LOCAL_RANK", "0") != "0":
             return
@@ -284,7 +284,7 @@ class Ranks:
 def measured_clock(
     host: str, domain: str, opening: list[Handshake], closing: list[Handshake], sign: int = 1
 ) -> HostClock:
-    """Return the offset of a host's clock by the best handshakes when a capture opened and closed."""
+    """Return the clock offset of a host, from the best handshakes at the begin and the end of a capture."""
     first, last = best_handshake(opening), best_handshake(closing or opening)
     return HostClock(
         host=host,
@@ -298,22 +298,22 @@ def measured_clock(
 
 
 def place_of(config: ProfilingConfig, targets: list[Target]) -> tuple[int, int]:
-    """Return this callback's rank among those that record together, and their number; (0, 1) if alone.
+    """Return rank and number of the callbacks that make common captures; ``(0, 1)`` for a single callback.
 
-    Callbacks record together in a process that is one of several ranks, if all its workers are local objects.
-    A process that drives Ray actors or worker groups records alone, unless ``spmd`` is true.
+    The ranks of a job make common captures if all workers are local objects. A callback with Ray actors or
+    worker groups is on its own, unless ``spmd`` is true.
     """
     together = config.spmd or (config.spmd is None and all(target.is_local for target in targets))
     return (together and process_rank()) or (0, 1)
 
 
 def knows_place(config: ProfilingConfig, targets: list[Target]) -> bool:
-    """Return whether :func:`place_of` is final: without ``spmd`` set, it depends on the workers."""
+    """Return whether :func:`place_of` is final: unless ``spmd`` is set, later workers can change it."""
     return bool(targets) or config.spmd is not None or (process_rank() or (0, 1))[1] == 1
 
 
 def find_ranks(config: ProfilingConfig, targets: list[Target]) -> tuple[Ranks | None, str]:
-    """Return the connection to the loop's ranks, if it has several, and the reason if it failed.
+    """Return the connection to the other ranks, or ``None``; and the reason if connecting failed.
 
     Args:
         config: The settings.
@@ -335,12 +335,12 @@ def find_ranks(config: ProfilingConfig, targets: list[Target]) -> tuple[Ranks | 
 
 
 def in_a_line(error: BaseException) -> str:
-    """Return the type and first line of an error; a store's errors go on with stack frames."""
+    """Return the type and first line of an error; errors of a store have stack frames in further lines."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _nested(own: list[StageSpan], others: list[StageSpan]) -> list[StageSpan]:
-    """Return the stages of worker and callback in one list; for a name in both, ``own`` holds."""
+    """Merge the stages of worker and callback; for a name in both lists, ``own`` is kept."""
     names = {span.name for span in own}
     added = [span for span in others if span.name not in names]
     if not added:

@@ -1,7 +1,7 @@
-"""The workers that were added to a callback: which of them take part, and the calls to them.
+"""The workers of a callback: the selection that takes part in a capture, and the calls to them.
 
-A call is sent to all at once, with one common deadline. Calling never raises: a worker that is dead, hung or
-of a wrong type becomes a :class:`Call` without a reply.
+All workers are called concurrently, with a common deadline. No call raises: a dead or hung worker, or one of
+a wrong type, gives a :class:`Call` without a reply.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from verl_profiling.tools import TOOLS
 
 T = TypeVar("T")
 Waits = Generator[Callable[[], object], None, T]
-"""The work of a hook: a generator of blocking functions; the asynchronous callback runs them on a thread."""
+"""A hook as a generator of blocking functions, which the asynchronous callback runs on a thread."""
 
 Send = Callable[..., list[Future[Any]]]
 
 logger = logging.getLogger(__name__)
 
 _NOBODY = (
-    "no workers and no rollout were added to the callback, so nobody records: call "
+    "no workers and no rollout were added to the callback, so nothing is recorded: call "
     "add_workers(role, workers) or add_rollout(replicas) before the first step that is captured"
 )
 MANY_IN_TURN = 16
@@ -49,8 +49,9 @@ class Worker:
     Attributes:
         target: The target that the worker belongs to.
         number: The worker's index in the role.
-        identity: The identity in its last reply; before its first reply, one made from the target.
-        last_call: The future of the last call; until it is done, the worker is busy.
+        identity: Identity of the worker in its last reply; before the first reply, an identity made from the
+            target.
+        last_call: Future of the last call; the worker is busy until the future is done.
     """
 
     def __init__(self, target: Target, number: int) -> None:
@@ -71,9 +72,9 @@ class Call:
 
     Attributes:
         worker: The called worker.
-        sent_ns: When the call was sent, on the controller's clock.
-        returned_ns: When the reply or error arrived; 0 before that.
-        timeout_s: How long to wait for the reply; 0 if the worker is still busy with an earlier call.
+        sent_ns: Time of sending, on the controller's clock.
+        returned_ns: Arrival of the reply or error, on the controller's clock; 0 before.
+        timeout_s: Timeout of the reply (s); 0 if the worker is still busy with an earlier call.
     """
 
     def __init__(self, worker: Worker, method: str, future: Future[Any], sent_ns: int) -> None:
@@ -104,13 +105,13 @@ class Call:
         """Return in one line why there is no valid reply."""
         if not self.future.done():
             if not self.timeout_s:
-                return f"{self.method} was not waited for: the worker has not answered an earlier call yet"
+                return f"{self.method} got no timeout: the worker has not replied to an earlier call yet"
             return f"{self.method} did not return within {self.timeout_s:g} s; is the worker hung or busy?"
         error = self.error
         if error is None:
             answer = type(self.future.result()).__name__
             return (
-                f"{self.method} returned {answer}, not an answer to the callback; "
+                f"{self.method} returned {answer}, which is no reply to the callback; "
                 "let the worker's class inherit a mixin of verl_profiling.workers"
             )
         cause = getattr(error, "cause", None) or error
@@ -119,11 +120,11 @@ class Call:
 
 
 class Postponed(Future[Any]):
-    """The future of a coroutine function that is called inside :func:`wait_for`, on the waiting thread.
+    """The future of a coroutine function that :func:`wait_for` calls on its own thread.
 
     Args:
         function: The coroutine function.
-        loop: The event loop that it needs; ``None`` for a new one.
+        loop: The event loop of the coroutine; ``None`` for a new event loop.
     """
 
     def __init__(self, function: Callable[[], Any], loop: asyncio.AbstractEventLoop | None) -> None:
@@ -142,7 +143,7 @@ class Postponed(Future[Any]):
                 self.set_result(answer)
 
     def fail(self, error: BaseException) -> None:
-        """Set an error as the outcome, unless one is set."""
+        """Set an error as the outcome, unless there is an outcome already."""
         if not self.done():
             self.set_exception(error)
 
@@ -159,7 +160,7 @@ def wait_for(calls: Iterable[Call]) -> None:
             by_loop.setdefault(call.future.loop, []).append((call.future, bool(call.timeout_s)))
     deadline_s = time.monotonic() + timeout_s
     for loop, together in by_loop.items():
-        late = f"it did not return within {timeout_s:g} s, and was cancelled"
+        late = f"the coroutine did not return within {timeout_s:g} s, and was cancelled"
         running = _run(together, deadline_s, late if loop is None else "")
         try:
             asyncio.run(running) if loop is None else loop.run_until_complete(running)
@@ -171,7 +172,7 @@ def wait_for(calls: Iterable[Call]) -> None:
 
 
 async def _run(together: list[tuple[Postponed, bool]], deadline_s: float, late: str) -> None:
-    """Run coroutines until the deadline; late ones on the caller's loop continue when the loop runs again."""
+    """Run coroutines until the deadline; unfinished ones continue when the caller's event loop runs again."""
     tasks = [(asyncio.ensure_future(future.run()), is_awaited) for future, is_awaited in together]
     if awaited := [task for task, is_awaited in tasks if is_awaited]:
         await asyncio.wait(awaited, timeout=max(0.0, deadline_s - time.monotonic()))
@@ -183,16 +184,16 @@ class Target:
     """One worker, or a group that can only be called as a whole.
 
     Args:
-        role: Its first role.
-        first: Index of its first worker in the role.
-        size: The number of its workers.
+        role: First role of the worker or group.
+        first: Index of the first worker in the role.
+        size: Number of workers.
         key: Equal for two targets with the same workers.
         send: Starts a call of a method, and returns one future per worker.
         is_local: Whether the worker is an object of this process.
 
     Attributes:
-        roles: The roles under which it was added; several for a process with several roles.
-        workers: The workers that a call reaches, in the order of its futures.
+        roles: The roles of the target; several for a process with several roles.
+        workers: The called workers, in the order of the futures.
     """
 
     def __init__(
@@ -240,7 +241,7 @@ def _to_actor(handle: Any, method: str, *arguments: Any) -> list[Future[Any]]:
 def _to_group(group: Any, has_actors: bool, method: str, *arguments: Any) -> list[Future[Any]]:
     """Call a group by verl's ``execute_all_async(method, *args)``, which returns a reference per worker.
 
-    If the group itself has the method, it is called directly: its colocated workers use another name for it.
+    A method of the group itself is called directly, because colocated workers use other names for methods.
     """
     if has_actors:
         _check_in_cluster()
@@ -258,9 +259,9 @@ def _to_object(
 
     Args:
         worker: The object.
-        own: Event loop of its coroutines; by default the caller's, or a new one.
-        on_threads: Whether plain methods run on threads. So many objects of a role (over
-            ``MANY_IN_TURN``) are proxies of other processes, which can answer concurrently.
+        own: Event loop of the object's coroutines; by default the caller's, or a new event loop.
+        on_threads: Whether plain methods run on threads. More than ``MANY_IN_TURN`` objects of a role are
+            taken for proxies of other processes, which can reply concurrently.
         method: The method.
         *arguments: Its arguments.
     """
@@ -277,7 +278,7 @@ def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None
     """Return the targets for the workers that a user added.
 
     Args:
-        role: The role they are added under.
+        role: Role of the workers.
         workers: A worker group, a Ray actor handle, an object, or an iterable of the latter two.
         loop: Event loop on which local objects' coroutines run.
 
@@ -311,7 +312,9 @@ def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None
 
 
 def _check_in_cluster() -> None:
-    """Check that an actor may be called: without a cluster, Ray would start another one for the call."""
+    """Refuse to call an actor after this process has left its Ray cluster: Ray would start another
+    cluster.
+    """
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         raise RuntimeError("this process has left its Ray cluster")
@@ -338,13 +341,13 @@ def _on_thread(function: Callable[[], Any]) -> Future[Any]:
 
 
 class Roster:
-    """The workers that were added, and which of them the settings select.
+    """All workers of a callback, and their selection by the settings.
 
     Attributes:
         config: The settings.
         targets: All targets that were added.
         notes: Warnings on the settings, e.g. on a selected role without workers.
-        owing: Targets that may still write files after a stop: artifacts are pending, or a reply is overdue.
+        owing: Targets that may still write files after a stop: artifacts are pending, or a reply is late.
         most_s: Upper limit of all timeouts, in seconds.
     """
 
@@ -357,11 +360,11 @@ class Roster:
         self._is_checked = False
 
     def add(self, role: str, workers: Any, loop: asyncio.AbstractEventLoop | None) -> None:
-        """Register the workers of a role and replace its earlier ones; known workers get one role more.
+        """Register the workers of a role, and replace its earlier workers; known workers get a further role.
 
         Raises:
-            ConfigError: There are no workers, one has no capture methods, or the role's file names would be
-                those of another role.
+            ConfigError: There are no workers, a worker has no capture methods, or two roles would have the
+                same file names.
         """
         for other in self.roles:
             if other != role and safe_name(other) == safe_name(role):
@@ -396,7 +399,8 @@ class Roster:
 
         Args:
             selection: The selection.
-            windowed: Only those that record during rollouts alone (engines in discrete mode), or only others.
+            windowed: ``True`` for the targets that record only during rollouts (engines in discrete mode),
+                ``False`` for others.
         """
         found = []
         for target in self.targets:
@@ -409,14 +413,14 @@ class Roster:
         return found
 
     def check_request(self, selection: CaptureSelection, ranks: int | None = None) -> None:
-        """Check that these workers can make a capture with this selection.
+        """Check that the workers can make a capture with a selection.
 
         Args:
             selection: The selection.
-            ranks: The number of ranks, if other processes have some of them.
+            ranks: Number of ranks, including ranks in other processes.
 
         Raises:
-            ConfigError: They cannot; its key is a field of the selection.
+            ConfigError: The workers cannot; the key of the error is a field of the selection.
         """
         roles = self.roles
         for role in selection.roles or ():
@@ -430,7 +434,7 @@ class Roster:
             self.config.for_role(role, selection)
         driven = self.driven(selection)
         if not driven:
-            raise ConfigError("", "nobody would record: no worker has a role that takes part")
+            raise ConfigError("", "nothing would be recorded: no worker has an enabled role")
         engines = [target for target in driven if target.is_rollout]
         for key, numbers, having in (
             ("replicas", selection.replicas, engines),
@@ -440,10 +444,12 @@ class Roster:
             count = ranks or max(present, default=-1) + 1
             if numbers and min(numbers) >= count:
                 have = f"0 to {count - 1}" if count else "none"
-                raise ConfigError(key, f"nobody has {', '.join(map(str, numbers))}; there are {have}")
+                raise ConfigError(key, f"no worker has {', '.join(map(str, numbers))}; there are {have}")
 
     def check_selection(self, capturing: bool) -> None:
-        """Warn of roles in the settings without workers; in a captured step, also if there are no workers."""
+        """Warn of roles in the settings without workers; in a captured step, also of a callback without
+        workers.
+        """
         if self._is_checked:
             return
         roles = self.roles
@@ -463,7 +469,9 @@ class Roster:
         self.notes = found
 
     def finish(self, hooks_s: float) -> Waits[None]:
-        """Wait until workers have compressed artifacts and run hooks, before Ray ends them with the loop."""
+        """Wait for workers that compress artifacts or run hooks, because Ray ends all workers with the
+        loop.
+        """
         timeouts = self.config.timeouts
         with_hooks = {role for hook in self.config.after.values() for role in hook.roles}
         targets = [one for one in self.targets if one in self.owing or with_hooks & {*one.roles}]
@@ -477,9 +485,10 @@ class Roster:
     def call(
         self, targets: Iterable[Target], method: str, *arguments: Any, timeout_s: float = 0.0
     ) -> list[Call]:
-        """Call all workers; one with an unanswered earlier call is called too, but gets no timeout to wait.
+        """Call all workers, including those that still owe the reply to an earlier call; those are not waited
+        for.
 
-        A capture request is sent with the roles under which the target was added.
+        A capture request is sent with the roles of the target.
         """
         calls: list[Call] = []
         for target in targets:
