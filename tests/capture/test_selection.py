@@ -111,7 +111,7 @@ def test_a_role_that_was_switched_off_records_when_it_is_asked_for(session: Sess
     )
     session.stop()
     other = session.start(request(tmp_path, 2, selection=CaptureSelection(roles=("critic",))), ACTOR)
-    assert (other.status, other.reason) == ("skipped", "not asked for")
+    assert (other.status, other.reason) == ("skipped", "not requested")
 
 
 def test_a_capture_aimed_at_what_runs_side_by_side_is_of_the_whole_step(
@@ -141,7 +141,7 @@ def test_a_server_records_no_engine_that_computes_elsewhere(session: Session, tm
     who, url = WorkerIdentity(role="rollout", replica=0), "http://127.0.0.1:1"
     recorder = make_recorder(url, settings(tool="spans"), who, requests=RequestLog())
     refused = asyncio.run(recorder.start(request(tmp_path, 1, selection=CaptureSelection(tools=("torch",)))))
-    assert (refused.status, "SGLang was started to be recorded without a trace" in refused.reason) == (
+    assert (refused.status, "SGLang was started to write no trace" in refused.reason) == (
         "refused",
         True,
     )

@@ -369,7 +369,7 @@ def test_a_stage_beside_the_recorded_one_is_skipped_and_says_why(session: Sessio
     statuses = {artifact.stage: (artifact.status, artifact.reason) for artifact in result.artifacts}
     assert statuses.keys() == {"update_actor", "reward"}
     assert statuses["reward"][0] == "skipped"
-    assert "'update_actor' of another thread or task was being recorded" in statuses["reward"][1]
+    assert "'update_actor' of another thread or task was recorded at the same time" in statuses["reward"][1]
     assert statuses["update_actor"][0] in ("ok", "pending")
     assert result.status == "ok"
 

@@ -240,7 +240,7 @@ def test_a_worker_whose_role_is_off_says_so(
     [note] = written.notes
     assert note == (
         "no worker of role actor is captured: "
-        "switched off for role actor in the settings that init_capture was given"
+        "switched off for role actor in the settings passed to init_capture"
     )
     assert caplog.messages == [note]
 

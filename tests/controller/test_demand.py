@@ -486,7 +486,7 @@ def test_a_job_is_alive_then_ended(job: Job, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (["--tool", "nsys"], "actor_rank0: asked for tools=nsys, which this process cannot: "),
+        (["--tool", "nsys"], "actor_rank0: tools=nsys cannot be captured by this process: "),
         (["--roles", "rollout", "--ranks", "7"], "no worker recorded"),
     ],
 )
@@ -657,5 +657,5 @@ def test_a_worker_that_cannot_is_named_and_the_loop_goes_on(
     job.step(2)
     job.callback.on_train_end()
     [worker] = read_manifest(job.run / "step_000001").workers
-    assert worker.reason.startswith("asked for tools=nsys, which this process cannot: ")
+    assert worker.reason.startswith("tools=nsys cannot be captured by this process: ")
     assert [one.status for one in (worker, *answer().workers)] == ["skipped", "skipped"]

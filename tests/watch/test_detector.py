@@ -63,7 +63,7 @@ def test_a_step_that_is_slow_everywhere_is_a_slow_step() -> None:
     each = [detector.observe(summary(at, times)) for at in range(step, step + 8)]
     [found] = [one for one in each if one is not None]
     assert (found.sign, found.stage, found.suspects) == ("slow_step", "rollout", [])
-    assert found.reason.endswith("no process stands out there")
+    assert found.reason.endswith("no process was longer there than the others")
 
 
 def test_a_host_that_is_busy_for_some_steps_is_no_news() -> None:
@@ -213,7 +213,7 @@ def test_who_stands_out_in_one_of_two_slow_steps_is_no_suspect() -> None:
     late = {"actor_rank1": 1.3}
     found = twice(detector, summary(step, slow), summary(step + 1, slow, slow=late))
     assert (found.stage, found.suspects) == ("update_actor", [])
-    assert found.reason.endswith("no process stands out there")
+    assert found.reason.endswith("no process was longer there than the others")
 
 
 def test_a_large_lead_is_noticed_in_its_third_step() -> None:

@@ -1,1 +1,1 @@
-"""One recorded process: its session, its capture, its stages, and the messages that it answers."""
+"""Recording in one process: the session, the capture, the stages, and messages of the callback."""

@@ -44,11 +44,11 @@ class _Running(NamedTuple):
 
 @dataclass(eq=False)
 class Capture:
-    """Receives stages (it is a ``StageSink``) and drives the tools of one worker.
+    """Receives stages (as a ``StageSink``), and starts and stops the tools of one worker.
 
-    In e2e mode the tools record from :meth:`open` to :meth:`close`. In discrete mode they
-    record inside each outermost selected stage; a nested stage becomes a span of its artifact.
-    The tools start and stop together; if one fails to stop, the others still do.
+    In e2e mode the tools record from :meth:`open` to :meth:`close`. In discrete mode they record inside each
+    outermost selected stage; a nested stage becomes a span of its artifact. The tools start and stop
+    together; if one tool fails to stop, the others are still stopped.
 
     Some tools must be stopped on the thread that started them, the owner. A stop on another thread
     waits until the owner begins or ends a stage.
@@ -56,17 +56,17 @@ class Capture:
     Attributes:
         completions: Functions of other parts of the process that add to the result.
         whole: Whether the tools record the whole capture as one, not each stage separately.
-        drives: Whether stages start and stop tools, so that this object must receive them.
+        drives: Whether stages start and stop tools, so that this object must receive the stages.
 
     Args:
         request: The callback's request.
         role: The worker's settings.
         identity: The worker.
-        background: Does the rest of the work on artifacts.
-        done: Called with each artifact that a stage left, or that was finished in the background.
+        background: Compresses and uploads artifacts.
+        done: Called with each artifact after its stage, and when it is finished in the background.
         given: The devices that Ray reserved for this process.
         log: Receives the stages.
-        handover_s: How long a stop on another thread waits for the owner, in seconds.
+        handover_s: Seconds for which a stop on another thread waits for the owner.
     """
 
     request: CaptureRequest
@@ -105,7 +105,7 @@ class Capture:
         """Start recording, or in discrete mode wait for a stage; return the expected artifacts.
 
         Raises:
-            Exception: Whatever the tool raised; nothing records then.
+            Exception: The exception of a tool; nothing is recorded then.
         """
         if self.request.keep:
             Path(self.request.folder).mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ class Capture:
         return self._result()
 
     def step(self) -> None:
-        """Record that a mini-batch has ended."""
+        """Record the end of a mini-batch."""
         if self._stop_asked:
             self._stop_for_good()
         with self._lock:
@@ -156,7 +156,7 @@ class Capture:
                 self._note_missed(span, self._recorded)
 
     def end(self, name: str, failed: bool) -> None:
-        """End a stage; in discrete mode, stop the tools that were started for it."""
+        """End a stage; in discrete mode, stop the tools that the stage started."""
         span = self.log.end(name, failed)
         if self._stop_asked:
             self._stop_for_good()
@@ -166,7 +166,7 @@ class Capture:
                 self._recorded = None
 
     def _start_stage(self, name: str) -> bool:
-        """Start the tools for a stage; return whether they record."""
+        """Start the tools for a stage; return whether the tools record."""
         self._occurrences[name] += 1
         try:
             self._start_tools(name, self._occurrences[name])
@@ -175,7 +175,7 @@ class Capture:
         return True
 
     def _note_missed(self, span: OpenStage, recorded: OpenStage) -> None:
-        """Add a skipped artifact, once, for a stage that begins while another one is recorded."""
+        """Add one skipped artifact for a stage that begins while another stage is recorded."""
         outer: OpenStage | None = span
         while outer is not None and outer is not recorded:
             outer = outer.parent
@@ -184,9 +184,7 @@ class Capture:
             return
         self._skipped.add(name)
         self._occurrences[name] += 1
-        reason = (
-            f"stage {recorded.name!r} of another thread or task was being recorded; a process records one"
-        )
+        reason = f"stage {recorded.name!r} of another thread or task was recorded at the same time"
         destination = self._destination(name, self._occurrences[name])
         for tool in self.role.tools:
             self._enter(tool, destination, status="skipped", reason=reason)
@@ -196,14 +194,14 @@ class Capture:
         return here or all(running.tool.any_thread for running in self._running)
 
     def _stop_for_good(self) -> None:
-        """Stop the tools for the rest of the capture, if this thread may stop them."""
+        """Stop the tools for the rest of the capture, if the tools may be stopped on this thread."""
         with self._lock:  # a stage may be starting a recording on another thread
             if self._may_stop_here() and not self._stopped.is_set():
                 self._stop_tools()
                 self._stopped.set()
 
     def _give_up(self) -> None:
-        """Discard recordings that no thread has stopped, so that the process can record again."""
+        """Discard recordings that the owner thread never stopped, so that the process can record again."""
         problem = (
             f"stop_capture(step={self.request.step}) arrived on another thread than the one that "
             f"started recording, which passed no stage for {self.handover_s:.1f} s ({self.identity}); "
@@ -220,7 +218,7 @@ class Capture:
         """Start all tools.
 
         Raises:
-            Exception: Whatever a tool raised. The recordings of the other tools are discarded as failed.
+            Exception: The exception of a tool. The recordings of the other tools are discarded as failed.
         """
         self._owner = threading.get_native_id()
         destination = self._destination(stage, occurrence)
@@ -250,7 +248,7 @@ class Capture:
                 self._enter(running.tool, destination, begin_ns=begin_ns)
 
     def _stop_tools(self) -> None:
-        """Stop all tools; the error of a tool goes into its artifact."""
+        """Stop all tools, and record errors in the artifacts."""
         self.log.stop_marking()
         if self.whole:
             self._spans += self.log.close()
@@ -270,7 +268,7 @@ class Capture:
     def _end_what_is_too_large(self) -> None:
         """Stop each tool whose recording would need too much memory to be written: ``limits.memory_share``.
 
-        Stages are still recorded, and other tools go on.
+        Stages and other tools are still recorded.
         """
         now_s = time.monotonic()
         if not self.request.keep or now_s < self._looked_s + _LOOK_S or not self._may_stop_here():
@@ -301,7 +299,7 @@ class Capture:
             return None
 
     def _stop(self, running: _Running, truncated: str = "") -> None:
-        """Stop one tool; ``truncated`` is the reason if it stops early, else empty."""
+        """Stop one tool; ``truncated`` is the reason for an early stop, else empty."""
         tool, recording, destination = running
         end_ns = clock.now_ns()
         try:
@@ -321,7 +319,7 @@ class Capture:
         expected = next((one for one in known if one.status == "missing" and one.is_run_of(written)), written)
 
         def complete(artifact: Artifact) -> Artifact:
-            """Add begin, end and truncation, which the tool does not know."""
+            """Add begin, end and truncation to the artifact of a tool."""
             artifact = msgspec.structs.replace(artifact, begin_ns=expected.begin_ns, end_ns=end_ns)
             if truncated and artifact.status == "ok":
                 artifact = msgspec.structs.replace(artifact, status="truncated", reason=truncated)
@@ -352,14 +350,14 @@ class Capture:
             ]
 
     def _failed(self, tool: Tool, destination: Destination, doing: str, error: Exception) -> None:
-        """The one failure boundary around tools: log the error once and record it in the artifact."""
+        """Handle the error of a tool: log the error once, and record it in the artifact."""
         step = self.request.step
         logger.error("%s: tool %s failed to %s in step %d: %s", self.identity, tool.name, doing, step, error)
         reason = f"{doing} raised {type(error).__name__}: {error}"
         self._enter(tool, destination, status="failed", reason=reason)
 
     def _enter(self, tool: Tool, destination: Destination, **fields: Any) -> None:
-        """Add or replace a tool's artifact; a tool that writes no file has one only if it failed."""
+        """Add or replace a tool's artifact; tools without files have an artifact only after a failure."""
         if tool.suffix or fields.get("status") == "failed":
             artifact = msgspec.structs.replace(destination.artifact(type(tool)), **fields)
             self._artifacts[artifact.path] = artifact
@@ -405,7 +403,7 @@ class Capture:
         missed = trajectories.unrecorded - self._unrecorded
         if missed and TRAJECTORIES not in self.role.tool_names:
             notes.append(
-                f"{missed:,} trajectories began here and were not recorded: inherit AgentLoopCaptureMixin, "
+                f"{missed:,} trajectories of this process were not recorded: inherit AgentLoopCaptureMixin, "
                 f"or add trajectories to the tool of role {self.identity.role}"
             )
         return result_of(

@@ -1,7 +1,6 @@
 """Background work after a capture, while training goes on: compression, uploads and ``after`` hooks.
 
-A hook of ``after`` cannot disturb the loop: it runs on a thread, its output goes to a file and into the log,
-and it has a timeout.
+A hook of ``after`` cannot disturb training: it has a thread, a timeout, and a file for its output.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _SHOWN_BYTES = 4096
 class BackgroundWork:
     """Runs functions one after another, on a thread that exists while there is work.
 
-    The interpreter does not wait for it at exit, as it does for executors of ``concurrent.futures``.
+    The interpreter does not wait for this thread at exit, unlike for executors of ``concurrent.futures``.
 
     Args:
         name: Kind of work, for the name of the thread.
@@ -66,7 +65,7 @@ class BackgroundWork:
                 self._running = False
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all work is done; return whether it was done in time."""
+        """Wait until all work is done; return whether that was in time."""
         if not self._running and self._work:
             self._run()
         with self._changed:
@@ -93,14 +92,14 @@ def finish(
     done: Callable[[Artifact], object],
     complete: Callable[[Artifact], Artifact] = lambda artifact: artifact,
 ) -> Artifact:
-    """Queue the compression and upload of an artifact; return it as ``pending`` if there is any.
+    """Queue the compression and upload of an artifact; return the artifact, ``pending`` if there is work.
 
     Args:
-        output: What was recorded.
-        background: Does the work.
+        output: Output of the tool.
+        background: Thread for the work.
         request: The capture.
         done: Called with the artifact's final status, if there is work.
-        complete: Adds fields that the tool does not know.
+        complete: Adds the fields that are not from the tool.
     """
     compress, upload = output.finish, request.upload
     uploads = upload is not None and (compress or output.artifact.status in ("ok", "truncated"))
@@ -116,7 +115,7 @@ def finish(
                 final = _uploaded(Path(request.folder), upload, final)
         except Exception as error:
             logger.exception("finishing %s failed", pending.path)
-            final = pending.with_status("failed", f"finishing it raised {type(error).__name__}: {error}")
+            final = pending.with_status("failed", f"compression raised {type(error).__name__}: {error}")
         done(final)
 
     background.submit(work)
@@ -124,7 +123,7 @@ def finish(
 
 
 def _uploaded(folder: Path, upload: Upload, artifact: Artifact) -> Artifact:
-    """Upload a finished artifact; return it, with its local path and the reason if that failed."""
+    """Upload a finished artifact; return the artifact, after a failure with its local path and the reason."""
     local = folder / artifact.path
     if not local.exists():  # empty or failed, or removed meanwhile
         return artifact
@@ -132,7 +131,7 @@ def _uploaded(folder: Path, upload: Upload, artifact: Artifact) -> Artifact:
         upload.move(local, artifact.path)
     except Exception as error:  # each file system raises errors of its own
         logger.error(
-            "%s was not uploaded: %s: %s; it stays in %s. To upload all that waits there: %s",
+            "%s was not uploaded: %s: %s; the file stays in %s. To upload all files there: %s",
             *(artifact.path, type(error).__name__, error, folder, copy_line(folder, upload.url)),
         )
         reason = f"not uploaded: {type(error).__name__}: {error}"
@@ -159,7 +158,7 @@ class AfterHooks:
         self._last: dict[str, Callable[[], None]] = {}
 
     def begun(self, request: CaptureRequest, who: WorkerIdentity, *, recorded: bool = True) -> None:
-        """Record that a capture began, and which hooks to run after it.
+        """Record the begin of a capture, and the hooks to run after the capture.
 
         Args:
             request: The capture; a warm-up has no hooks.
@@ -182,7 +181,7 @@ class AfterHooks:
                 self._runs.setdefault(name, run)
 
     def ended(self, capture_id: str, is_written: Callable[[], bool]) -> None:
-        """Run the hooks of a capture that ended, as soon as ``is_written`` returns true."""
+        """Run the hooks of an ended capture as soon as ``is_written`` returns true."""
         if capture_id != self._capture_id:
             return
         runs, self._runs = self._runs, {}
@@ -191,14 +190,14 @@ class AfterHooks:
             self.background.submit(partial(_run_when, is_written, run))
 
     def train_ends(self) -> None:
-        """Run the hooks that run once per training (``when: last``) and have not run."""
+        """Run the hooks that run once per training (``when: last``), unless they have run."""
         runs, self._last = self._last, {}
         for run in runs.values():
             self.background.submit(run)
 
     @property
     def longest_s(self) -> float:
-        """How long all hooks together may take."""
+        """Sum of the timeouts of all hooks (s)."""
         return sum(hook.timeout_s + _GRACE_S for hook in self._hooks.values())
 
 
@@ -247,7 +246,7 @@ def _run(name: str, hook: AfterHook, request: CaptureRequest, who: WorkerIdentit
 
 
 def _outcome(hook: AfterHook, environment: Mapping[str, str], log: Path) -> str:
-    """Run the command of a hook; return a description of its failure, empty if it succeeded."""
+    """Run the command of a hook; return a description of its failure, or ``""`` after success."""
     with log.open("ab") as output:
         process = subprocess.Popen(
             hook.command,
@@ -261,7 +260,7 @@ def _outcome(hook: AfterHook, environment: Mapping[str, str], log: Path) -> str:
         code = process.wait(hook.timeout_s)
     except subprocess.TimeoutExpired:
         _end_group(process)
-        return f"was ended: it took longer than timeout_s={hook.timeout_s:g}"
+        return f"was killed after timeout_s={hook.timeout_s:g}"
     return f"exited with {code}" if code else ""
 
 

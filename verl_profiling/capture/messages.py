@@ -1,4 +1,4 @@
-"""The messages between callback and workers: plain, picklable values, and the texts of refusals."""
+"""The messages between callback and workers, as plain picklable values, and the reasons of refusals."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ StartStatus = Literal["recording", "armed", "joined", "skipped", "refused"]
 
 
 class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to capture. Sent again with the same ``capture_id``, it joins the running capture.
+    """A request to capture. A further request with the same ``capture_id`` joins the running capture.
 
     Attributes:
         capture_id: Unique within the run; different for each window of a rollout.
         run_id: The run.
         step: First step of the capture.
-        folder: Absolute path of the step folder; it is created if it does not exist.
+        folder: Absolute path of the step folder; a missing folder is created.
         policy_version: Version of the weights, if the loop reports one.
         stage: The only stage of the capture: ``rollout`` for engines in discrete mode, else ``None``.
-        occurrence: Which run of that stage in this step, from 1.
+        occurrence: Number of the stage's run in this step, from 1.
         keep: ``False`` for a warm-up, which is discarded.
         last: Whether this is the last capture of the schedule.
-        upload: The upload target of the files in ``folder``, if it only stages them.
+        upload: The upload target of the files, if ``folder`` only stages them.
         roles: The roles under which the worker was added to the callback, in order.
         workers: The number of workers that get the request.
         selection: Overrides of the settings; ``None`` for the settings as they are.
@@ -52,18 +52,18 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartReply(msgspec.Struct, frozen=True):
-    """The answer to ``start_capture``.
+    """The reply to ``start_capture``.
 
     Attributes:
         identity: The worker; names with the same host and ``pid`` share a process.
         status: ``recording``, ``armed`` (waits for a stage), ``joined`` (a colocated role
             started this capture already), ``skipped`` (not selected, or switched off) or ``refused`` (this
             process cannot make a capture with the selection of the request).
-        received_ns: When the call arrived, on the worker's clock.
-        reason: Why it was skipped or refused.
-        expected: The artifacts that will exist if all goes well, as far as they are known now.
-        process: The process that answered.
-        replied_ns: When it returned, on the worker's clock.
+        received_ns: Arrival of the call, on the worker's clock.
+        reason: Reason why the worker is skipped or refuses.
+        expected: The expected artifacts, as far as known at the start.
+        process: The replying process.
+        replied_ns: Sending of the reply, on the worker's clock.
     """
 
     identity: WorkerIdentity
@@ -76,13 +76,13 @@ class StartReply(msgspec.Struct, frozen=True):
 
 
 class StopReply(msgspec.Struct, frozen=True):
-    """The answer to ``stop_capture``.
+    """The reply to ``stop_capture``.
 
     Attributes:
-        result: The worker's result, as in its file. Its status is ``skipped`` if nothing was recording.
-        received_ns: When the call arrived, on the worker's clock.
-        process: The process that answered; another one than at the start if a worker was restarted.
-        replied_ns: When it returned, on the worker's clock.
+        result: The worker's result, as in its result file; the status is ``skipped`` if nothing was recorded.
+        received_ns: Arrival of the call, on the worker's clock.
+        process: The replying process; after a restart of the worker, another process than at the start.
+        replied_ns: Sending of the reply, on the worker's clock.
     """
 
     result: CaptureResult
@@ -100,7 +100,7 @@ def result_of(
         request: The capture.
         role: The worker's settings.
         identity: The worker.
-        **fields: Further fields of the result, e.g. roles and tools where they are others than these.
+        **fields: Further fields of the result, e.g. roles and tools other than those of the request.
     """
     fields = {"roles": [identity.role], "tools": role.tool_names, **fields}
     return CaptureResult(
@@ -109,20 +109,20 @@ def result_of(
 
 
 def skipped(identity: WorkerIdentity, reason: str, capture_id: str | None = None) -> CaptureResult:
-    """Return the result of a worker that was not to record."""
+    """Return the result of a worker that does not take part."""
     return CaptureResult(identity=identity, capture_id=capture_id or "", status="skipped", reason=reason)
 
 
 def switched_off(identity: WorkerIdentity) -> str:
-    """Return the reason for skipping a worker whose own settings switch it off."""
-    return f"switched off for role {identity.role} in the settings that init_capture was given"
+    """Return the reason for skipping a worker that its own settings switch off."""
+    return f"switched off for role {identity.role} in the settings passed to init_capture"
 
 
 def cannot_be_had(request: CaptureRequest, problem: object) -> str:
     """Return the reason for refusing a capture whose selection this process cannot make."""
     if request.selection is None:
         return str(problem)
-    return f"asked for {request.selection.in_words()}, which this process cannot: {problem}"
+    return f"{request.selection.in_words()} cannot be captured by this process: {problem}"
 
 
 def not_set_up(request: CaptureRequest, who: object, arguments: str) -> CaptureStateError:

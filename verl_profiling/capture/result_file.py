@@ -38,10 +38,10 @@ _WORST_FIRST: tuple[CaptureStatus, ...] = ("failed", "truncated", "empty", "ok",
 
 
 class Slot:
-    """The results, hooks and background work of one recorder, whose captures follow one another.
+    """The result, hooks and background work of one recorder, which makes one capture at a time.
 
     Attributes:
-        file: The result file of the open capture, or else of the last one.
+        file: The result file of the open capture, or else of the last capture.
         background: Compresses and uploads artifacts.
         hooks: The hooks of ``after``.
     """
@@ -54,12 +54,12 @@ class Slot:
     def result(
         self, capture_id: str | None, identity: WorkerIdentity, open_now: CaptureRequest | None
     ) -> CaptureResult:
-        """Return the result of the last capture again, or a skipped one if there is nothing to stop.
+        """Return the result of the last capture again, or a result ``skipped`` if nothing is open.
 
         Args:
             capture_id: The capture to stop; ``None`` for any.
             identity: The worker.
-            open_now: The capture that is open, if there is one.
+            open_now: The open capture, if there is one.
         """
         if self.file.holds(capture_id):
             return self.file.result
@@ -67,10 +67,10 @@ class Slot:
         return skipped(identity, f"stop_capture: {state}; call start_capture(...) first", capture_id)
 
     def settle(self, result: CaptureResult, capture_id: str | None, finish_s: float) -> CaptureResult:
-        """Run the hooks of a capture that ended; wait for background work and return the result.
+        """Run the hooks of an ended capture; wait for background work, and return the result.
 
         Args:
-            result: Its result at the stop.
+            result: Result at the stop.
             capture_id: The capture to stop; ``None`` at the end of training.
             finish_s: Seconds to wait; 0 returns at once.
         """
@@ -87,7 +87,7 @@ class Slot:
 
 @contextmanager
 def measured(spans: list[ToolSpan], name: Literal["start", "stop"], stage: str | None) -> Iterator[None]:
-    """Append the span of a start or stop of the tools; ``stage`` is the recorded stage in discrete mode."""
+    """Measure a start or stop of the tools as a span; ``stage`` is the recorded stage in discrete mode."""
     begin_ns = clock.now_ns()
     try:
         yield
@@ -97,12 +97,12 @@ def measured(spans: list[ToolSpan], name: Literal["start", "stop"], stage: str |
 
 @dataclass(eq=False)
 class ResultFile:
-    """Keeps ``<name>.result.json`` up to date: at the stop, and whenever an artifact is finished.
+    """Writes ``<name>.result.json`` at the stop, and again after each artifact is finished.
 
-    Several windows of one step share it.
+    Several windows of one step share one file.
 
     Args:
-        background: Uploads it.
+        background: Thread that uploads the file.
 
     Attributes:
         request: The capture, or its last window.
@@ -116,7 +116,7 @@ class ResultFile:
     _windows: list[CaptureResult] = field(default_factory=list)
 
     def opened(self, request: CaptureRequest, role: RoleConfig, identity: WorkerIdentity) -> ResultFile:
-        """Return the file for a capture that begins: a new one, or this one for a window of the same step."""
+        """Return the file of a new capture: a new file, or for a further window of the step this one."""
         same_step = capture_of(self.request.capture_id) == capture_of(request.capture_id)
         file = self if same_step else ResultFile(self.background)
         window = result_of(request, role, identity, status="failed", reason=NOT_STOPPED, stopped=False)
@@ -128,16 +128,18 @@ class ResultFile:
         return file
 
     def holds(self, capture_id: str | None) -> bool:
-        """Return whether this is the result of a stopped capture with this id; ``None`` for any id."""
+        """Return whether the file has the result of a stopped capture with this id; ``None`` for any id."""
         stopped = bool(self._windows) and self._windows[-1].stopped
         return stopped and capture_id in (None, self.request.capture_id)
 
     def is_settled(self) -> bool:
-        """Return whether this process has finished all artifacts; a command collects those with a reason."""
+        """Return whether all artifacts are finished, but for those that ``verl-profiling
+        collect`` finishes.
+        """
         return not any(one.status == "pending" and not one.reason for one in self.result.artifacts)
 
     def close(self, result: CaptureResult) -> CaptureResult:
-        """Write the result of the stopped capture; return it. It is uploaded in the background."""
+        """Write and return the result of the stopped capture, and upload the file in the background."""
         step, versions, artifacts = self.request.step, result.policy_versions, []
         for artifact in result.artifacts:
             artifacts.append(msgspec.structs.replace(artifact, step=step, policy_versions=versions))
@@ -153,7 +155,7 @@ class ResultFile:
         return result
 
     def finished(self, artifact: Artifact) -> None:
-        """Update the status of an artifact of any window: first pending, later final."""
+        """Update the status of an artifact of any window, from pending to final."""
         with self._lock:
             last = self._windows[-1]
             if last.stopped and artifact.status == "pending":
@@ -201,7 +203,7 @@ class ResultFile:
             if remote is not None and not any(one.status == "pending" for one in result.artifacts):
                 remote.move(path, path.name)
         except FileNotFoundError:
-            logger.info("%s is gone, so the result of %s is not kept", path.parent, name)
+            logger.info("%s was removed, so the result of %s is not written", path.parent, name)
         except Exception as error:  # each file system raises errors of its own
             logger.error("step %d: %s cannot be written: %s", result.step, path, error)
         return result
@@ -224,7 +226,7 @@ def _merged(results: list[CaptureResult]) -> CaptureResult:
 
 
 def _with_artifact(result: CaptureResult, finished: Artifact) -> CaptureResult:
-    """Return a result with an artifact's new status, and a new status of its own if artifacts decide it."""
+    """Return a result with the new status of an artifact, and a new own status if the artifact changes it."""
 
     def updated(artifact: Artifact) -> Artifact:
         if not artifact.is_run_of(finished):
@@ -232,7 +234,7 @@ def _with_artifact(result: CaptureResult, finished: Artifact) -> CaptureResult:
         late = artifact.status in ("failed", "missing") and finished.status in ("ok", "truncated", "empty")
         if artifact.status != "pending" and not late:
             return artifact
-        reason = f"it came late: {artifact.reason}" if late and finished.status == "ok" else finished.reason
+        reason = f"artifact late: {artifact.reason}" if late and finished.status == "ok" else finished.reason
         return msgspec.structs.replace(
             finished, step=artifact.step, policy_versions=artifact.policy_versions, reason=reason
         )

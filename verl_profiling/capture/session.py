@@ -1,7 +1,7 @@
-"""The session: the one recorder slot of this process.
+"""The session of a process, which records one capture at a time.
 
-The profilers are process-wide, so roles that share a process share the slot: the first
-``start_capture`` of a capture opens it, those of colocated roles join it.
+Profilers are process-wide, so roles that share a process share the session. The first ``start_capture`` opens
+the capture, and the calls of colocated roles join it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Session:
 
     Attributes:
         sink: Receives stages; ``None`` whenever nothing records and the watch is off.
-        sums: The stages of every step, for the watch; ``None`` if it is off.
+        sums: The stages of every step, for the watch; ``None`` without the watch.
         identity: The first worker of this process.
     """
 
@@ -58,7 +58,9 @@ class Session:
         self.reset()
 
     def reset(self) -> None:
-        """Reset all state. A forked child calls this: it inherits the session, but records nothing."""
+        """Reset all state. A forked child calls this method, because it inherits the session but records
+        nothing.
+        """
         self.sink: StageSink | None = None
         self.sums: StageSums | None = None
         self.identity: WorkerIdentity | None = None
@@ -78,7 +80,7 @@ class Session:
         return process_session, ()
 
     def register(self, config: ProfilingConfig, identity: WorkerIdentity) -> None:
-        """Register a worker of this process, and do its tools' slow preparations.
+        """Register a worker of this process, and prepare its tools, which may be slow.
 
         Raises:
             ToolUnavailableError: A tool of the worker cannot work here.
@@ -99,7 +101,7 @@ class Session:
         self._registered[identity.name] = self._prepared_role(identity, None)
 
     def keep_every_step(self, options: WatchOptions) -> None:
-        """Keep the stages of this process from now on, if the watch is switched on."""
+        """Record the stages of all steps from now on, if the watch is switched on."""
         with self._lock:
             if options.enable and self.sums is None:
                 self.sums = StageSums(options.steps * STAGES_OF_A_STEP)
@@ -110,7 +112,7 @@ class Session:
         return None if self.sums is None else self.sums.read(identity, question)
 
     def busy(self, name: str, sums_requests: bool = False) -> Busy | None:
-        """Return the recorder of times in which any task is in ``name``; ``None`` if the watch is off."""
+        """Return the stage that is open while any task runs in ``name``; ``None`` if the watch is off."""
         if self.sums is None:
             return None
         with self._lock:
@@ -123,7 +125,7 @@ class Session:
         return self._capture is not None
 
     def start(self, request: CaptureRequest, identity: WorkerIdentity) -> StartReply:
-        """Start the capture that ``request`` describes, or join it if it runs already.
+        """Start the capture of ``request``, or join the capture if it runs already.
 
         Raises:
             CaptureStateError: The worker is not registered.
@@ -148,7 +150,7 @@ class Session:
             except (ConfigError, ToolUnavailableError) as error:
                 return StartReply(identity, "refused", received_ns, cannot_be_had(request, error))
             if not role.enable:
-                reason = switched_off(identity) if request.selection is None else "not asked for"
+                reason = switched_off(identity) if request.selection is None else "not requested"
                 return StartReply(identity, "skipped", received_ns, reason)
             if not selected:
                 self._slot.hooks.begun(request, identity, recorded=False)
@@ -171,13 +173,13 @@ class Session:
         """Stop the open capture.
 
         Args:
-            capture_id: The capture to stop; ``None`` for any that is open. For the capture that ended
-                last, the same result is returned again.
+            capture_id: The capture to stop; ``None`` for any open capture. For the last ended capture, the
+                same result is returned again.
             finish_s: Seconds to wait for background work on artifacts. Without a ``capture_id``, training
                 has ended, and the call also waits for the hooks of ``after``.
 
         Returns:
-            The result; its status is ``skipped`` if there was nothing to stop.
+            The result; ``skipped`` without a capture to stop.
         """
         received_ns = clock.now_ns()
         with self._lock:
@@ -201,21 +203,21 @@ class Session:
     def amend(
         self, capture_id: str, change: Callable[[CaptureResult], CaptureResult]
     ) -> CaptureResult | None:
-        """Change the result of the last capture and write it again.
+        """Change the result of the last capture, and write the result file again.
 
         Args:
             capture_id: The capture.
             change: Takes the result and returns the changed one.
 
         Returns:
-            The result; ``None`` if it is not the capture that this process recorded last.
+            The result; ``None`` if another capture was the last of this process.
         """
         with self._lock:
             file = self._slot.file
             return file.amend(change) if file.result.capture_id == capture_id else None
 
     def step(self) -> None:
-        """Count a finished mini-batch, for the ``mini_batches`` window of the tools that have one."""
+        """Count a finished mini-batch, for tools with the option ``mini_batches``."""
         capture = self._capture
         if capture is not None:
             capture.step()
@@ -234,7 +236,7 @@ class Session:
         finish_s = max((config.timeouts.finish_s for config in self._configs.values()), default=0.0)
         if not self._slot.background.drain(finish_s):
             logger.error(
-                "artifacts were still being compressed after %.0f s; they stay uncompressed", finish_s
+                "artifacts were still being compressed after %.0f s, and stay uncompressed", finish_s
             )
         self._slot.hooks.background.drain(finish_s)
 
@@ -250,7 +252,7 @@ class Session:
     def _prepared_role(
         self, identity: WorkerIdentity, selection: CaptureSelection | None
     ) -> tuple[RoleConfig, bool]:
-        """Return a worker's settings, and whether it takes part; if so, its tools are prepared."""
+        """Return a worker's settings, and whether the worker takes part; prepare the tools if so."""
         role = self._role(identity, selection)
         selected = role.selects(identity.rank, identity.replica, identity.topology, identity.sizes)
         for tool in role.tools if selected else ():
@@ -274,7 +276,7 @@ class Session:
         return self._slot.file.close(result)
 
     def _pass_stages_to(self, capture: Capture | None) -> None:
-        """Send stages to the open capture, if any, and to the watch, if it is on."""
+        """Send stages to the open capture, if any, and to the watch, if switched on."""
         if capture is not None:
             capture.log.sums = self.sums
             self.sink = capture if capture.drives else capture.log
@@ -291,7 +293,7 @@ class Session:
             if unused := _differences(own, used):
                 capture.notes.append(
                     f"role {identity.role} is recorded as {capture.identity.name}, whose process it shares, "
-                    f"with the settings of role {capture.identity.role}: its own {unused} is not used"
+                    f"with the settings of role {capture.identity.role}: {unused} has no effect"
                 )
         return StartReply(capture.identity, "joined", received_ns)
 

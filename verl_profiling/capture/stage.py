@@ -31,7 +31,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class StageSink(Protocol):
-    """Receives stages while something records."""
+    """Receives stages during recordings."""
 
     def begin(self, name: str) -> object:
         """Begin a stage on this thread or task."""
@@ -45,15 +45,15 @@ class StageSource(Protocol):
 
     @property
     def sink(self) -> StageSink | None:
-        """The receiver of its stages; ``None`` whenever nothing records."""
+        """The receiver of the source's stages; ``None`` whenever nothing is recorded."""
 
 
 class Stage:
-    """A named part of a step. Costs less than ``contextlib.nullcontext()`` when nothing records.
+    """A named part of a step. Without a recording, a stage costs less than ``contextlib.nullcontext()``.
 
     Args:
-        source: Its owner.
-        name: Its name.
+        source: Owner of the stage.
+        name: Name of the stage.
 
     Raises:
         TypeError: The name is not text.
@@ -90,7 +90,7 @@ class Stage:
         """Decorate a function or a coroutine function; its return value and attributes are kept.
 
         Raises:
-            TypeError: For a generator function, whose body runs after it has returned.
+            TypeError: The function is a generator function, whose body runs after the call.
         """
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
@@ -118,7 +118,7 @@ class Stage:
 
 
 def _checked_name(name: object) -> str:
-    """Return a stage's name as plain text; a name that cannot be recorded is refused at once."""
+    """Return the name of a stage as plain text; refuse names that cannot be recorded."""
     if isinstance(name, str):
         if not name.strip():
             raise ValueError(f'stage({str(name)!r}): the name is empty; write stage("update_actor")')
@@ -137,9 +137,9 @@ def _checked_name(name: object) -> str:
 class OpenStage(Begun, eq=False, gc=False):
     """A stage that has begun, in the nesting of its thread or task. ``end_ns`` is 0 until it has ended.
 
-    ``parent`` is the stage around it, even one of another source: a loop and its worker may share a process.
-    ``sums`` receives it if it is an outermost one. The garbage collector does not track stages, so that
-    thousands of them do not make it run; :meth:`SpanLog.close` breaks the cycle of a log and its stages.
+    ``parent`` is the enclosing stage, perhaps of another source: a loop and its worker may share a process.
+    ``sums`` receives outermost stages. The garbage collector does not track stages, so that thousands of them
+    do not trigger it; :meth:`SpanLog.close` breaks the cycle of a log and its stages.
     """
 
     log: SpanLog
@@ -151,7 +151,7 @@ class OpenStage(Begun, eq=False, gc=False):
     failed: bool = False
 
     def depth(self) -> int:
-        """Return the number of stages of the same log around it."""
+        """Return the number of enclosing stages in the same log."""
         depth, outer = 0, self.parent
         while outer is not None:
             depth += outer.log is self.log
@@ -161,7 +161,7 @@ class OpenStage(Begun, eq=False, gc=False):
     def end(self, failed: bool = False) -> None:
         """End the stage, which may have begun in another task or thread.
 
-        Stages inside it that are still open (timers, when user code raised) end with it, as failed.
+        Open stages inside this stage (timers, when user code raised) end with it, as failed.
         """
         inside = []
         inner = _innermost.get()
@@ -187,24 +187,23 @@ class OpenStage(Begun, eq=False, gc=False):
 
 
 _innermost: ContextVar[OpenStage | None] = ContextVar("verl_profiling_innermost_stage", default=None)
-"""The stage that began last in this thread or task; if it has ended, the innermost stage is around it."""
+"""The stage that began last in this thread or task; after its end, the open stage is one of its parents."""
 
 
 @dataclass(eq=False, slots=True)
 class SpanLog:
     """Receives the stages of a loop or its worker, for one capture, for the watch, or for both.
 
-    Written for speed: one object and no lock per stage. It is a ``StageSink``.
+    A ``StageSink`` for speed: one object and no lock per stage.
 
     Attributes:
-        source: The owner of the stages. One that begins in a log may end in a later one of this owner.
+        source: The owner of the stages. A stage may end in a later log of the same owner.
         sums: The watch's sums, which receive the outermost stages.
-        spans: The first ``MAX_SPANS`` stages of a capture, so that a stage inside a hot loop does not fill
-            the memory; ``None`` without a capture.
+        spans: The first ``MAX_SPANS`` stages of a capture, to bound the memory; ``None`` without a capture.
         begin_mark: Called with the name when a stage begins, to show it in an artifact.
-        end_mark: Called with what ``begin_mark`` returned when the stage ends.
-        long_stage_ended: Called with a stage that ends and took at least ``LONG_NS``. For a shorter one, a
-            system call would cost more than the stage itself.
+        end_mark: Called at the end of the stage with the value that ``begin_mark`` returned.
+        long_stage_ended: Called with each ended stage of at least ``LONG_NS``. For shorter stages, a system
+            call would cost more than the stage.
     """
 
     source: object
@@ -247,7 +246,7 @@ class SpanLog:
         return stage
 
     def end(self, name: str, failed: bool) -> OpenStage | None:
-        """End the innermost open stage of that name; one that nothing recorded at its begin is none."""
+        """End the innermost open stage of that name, unless its begin was not recorded."""
         stage = _innermost.get()
         while stage is not None and stage.end_ns:
             stage = stage.parent
@@ -271,7 +270,7 @@ class SpanLog:
         return stage
 
     def end_mark_of(self, stage: OpenStage) -> None:
-        """End the mark of a stage."""
+        """End the mark of a stage in the artifact."""
         mark, stage.mark = stage.mark, None
         if self.end_mark is not None:
             try:
@@ -280,14 +279,14 @@ class SpanLog:
                 self._mark_nothing_more(error)
 
     def _mark_nothing_more(self, error: Exception) -> None:
-        """Keep a tool's error out of user code: log it once, and note it."""
+        """Log and note the error of a tool once, so that user code does not see it."""
         self.begin_mark = self.end_mark = None
         problem = f"{type(error).__name__}: {error}"
-        self._marks_failed = f"a tool could not show a stage in its artifact and shows no others: {problem}"
+        self._marks_failed = f"a tool failed to mark a stage in its artifact, and marks no more: {problem}"
         logger.error("%s", self._marks_failed)
 
     def stop_marking(self) -> None:
-        """End the open marks of this thread; those of other threads stay open."""
+        """End the open marks of this thread; marks of other threads stay open."""
         here, self.begin_mark = get_ident(), None
         for stage in reversed(self.spans or ()):
             if not stage.end_ns and stage.thread == here and stage.mark is not None:
@@ -296,7 +295,7 @@ class SpanLog:
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Record a ``with`` block as a stage; it may end in another task or thread."""
+        """Record a ``with`` block as a stage, which may end in another task or thread."""
         stage, failed = self.begin(name), True
         try:
             yield
@@ -305,7 +304,7 @@ class SpanLog:
             stage.end(failed)
 
     def so_far(self, open_fails: bool = False) -> list[StageSpan]:
-        """Return all stages in order of their begin; open ones end now in the returned list."""
+        """Return all stages in order of their begin; open stages end now in the returned list."""
         now_ns = clock.now_ns()
         native_ids = {thread.ident: thread.native_id for thread in threading.enumerate()}
         found = []
@@ -316,7 +315,7 @@ class SpanLog:
         return sorted(found, key=attrgetter("begin_ns", "depth"))
 
     def close(self) -> list[StageSpan]:
-        """Return all stages in order of their begin, open ones as failed; these go on for the watch."""
+        """Return all stages in order of their begin; open stages are failed here, and go on for the watch."""
         spans, found = self.spans or (), self.so_far(open_fails=True)
         self.spans, self.long_stage_ended = [], None
         for stage in spans:

@@ -1,7 +1,7 @@
-"""SIGTERM during a capture: the process unwinds, so that its recordings are written.
+"""Handles SIGTERM during a capture: the process exits by an exception, so that recordings are written.
 
-Only the default action is replaced, and only during a capture. A process whose owner handles SIGTERM, such as
-a Ray worker, ends as its owner decides.
+Only the default action of the signal is replaced, and only during a capture. Processes with an own handler,
+such as Ray workers, are left alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _terminated = False
 
 
 def hold() -> None:
-    """From now on, SIGTERM raises ``SystemExit`` in the main thread, if it would have killed the process."""
+    """Make SIGTERM raise ``SystemExit`` in the main thread, if the signal has its default action."""
     global _held
     with _lock:
         _held += 1
@@ -26,7 +26,7 @@ def hold() -> None:
 
 
 def release() -> None:
-    """Take back one :func:`hold`; after the last one, the signal kills again."""
+    """Undo one :func:`hold`; after the last one, SIGTERM kills the process again."""
     global _held
     with _lock:
         _held = max(0, _held - 1)
@@ -35,7 +35,7 @@ def release() -> None:
 
 
 def was_terminated() -> bool:
-    """Return whether SIGTERM is why this process ends."""
+    """Return whether this process ends because of SIGTERM."""
     return _terminated
 
 
@@ -54,7 +54,7 @@ def _on_main_thread() -> bool:
 
 
 def _forget() -> None:
-    """A forked child records nothing, and dies of the signal as before."""
+    """Restore the default action of SIGTERM in a forked child, which records nothing."""
     global _held, _lock
     _lock = threading.Lock()
     _held = 0

@@ -1,7 +1,7 @@
-"""The watch in the loop's process: a summary of every step, made from the stages of all processes.
+"""The watch in the process of the training loop: it summarizes every step from the stages of all processes.
 
-The loop's thread records when steps begin and end. One background thread reads the stages of the workers
-with a timeout, makes the summaries, and passes them to the detector and the log.
+The loop's thread records the begin and end of steps. A background thread reads the workers' stages with a
+timeout, makes the summaries, and passes them to the detector and the log.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOOP = RankUse(lane="controller", role="controller")
 """The process that runs the loop."""
 
 LEAST_PAUSE_S = 1.0
-"""After it, the workers are read even if fewer steps than ``watch.every`` have ended."""
+"""Time (s) after which the workers are read, even if fewer steps than ``watch.every`` have ended."""
 
 _HANDSHAKES = 32
 _LONGEST_WAIT_S, _RESTART_PAUSE_S = 1.0, 0.2
@@ -48,7 +48,7 @@ class Watch:
     Args:
         options: The settings.
         roster: The workers.
-        timeout_s: How long a step's summary waits for replies of workers.
+        timeout_s: Seconds for which a step's summary waits for replies of workers.
 
     Attributes:
         sums: The stages of the loop's process, in every step.
@@ -56,8 +56,8 @@ class Watch:
         listeners: Called with every summary on the watch's thread, once all workers have replied or the
             timeout is over.
         recorders: Whether torch's flight recorders are read.
-        step: The step that the loop is in, if any.
-        beside: The stages that overlap the steps.
+        step: The current step of the loop; ``None`` between steps.
+        beside: Stages of the loop that overlap the steps, such as generation in the background.
     """
 
     def __init__(self, options: WatchOptions, roster: Roster, timeout_s: float) -> None:
@@ -81,7 +81,7 @@ class Watch:
         self._failed: set[int] = set()
 
     def begin_with(self, ranks: Ranks, own: WorkerIdentity) -> None:
-        """Summarize this process as one of the ranks of a loop: the loop and its workers here are one lane.
+        """Set up the watch of one rank of several: the loop and the workers of this process are one lane.
 
         Args:
             ranks: The ranks.
@@ -98,21 +98,21 @@ class Watch:
         self._log = self._log or log_listeners(run, self._options.sinks or ())
 
     def step_begins(self, step: int, policy_version: int | None = None) -> None:
-        """Record that a step begins; the previous one has ended."""
+        """Record the begin of a step and the end of the previous step."""
         self.step = StepSummary(step=step, begin_ns=clock.now_ns(), policy_version=policy_version)
 
     def no_step(self) -> None:
-        """Discard the step that began last: the loop had no batch left for it."""
+        """Discard the step that began last, because the loop had no more batches."""
         self.step = None
 
     def capture_begins(self, folder: str) -> None:
-        """Record that the step is captured; the time to start the capture is not part of the step."""
+        """Mark the step as captured; the start of the capture is not part of the step."""
         if self.step is not None:
             self.step.captured = folder
             self.step.begin_ns = clock.now_ns()
 
     def step_ends(self) -> None:
-        """Record that a step ends, and read the workers in the background if a read is due."""
+        """Record the end of a step, and read the workers in the background if due."""
         step, self.step = self.step, None
         if step is None:
             return
@@ -208,7 +208,7 @@ class WatchedWorkers:
         roster: The workers.
 
     Attributes:
-        alone: Whether this process runs the loop alone; one of several ranks ignores its own reply.
+        alone: Whether this process runs the loop alone. Otherwise its own reply is ignored.
     """
 
     def __init__(self, roster: Roster) -> None:
@@ -224,11 +224,11 @@ class WatchedWorkers:
         return bool(self._roster.targets)
 
     def read(self, steps: Sequence[StepSummary], collectives: bool, left_s: Callable[[], float]) -> None:
-        """Call all workers, and set the workers of the steps; late ones are logged once and left out.
+        """Read all workers into the steps; log late workers once, and leave them out.
 
         Args:
             steps: The steps.
-            collectives: Whether the collectives that they entered are requested, too.
+            collectives: Whether the collectives that the workers entered are requested, too.
             left_s: Returns how long to wait for replies.
         """
         times = [(step.begin_ns, step.end_ns) for step in steps]
@@ -251,18 +251,18 @@ class WatchedWorkers:
     def _wait(self, calls: Sequence[Call], left_s: Callable[[], float]) -> None:
         for call in calls:
             if isinstance(call.future, Postponed):
-                call.future.fail(RuntimeError("it is a coroutine, and no event loop runs"))
+                call.future.fail(RuntimeError("read_watch is a coroutine, and no event loop runs"))
         futures = [call.future for call in calls]
         while wait(futures, max(0.0, min(left_s(), _LONGEST_WAIT_S))).not_done and left_s() > 0:
             pass
         late = [call for call in calls if not call.future.done()]
         for call in late:
             waited_s = (clock.now_ns() - call.sent_ns) / 1e9
-            self._say(call, f"has not answered read_watch for {waited_s:.1f} s; it is asked when it has")
+            self._say(call, f"has not replied to read_watch for {waited_s:.1f} s; read again after the reply")
         self._late += late
 
     def _take(self, call: Call, times: Sequence[object], uses: dict[ProcessId, list[RankUse | None]]) -> bool:
-        """Add a reply; return ``False`` if the worker restarts, or did not know its clock offset."""
+        """Add a reply; return ``False`` if the worker restarts, or its clock offset was unknown."""
         reading = call.reply()
         if call.error is not None and "ActorUnavailableError" in call.problem():  # Ray restarts it
             time.sleep(_RESTART_PAUSE_S)
@@ -297,7 +297,7 @@ class WatchedWorkers:
             self._handshakes.setdefault(domain, deque(maxlen=_HANDSHAKES)).append(handshake)
 
     def _say(self, call: Call, what: str) -> None:
-        """Log a problem of a worker, once until it answers."""
+        """Log a problem of a worker once, and again only after a good reply."""
         if call.worker in self._said:
             return
         self._said.add(call.worker)

@@ -1,1 +1,1 @@
-"""The watch: an always-on summary of every step, and detection of steps that call for a capture."""
+"""The watch: a summary of every step, always on, and detection of steps that are worth a capture."""

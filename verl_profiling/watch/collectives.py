@@ -1,10 +1,10 @@
-"""Which rank came last to the collectives inside a stage, from torch's flight recorder.
+"""Finds the rank that was last to enter the collectives of a stage, from torch's flight recorder.
 
-All ranks leave a collective together, so the durations of a stage that ends with one do not tell who was
-late. torch records when each process entered each collective. The watch reads these records only while a
-stage matters that nobody leads.
+All ranks leave a collective together, so the durations of a stage with collectives do not show the late rank.
+torch records when each process entered each collective. The watch reads these records only while a slow stage
+has no leader.
 
-Only gloo is read: with NCCL, the host enqueues and goes on, so its times do not tell which GPU was late.
+Only collectives of gloo are read: NCCL's are enqueued by the host, whose times do not show a late GPU.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.step_summary import Collectives, Period, RankUse, StepSummary
 
 ASKED_STEPS, MOST_STEPS = 6, 40
-"""Steps in which the records of all processes are read: one more than the sign ``leader`` needs; and steps in
-which that is tried, as the ranks of a loop begin to read at different times."""
+"""Steps whose records are read, one more than the sign ``leader`` needs; and steps in which reading is
+tried, because ranks begin at different times."""
 
 MATTERS = 0.05
-"""The records are read if the stages that nobody leads are exposed for this share of a step."""
+"""Minimum share of a step exposed as stages without a leader, for which the records are read."""
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 20, 320
 _RECORDER = "torch._C._distributed_c10d"
 _GROUPS = "torch.distributed.distributed_c10d"
 _BACKEND = "gloo"
 _MOST_ENTRIES = 5_000
-"""Reading 2,000 records holds the GIL for some 40 ms, 20,000 for half a second."""
+"""Maximum number of records: reading 2,000 holds the GIL for 40 ms, 20,000 for half a second."""
 
 
 class _Entry(msgspec.Struct):
@@ -65,7 +65,7 @@ def collectives_in(steps: Sequence[Period], ahead_ns: int) -> list[Collectives]:
 def _entered() -> list[tuple[str, int, int]]:
     """Return the collectives that torch's recorder has kept: group with its size, number, and time (ns).
 
-    There are none if the recorder is off, or of another version.
+    The list is empty if the recorder is off, or of another version.
     """
     dump = getattr(sys.modules.get(_RECORDER), "_dump_fr_trace_json", None)
     if dump is None:
@@ -88,10 +88,10 @@ def _entered() -> list[tuple[str, int, int]]:
 
 
 def with_lateness(summary: StepSummary) -> StepSummary:
-    """Return the summary with collectives replaced by how late each process was to them, by stage.
+    """Return the summary with each process's lateness to collectives, by stage, in place of the collectives.
 
-    The last process to enter is late by its entry minus the entry before it, in the stage in which it
-    entered. Only groups of all processes of a role count: another process may have been later.
+    The lateness of the last process to enter is its entry minus the entry before, in the stage of its entry.
+    Only groups of all processes of a role count: another process may have been later.
     """
     processes = (*summary.loop, *summary.workers)
     if not any(use.collectives for use in processes):
@@ -114,11 +114,11 @@ def with_lateness(summary: StepSummary) -> StepSummary:
 
 
 def _add_lateness(late: dict[str, Counter[str]], members: list[RankUse]) -> None:
-    """Add how late the members of a role were to the collectives that all of them entered.
+    """Add the lateness of a role's processes to the collectives that all of them entered.
 
-    Nobody leaves a collective before the last one enters it, so lateness adds up from one to the next. Where
-    the others entered the next one before that, they did not wait, and it is the same lateness. The first
-    collective of a stage does not count what its process was late to the stage.
+    No process leaves a collective before the last one enters, so lateness adds up over collectives. If the
+    others entered the next collective before that, they did not wait, and the lateness counts once. Lateness
+    to the stage itself does not count in its first collective.
     """
     known: list[list[int]] = []
     for group in set.intersection(*({*use.collectives} for use in members)):
@@ -139,7 +139,7 @@ def _add_lateness(late: dict[str, Counter[str]], members: list[RankUse]) -> None
 
 
 def _stages_at(use: RankUse, time_ns: int) -> Iterator[tuple[str, int]]:
-    """Yield the stages in which a process is at a time, with the begins of these runs."""
+    """Yield the stages that a process runs at a time, and the begin of each run."""
     for stage in use.stages:
         periods: Sequence[Period] = stage.periods or [(stage.begin_ns, stage.begin_ns + stage.duration_ns)]
         at = bisect_right(periods, (time_ns, sys.maxsize)) - 1
@@ -148,11 +148,11 @@ def _stages_at(use: RankUse, time_ns: int) -> Iterator[tuple[str, int]]:
 
 
 class RecorderReading:
-    """Decides in which steps the flight recorders are read: some in a row, then ever longer pauses.
+    """Chooses the steps in which torch's flight recorders are read: some in a row, then ever longer pauses.
 
     Attributes:
-        due: Whether they are read in the next steps.
-        exist: Whether those of all processes of a role have been read once.
+        due: Whether the recorders are read in the next steps.
+        exist: Whether the recorders of all processes of a role have been read once.
     """
 
     def __init__(self) -> None:
@@ -161,11 +161,13 @@ class RecorderReading:
         self._next_pause = _FIRST_PAUSE
 
     def begin(self) -> None:
-        """Read the recorders in the next steps: a stage became slow, and no process stands out in it."""
+        """Read the recorders in the next steps, because a stage became slow and no process in it is slower
+        than others.
+        """
         self.due, self._left, self._most = True, ASKED_STEPS, MOST_STEPS
 
     def follow(self, summary: StepSummary) -> None:
-        """Follow a step with its exposed times."""
+        """Update the choice by the exposed times of a step."""
         processes = (*summary.loop, *summary.workers)
         if self.due:
             complete = any(stage.late_ns is not None for use in processes for stage in use.stages)

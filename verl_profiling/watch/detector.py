@@ -1,7 +1,7 @@
 """Detects anomalies in step summaries: slow steps and stages, leading processes, growing memory.
 
-Two tests: a duration against its own past, and a process against its peers, which also finds processes that
-are slow from the first step. And a trend: memory that grows step by step.
+Three tests: a duration against its own past, a process against its peers, and memory that grows step by step.
+The comparison with peers also finds processes that are slow from the first step.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from verl_profiling.watch.exposed import alone_ns, standings
 from verl_profiling.watch.suspicion import Suspicion, healthiest
 
 MATTERS = 0.05
-"""A slow stage exceeds its median by at least this share of the median step."""
+"""Minimum excess of a slow stage over its median, as a share of the median step."""
 
 LONG_S, LONG = 30.0, 3.0
-"""A single step is logged if it exceeds the median by these seconds, and by this multiple of the median."""
+"""Minimum excess of a single slow step over the median, in seconds, and as a multiple of the median."""
 
 NEWS = 1.25
-"""A lead is detected again if it exceeds the lead at its last detection by this ratio."""
+"""Ratio of a lead to the lead at its last detection from which it is detected again."""
 
 _STEADY = 0.5
 """Minimum growth in the second half of the window, as a share of the first half's; less is a warm-up."""
@@ -44,18 +44,18 @@ _GENERATE = "generate"
 
 
 class _Series:
-    """A duration (s), step by step, and the evidence that it is longer than in its own past.
+    """A duration (s), step by step, and the evidence that the duration grew.
 
     A change is detected if its evidence adds up to 1 within ten steps. A step adds at most 0.5, so one
-    outlier is no change. A quiet step subtracts a little, and four in a row end the change. A change that
-    goes on is detected once. After a quiet step, and within a window of such steps, it is detected again only
-    if it lasts longer than before. Its values join the past only when it is detected or ended.
+    outlier is no change. A normal step subtracts a little, and four normal steps in a row end the change. An
+    ongoing change is detected once. After a normal step, the same change is detected again only if it is
+    larger than before. The durations of a change join the past after its detection or end.
 
     Attributes:
         value: The current duration.
-        slow_s: The most by which a possible change has exceeded the median.
+        slow_s: Largest excess of a possible change over the median (s).
         is_noticed: Whether the change is detected.
-        past: The durations in the window before the change.
+        past: Durations in the window before the change.
         seen: The last two steps of the change.
     """
 
@@ -82,7 +82,7 @@ class _Series:
 
     @property
     def waits(self) -> bool:
-        """Whether there is evidence for a change that is not detected yet."""
+        """Whether there is evidence for a change, but not enough for a detection."""
         return self._score > 0 and not self.is_noticed
 
     def measure(self, value: float, ratio: float | None, matters_s: float) -> float:
@@ -99,7 +99,7 @@ class _Series:
         return evidence(shifted, ratio, spread_of(self._shifts))
 
     def add(self, amount: float, summary: StepSummary) -> bool:
-        """Add the evidence of the step; return whether it completes a detection."""
+        """Add the evidence of the step; return whether a change is now detected."""
         is_slow = amount > _LEAST_OF_A_STEP
         if self.is_noticed and not is_slow:  # what comes next may last longer
             self._slow, self._goes_on = 0, False
@@ -122,7 +122,7 @@ class _Series:
         return self._score >= 1 and self._slow > self._lasted and not self._goes_on
 
     def notice(self) -> None:
-        """Mark the change as detected, if there is evidence for one."""
+        """Mark the change as detected, if there is evidence."""
         if self._score > 0:
             self.is_noticed, self._goes_on = True, self._slow > 0
             self._lasted = max(self._lasted, self._slow)
@@ -153,7 +153,7 @@ class Detector:
         self._since_long = options.window
 
     def observe(self, summary: StepSummary) -> Suspicion | None:
-        """Return the suspicion that a step raises, if any; the cost is proportional to the window."""
+        """Return the suspicion of a step, if any; the cost is proportional to the window."""
         if summary.captured:
             return None
         slow = self._slow(summary)
@@ -161,7 +161,7 @@ class Detector:
         return self._leading(slow, summary) or self._growing(summary)
 
     def is_named(self, found: Suspicion, summary: StepSummary) -> None:
-        """Record that a suspicion has got suspects in a step, so that their leads are no news."""
+        """Record the suspects of a suspicion, so that their leads are not detected again."""
         leads = _leads(summary)
         for who in leads.keys() & {(found.stage, lane) for lane in found.suspects}:
             self._noticed_leads[who] = leads[who]
@@ -201,7 +201,7 @@ class Detector:
             one.notice()
         worst = max(news, key=lambda stage: every[stage].excess, default=None)
         if worst is not None and not (is_slow_step and every[worst].excess < step.excess / 2):
-            where = f"stage {worst}" if worst else "what lies in no stage"
+            where = f"stage {worst}" if worst else "the time in no stage"
             took_what = f"step {summary.step}: {where} took {duration(every[worst].value)} of the step, "
             return self._suspicion(
                 "slow_stage", worst, every[worst], every[worst].seen, took_what, "in the {} times before"
@@ -213,7 +213,7 @@ class Detector:
     def _slow_step(
         self, stages: Mapping[str, _Series], seen: Sequence[StepSummary], is_over: bool = False
     ) -> Suspicion:
-        """Return the suspicion of a slow step; it is in the stage that grew most."""
+        """Return the suspicion of a slow step, in the stage that grew most."""
         step, number = self._step, seen[-1].step
         most = max(stages, key=lambda stage: stages[stage].excess, default="")
         where = f"stage {most}" if most else "no stage"
@@ -242,9 +242,8 @@ class Detector:
     def _leading(self, slow: Suspicion | None, summary: StepSummary) -> Suspicion | None:
         """Return a suspicion if a process leads in a stage in five steps in a row, or in every second step.
 
-        A lead of three times the least is one after three steps in a row.
-        A lead is detected again if it is larger than before. What is slow goes first; its suspects have been
-        detected with it.
+        For a lead of three times the threshold, three steps in a row are enough. A larger lead is detected
+        again. Slow stages go first, and their suspects count as detected.
         """
         least, found = self._options.leader, slow
         if least is None:
@@ -281,9 +280,9 @@ class Detector:
     def _explained(self, found: Suspicion, summary: StepSummary) -> Suspicion:
         """Return the suspicion, with the spans in its reason that grew along with its stage.
 
-        These are spans of roles that worked in the stage. Roles without stages count where nobody worked but
-        engines, the loop or other roles with spans. The spans grew by at least half of the stage's excess.
-        A trajectory is listed only if none of its spans is.
+        These are spans of roles that worked in the stage, and grew by at least half of the stage's excess.
+        Roles without stages count if only engines, the loop or other roles with spans worked. A trajectory is
+        listed only if none of its spans is.
         """
         processes = (*summary.loop, *summary.workers)
         at_work = {lane for one in standings(summary).get(found.stage, ()) for lane in one.lanes}
@@ -314,7 +313,7 @@ class Detector:
         if inside and found.suspects and {*found.suspects} <= {one.lane for one in summary.loop}:
             found = _with_span(found, processes, *inside[0][3], enough_ns)
         if own and not (found.stage or named) and 2e-9 * alone_ns(summary) >= own.value + own.usual:
-            named = ["meanwhile no process was in a stage: it is the loop's own code"]
+            named = ["meanwhile no process was in a stage, so the loop's own code took the time"]
             found = msgspec.structs.replace(found, suspects=[one.lane for one in summary.loop][:1])
         return msgspec.structs.replace(found, reason="; ".join([found.reason, *found.who, *named]))
 
@@ -349,7 +348,7 @@ class Detector:
         alike = sum(use.role == most.role for _, use in grown) - 1
         for lane in growth:
             self._held[lane].clear()
-        others = f"; so it is with {alike} more of its role" if alike else ""
+        others = f"; the same holds for {alike} more of its role" if alike else ""
         return Suspicion(
             noticed=summary.step,
             sign="memory",
@@ -367,9 +366,9 @@ class Detector:
 def _with_span(
     found: Suspicion, processes: Sequence[RankUse], role: str, span: str, enough_ns: float
 ) -> Suspicion:
-    """Return the suspicion of the process in which a span grew, instead of the loop that waited for it.
+    """Return a suspicion of the process in which a span grew, in place of the loop, which only waited.
 
-    In ``generate`` and in a trajectory as a whole, a process waits for others.
+    ``generate`` and whole trajectories do not count, because a process waits in them.
     """
     took = {
         one.lane: float(sum(total.duration_ns for total in one.spans if total.name == span))
@@ -384,7 +383,7 @@ def _with_span(
 
 
 def _leads(summary: StepSummary) -> dict[tuple[str, str], float]:
-    """Return by how much a process leads in a stage, as a share of the step, by stage and lane."""
+    """Return the leads of processes in stages as shares of the step, by stage and lane."""
     return {
         (row.name, row.leader): min(row.lead_ns, row.exposed_ns) / max(summary.duration_ns, 1)
         for row in summary.exposed

@@ -1,8 +1,8 @@
-"""Exposed time of a step: by how much each stage of the loop lengthened it, and which process led.
+"""Exposed time: the seconds by which each stage of the loop lengthened the step, and the slowest process.
 
 The method is that of StageFrontier (arXiv 2606.06751). Each rank's durations are added up stage by stage; the
-longest sum is the frontier. The exposed time of a stage is by how much it moves the frontier. If the loop is
-one process that calls workers, a stage is led by one of the workers that ran in it, if any did.
+longest sum is the frontier. The exposed time of a stage is the growth of the frontier in the stage. The
+leader is the process at the frontier; if one process calls workers, it is a worker that ran in the stage.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ TIED = 0.05
 """Tolerance, as a share of a stage's longest duration, within which processes count as tied."""
 
 LATE = 0.08
-"""Share of a stage from which the last process to enter a collective leads."""
+"""Minimum lateness to collectives with which a process leads, as a share of the stage."""
 
 SLOW = 1.15
-"""An engine that leads beside agent loops is a suspect if its requests take longer by this ratio, too."""
+"""Minimum ratio of request times, an engine's to those of other engines, for a lead beside agent loops."""
 
 _OF_A_STAGE = 0.1
 
@@ -46,15 +46,16 @@ class Standing(NamedTuple):
 
     Attributes:
         role: The role.
-        lanes: Its processes.
+        lanes: Lanes of the role's processes.
         durations: Nanoseconds that each process spent in the stage.
         leader: Lane of the process at the frontier; empty if unknown.
-        lead_ns: The leader's time in the stage minus the median of the others; 0 if it waited for them.
+        lead_ns: The leader's time in the stage minus the median of the others; 0 if the leader waited for the
+            others.
         imbalance: Longest duration over the mean of all.
         clear: Whether the others waited for the leader; also ``True`` for a single process.
         ran: Names of the workers' own stages inside the loop's stage; empty for processes of the loop.
-        begin_ns: Begin of the first of these stages, after the step began.
-        end_ns: End of the last of them.
+        begin_ns: Begin of the first worker stage, after the step began.
+        end_ns: End of the last worker stage, after the step began.
     """
 
     role: str
@@ -82,7 +83,7 @@ def exposed(summary: StepSummary, has_workers: bool = True) -> list[ExposedStage
 
     Args:
         summary: The summary of the step.
-        has_workers: Whether the loop calls workers. If so, no leader is clear in a summary without workers.
+        has_workers: Whether the loop calls workers. Then a summary without workers has no clear leader.
     """
     rows: list[ExposedStage] = []
     done_ns, step_ns = 0, summary.duration_ns
@@ -106,7 +107,9 @@ def exposed(summary: StepSummary, has_workers: bool = True) -> list[ExposedStage
 
 
 def standings(summary: StepSummary) -> dict[str, list[Standing]]:
-    """Return for each stage the standings of the roles that worked in it; the exposed row's role is first."""
+    """Return for each stage the standings of the roles that worked in the stage, first the role of the
+    leader.
+    """
     return {name: found for name, (_, found) in _stages(summary, True).items()}
 
 
@@ -145,7 +148,7 @@ def _stages(summary: StepSummary, has_workers: bool) -> dict[str, tuple[float, l
 
 
 def _alone(summary: StepSummary, clear: bool) -> dict[str, tuple[float, list[Standing]]] | None:
-    """Like :func:`_stages`, for one process whose stages run once and in sequence; ``None`` for any other."""
+    """Return :func:`_stages` of a loop whose stages run once and in sequence; ``None`` for any other loop."""
     [use] = summary.loop
     found: dict[str, tuple[float, list[Standing]]] = {}
     front_ns, busy_until_ns = 0.0, 0
@@ -194,11 +197,11 @@ class _Workers:
         }
 
     def standings(self, stage: int, own: Standing) -> list[Standing]:
-        """Return the standings of the roles in a stage of the loop; the role that it waited for is first.
+        """Return the standings of roles in a stage of the loop; first the role that the loop waited for.
 
         A ``wait:`` stage counts all runs that overlap it. Any other stage counts the runs whose middle lies
-        in it; without such runs, those that began before the stage and ended in it. Without any, the loop
-        itself worked.
+        in it; without such runs, the runs that began before the stage and ended in it. Without any run, the
+        loop itself worked.
         """
         name, loop = list(self._stages)[stage], self._loop.at(self._loop.stage == stage)
         inside, is_wait = self._runs.at(self._home == stage), name.startswith(WAIT)
@@ -218,10 +221,9 @@ class _Workers:
         return [first, *sorted(others, key=lambda one: one.role != ROLLOUT_ROLE or not one.leader)]
 
     def _known(self, one: Standing, is_first: bool, room_ns: float) -> Standing:
-        """Return a standing; without a leader where the watch cannot know it.
+        """Return a standing, without a leader if the watch cannot know the leader.
 
-        Beside other roles, an engine leads if its lead is large and it takes longer for a request than the
-        other engines.
+        Beside other roles, an engine leads only with a large lead, and longer requests than other engines.
         """
         is_beside = bool(self._request_ns) and one.role == ROLLOUT_ROLE and not is_first
         if one.role not in self._unclear and not is_beside:
@@ -239,7 +241,8 @@ class _Workers:
         return _joined([_runs_of(self._earlier, self._origin_ns, self._numbers, self._stages), self._runs])
 
     def _works(self, runs: _Runs, room_ns: float) -> list[Standing]:
-        """Return the standing of each role; its leader is that of the worker stage with the largest lead.
+        """Return the standing of each role; its leader is the leader in the worker stage with the largest
+        lead.
 
         Concurrent runs of one process, such as requests, can add up to more than the loop's stage took. Then
         the role's times are scaled so that the longest equals the stage.
@@ -269,11 +272,11 @@ class _Workers:
 
 
 def _by_weight(name: str, loop: _Runs, works: list[Standing]) -> list[Standing]:
-    """Return the standings of the roles in a stage of the loop; the role that it waited for is first.
+    """Return the standings of roles in a stage of the loop; first the role that the loop waited for.
 
-    If a role ran a stage of the same name, roles that did not are left out. The loop did not wait for a role
-    that went on after the stage. Of the rest, the role that worked longest comes first. If others ran
-    concurrently with it, the one of them that ended last does.
+    If a role ran a stage of the same name, other roles are left out. The loop did not wait for a role that
+    went on after the stage. Of the rest, the role that worked longest comes first; of concurrent roles, the
+    role that ended last.
     """
     works = [work for work in works if name in work.ran] or works
     slack_ns = TIED * loop.length.sum()
@@ -292,16 +295,16 @@ def _by_weight(name: str, loop: _Runs, works: list[Standing]) -> list[Standing]:
 
 
 def _frontier(role: str, lanes: Sequence[str], runs: _Runs) -> Iterator[tuple[int, float, Standing]]:
-    """Yield each stage's index, the frontier after it (ns), and the standing of the processes in it.
+    """Yield the index of each stage, the frontier after the stage (ns), and the standing of the processes.
 
     All ranks leave a collective together, and the rank that arrives first spends the most time in it. So a
-    rank whose stage ends together with the others' does not lead. The rank that was last to enter does,
-    where that is known. Engines have no collectives.
+    rank whose stage ends together with the others' does not lead. The last rank to enter leads, if known.
+    Engines have no collectives.
 
     Args:
-        role: Their role.
-        lanes: Their names.
-        runs: Their runs, as :meth:`_Runs.own_time` returns them.
+        role: Role of the processes.
+        lanes: Lanes of the processes.
+        runs: Stage runs of the processes, from :meth:`_Runs.own_time`.
     """
     many = len(lanes)
     order, conflicts = _order(runs)
@@ -354,7 +357,8 @@ def _frontier(role: str, lanes: Sequence[str], runs: _Runs) -> Iterator[tuple[in
 def _order(runs: _Runs) -> tuple[list[int], set[int]]:
     """Return one order of all stages, and the stages that some process ran in another order.
 
-    It is the processes' most frequent order. A stage that lacks there is inserted as another process ran it.
+    The most frequent order of the processes is used. Missing stages are inserted in the order of other
+    processes.
     """
     if not runs.stage.size or (runs.stage == runs.stage[0]).all():
         return runs.stage[:1].tolist(), set()
@@ -383,7 +387,7 @@ def _order(runs: _Runs) -> tuple[list[int], set[int]]:
 class _Runs(NamedTuple):
     """Runs of stages, as columns: index of the process and of the stage, begin, end, time spent (ns).
 
-    ``late`` is how late the process was to the collectives in the stage, added up (ns).
+    ``late`` is the process's total lateness to the collectives in the stage (ns).
     """
 
     who: _Whole

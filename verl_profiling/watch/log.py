@@ -34,7 +34,7 @@ MAX_PART_BYTES = 8 << 20
 def values_of(summary: StepSummary) -> dict[str, float]:
     """Return a step's duration, exposed time and leader by stage, memory by role, and span totals.
 
-    A stage without a clear leader has no ``leader_rank``: a curve of ranks that led by chance means nothing.
+    A stage without a clear leader has no ``leader_rank``, because ranks that led by chance mean nothing.
     """
     ranks = {process.lane: process.rank for process in (*summary.loop, *summary.workers)}
     values = {f"{PREFIX}step_s": summary.seconds}
@@ -60,12 +60,12 @@ def values_of(summary: StepSummary) -> dict[str, float]:
 class WatchLog(RotatingFileHandler):
     """The watch's log of a run; call it with the summary of each step.
 
-    The file is closed after each line, so that readers on other hosts see it. Errors are logged once and
-    never reach the loop; each step tries to write again.
+    The file is closed after each line, so that readers on other hosts see it. Write errors are logged once
+    and never reach the training loop; the next step is written again.
 
     Args:
         folder: The run's folder.
-        max_part_bytes: Size at which the log begins its next part. Only one older part is kept.
+        max_part_bytes: Size at which a new file begins. Only one older file is kept.
     """
 
     def __init__(self, folder: Path, max_part_bytes: int = MAX_PART_BYTES) -> None:
@@ -75,7 +75,7 @@ class WatchLog(RotatingFileHandler):
         self._torn, self._complained = True, False
 
     def __call__(self, summary: StepSummary) -> None:
-        """Log a step, without its processes."""
+        """Log the summary of a step, without the stages of single processes."""
         without = msgspec.structs.replace(summary, loop=[], workers=[], earlier=[], beside=())
         line = msgspec.json.encode(without).decode()
         if self._torn:
@@ -102,13 +102,13 @@ class WatchLog(RotatingFileHandler):
 
 
 def log_listeners(run: Path, sinks: Sequence[str]) -> list[Listener]:
-    """Return what writes each step summary into a run's folder: the log, and ``watch.sinks``."""
+    """Return the writers of step summaries into a run's folder: the log, and ``watch.sinks``."""
     found: list[Listener] = [WatchLog(run)]
     if "tensorboard" in sinks:
         try:
             curves = EventFile(run / "tensorboard", "watch.sinks: tensorboard")
         except (ToolUnavailableError, OSError) as error:
-            logger.warning("watch.sinks: tensorboard gets nothing: %s", error)
+            logger.warning("watch.sinks: nothing is written to tensorboard: %s", error)
         else:
             found.append(lambda summary: curves.add(summary.step, values_of(summary)))
     return found

@@ -1,6 +1,6 @@
-"""Records of a process for the watch, and its replies: stages, memory after them, and sums of its spans.
+"""The records of one process for the watch: stages, memory after each stage, and sums of spans.
 
-Written for speed: every stage and every span of a step, captured or not, ends here.
+The code is fast, because every stage and every span of every step ends here.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _SHORTEST_SLICE_NS = 20_000_000
 _TOUCHING_NS = 1_000_000
 _SLACK_NS = 50_000_000
 _SMALL_PART = 100
-"""An ended stage counts in a step that contains 1/100 of the stage, or that the stage fills.
-An open stage counts if it takes 1/100 of the step."""
+"""Minimum part of an ended stage inside a step, or of a step inside an open stage: 1/100. Shorter
+parts do not count."""
 
 
 class WatchQuestion(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,8 +55,8 @@ class WatchQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         steps: Begin and end of each step, on the clock of the loop's process.
-        offsets_ns: Measured clock offsets by clock domain: its clock minus the loop's.
-        collectives: Whether the collectives that it entered are requested, too.
+        offsets_ns: Measured clock offsets by clock domain: the domain's clock minus the loop's clock.
+        collectives: Whether the collectives that the process entered are requested, too.
     """
 
     steps: list[Period] = []
@@ -69,12 +69,12 @@ class WatchReading(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         identity: The worker.
-        process: The process; it changes if the worker is restarted.
+        process: The process; a restarted worker has another process.
         steps: A ``RankUse`` or ``null`` for each step, as msgpack; ``None`` until its clock offset is
             measured.
         dropped: Number of ended stages that were dropped before this request, because the queue was full.
-        received_ns: When the call arrived, on the clock of the process.
-        replied_ns: When the reply was sent, on the same clock.
+        received_ns: Arrival of the call, on the clock of the process.
+        replied_ns: Sending of the reply, on the same clock.
     """
 
     identity: WorkerIdentity
@@ -116,7 +116,7 @@ def process_memory() -> tuple[int, int]:
 class StageSums:
     """Records the outermost stages of this process; nested stages are not recorded.
 
-    Any thread and task may use it.
+    All methods may be called from any thread and task.
 
     Args:
         most: Number of ended stages that are kept.
@@ -152,7 +152,8 @@ class StageSums:
     def of_steps(
         self, who: RankUse, steps: Sequence[Period], ahead_ns: int = 0, collectives: bool = False
     ) -> list[RankUse | None]:
-        """Return the process's stages, memory and spans in each step; ``None`` for steps before it began.
+        """Return stages, memory and spans of the process in each step; ``None`` for steps before the process
+        began.
 
         A stage that crosses the end of a step is divided between both steps. An open stage counts until now.
 
@@ -160,7 +161,7 @@ class StageSums:
             who: Lane, role, rank and replica of the process.
             steps: Begin and end of each step, in order, on the clock of the loop's process.
             ahead_ns: Clock offset: this process's clock minus the loop's. Results are on the loop's clock.
-            collectives: Whether the collectives that it entered are added.
+            collectives: Whether the collectives that the process entered are added.
         """
         now_ns = clock.now_ns() - ahead_ns
         self._since_ns = min(self._since_ns, now_ns + ahead_ns)  # the clock may be set back
@@ -219,7 +220,7 @@ def _divide(
     steps: Sequence[Period],
     is_open: bool = False,
 ) -> int | None:
-    """Add a run of a stage to each step that it overlaps; return the index of the last such step."""
+    """Add a run of a stage to each overlapping step; return the index of the last such step."""
     begin_ns, end_ns = run
     last, first = None, max(bisect_right(steps, begin_ns, key=_begin_of) - 1, 0)
     for at, (step_begin_ns, step_end_ns) in enumerate(steps[first:], first):
@@ -256,7 +257,7 @@ _Sums = dict[str, list[int]]
 
 
 def _sums_of(sums: _Sums, name: object) -> list[int]:
-    """Return the sums of a name; beyond the maximum number of names, those of ``OTHERS``."""
+    """Return the sums of a name; beyond the maximum number of names, the sums of ``OTHERS``."""
     if not isinstance(name, str) or (name not in sums and len(sums) >= MOST_NAMES):
         name = OTHERS
     return sums.setdefault(name, [0, 0, 0])
@@ -268,7 +269,7 @@ def _add(sums: _Sums, name: str, numbers: list[int]) -> None:
 
 
 class SpanSums:
-    """Sums spans by name and time slice, in bounded memory. Any thread and task may use it."""
+    """Sums spans by name and time slice, in bounded memory, from any thread and task."""
 
     def __init__(self) -> None:
         self._slices: dict[int, _Sums] = {}
@@ -314,7 +315,7 @@ class SpanSums:
         return [[SpanTotal(name, *numbers) for name, numbers in totals.items()] for totals in found]
 
     def _join(self) -> None:
-        """Make slices twice as long."""
+        """Join each two neighbouring time slices."""
         self._slice_ns *= 2
         slices, self._slices = self._slices, {}
         for number, sums in slices.items():

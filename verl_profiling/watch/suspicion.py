@@ -11,7 +11,7 @@ from verl_profiling.step_summary import StepSummary
 from verl_profiling.watch.exposed import TIED, Standing, standings
 
 MOST_SUSPECTS = 4
-NOBODY = "no process stands out there"
+NOBODY = "no process was longer there than the others"
 _BESIDE_THE_LEADER = 0.5
 
 
@@ -19,9 +19,9 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
     """An anomaly that the watch detected in a step, and the processes that may be its cause.
 
     Attributes:
-        everyone: Lanes of all processes that worked in the stage, if none of them stands out.
+        everyone: Lanes of all processes that worked in the stage, if none was longer than the others.
         ran: Names of the stages that these processes ran inside the loop's stage.
-        is_over: Whether it was one step, which is not worth a capture of the next one.
+        is_over: Whether only one step was slow, which is not worth a capture of the next step.
     """
 
     kind: TriggerKind = "anomaly"
@@ -34,7 +34,8 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
         return Trigger(**{field: getattr(self, field) for field in Trigger.__struct_fields__})
 
     def with_suspects(self, steps: Iterable[StepSummary]) -> Suspicion:
-        """Return the suspicion with the processes that stood out in its stage in all of the given steps.
+        """Return the suspicion with its suspects: processes that were longest in the stage in all of the
+        given steps.
 
         Args:
             steps: The steps with the anomaly; the latest last.
@@ -57,13 +58,13 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
 
     @property
     def who(self) -> list[str]:
-        """The suspects of a stage, as a sentence; nothing where the reason has them."""
+        """A sentence with the suspects of a stage; empty if the reason contains the suspects."""
         if not self.stage or (self.sign == "leader" and len(self.suspects) <= 1):
             return []
         return [f"longest there: {', '.join(self.suspects)}" if self.suspects else NOBODY]
 
     def named_in(self, summary: StepSummary) -> Suspicion:
-        """Return the suspicion with suspects, if a later step, as slow, has some that explain half of it."""
+        """Return the suspicion with suspects from a later slow step, if they explain half of the excess."""
         took_s = summary.exposed_s.get(self.stage, 0.0) if self.sign == "slow_stage" else summary.seconds
         first = next(iter(standings(summary).get(self.stage, [])), None)
         lead_s = first.lead_ns / 1e9 if first is not None else 0.0
@@ -78,8 +79,8 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
 def stand_out(standing: Standing) -> list[str]:
     """Return the processes of a role that were longer in a stage than the others, the leader first.
 
-    These are the leader, if its lead exceeds the tolerance ``TIED``, and processes that exceed the median by
-    more than half of that lead. The only process of a role stands out, too.
+    Included are the leader, if its lead exceeds the tolerance ``TIED``, and processes that exceed the median
+    by more than half of that lead. The only process of a role is included, too.
     """
     durations = standing.by_lane()
     if len(durations) == 1:
@@ -94,7 +95,7 @@ def stand_out(standing: Standing) -> list[str]:
 
 
 def healthiest(values: Mapping[str, float], suspects: list[str]) -> list[str]:
-    """Return a list of the lane nearest to the median that is no suspect; empty if all are suspects."""
+    """Return the lane nearest to the median that is no suspect, as a list; empty if all are suspects."""
     ordered = sorted(values, key=values.__getitem__)
     middle = values[ordered[(len(ordered) - 1) // 2]]
     others = [lane for lane in ordered if lane not in suspects]
