@@ -137,7 +137,7 @@ def test_a_capture_aimed_at_what_runs_side_by_side_is_of_the_whole_step(
 
 
 def test_a_server_records_no_engine_that_computes_elsewhere(session: Session, tmp_path: Path) -> None:
-    """An engine that was started to be recorded without a trace has none, whatever is asked."""
+    """An engine that was started to write no trace has none, whatever is asked."""
     who, url = WorkerIdentity(role="rollout", replica=0), "http://127.0.0.1:1"
     recorder = make_recorder(url, settings(tool="spans"), who, requests=RequestLog())
     refused = asyncio.run(recorder.start(request(tmp_path, 1, selection=CaptureSelection(tools=("torch",)))))

@@ -86,7 +86,7 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
 def test_the_tool_has_to_fit_the_device(device: str, tool: str, right: str) -> None:
     """With torch an engine on an NPU would write what nobody looks for, and the reverse."""
     config = ProfilingConfig.from_any({"enable": True, "tool": tool})
-    with pytest.raises(ConfigError, match=f"{tool} records nothing of SGLang on {device}; set it to {right}"):
+    with pytest.raises(ConfigError, match=f"{tool} records nothing of SGLang on {device}; set tool {right}"):
         SGLangCaptureMixin().init_capture(config, engine=Manager(device), requests=RequestLog())
 
 

@@ -108,7 +108,7 @@ def test_another_profiler_and_another_word_are_refused() -> None:
     config = verl_config(profiling={"enable": True}, steps=[2, 3])
     with pytest.raises(ConfigError, match=r"global_profiler\.steps=\[2, 3\].*steps=null.*\+profiling=verl"):
         settings_of(config)
-    said = r"^profiling: is the word 'torch'.*\+profiling=e2e \(or default, discrete, off, verl\)"
+    said = r"^profiling: is the text 'torch'.*\+profiling=e2e \(or default, discrete, off, verl\)"
     with pytest.raises(ConfigError, match=said):
         settings_of(verl_config(profiling="torch"))
 
@@ -263,7 +263,7 @@ def test_what_servers_would_refuse_is_refused_before_they_start(
 @pytest.mark.parametrize(
     ("profiling", "steps", "says"),
     [
-        ({"schedule": {"steps": [2]}, "mode": "e2e"}, None, "has settings (schedule, mode) and does not say"),
+        ({"schedule": {"steps": [2]}, "mode": "e2e"}, None, "has settings (schedule, mode) without enable"),
         ("verl", None, "global_profiler.steps names no step"),
         ("verl", [2], "no role's profiler.enable is true"),
         ({"enable": False}, None, ""),

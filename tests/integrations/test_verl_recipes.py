@@ -77,7 +77,7 @@ def test_asynchronous_trainers_are_checked_too(trainer: str, main: str, roles: s
         (("-m", "verl.trainer.main_po"), "verl.trainer.main_ppo"),
         (("-m",), "-m : "),
         (("-m", "recipes.custom_worker"), "recipes.custom_worker: has no function under @hydra.main"),
-        (("-m", "recipes.custom_worker.score"), "its configuration has no actor_rollout_ref"),
+        (("-m", "recipes.custom_worker.score"), "as its configuration has no actor_rollout_ref"),
     ],
 )
 def test_other_main_modules_are_refused_by_name(arguments: tuple[str, ...], says: str) -> None:
@@ -132,7 +132,7 @@ def test_a_word_in_the_place_of_settings_is_one_clear_sentence(tmp_path: Path) -
     assert run.returncode == 1
     [line] = [line for line in run.stderr.splitlines() if line.startswith("profiling: ")]
     assert line.count("profiling: ") == 1
-    assert "is the word 'e2e'" in line
+    assert "is the text 'e2e'" in line
     assert "+profiling=e2e" in line
 
 

@@ -53,7 +53,7 @@ def test_what_the_manifest_knows_is_said_with_its_reason(tmp_path: Path, status:
     """A window that was never reached left no file: that is `empty` and why, not `missing`."""
     folder = build_step(tmp_path)
     [artifact] = read_manifest(folder).workers[0].artifacts
-    reason = "the window was never reached (start=100)"
+    reason = "the recording window never began (start=100)"
     known = msgspec.structs.replace(artifact, status=status, reason=reason)
     rewrite_worker(folder, "actor_rank0", artifacts=[known])
     if not on_disk:

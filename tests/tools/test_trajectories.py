@@ -84,8 +84,8 @@ def test_trajectories_of_a_worker_that_does_not_record_them_are_said(tmp_path: P
     with record_step({"enable": True, "tool": "spans"}, tmp_path) as step:
         roll_out(3)
     assert step.result.notes == [
-        "3 trajectories of this process were not recorded: inherit AgentLoopCaptureMixin, or add trajectories "
-        "to the tool of role actor"
+        "3 trajectories of this process were not recorded: inherit AgentLoopCaptureMixin, or add "
+        "trajectories to the tool of role actor"
     ]
     with record_step({"enable": True, "tool": "spans"}, tmp_path) as step:
         pass

@@ -86,7 +86,7 @@ def test_ranks_and_mesh_are_read_and_select(tmp_path: Path) -> None:
 def test_without_a_process_group_the_rank_must_be_given(tmp_path: Path, session: Session) -> None:
     worker = FSDPCaptureMixin()
     with pytest.raises(
-        CaptureStateError, match=r"call it after init_process_group\(\), or pass rank and world_size"
+        CaptureStateError, match=r"do so first by init_process_group\(\), or pass rank and world_size"
     ):
         worker.init_capture(settings(tool="spans"), role="actor")
     with pytest.raises(CaptureStateError, match="not initialised"):

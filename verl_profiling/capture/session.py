@@ -58,9 +58,7 @@ class Session:
         self.reset()
 
     def reset(self) -> None:
-        """Reset all state. A forked child calls this method, because it inherits the session but records
-        nothing.
-        """
+        """Reset all state, in a forked child too, which inherits the session but records nothing."""
         self.sink: StageSink | None = None
         self.sums: StageSums | None = None
         self.identity: WorkerIdentity | None = None

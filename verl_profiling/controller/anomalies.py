@@ -89,8 +89,8 @@ class Anomalies:
             self._coming = None
 
     def asks(self, step: int, scheduled: bool) -> Decision | None:
-        """Return the capture that the watch requests of a step, or ``None``; a ``scheduled`` step needs no
-        limits.
+        """Return the watch's requested capture of a step, or ``None``; limits do not apply to ``scheduled``
+        steps.
         """
         noticed = self._noticed
         if noticed is None or self._coming is not None or self._is_read_further(noticed):
@@ -114,9 +114,7 @@ class Anomalies:
             self._made += 1
 
     def _is_read_further(self, noticed: Suspicion) -> bool:
-        """Return whether torch's flight recorders are still read for the process that was late in the
-        stage.
-        """
+        """Return whether torch's flight recorders are still read to find the late process."""
         soon = self._listened <= 2 * ASKED_STEPS or time.monotonic() <= self._noticed_s + READ_S
         reads = self._recorders.due and self._recorders.exist
         return soon and reads and bool(noticed.stage) and not noticed.suspects

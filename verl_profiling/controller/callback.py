@@ -382,9 +382,7 @@ class AsyncProfilingCallback(_Callback[Coroutine[Any, Any, None]]):
 
 
 async def _do(waits: Iterable[Callable[[], object]], cancelled: list[asyncio.CancelledError]) -> None:
-    """Run blocking functions on other threads to their end; append cancellations meanwhile to
-    ``cancelled``.
-    """
+    """Run blocking functions on other threads; append cancellations meanwhile to ``cancelled``."""
     for wait in waits:
         done = asyncio.ensure_future(asyncio.to_thread(wait))
         while not done.done():

@@ -122,9 +122,7 @@ class Controller:
         self._refused.discard(here)
 
     def is_refused(self) -> bool:
-        """Return whether this thread's last captured step was refused because another thread owns a
-        capture.
-        """
+        """Return whether this thread's last capture was refused, because another thread owns a capture."""
         return current_thread() in self._refused
 
     def on_rollout_begin(self, beside: bool) -> Waits[None] | None:
@@ -331,9 +329,7 @@ class Controller:
         return place_of(self.config, self.roster.targets)[0] == 0
 
     def _decide(self, step: int) -> Decision | None:
-        """Return the capture that begins with a step, or ``None``, e.g. if an open capture covers the
-        step.
-        """
+        """Return the capture that begins with a step; ``None``, e.g. if an open capture covers the step."""
         if not self.decisions.complete:
             self.decisions.begin(self._run)
             self.decisions.find_ranks()
@@ -390,9 +386,7 @@ class Controller:
         return True
 
     def _say_begun(self, live: OpenCapture) -> None:
-        """Write the manifest with expected results, then begin the step, so that the step includes no
-        writing.
-        """
+        """Write the manifest with expected results, and begin the step after that."""
         live.begin_step()
         if live.leads:
             live.workers = live.expected()
@@ -491,9 +485,7 @@ class Controller:
             ranks.end()
 
     def _holds_exit(self, holds: bool) -> None:
-        """Register the close of the capture at process exit, or remove it; a forked child never closes a
-        capture.
-        """
+        """Close the capture at process exit, or no longer do so; a forked child never closes a capture."""
         if holds and not self._exit_of:
             atexit.register(self._exit)
         elif not holds:

@@ -127,9 +127,7 @@ class Decisions:
         return not self._unreached
 
     def _who_is_here(self) -> WorkerIdentity:
-        """Return this rank's identity in manifests: the identity of its worker, else one made of role and
-        rank.
-        """
+        """Return this rank's identity in manifests: its worker's identity, or one made of role and rank."""
         role = next((target.roles[0] for target in self._roster.driven(None)), "controller")
         own = WorkerIdentity(role=role, rank=(process_rank() or (0, 1))[0])
         return process_session().identity or own

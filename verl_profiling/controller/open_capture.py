@@ -166,7 +166,7 @@ class OpenCapture:
     # The calls.
 
     def start(self, request: CaptureRequest) -> Waits[None]:
-        """Start the requested workers: at the begin of a rollout the engines in discrete mode, else all
+        """Start the requested workers: engines in discrete mode at the begin of a rollout, else all
         others.
         """
         targets = self.roster.driven(request.selection, windowed=request.stage is not None)
@@ -303,8 +303,8 @@ class OpenCapture:
         return reply
 
     def _fail(self, worker: Worker, request: CaptureRequest, reason: str, stopped: bool = True) -> None:
-        """Record the failure of a worker; a worker that is not ``stopped`` may still start by a delayed
-        request.
+        """Record the failure of a worker; unless ``stopped``, a delayed request may still start the
+        worker.
         """
         logger.error("step %d: %s was not captured: %s", request.step, worker.identity, reason)
         lost = msgspec.structs.replace(self._lost(worker, request, reason), stopped=stopped)

@@ -159,9 +159,7 @@ class Run:
     # Step folders.
 
     def share_run(self, ranks: Ranks, step: int) -> Waits[bool]:
-        """Publish the path of the run's folder (rank 0) or wait for it (others); return whether it is
-        known.
-        """
+        """Publish the path of the run's folder (rank 0) or wait for it; return whether the path is known."""
         wait_s = self._config.timeouts.start_s
         if ranks.leads:
             ranks.publish(self.place)
@@ -231,9 +229,7 @@ class Run:
         return manifest
 
     def _leaving(self, live: OpenCapture, keep_last: int) -> list[Path]:
-        """Return older step folders to remove, with a note each; a folder that a worker still writes is
-        kept.
-        """
+        """Return older step folders to remove, with a note each; a folder with pending artifacts is kept."""
         leaving: list[Path] = []
         self._stored.append(live.folder)
         for older in self._stored[:-keep_last]:

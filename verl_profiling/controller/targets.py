@@ -312,9 +312,7 @@ def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None
 
 
 def _check_in_cluster() -> None:
-    """Refuse to call an actor after this process has left its Ray cluster: Ray would start another
-    cluster.
-    """
+    """Refuse to call an actor after this process left its Ray cluster, as Ray would start another cluster."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         raise RuntimeError("this process has left its Ray cluster")
@@ -447,9 +445,7 @@ class Roster:
                 raise ConfigError(key, f"no worker has {', '.join(map(str, numbers))}; there are {have}")
 
     def check_selection(self, capturing: bool) -> None:
-        """Warn of roles in the settings without workers; in a captured step, also of a callback without
-        workers.
-        """
+        """Warn of roles in the settings without workers; in a captured step, also if there are no workers."""
         if self._is_checked:
             return
         roles = self.roles
@@ -469,7 +465,7 @@ class Roster:
         self.notes = found
 
     def finish(self, hooks_s: float) -> Waits[None]:
-        """Wait for workers that compress artifacts or run hooks, because Ray ends all workers with the
+        """Wait for workers that compress artifacts or run hooks, before Ray ends all workers with the
         loop.
         """
         timeouts = self.config.timeouts

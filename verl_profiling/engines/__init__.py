@@ -1,1 +1,1 @@
-"""Rollout engines, one adapter each. Importing this imports no engine."""
+"""Adapters of rollout engines, one per engine. Importing this package imports no engine."""

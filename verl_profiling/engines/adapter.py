@@ -1,7 +1,7 @@
-"""The interface of an engine adapter, the only place that knows an engine's API and its versions.
+"""The interface of an engine adapter: all code for the API and versions of one engine is in its adapter.
 
-On an Ascend NPU an engine's processes record with torch_npu, which writes a folder for each rank. The engine
-fixes most options of torch_npu; docs/engines.md lists the free ones.
+On an Ascend NPU, the processes of an engine record with torch_npu, which writes a folder per rank. The engine
+sets most options of torch_npu; docs/engines.md lists the options that remain.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from verl_profiling.tools.torch_profiler import TorchTool
 SPOOL_PARENT = ".engines"
 
 EngineTool = TorchTool | NpuTool | NsysTool
-"""The tools with which an engine's own processes record."""
+"""The tools that can record in an engine's own processes."""
 
 ENGINE_OPTIONS: dict[tuple[str, str], dict[str, tuple[object, ...]]] = {
     ("vLLM", "npu"): {
@@ -47,7 +47,7 @@ ENGINE_OPTIONS: dict[tuple[str, str], dict[str, tuple[object, ...]]] = {
     },
     ("SGLang", "torch"): {"memory": (False,)},
 }
-"""Options of a tool that an engine restricts, and the values it allows, the default last."""
+"""Restricted options by engine and tool, with their allowed values, the default last."""
 
 _INFO = re.compile(r"profiler_info_(\d+)\.json")
 
@@ -65,7 +65,7 @@ class EngineTrace(NamedTuple):
 
 
 class EngineAdapter(ABC):
-    """Drives the profiler of an engine that records in processes of its own.
+    """Starts and stops the profiler of an engine that records in processes of its own.
 
     Attributes:
         name: Name of the engine.
@@ -73,7 +73,7 @@ class EngineAdapter(ABC):
         spool: Folder into which the engine writes its traces of all steps.
         ranks: Number of ranks that write a trace.
         stages: Stages with separate traces; ``(None,)`` for one trace per rank.
-        device: Its device type in torch, e.g. ``cuda``.
+        device: Device type of the engine in torch, e.g. ``cuda``.
         device_numbers: Visible device number of each rank from rank 0 on; empty if unknown.
     """
 
@@ -90,19 +90,19 @@ class EngineAdapter(ABC):
         """Open the recording window.
 
         Raises:
-            Exception: Whatever the engine raised, e.g. because its profiler is on already.
+            Exception: The exception of the engine, e.g. because its profiler is on already.
         """
 
     @abstractmethod
     async def stop(self) -> None:
         """Close the window, and return once the traces are written.
 
-        Also valid if the engine has closed the window by itself, or never reached it.
+        The call is also valid if the engine has closed the window by itself, or never opened it.
         """
 
     @abstractmethod
     def identify(self, path: Path) -> EngineTrace | None:
-        """Return the rank and stage of a new file or folder in the spool, or ``None`` if it is no trace."""
+        """Return the rank and stage of a new file or folder in the spool; ``None`` if not a trace."""
 
     def remove_spool(self) -> None:
         """Remove the spool with all its files, if :func:`new_spool` named it."""
@@ -110,7 +110,7 @@ class EngineAdapter(ABC):
             remove_folder(self.spool)
 
     def died(self) -> str:
-        """Return how the engine's processes ended, if this process can detect it; empty while they live."""
+        """Return how the engine's processes ended, if this process can detect that; empty while they live."""
         return ""
 
 
@@ -124,7 +124,7 @@ def _code(code: int) -> str:
 
 
 def new_spool(folder: Path) -> Path:
-    """Return a folder name for one engine's raw traces, on the file system of the step folders."""
+    """Return a folder for the raw traces of one engine, on the file system of the step folders."""
     return folder / SPOOL_PARENT / uuid4().hex[:12]
 
 
@@ -146,7 +146,7 @@ def engine_tool(role: RoleConfig, engine: str) -> EngineTool | None:
         names = " and ".join(tool.name for tool in writing)
         raise ConfigError(
             f"roles.{role.role}.tool",
-            f"{engine} engines do not record with {names}; set it to torch, to npu on an NPU, or to spans",
+            f"{engine} engines do not record with {names}; set the tool to torch, npu (on an NPU) or spans",
         )
     where = " on an NPU" if isinstance(tool, NpuTool) else ""
     for name, possible in {"mini_batches": (None,), **ENGINE_OPTIONS.get((engine, tool.name), {})}.items():
@@ -154,14 +154,14 @@ def engine_tool(role: RoleConfig, engine: str) -> EngineTool | None:
         if (sorted(value) if isinstance(value, tuple) else value) in possible:
             continue
         lacks = name == "mini_batches" or value is True
-        why = f"{engine} does not record {name}" if lacks else f"{engine} chooses it"
+        why = f"{engine} does not record {name}" if lacks else f"{engine} sets this option itself"
         neutral = msgspec.json.encode(possible[-1]).decode().replace('"', "")
         refuse_option(role.role, name, neutral, why + where, tool=tool.name)
     return tool
 
 
 def refusal(config: ProfilingConfig, role: str, request: CaptureRequest, engine: str) -> str:
-    """Return why an engine cannot make a capture, as its tool is fixed when it starts; empty if it can."""
+    """Return why the tool that an engine was started with cannot make a capture; empty if the tool can."""
     try:
         own, new = (config.for_role(role, selection) for selection in (None, request.selection))
     except ConfigError as error:
@@ -170,7 +170,7 @@ def refusal(config: ProfilingConfig, role: str, request: CaptureRequest, engine:
     if not new.enable or tools == others:
         return ""
     names = ", ".join(name for name, _ in tools)
-    how = f"to record with {names} alone" if names else "to be recorded without a trace"
+    how = f"to record with {names} alone" if names else "to write no trace"
     return cannot_be_had(request, f"roles.{role}.tool: {engine} was started {how}")
 
 
@@ -178,12 +178,12 @@ def check_device(tool: EngineTool, engine: str, device: str, role: str) -> None:
     """Check that a tool can record on the device of an engine: ``npu`` on an NPU, the others elsewhere.
 
     Raises:
-        ConfigError: The tool cannot.
+        ConfigError: The tool cannot record there.
     """
     if (device == "npu") != isinstance(tool, NpuTool):
         right = NpuTool.name if device == "npu" else TorchTool.name
         raise ConfigError(
-            f"roles.{role}.tool", f"{tool.name} records nothing of {engine} on {device}; set it to {right}"
+            f"roles.{role}.tool", f"{tool.name} records nothing of {engine} on {device}; set tool {right}"
         )
 
 
@@ -193,7 +193,7 @@ def refuse_option(
     """Refuse a tool's option that an engine does not support.
 
     Raises:
-        ConfigError: Always, with the option's key and the role's key that switches the option off.
+        ConfigError: Always, with the key of the option and the setting that switches the option off.
     """
     raise ConfigError(f"tools.{tool}.{option}", f"{why}; set roles.{role}.tools.{tool}.{option}={neutral}")
 
@@ -204,12 +204,12 @@ def is_recording(path: Path) -> bool:
 
 
 def rank_of_recording(path: Path) -> int:
-    """Return the rank in the file names of a torch_npu recording; 0 if there is none."""
+    """Return the rank in the file names of a torch_npu recording; 0 without a rank."""
     return next((int(found[1]) for file in path.iterdir() if (found := _INFO.fullmatch(file.name))), 0)
 
 
 def at_least(package: str, oldest: str, missing: bool = False) -> bool:
-    """Return whether a package has a version or a newer one; ``missing`` if it is not installed."""
+    """Return whether a package has at least some version; ``missing`` if the package is not installed."""
     try:
         installed = metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,9 +1,9 @@
-"""Records an engine: by its own processes, one capture at a time, or by the session of this process.
+"""Records a rollout engine, by the profiler in its own processes or by the session of this process.
 
-All waiting for an engine is in this module: for its start, its stop, and its traces. The session of this
-process cannot hold a capture of other processes, because a capture of a trainer may be open at the same
-time. It records engines that compute in this process: transformers, and vLLM without processes of its own.
-A trainer that shares the process joins the capture.
+This module waits for engines: for their start, their stop, and their traces. Engines in other processes are
+recorded apart from the session, which may hold a capture of a trainer at the same time. The session records
+engines that compute in this process: transformers, and vLLM without processes of its own. A trainer in the
+same process joins the capture.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class EngineRecorder:
         self._slot = Slot(self.config.after)
 
     async def start(self, request: CaptureRequest) -> StartReply:
-        """Start a capture, or join it if it runs already.
+        """Start a capture, or join the capture if it runs already.
 
         Raises:
             CaptureStateError: The engine has died, or is still writing.
-            Exception: Whatever the engine raised; nothing records then.
+            Exception: The exception of the engine; nothing is recorded then.
         """
         received_ns, who = clock.now_ns(), self.identity
         if why := refusal(self.config, who.role, request, self.engine.name):
@@ -113,7 +113,7 @@ class EngineRecorder:
         return StartReply(who, "recording", received_ns, expected=window.expected)
 
     async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
-        """Stop a capture; never raises for one that is not open."""
+        """Stop a capture, if one is open."""
         received_ns = clock.now_ns()
         result = await asyncio.shield(self._end(capture_id))  # goes on if the caller is cancelled
         settle = partial(self._slot.settle, result, capture_id, finish_s)
@@ -157,7 +157,7 @@ class EngineRecorder:
     async def _halt(self, window: Window) -> list[Artifact]:
         """Stop the engine's profiler, and move its traces into the step folder; return all artifacts.
 
-        They enter the result on disk, too, as the deadline of the stop may have passed.
+        The artifacts are also added to the result file, because the deadline of the stop may have passed.
         """
         window.end_ns, problem = clock.now_ns(), ""
         try:
@@ -165,7 +165,7 @@ class EngineRecorder:
                 await _while_alive(self.engine, self.engine.stop())
         except Exception as error:
             logger.error("%s: stopping the profiler failed: %s", self.identity, error)
-            problem = _death_of(self.engine) or f"stopping it raised {type(error).__name__}: {error}"
+            problem = _death_of(self.engine) or f"the stop raised {type(error).__name__}: {error}"
         artifacts, enter = [], window.file.finished
         for output in window.gather(problem):
             artifacts.append(finish(output, self._slot.background, window.request, enter))
@@ -184,7 +184,7 @@ class EngineRecorder:
         else:
             tool_spans.append(ToolSpan("stop", window.end_ns, clock.now_ns(), window.request.stage))
             reason = (
-                f"{self.engine.name} had not written it {self._stop_s:g} s after the stop; {_RECORD_LESS}"
+                f"{self.engine.name} wrote no trace in the {self._stop_s:g} s after the stop; {_RECORD_LESS}"
             )
             logger.error("%s: step %d: %s", self.identity, window.request.step, reason)
             artifacts = window.failed(reason)
@@ -222,7 +222,7 @@ class SessionRecorder:
         config: All settings.
         identity: The replica.
         requests: The log of the replica's requests.
-        elsewhere: Name of an engine that computes in other processes, which are not recorded; else empty.
+        elsewhere: Name of the engine if it computes in other, unrecorded processes; else empty.
     """
 
     config: ProfilingConfig
@@ -235,10 +235,10 @@ class SessionRecorder:
         process_session().register(self.config, self.identity)
 
     async def start(self, request: CaptureRequest) -> StartReply:
-        """Start a capture, or join the one of this process."""
+        """Start a capture, or join the open capture of this process."""
         session, who = process_session(), self.identity
         if request.stage is not None and not self._open and session.recording:
-            reason = f"another role of this process records by stage: mark this with stage({request.stage!r})"
+            reason = f"another role here records by stage: mark the rollout with stage({request.stage!r})"
             return StartReply(who, "skipped", reason=reason)
         if self.elsewhere and (why := refusal(self.config, who.role, request, self.elsewhere)):
             return StartReply(who, "refused", reason=why)
@@ -250,7 +250,7 @@ class SessionRecorder:
         return reply
 
     async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
-        """Stop a capture; never raises for one that is not open."""
+        """Stop a capture, if one is open."""
         reply = process_session().stop(capture_id)
         if finish_s:  # on a thread, so that the event loop is not blocked
             return await asyncio.to_thread(process_session().stop, capture_id, finish_s)
@@ -266,23 +266,23 @@ class SessionRecorder:
 
 @dataclass(eq=False)
 class Window:
-    """One capture of an engine, from its start to its result.
+    """One capture of an engine, from the start to the result.
 
-    Each rank of the engine writes a trace into the engine's spool folder. Nsight Systems instead writes one
-    report for all processes of a replica, which is collected after the run.
+    Each rank of the engine writes a trace into the engine's spool folder. Nsight Systems writes one report
+    for all processes of a replica, which is collected after the run.
 
     Args:
         request: The capture.
         role: The replica's settings.
-        file: The result's file.
+        file: Result file of the capture.
         engine: The engine.
         tool: The tool that records the engine.
         identity: The replica.
         ranks: The ranks inside the replica that are selected.
 
     Attributes:
-        expected: The artifacts that it will have if all goes well.
-        end_ns: When recording ended; 0 before.
+        expected: The expected artifacts.
+        end_ns: Time of the end of recording (ns); 0 before.
         timer: Ends recording after ``rollout.max_window_s``.
 
     Raises:
@@ -327,17 +327,17 @@ class Window:
         ]
 
     def opened(self) -> None:
-        """Record that the engine records from now on."""
+        """Note that the engine records from now on."""
         now_ns = clock.now_ns()
         self.expected = [msgspec.structs.replace(artifact, begin_ns=now_ns) for artifact in self.expected]
         if isinstance(self.tool, NsysTool):
             process_ranges().note_opened(Path(self.request.folder), self.expected[0].path)
 
     def gather(self, problem: str) -> list[Output]:
-        """Return the expected artifacts with their status, once the engine has stopped.
+        """Return the artifacts with their status, after the stop of the engine.
 
         Args:
-            problem: Why stopping failed; empty if it did not.
+            problem: Reason why the stop failed; empty if it succeeded.
         """
         folder = Path(self.request.folder)
         expected = [msgspec.structs.replace(artifact, end_ns=self.end_ns) for artifact in self.expected]
@@ -353,19 +353,19 @@ class Window:
                 for trace, artifact in zip(self._traces, expected, strict=True)
             ]
         except OSError as error:
-            reason = f"{self.engine.name} recorded it, but it cannot be moved: {error}"
+            reason = f"the trace of {self.engine.name} cannot be moved: {error}"
             logger.error("%s: step %d: %s", self.identity, self.request.step, reason)
             return [Output(artifact) for artifact in self.failed(reason)]
         finally:
             self.drop()
 
     def drop(self) -> None:
-        """Remove the spool with its remaining files: tables, and traces of unselected ranks."""
+        """Remove the spool with its remaining files, e.g. traces of unselected ranks."""
         if self._traces:
             self.engine.remove_spool()
 
     def failed(self, reason: str) -> list[Artifact]:
-        """Return all expected artifacts as failed."""
+        """Return all expected artifacts with the status ``failed``."""
         return [one.with_status("failed", reason, end_ns=self.end_ns) for one in self.expected]
 
     def _written(self) -> dict[EngineTrace, Path]:
@@ -380,7 +380,7 @@ class Window:
 
     def _without_file(self, artifact: Artifact, problem: str) -> Artifact:
         if self.engine.window.bounded and not problem:
-            return artifact.with_status("empty", f"the window was never reached ({self.engine.window})")
+            return artifact.with_status("empty", f"the recording window never began ({self.engine.window})")
         silent = f"{self.engine.name} reported no error and wrote no trace; its own log may say why"
         return artifact.with_status("failed", problem or silent)
 
@@ -410,21 +410,21 @@ def output_of(
 
 
 def _death_of(engine: EngineAdapter) -> str:
-    """Return a sentence on how an engine died and where its log is; empty while it lives."""
+    """Return a sentence on an engine's death and the place of its log; empty while the engine lives."""
     how = engine.died()
     if not how:
         return ""
     log = f"the output of process {os.getpid()} on {socket.gethostname()}"
-    remedy = "look there for the cause (PYTHONFAULTHANDLER=1 shows crashes), and start the engine anew"
+    remedy = "see the log for the cause (PYTHONFAULTHANDLER=1 shows crashes), and start the engine anew"
     return f"{engine.name} died ({how}); its log is {log}: {remedy}"
 
 
 async def _while_alive(engine: EngineAdapter, call: Awaitable[None]) -> None:
-    """Await a call to an engine, but give up if the engine dies, because no answer would come.
+    """Await a call to an engine; give up if the engine dies, because no reply would come.
 
     Raises:
         CaptureStateError: The engine died.
-        Exception: Whatever the call raised while the engine lives.
+        Exception: The exception of the call, while the engine lives.
     """
     task = asyncio.ensure_future(call)
     try:

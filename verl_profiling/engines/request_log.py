@@ -1,7 +1,7 @@
-"""A log of inference requests, written while a capture is open; at other times it costs next to nothing.
+"""A log of inference requests, active only during captures, with almost no cost at other times.
 
-Each request has a policy version. An engine may get new weights during a capture, so a server
-can report every new version; if it does not, requests have the version that the loop reports.
+Each request has a policy version. A server can report new versions during a capture; otherwise, requests have
+the version that the training loop reports.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LONGEST_ID = 200
 
 
 class RequestLog:
-    """The requests of one replica: when each began, got its first token and ended, and its lengths.
+    """The requests of one replica, with their begins, first tokens, ends and lengths.
 
     A server with an engine of its own makes a log, passes it to
     :meth:`RolloutCaptureMixin.init_capture() <verl_profiling.workers.RolloutCaptureMixin.init_capture>`
@@ -33,14 +33,14 @@ class RequestLog:
                 request.first_token()
                 request.response_tokens += 1
 
-    Tasks and threads may use it at the same time. Without an open capture, nothing is kept, and a
-    record reads no clock, unless the watch is on.
+    Tasks and threads may use the log concurrently. Without an open capture, nothing is kept, and the clock is
+    read only for the watch.
 
     Attributes:
-        busy: Records when any request was running, captured or not; ``None`` if the watch is off.
+        busy: The stage of the watch that is open while any request runs; ``None`` if the watch is off.
         enabled: Whether requests are logged while a capture is open.
         policy_versions: Versions of the weights since :meth:`begin`, in order; empty if unknown.
-        pending_since_ns: Begin times of the requests that were still running at :meth:`end`, in order.
+        pending_since_ns: Begin times (ns) of the requests that were unfinished at :meth:`end`, in order.
     """
 
     def __init__(self) -> None:
@@ -65,11 +65,11 @@ class RequestLog:
 
     @property
     def noting(self) -> bool:
-        """Whether a request that begins now is logged; if not, adapters pass it through."""
+        """Whether new requests are logged; otherwise, adapters call the engine directly."""
         return self._noted is not None
 
     def set_policy_version(self, version: int) -> None:
-        """Record that the engine has new weights from now on."""
+        """Set the policy version of requests that begin from now on."""
         self._server_knows = True
         self._policy_version = version
         if self.policy_versions and self.policy_versions[-1] != version:
@@ -79,7 +79,7 @@ class RequestLog:
         """Start logging.
 
         Args:
-            policy_version: The version that the loop reports; the server's own takes precedence.
+            policy_version: Policy version that the loop reports; a version of the server has precedence.
         """
         if not self._server_knows:
             self._policy_version = policy_version
@@ -115,7 +115,8 @@ class RequestLog:
 
         Args:
             engine: The engine.
-            logged: Gets the original ``generate`` and its arguments; calls it and logs the requests.
+            logged: Function that gets the original ``generate`` with its arguments, calls it, and logs the
+                requests.
         """
         generate = engine.generate
 
@@ -132,7 +133,8 @@ class RequestLog:
         Args:
             engine: The engine.
             method: Name of the method.
-            logged: Gets the original stream and the arguments of the call; returns a wrapped stream.
+            logged: Function that gets the original stream and the arguments of the call, and returns a
+                wrapped stream.
         """
         generate = getattr(engine, method)
 
@@ -146,7 +148,7 @@ class RequestLog:
         setattr(engine, method, watched)
 
     def open(self, prompt_tokens: int = 0, id: str = "") -> OpenRequest:
-        """Return a record of a request that begins now, to be used in a ``with`` block.
+        """Return the record of a request that begins now, for a ``with`` block.
 
         Args:
             prompt_tokens: Length of the prompt, if it is known already.
@@ -161,7 +163,7 @@ class RequestLog:
 
 
 def watch_transformers(model: Any, log: RequestLog) -> None:
-    """Log every sequence of a ``generate`` call when it returns, with the whole batch."""
+    """Log all sequences of a batch as requests when ``generate`` of ``transformers`` returns."""
 
     def logged(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         record = log.open()
@@ -183,7 +185,7 @@ def watch_transformers(model: Any, log: RequestLog) -> None:
 
 
 def _length(response: Any, padding: int | None) -> int:
-    """Return the number of tokens before the padding at the end."""
+    """Return the number of tokens without the padding at the end."""
     if padding is None:
         return int(response.shape[0])
     kept = (response != padding).nonzero()
@@ -200,7 +202,7 @@ def _weight_updates(name: str, versions: Sequence[int], requests: Sequence[Reque
 
 
 class _Noted(NamedTuple):
-    """The requests of one capture: ended ones, and open ones."""
+    """The ended and the open requests of one capture."""
 
     ended: list[Request]
     open: set[OpenRequest]
@@ -209,20 +211,20 @@ class _Noted(NamedTuple):
 class OpenRequest(msgspec.Struct, eq=False):
     """A running request; the end of its ``with`` block ends it.
 
-    If an exception leaves the block, cancellation included, the request has failed. The server sets
-    attributes inside the block; times are unix nanoseconds of this process's clock.
+    A request whose block raises, or is cancelled, has failed. The server sets attributes inside the block;
+    times are unix nanoseconds of this process's clock.
 
     Attributes:
         id: The client's id of the request.
         prompt_tokens: Length of the prompt.
-        begin_ns: When it began; 0 if it is not logged.
+        begin_ns: Begin of the request; 0 if the request is not logged.
         response_tokens: Length of the response so far.
-        arrival_ns: When the engine's scheduler received it; 0 if unknown.
-        scheduled_ns: When it was first scheduled; 0 if unknown.
-        first_token_ns: When the engine had the first token; 0 to use the time of :meth:`first_token`.
-        last_token_ns: When the engine had the last token; 0 if unknown.
+        arrival_ns: Arrival at the engine's scheduler; 0 if unknown.
+        scheduled_ns: Time of first scheduling; 0 if unknown.
+        first_token_ns: First token in the engine; 0 for the time of :meth:`first_token`.
+        last_token_ns: Last token in the engine; 0 if unknown.
         cached_tokens: Prompt tokens that came from a prefix cache; ``None`` if unknown.
-        preemptions: How often the scheduler preempted it; ``None`` if unknown.
+        preemptions: Number of preemptions by the scheduler; ``None`` if unknown.
     """
 
     id: str
@@ -254,17 +256,18 @@ class OpenRequest(msgspec.Struct, eq=False):
             self.close(self.prompt_tokens, self.response_tokens, failed=kind is not None)
 
     def first_token(self) -> None:
-        """Record that the first output arrived; later calls change nothing."""
+        """Record the arrival of the first output; later calls have no effect."""
         if not self._first_output_ns and self._noted is not None:
             self._first_output_ns = clock.now_ns()
 
     def close(self, prompt_tokens: int, response_tokens: int, *, failed: bool = False) -> None:
-        """Record that the request ended. For an engine that returns a batch, call it once per response.
+        """Record the end of the request. For a batch of responses, the server calls this method once per
+        response.
 
         Args:
             prompt_tokens: Length of the prompt.
             response_tokens: Length of the response.
-            failed: Whether it raised or was cancelled.
+            failed: Whether the request raised or was cancelled.
         """
         self._closed = True
         if self._noted is None:
@@ -304,7 +307,7 @@ class OpenRequest(msgspec.Struct, eq=False):
 
 
 def _count(value: object) -> int | None:
-    """Return a count, or ``None`` for an unknown one, e.g. vLLM's -1."""
+    """Return a count, or ``None`` for an unknown count, e.g. vLLM's -1."""
     return value if isinstance(value, int) and value >= 0 else None
 
 

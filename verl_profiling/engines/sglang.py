@@ -1,7 +1,7 @@
 """The SGLang adapter: ``Engine``, an object with a ``tokenizer_manager``, or a server's URL.
 
-The call that starts SGLang's profiler has all options of the capture, and the output folder.
-Whether a version takes one object or keyword arguments is read from its signature.
+The call that starts SGLang's profiler has all options of the capture, and the output folder. The signature of
+the call shows whether an SGLang takes one object or keyword arguments.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _TRACE = re.compile(
 
 
 class SGLangAdapter(EngineAdapter):
-    """Drives the profilers of SGLang's schedulers.
+    """Starts and stops the profilers of SGLang's schedulers.
 
     Args:
         engine: An ``Engine``, an object with a ``tokenizer_manager``, or a server's URL.
@@ -122,7 +122,7 @@ class SGLangAdapter(EngineAdapter):
         return EngineTrace(rank, self._stage(path, found["stage"]))
 
     async def _disarm(self) -> None:
-        """Cancel a window that was not reached; else it would open later, e.g. in another capture.
+        """Cancel a window that has not begun, because it could begin later, e.g. in another capture.
 
         SGLang clears a window only when a recording stops, so an empty recording is made and discarded.
         """
@@ -137,7 +137,7 @@ class SGLangAdapter(EngineAdapter):
         await self._calls.stop()
 
     def _stage(self, path: Path, stage: str | None) -> EngineStage | None:
-        """Return the stage of a trace. A trace that the stop has cut short lacks it in its file name."""
+        """Return the stage of a trace, by its file name, or by its content if the name has no stage."""
         if not self.window.by_stage:
             return None
         if stage is not None:
@@ -182,17 +182,17 @@ def check_sglang(
         window: The part of a rollout to record.
         role: Role of the server.
         device: Device type of the engine.
-        dp_ranks: Number of its data-parallel ranks, if each has schedulers of its own.
+        dp_ranks: Number of data-parallel ranks of the engine, if each rank has schedulers of its own.
 
     Raises:
         ConfigError: SGLang does not support the settings, or would crash with them.
     """
     if isinstance(tool, NpuTool):
-        why = "recordings of torch_npu name their rank only"
+        why = "the files of torch_npu are named by rank, not by stage"
         if window.by_stage:
-            raise ConfigError("rollout.by_stage", f"{why}; set it to false on an NPU")
+            raise ConfigError("rollout.by_stage", f"{why}; set the option to false on an NPU")
         if dp_ranks > 1:
-            remedy = "set it to spans, or use enable_dp_attention"
+            remedy = "set the tool to spans, or use enable_dp_attention"
             raise ConfigError(f"roles.{role}.tool", f"SGLang has data-parallel ranks, and {why}; {remedy}")
     if window.start:
         raise ConfigError(
@@ -209,13 +209,13 @@ def _check_sglang_reaches_torch_npu() -> None:
     """Check that SGLang can use the profiler of torch_npu.
 
     Raises:
-        ToolUnavailableError: SGLang uses a function that the installed torch_npu does not have. Starting
-            its profiler would raise, which ends all its processes.
+        ToolUnavailableError: SGLang uses a function that the installed torch_npu does not have. A start of
+            its profiler would raise, and end all processes of SGLang.
     """
     torch_npu = sys.modules.get("torch_npu")
     if not (torch_npu is None or hasattr(torch_npu, _PATCHES) or at_least("sglang", "0.5.24", True)):
         raise ToolUnavailableError(
-            f"init_capture: SGLang {metadata.version('sglang')} gets at torch_npu's profiler by {_PATCHES}, "
+            f"init_capture: SGLang {metadata.version('sglang')} starts torch_npu's profiler by {_PATCHES}, "
             f"which torch_npu {torch_npu.__version__} does not have; install the torch_npu that this SGLang "
             "names, or set roles.rollout.tool to spans"
         )
@@ -226,7 +226,7 @@ def _activities(tool: TorchTool | NpuTool, device: str) -> tuple[str, ...]:
 
 
 def _offered(device: str) -> tuple[str, ...]:
-    """Return the activities that SGLang can record with torch's profiler on a type of device."""
+    """Return the activities of torch's profiler that SGLang can record on a type of device."""
     return {"cpu": ("cpu",), "xpu": ("cpu", "xpu")}.get(device, ("cpu", "cuda"))
 
 
@@ -253,7 +253,7 @@ class ManagerCalls:
     ``start_profile`` takes keywords up to 0.5.14 and one request object from 0.5.15 on.
 
     Attributes:
-        server_args: The settings it runs with.
+        server_args: Settings of the running SGLang.
 
     Raises:
         ToolUnavailableError: This SGLang is too old.
@@ -270,7 +270,7 @@ class ManagerCalls:
         self.server_args = {name: getattr(manager.server_args, name, None) for name in _SERVER_ARGS}
 
     async def start(self, options: dict[str, Any]) -> None:
-        """Start profiling, or arm a window."""
+        """Start profiling now, or at a later iteration."""
         if self._takes_object:
             from sglang.srt.managers.io_struct import ProfileReq
 
@@ -289,9 +289,9 @@ class ManagerCalls:
         return True
 
     async def _on_its_loop(self, call: Callable[[], Awaitable[Any]]) -> None:
-        """Await a call on the event loop on which the manager receives the scheduler's answers.
+        """Await a call on the event loop on which the manager receives the scheduler's replies.
 
-        The manager uses the loop of its first call; on any other loop, an answer never arrives.
+        The manager uses the loop of its first call; on any other loop, a reply never arrives.
         """
         loop: asyncio.AbstractEventLoop | None = getattr(self._manager, "event_loop", None)
 
@@ -310,7 +310,7 @@ class HTTPCalls:
     """Calls an SGLang server that shares this file system; it has the attributes of :class:`ManagerCalls`.
 
     Args:
-        url: Its address, e.g. ``http://127.0.0.1:30000``.
+        url: URL of the server, e.g. ``http://127.0.0.1:30000``.
 
     Raises:
         CaptureStateError: The server does not answer.
@@ -321,7 +321,7 @@ class HTTPCalls:
         self.server_args = self._call("/get_server_info")
 
     async def start(self, options: dict[str, Any]) -> None:
-        """Start profiling, or arm a window."""
+        """Start profiling now, or at a later iteration."""
         await asyncio.to_thread(self._call, "/start_profile", options)
 
     async def stop(self) -> bool:
@@ -343,17 +343,17 @@ class HTTPCalls:
                 return json.load(answer) if body is None else None
         except (OSError, ValueError) as error:
             raise CaptureStateError(
-                f"{self._url}{path} does not answer ({error}); is it an SGLang server, and up? It ends when "
-                "one of its processes dies; the server's log says why"
+                f"{self._url}{path} does not answer ({error}); is it a running SGLang server? A server "
+                "ends when one of its processes dies; its log may show the cause"
             ) from error
 
 
 def watch_manager(manager: Any, log: RequestLog) -> None:
-    """Log every request to the engine, through any of its methods and routes.
+    """Log every request to an SGLang engine, for all of its methods and routes.
 
-    Every response has its id, lengths, cached tokens and retractions. With ``enable_metrics``, it has
-    times: of arrival and scheduling from 0.5.6 on, and of the end of prefill from 0.5.12 on. They are unix
-    seconds of the scheduler's host, and are kept only if all schedulers run on this host.
+    Every response has its id, lengths, cached tokens and retractions. With ``enable_metrics``, a
+    response has times: arrival and scheduling from 0.5.6 on, end of prefill from 0.5.12 on. The times are
+    unix seconds of the scheduler's host, so they are kept only if all schedulers run on this host.
     """
     arguments = getattr(manager, "server_args", None)
     shares_clock = min(getattr(arguments, "nnodes", 1), getattr(arguments, "dp_size", 1)) == 1
@@ -368,7 +368,7 @@ def watch_manager(manager: Any, log: RequestLog) -> None:
 async def _noting(
     stream: AsyncGenerator[Any, None], record: OpenRequest, shares_clock: bool
 ) -> AsyncGenerator[Any, None]:
-    """Yield the outputs of a request, each a response so far or a batch's list, and log the request."""
+    """Log a request; yield its outputs, which are partial responses or lists of a batch."""
     latest: dict[int, dict[str, Any]] = {}
     try:
         async for output in stream:
@@ -390,7 +390,7 @@ async def _noting(
 
 
 def _tell(record: OpenRequest, information: dict[str, Any], shares_clock: bool) -> None:
-    """Copy SGLang's data on a response into its record; versions up to 0.5.9 have other keys."""
+    """Copy SGLang's data on a response into the request's record; versions up to 0.5.9 have other keys."""
     record.id = information.get("id", record.id)
     record.cached_tokens = information.get("cached_tokens")
     record.preemptions = information.get("num_retractions", information.get("total_retractions"))

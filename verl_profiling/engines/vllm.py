@@ -1,7 +1,7 @@
 """The vLLM adapter: ``AsyncLLM`` and ``LLM``, from 0.8.5 on.
 
-vLLM's profiler has to be configured before the engine starts: by environment variables before vLLM 0.13,
-since then by ``profiler_config``. The options of each version are read from its code.
+The profiler of vLLM is configured before the engine starts: before vLLM 0.13 by environment variables, since
+then by ``profiler_config``. The options of a version are read from its code.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from verl_profiling.tools.nsys import NsysTool
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 
 _NAMES_RANKS, _COUNTS_ITERATIONS = "0.16", "0.20"
-"""The versions of vllm-ascend from which on its recordings can be captured, and their iterations counted."""
+"""First versions of vllm-ascend with ranks in the names of recordings, and with counted iterations."""
 
 _DIR_VARIABLE = "VLLM_TORCH_PROFILER_DIR"
 _CUDA_VARIABLE = "VLLM_TORCH_CUDA_PROFILE"
@@ -84,20 +84,20 @@ def vllm_engine_args(config: ProfilingConfig, role: str) -> dict[str, Any]:
     spool, known = new_spool(config.local_folder), _known_options()
     wanted = profiler_settings(tool, window, spool)
     if "torch_profiler_activities" in wanted.keys() - known:
-        refuse_option(role, "activities", "null", f"vLLM {_version()} records all that there is")
+        refuse_option(role, "activities", "null", f"vLLM {_version()} records all activities")
     if (profiler_config := _profiler_config()) is not None:
         return {"profiler_config": profiler_config(**wanted)}
     if isinstance(tool, NsysTool) and "profiler" not in known:
         raise ConfigError(
             f"roles.{role}.tool",
-            f"vLLM {_version()} has no mode for nsys; install vllm>=0.12, or set it to torch or spans",
+            f"vLLM {_version()} has no mode for nsys; install vllm>=0.12, or use tool torch or spans",
         )
     os.environ.update(profiler_variables({name: wanted[name] for name in known & wanted.keys()}))
     return {}
 
 
 def check_vllm_ascend() -> None:
-    """Check that the vllm-ascend of this machine can be captured.
+    """Check that the installed vllm-ascend can be captured.
 
     Raises:
         ToolUnavailableError: vllm-ascend is missing or too old, or its msMonitor profiler is switched on.
@@ -123,7 +123,7 @@ def _profiler_config() -> Any:
 
 
 def _known_options() -> set[str]:
-    """Return the fields of ``ProfilerConfig`` that the installed vLLM has, as variables before 0.13."""
+    """Return the installed vLLM's fields of ``ProfilerConfig``; before 0.13, its environment variables."""
     if (profiler_config := _profiler_config()) is not None:
         return {field.name for field in dataclasses.fields(profiler_config)}
     from vllm import envs
@@ -132,7 +132,7 @@ def _known_options() -> set[str]:
 
 
 def _recorded_options(tool: EngineTool) -> TorchOptions:
-    """Return the options of a tool as options of vLLM's own profiler.
+    """Return the options of a tool in the names of vLLM's own profiler.
 
     vllm-ascend uses vLLM's option for stacks as torch_npu's option for modules.
     """
@@ -142,7 +142,7 @@ def _recorded_options(tool: EngineTool) -> TorchOptions:
 
 
 def profiler_settings(tool: EngineTool, window: RolloutOptions, spool: Path) -> dict[str, Any]:
-    """Return the fields of ``ProfilerConfig``, which configures the profiler from vLLM 0.13 on."""
+    """Return the fields of ``ProfilerConfig``, the configuration of the profiler from vLLM 0.13 on."""
     settings: dict[str, Any] = {
         "delay_iterations": _first_iteration(window, tool),
         "max_iterations": window.count or 0,
@@ -186,17 +186,16 @@ def check_vllm(tool: EngineTool, window: RolloutOptions) -> None:
     """Refuse settings that no version of vLLM supports, before an engine is started.
 
     Raises:
-        ConfigError: vLLM cannot record that window, or with ``nsys`` might not open its range.
+        ConfigError: vLLM cannot record the window, or with ``nsys`` might not open the range.
     """
     if isinstance(tool, NsysTool) and window.start:
         raise ConfigError(
             "rollout.start",
-            f"{tool.name} numbers the ranges that were opened, and a rollout may end before this one is; "
-            "set it to 0",
+            f"{tool.name} counts the opened ranges, and a short rollout would open none; set the option to 0",
         )
     if window.by_stage:
         raise ConfigError(
-            "rollout.by_stage", "vLLM cannot record prefill and decode separately; set it to false"
+            "rollout.by_stage", "vLLM cannot record prefill and decode separately; set the option to false"
         )
 
 
@@ -204,7 +203,7 @@ def _recording_window(rollout: RolloutOptions, tool: EngineTool) -> RolloutOptio
     """Return the part of a rollout to record.
 
     Raises:
-        ConfigError: The installed vLLM cannot record it, or with ``nsys`` might not open its range.
+        ConfigError: The installed vLLM cannot record the window, or with ``nsys`` might not open the range.
     """
     check_vllm(tool, rollout)
     engine, newer = f"vLLM {_version()}", "vllm>=0.12"
@@ -229,14 +228,14 @@ def _version() -> str:
 
 
 def records_in_process(engine: Any) -> bool:
-    """Return whether a vLLM engine computes in this process, in which case the session records it."""
+    """Return whether a vLLM engine computes in this process, and so is recorded by the session."""
     client = getattr(getattr(engine, "llm_engine", engine), "engine_core", None)
     executor = getattr(getattr(client, "engine_core", None), "model_executor", None)
     return any(base.__name__ == "UniProcExecutor" for base in type(executor).__mro__)
 
 
 class VLLMAdapter(EngineAdapter):
-    """Drives the profilers of a vLLM engine's workers.
+    """Starts and stops the profilers of a vLLM engine's workers.
 
     Args:
         engine: An ``AsyncLLM`` or an ``LLM`` that was started with :func:`vllm_engine_args`.
@@ -290,7 +289,7 @@ class VLLMAdapter(EngineAdapter):
         client = getattr(getattr(self._engine, "llm_engine", self._engine), "engine_core", None)
         resources = getattr(client, "resources", None)
         finished = getattr(getattr(resources, "engine_manager", None), "finished_procs", None)
-        dead = "its core says that it is dead" if getattr(resources, "engine_dead", False) else ""
+        dead = "the engine core reports its death" if getattr(resources, "engine_dead", False) else ""
         return how_processes_ended(finished() if callable(finished) else {}) or dead
 
     def identify(self, path: Path) -> EngineTrace | None:
@@ -333,13 +332,13 @@ class VLLMAdapter(EngineAdapter):
 
 
 async def _result(answer: Any) -> None:
-    """Await the answer of an ``AsyncLLM``; an ``LLM`` has executed the call already."""
+    """Await the result of a call of ``AsyncLLM``; ``LLM`` has finished the call already."""
     if inspect.isawaitable(answer):
         await answer
 
 
 def _rank_inside(path: Path) -> int:
-    """Return the rank that torch wrote into a trace; before vLLM 0.11, the file name has no rank."""
+    """Return the rank from the content of a trace; before vLLM 0.11, the file name has no rank."""
     with igzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         head: bytes = file.read(1 << 16)
     found = _RANK_INSIDE.search(head)
@@ -351,8 +350,8 @@ def watch_vllm(engine: Any, log: RequestLog) -> None:
 
     Each output of vLLM has the id, lengths and cached tokens of its request. Without ``disable_log_stats``,
     it also has ``RequestStateStats``: times on the monotonic clock of the engine core's process, and from
-    0.30 on the number of preemptions. These and the cached tokens belong to one sample, so they are not
-    logged for a request with several samples.
+    0.30 on the number of preemptions. These times and the cached tokens belong to one sample, so requests
+    with several samples have none.
     """
     shares_clock = _shares_clock(engine)
 
@@ -402,7 +401,7 @@ async def _noting(
 
 
 def _tell(record: OpenRequest, output: Any, shares_clock: bool) -> None:
-    """Copy vLLM's data on a request into its record; without an output, leave it unknown."""
+    """Copy vLLM's data on a request into the record of the request; a request without output has none."""
     record.arrival_ns = record.scheduled_ns = record.first_token_ns = record.last_token_ns = 0
     record.cached_tokens = getattr(output, "num_cached_tokens", None)
     statistics = getattr(output, "metrics", None)
@@ -422,7 +421,7 @@ def _tell(record: OpenRequest, output: Any, shares_clock: bool) -> None:
 
 
 def _shares_clock(engine: Any) -> bool:
-    """Return whether all engine cores run on this host, and so share its monotonic clock."""
+    """Return whether all engine cores run on this host, and so share one monotonic clock."""
     parallel = getattr(getattr(engine, "vllm_config", None), "parallel_config", None)
     here = getattr(parallel, "data_parallel_size_local", 1)
     return (

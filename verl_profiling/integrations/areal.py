@@ -1,7 +1,7 @@
-"""Profiles AReaL's PPOTrainer: ``with areal_profiling(settings):`` around its ``train``.
+"""Profiles AReaL's PPOTrainer by ``with areal_profiling(settings):`` around the call of ``train``.
 
-AReaL marks each part of its loop by ``perf_tracer.trace_scope("train.<part>")``, whether its own tracer is on
-or not. That function is wrapped to call the callback: a step lasts from ``train.rollout`` to the end of
+AReaL marks each part of its loop by ``perf_tracer.trace_scope("train.<part>")``, even without its own tracer.
+A wrapper of ``trace_scope`` calls the callback. A step lasts from ``train.rollout`` to the end of
 ``train.log_stats``.
 """
 
@@ -42,7 +42,7 @@ def areal_profiling(config: ProfilingConfig | Mapping[str, Any] | None) -> Itera
 
     If each rank runs the trainer (``AREAL_SPMD_MODE``), this process is recorded as a rank of role ``actor``.
     In AReaL's single-controller mode the training engines are other processes, and only the loop's own stages
-    are recorded. Exceptions propagate unchanged, and what was recorded until then is kept.
+    are recorded. Exceptions propagate unchanged, and earlier recordings are kept.
 
     Args:
         config: Settings, as for :class:`ProfilingCallback`. With ``enable: false``, nothing is replaced.

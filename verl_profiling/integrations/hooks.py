@@ -1,4 +1,4 @@
-"""Hooks functions of other packages, and reports functions that the installed version lacks."""
+"""Hooks functions of frameworks, and reports functions that the installed version does not have."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _notes: list[list[str]] = []
 
 @contextmanager
 def noting(notes: list[str]) -> Iterator[None]:
-    """Append to ``notes`` each name that :func:`missing` reports while the block runs."""
+    """Append to ``notes`` the names that :func:`missing` reports during the block."""
     _notes.append(notes)
     try:
         yield
@@ -32,7 +32,7 @@ def noting(notes: list[str]) -> Iterator[None]:
 
 
 def missing(owner: Any, name: str) -> None:
-    """Report that a module or class lacks a function."""
+    """Report a function that a module or class does not have."""
     if _notes:
         _notes[-1].append(f"{owner.__qualname__}.{name}" if isinstance(owner, type) else name)
 
@@ -40,17 +40,17 @@ def missing(owner: Any, name: str) -> None:
 def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> bool:
     """Replace a function of a module or class by ``wrapper(function, *args, **kwargs)``.
 
-    A function that does not exist, or whose first arguments differ from the wrapper's, is reported and left
-    alone. Do not wrap a function that inspects its caller: verl's ``auto_await`` returns a coroutine only to
-    a coroutine.
+    A missing function, or a function with other first arguments than the wrapper, is reported and not
+    replaced. Do not wrap a function that inspects its caller: verl's ``auto_await`` returns a coroutine only
+    to a coroutine.
 
     Args:
         owner: The module, the class, or an object.
-        name: The function's name; an inherited method is replaced in ``owner`` alone.
-        wrapper: The function around it; a coroutine function around a coroutine function.
+        name: Name of the function; an inherited method is replaced in ``owner`` only.
+        wrapper: The wrapper; for a coroutine function, a coroutine function.
 
     Returns:
-        Whether it was replaced.
+        Whether the function was replaced.
     """
     function = getattr(owner, name, None)
     if not callable(function):
@@ -105,11 +105,12 @@ class Hook:
 
     Attributes:
         module: The framework's module.
-        put_in: Function that is called with the module, as ``module:function`` of ``integrations.verl``.
-        records: The part of a run that it records, in a user's words.
+        put_in: The function that changes the module, as ``module:function`` of ``integrations.verl``.
+        records: The recorded part of a run, for messages.
         needed: Whether nothing at all is recorded without this hook.
-        part: The part of the framework that the module is in; runs that do not use it ignore the hook.
-        missing: Functions that the module lacks or has in another form; ``None`` until it is imported.
+        part: The part of the framework with the module; runs without this part ignore the hook.
+        missing: Functions that the module does not have, or with other arguments; ``None`` until the module
+            is imported.
     """
 
     module: str
@@ -126,12 +127,12 @@ class Hook:
 
     @property
     def name(self) -> str:
-        """Name of its function without the verb."""
+        """Name of the hook's function without the verb."""
         return self.put_in.partition(":")[2].partition("_")[2]
 
     @property
     def problem(self) -> str | None:
-        """Why this version of the library cannot be hooked here; ``None`` if no problem is known."""
+        """Reason why the installed framework cannot be hooked; ``None`` if no problem is known."""
         if self.missing:
             return f"{self.module} has no {', '.join(self.missing)}"
         if self.missing is None and not _exists(self.module):
@@ -140,7 +141,7 @@ class Hook:
 
     @property
     def misfit(self) -> str | None:
-        """A sentence on the part that is not recorded, with the reason; ``None`` if the hook fits."""
+        """A sentence on the unrecorded part and the reason; ``None`` if the hook fits."""
         problem = self.problem
         return None if problem is None else f"not recorded: {self.records}, because {problem}"
 
@@ -164,7 +165,7 @@ _awaiting: list[Hook] = []
 
 
 def misfits(parts: Container[str] | None = None) -> list[str]:
-    """Return what is not recorded in this process, each with the reason.
+    """Return sentences on the unrecorded parts of a run in this process, with the reasons.
 
     Args:
         parts: The parts of the framework that the run uses; ``None``: all.
@@ -174,12 +175,12 @@ def misfits(parts: Container[str] | None = None) -> list[str]:
 
 
 def usable(parts: Container[str]) -> bool:
-    """Return whether all needed hooks of such a run fit, as far as this process knows."""
+    """Return whether all needed hooks of a run fit, as far as known in this process."""
     return all(hook.problem is None for hook in _awaiting if hook.needed and hook.part in parts)
 
 
 def _exists(module: str) -> bool:
-    """Return whether there is such a module, without importing its package."""
+    """Return whether a module exists, without importing its package."""
     package, *rest = module.split(".")
     spec = find_spec(package)
     if spec is None or not rest:

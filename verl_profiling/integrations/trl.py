@@ -2,9 +2,9 @@
 
     trainer.add_callback(TRLProfilingCallback(trainer, settings))
 
-A step is transformers' own: one update by the optimizer, numbered as its logs are. TRL generates where a
-step's first batch is prepared, and for ``steps_per_generation`` batches at once, so that a step has one
-rollout, several, or none. Every process runs the trainer, and is recorded as a rank of the role ``actor``.
+A step is a step of transformers: one update by the optimizer, with the number in the logs. TRL generates
+``steps_per_generation`` batches together, before the first of them is used, so a step has one rollout,
+several, or none. Every process runs the trainer, and is recorded as a rank of the role ``actor``.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _MARKED = "_verl_profiling"
 
 
 class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types of transformers are read
-    """Profiles the steps of a trainer, once it is passed to the trainer's ``add_callback``.
+    """Profiles the steps of a trainer after ``trainer.add_callback``.
 
     With ``enable: false``, the trainer is left unchanged. An exception of the training propagates unchanged,
-    and what was recorded until then is kept.
+    and earlier recordings are kept.
 
     Args:
         trainer: The trainer, made and ready to train.
@@ -51,7 +51,7 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
         ToolUnavailableError: A tool cannot work on this machine.
 
     Attributes:
-        profiling: The callback that is called at each step.
+        profiling: The callback of the profiler, called at each step.
     """
 
     def __init__(self, trainer: Trainer, config: ProfilingConfig | Mapping[str, Any] | None) -> None:
@@ -80,11 +80,11 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
         self.profiling.on_step_end()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **_: Any) -> None:
-        """Add the metrics that the trainer logs to their step."""
+        """Add the logged metrics of the trainer to their step."""
         self.profiling.add_metrics(state.global_step, logs)
 
     def _mark(self) -> None:
-        """Put stages around the methods of this trainer, and of no other."""
+        """Mark methods of this trainer object as stages."""
         trainer = self._trainer
         marked: dict[str, Callable[[], AbstractContextManager[None]]] = {
             **{name: partial(self._stage, of_stage) for name, of_stage in _STAGES.items()},
@@ -105,7 +105,7 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
                 wrap(trainer, name, wrapper)
         if missing:
             kind = f"{type(trainer).__module__}.{type(trainer).__qualname__}"
-            logger.warning("profiling: %s has no %s; what it does is not recorded", kind, ", ".join(missing))
+            logger.warning("profiling: %s has no %s, which is not recorded", kind, ", ".join(missing))
         if (engine := getattr(trainer, "vllm_generation", None)) is not None:
             mark(engine, "sync_weights", partial(self._stage, "update_weights"))
         setattr(trainer, _MARKED, self)
@@ -118,7 +118,7 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        """Mark a stage of the loop and of the worker, which are one process."""
+        """Mark a stage of the loop and of the worker in this process."""
         if self._validating:
             yield
         else:
@@ -126,7 +126,7 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
                 yield
 
     def _turn_to(self, name: str | None) -> None:
-        """End the open stage that spans several methods of the trainer; begin the next, if any."""
+        """End the open stage that spans several methods of the trainer, and begin the next one, if any."""
         self._open.close()
         self._current = name
         if name is not None:
@@ -149,27 +149,29 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
 
     @contextmanager
     def _rewards(self) -> Iterator[None]:
-        """Mark the stage ``reward``; ``advantage`` follows until the batch has been scored."""
+        """Mark the stage ``reward``, then ``advantage`` until the batch is scored."""
         with self._stage("reward"):
             yield
         self._turn_to(_ADVANTAGE)
 
     def _then_update(self, prepare_inputs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Begin stage ``update_actor`` when a batch is ready; it lasts until the next rollout or step."""
+        """Begin the stage ``update_actor`` with a prepared batch, up to the next rollout or step."""
         inputs = prepare_inputs(*args, **kwargs)
         if self._current != _UPDATE and not self._validating:
             self._turn_to(_UPDATE)
         return inputs
 
     def _log_probs(self, log_probs: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Mark passes over generated tokens as stages, except a pass inside the stage ``update_actor``."""
+        """Mark forward passes over generated tokens as stages, except inside the stage ``update_actor``."""
         if self._current == _UPDATE:
             return log_probs(model, *args, **kwargs)
         with self._stage("ref_log_prob" if self._is_reference(model) else "old_log_prob"):
             return log_probs(model, *args, **kwargs)
 
     def _is_reference(self, model: Any) -> bool:
-        """Return whether a model is the reference, or the policy with the adapter off or ``ref`` active."""
+        """Return whether a model is the reference: another model, or the policy without adapter or with
+        ``ref``.
+        """
         if model is getattr(self._trainer, "ref_model", None):
             return True
         status_of = getattr(self._trainer.accelerator.unwrap_model(model), "get_model_status", None)

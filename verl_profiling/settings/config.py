@@ -118,9 +118,7 @@ class ProfilingConfig:
 
     @property
     def local_folder(self) -> Path:
-        """The folder of this host that files are written into first: ``save_path``, or ``remote.staging`` for
-        a URL.
-        """
+        """The local folder for all files: ``save_path``, or ``remote.staging`` if ``save_path`` is a URL."""
         return self.remote.staging_folder if self.is_remote else Path(self.save_path).absolute()
 
     def _check_remote(self) -> None:

@@ -1,4 +1,4 @@
-"""Trajectories of a rollout, as spans; and the lag of the event loop that serves them."""
+"""Trajectories of a rollout, their spans, and the lag of their event loops."""
 
 from verl_profiling.trajectories.spans import (
     Span,

@@ -1,4 +1,4 @@
-"""The open log of trajectories in memory, and its conversion into the records of the file."""
+"""The log of trajectories in memory, and its conversion into the records of a trajectory file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOOKED_THROUGH = 20_000  # spans
 
 
 class OpenLog:
-    """The spans and trajectories of a process so far: bounded, and without a lock per span.
+    """The recorded spans and trajectories of a process, with bounded memory and no lock per span.
 
     Args:
         max_spans: Limit of the kept spans, and likewise of trajectories, statuses and counts.
@@ -46,7 +46,7 @@ class OpenLog:
         self._left_out: Counter[type[Span]] = Counter()
 
     def add(self, span: Span) -> None:
-        """Keep a span or trajectory that begins, or was open when recording began."""
+        """Add a span or trajectory at its begin, or if it was open at the begin of recording."""
         facts = span.facts
         if facts:
             _shorten(facts)
@@ -57,7 +57,7 @@ class OpenLog:
             self._left_out[type(span)] += 1
 
     def span_of(self, task: object) -> int:
-        """Return the number of a task's innermost open span; the sampling thread calls this."""
+        """Return the number of a task's innermost open span, for the sampling thread."""
         spans = self.spans
         for number in reversed(range(max(0, len(spans) - _LOOKED_THROUGH), len(spans))):
             if spans[number].task is task and not spans[number].end_ns:
@@ -65,13 +65,13 @@ class OpenLog:
         return NO_SPAN
 
     def end(self) -> None:
-        """End the recording; spans that are open now count as open in the records."""
+        """End the recording; spans that are open now are marked as open in the records."""
         self._end_ns = clock.now_ns()
         self.lag.end()
         self._threads = {thread.ident: thread.native_id for thread in threading.enumerate()}
 
     def close(self, lane: str) -> TrajectoryLog:
-        """Return the records of an ended log and free its memory; callable once, from any thread.
+        """Return the records of an ended log, and free its memory; may be called once, from any thread.
 
         Args:
             lane: Lane of the process.
@@ -133,7 +133,7 @@ class OpenLog:
 
 
 def _shorten(facts: dict[str, Any]) -> None:
-    """Cut long texts among facts, e.g. a prompt, so that they do not stay in memory."""
+    """Cut long texts among facts, e.g. a prompt, to save memory."""
     for name, value in facts.items():
         if type(value) is str and len(value) > _LONGEST_TEXT:
             facts[name] = value[:_LONGEST_TEXT]

@@ -1,12 +1,12 @@
-"""Event loop lag: how late a loop runs a callback that is due, and which task blocked the loop.
+"""Event loop lag: the delay with which a loop runs a due callback, and the task that blocked the loop.
 
 A callback is scheduled when a span begins or ends, and when the sampling thread sees a running task. The
 delay of the callback is the lag. While a callback is late, the thread samples the running task. So an idle
 loop costs only the samples, and any type of event loop works.
 
-A block is charged to the task in the samples, never to the span that scheduled the callback. The time before
-a late sample counts for the task if the loop's thread used the CPU. It counts against the task if other
-threads did, as they held the GIL. Else the process stood still, and the time does not count.
+The sampled task counts as the blocker, never the span that scheduled the callback. If a sample is late and
+the loop's thread used the CPU, the time counts for the task. If other threads used the CPU, they held the
+GIL, and the time counts against the task. Else the process stood still, and the time does not count.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OWN = (sysconfig.get_path("stdlib"), __file__.rpartition("/")[0])
 class _Sample(NamedTuple):
     """One sample of a loop's thread: the running task, its span and function; empty if unknown.
 
-    Of the time since the sample before, ``known_ns`` counts for the task and ``held_ns`` against it.
+    Of the time since the previous sample, ``known_ns`` counts for the task and ``held_ns`` against the task.
     """
 
     at_ns: int
@@ -55,7 +55,7 @@ class LoopLag:
 
     Attributes:
         lags: The measured delays.
-        blocks: When a loop was blocked, and by which task.
+        blocks: Times in which a loop was blocked, with the blocking task.
 
     Args:
         span_of: Returns the number of the innermost open span of a task, or -1.
@@ -71,7 +71,7 @@ class LoopLag:
         self._thread: threading.Thread | None = None
 
     def measure(self, loop: asyncio.AbstractEventLoop) -> LoopState:
-        """Measure the loop that runs on this thread from now on; return its state."""
+        """Begin to measure the event loop of this thread; return its state."""
         state = self._states.get(id(loop))
         if state is not None:
             return state
@@ -84,12 +84,12 @@ class LoopLag:
         return state
 
     def number(self, loop: asyncio.AbstractEventLoop | None) -> int:
-        """Return the number of a loop that was measured, or -1."""
+        """Return the number of a measured loop; -1 for other loops."""
         state = self._states.get(id(loop))
         return NO_SPAN if state is None else state.record.id
 
     def end(self) -> None:
-        """Stop measuring; a block that still lasts ends now."""
+        """Stop measuring, and end open blocks."""
         self._ended.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5)
@@ -113,8 +113,8 @@ class LoopState:
 
     Attributes:
         loop: The loop.
-        record: Its number and its thread, as in the file.
-        next_ns: Earliest time at which the begin or end of a span measures the lag again.
+        record: Number and thread of the loop, as in the trajectory file.
+        next_ns: Earliest time of the next measurement at the begin or end of a span.
         ended: Whether measuring has ended.
     """
 
@@ -134,7 +134,7 @@ class LoopState:
         self._was_late = False
 
     def ask(self, now_ns: int, on_this_thread: bool = True) -> None:
-        """Schedule the callback that measures the lag; ``on_this_thread``: whether the loop runs here."""
+        """Schedule the callback that measures the lag; ``on_this_thread`` if the loop runs on this thread."""
         self.next_ns = _NEVER
         self._due_ns, self._samples = now_ns, []
         (self.loop.call_soon if on_this_thread else self.loop.call_soon_threadsafe)(self._answer)
@@ -154,7 +154,7 @@ class LoopState:
             self.ask(now_ns, on_this_thread=False)
 
     def _passed(self, now_ns: int) -> tuple[int, int]:
-        """Return which time since the last call counts for the running task, and which against it (ns)."""
+        """Return the times since the last call that count for the running task and against it (ns)."""
         cpu_ns, process_ns = time.clock_gettime_ns(self._cpu), time.process_time_ns()
         since_ns, ran_ns = now_ns - self._looked_ns, cpu_ns - self._cpu_ns
         others_ns = process_ns - self._process_ns - ran_ns
@@ -164,7 +164,7 @@ class LoopState:
         return 0, since_ns if others_ns > LATE_NS else 0
 
     def end(self) -> None:
-        """Stop measuring; record a block that still lasts."""
+        """Stop measuring, and record an open block."""
         self.ended = True
         if self.next_ns == _NEVER and self.loop.is_running():
             self._keep(clock.now_ns())
@@ -177,7 +177,7 @@ class LoopState:
         self.next_ns = now_ns + PAUSE_NS
 
     def _keep(self, now_ns: int) -> None:
-        """Record the lag and its blocks; after a late callback, also the first one in time."""
+        """Record the lag and its blocks; after a late callback, also the first punctual callback."""
         samples, self._samples = self._samples, []
         lag, late_ns = self._lag, max(now_ns - self._due_ns, 0)
         late = late_ns >= WORTH_NS
@@ -190,7 +190,7 @@ class LoopState:
 
 
 def _blocks(loop: int, due_ns: int, end_ns: int, samples: list[_Sample], held_ns: int) -> Iterator[Block]:
-    """Yield the blocks between two times: one per series of samples with the same task and span.
+    """Yield the blocks between two times; samples in a row with the same task and span are one block.
 
     ``held_ns`` is the time after the last sample in which other threads held the GIL.
     """
@@ -209,7 +209,7 @@ def _blocks(loop: int, due_ns: int, end_ns: int, samples: list[_Sample], held_ns
 def _function(frame: FrameType | None) -> str:
     """Return the innermost function outside the standard library: ``module.function (file:line)``.
 
-    It is empty if the event loop itself runs: the caller of the loop does not block it.
+    The result is empty if the event loop itself runs, because its caller does not block it.
     """
     while frame is not None and frame.f_code.co_filename.startswith(_OWN):
         if "site-packages" in frame.f_code.co_filename:

@@ -28,23 +28,23 @@ _log: Any = None
 _totals: Any = None
 _kept = False
 unrecorded = 0
-"""Number of trajectories that this process has begun while nothing recorded them."""
+"""Number of trajectories of this process that were not recorded."""
 _open: dict[int, Span] = {}
 
 
 TRAJECTORY: Final = "trajectory"
-"""Name of trajectories in the totals of the watch, where spans have their own names."""
+"""Name of all trajectories in the span totals of the watch."""
 _FAILED: Final = "failed"
 
 
 class Span(msgspec.Struct, eq=False, gc=False):
     """A named part of a trajectory; made by :func:`span`.
 
-    The garbage collector does not track spans, so that thousands of them do not make it run.
+    The garbage collector does not track spans, so that thousands of spans do not trigger it.
 
     Attributes:
-        name: Its name.
-        request: The engine's id of the request that it waits for; may be set while it is open.
+        name: Name of the span.
+        request: The engine's id of the awaited request; may be set while the span is open.
         facts: Named values, e.g. ``turns``; see :meth:`add`.
     """
 
@@ -61,7 +61,7 @@ class Span(msgspec.Struct, eq=False, gc=False):
 
     @property
     def trajectory(self) -> Trajectory | None:
-        """The trajectory that it belongs to: the innermost one around it."""
+        """The innermost trajectory around the span."""
         node: Span | None = self
         while node is not None and not isinstance(node, Trajectory):
             node = node.parent
@@ -126,7 +126,7 @@ class Trajectory(Span, gc=True):
     """One rollout of one prompt, from its dispatch to its response; made by :func:`trajectory`.
 
     Attributes:
-        status: Its outcome; by default ``done``. Set it for another one, e.g. ``aborted``.
+        status: Outcome of the trajectory, by default ``done``; may be set, e.g. to ``aborted``.
     """
 
     group: object = ""
@@ -149,7 +149,7 @@ class Trajectory(Span, gc=True):
 
 
 class _Idle(Trajectory):
-    """The span that :func:`span` and :func:`trajectory` return while nothing records; it keeps nothing."""
+    """The result of :func:`span` and :func:`trajectory` without a recording, which keeps nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -165,24 +165,24 @@ class _Idle(Trajectory):
 
 
 _current: ContextVar[Span | None] = ContextVar("verl_profiling_innermost_span", default=None)
-"""The span that began last in this thread or task; if it has ended, a parent is the innermost open one."""
+"""The span that began last in this thread or task; after its end, the open span is one of its parents."""
 _IDLE: Final = _Idle("", "", {})
 
 
 def trajectory(group: object = "", sample: int | str | None = None, **facts: Any) -> Trajectory:
     """Return a trajectory, to be used with ``with`` or ``async with``.
 
-    ``async with trajectory(group=uid, sample=3) as t: ...``. Spans inside belong to it, in its task, in
-    tasks that it starts, and in ``asyncio.to_thread``. To an executor of your own, submit
-    ``contextvars.copy_context().run``.
-    An exception makes it ``failed``, a cancellation ``cancelled``, and both pass through.
+    ``async with trajectory(group=uid, sample=3) as t: ...``. Spans inside belong to the trajectory: in its
+    task, in tasks that it starts, and in ``asyncio.to_thread``. For an executor of your own, submit
+    ``contextvars.copy_context().run``. The status is ``failed`` after an exception and ``cancelled`` after a
+    cancellation; both propagate.
 
     Args:
         group: An id that all samples of the prompt share.
         sample: Index or id of this sample.
-        **facts: Numbers, texts and truth values to keep. The report knows ``validate``, ``turns``,
-            ``tool_calls``, ``prompt_tokens``, ``response_tokens``, ``reward``, and ``min_version`` and
-            ``max_version``: the policy versions that made it.
+        **facts: Numbers, texts and truth values to keep. The report uses ``validate``, ``turns``,
+            ``tool_calls``, ``prompt_tokens``, ``response_tokens``, ``reward``, and the policy versions
+            ``min_version`` and ``max_version``.
     """
     if _log is None:
         global unrecorded
@@ -195,7 +195,7 @@ def span(name: str, /, *, request: str = "", **facts: Any) -> Span:
 
     Args:
         name: ``generate``, ``tool:search``, ``environment:start``, ``reward``, ``wait:queue``, or your own.
-        request: The engine's id of the request that it waits for.
+        request: The engine's id of the awaited request.
         **facts: Numbers, texts and truth values to keep.
     """
     return _IDLE if _log is None and _totals is None else Span(name, request, facts)
@@ -207,7 +207,7 @@ def trajectory_status(group: object, status: str, sample: int | str | None = Non
     Args:
         group: The group.
         status: ``filtered``, ``aborted``, ``abandoned``, or your own word.
-        sample: The sample; ``None`` for all of the group.
+        sample: The sample; ``None`` for all samples of the group.
     """
     if _log is not None and len(_log.statuses) < _log.max_spans:
         _log.statuses.append(StatusChange(str(group), sample, status, clock.now_ns()))
@@ -218,7 +218,7 @@ def count(name: str, value: int | float) -> None:
 
     Args:
         name: Name of the counter.
-        value: Its value from now on.
+        value: Value of the counter from now on.
     """
     if _log is not None and len(_log.counts) < _log.max_spans:
         _log.counts.append(Counted(str(name), clock.now_ns(), value))
@@ -239,13 +239,13 @@ def current_trajectory() -> Trajectory | None:
 
 
 def keep_trajectories() -> None:
-    """Keep open trajectories of this process from now on, so that a later capture includes them."""
+    """Remember open trajectories of this process from now on, so that a later capture includes them."""
     global _kept
     _kept = True
 
 
 def start_log(log: Any) -> None:
-    """Record into a log from now on, including all open trajectories and the open spans that are kept.
+    """Record spans and trajectories into a log from now on, including open ones.
 
     Args:
         log: A :class:`~verl_profiling.trajectories.log.OpenLog`.
@@ -266,7 +266,7 @@ def stop_log(log: Any) -> None:
 
 
 def total_spans(totals: Any) -> None:
-    """Pass all ended spans and trajectories of this process to totals; ``None`` stops that.
+    """Add all ended spans and trajectories of this process to totals of the watch; ``None`` stops that.
 
     Args:
         totals: A :class:`~verl_profiling.watch.sums.SpanSums`.
@@ -278,7 +278,7 @@ def total_spans(totals: Any) -> None:
 
 
 def _forget() -> None:
-    """Stop recording in a forked child; its parent goes on."""
+    """Stop recording in a forked child; the parent process continues."""
     global _log
     _log = None
     _open.clear()
@@ -289,7 +289,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _leave(ended: Span) -> None:
-    """Make the parent of an ended span the innermost one, even if spans inside it are still open."""
+    """Make the parent of an ended span the innermost open span, even if spans inside are still open."""
     node = _current.get()
     while node is not None and node is not ended:
         node = node.parent

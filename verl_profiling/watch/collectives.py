@@ -161,9 +161,7 @@ class RecorderReading:
         self._next_pause = _FIRST_PAUSE
 
     def begin(self) -> None:
-        """Read the recorders in the next steps, because a stage became slow and no process in it is slower
-        than others.
-        """
+        """Read the recorders in the next steps, because a stage became slow without a slowest process."""
         self.due, self._left, self._most = True, ASKED_STEPS, MOST_STEPS
 
     def follow(self, summary: StepSummary) -> None:

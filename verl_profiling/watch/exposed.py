@@ -107,9 +107,7 @@ def exposed(summary: StepSummary, has_workers: bool = True) -> list[ExposedStage
 
 
 def standings(summary: StepSummary) -> dict[str, list[Standing]]:
-    """Return for each stage the standings of the roles that worked in the stage, first the role of the
-    leader.
-    """
+    """Return the standings of the working roles for each stage, first the role of the leader."""
     return {name: found for name, (_, found) in _stages(summary, True).items()}
 
 

@@ -1,4 +1,4 @@
-"""Mixins for workers: those of training, and those of rollout engines."""
+"""Mixins that add capture methods to training workers and rollout servers."""
 
 from verl_profiling.engines.request_log import OpenRequest, RequestLog
 from verl_profiling.workers.base import (

@@ -27,15 +27,14 @@ _GROUPS = {
     "ep": "expert_model_parallel",
     "dp": "data_parallel",
 }
-"""Megatron's names of the parallel dimensions."""
+"""The parallel dimensions and Megatron's names for them."""
 
 
 class CaptureMixin:
     """Adds ``start_capture``, ``stop_capture`` and ``read_watch`` to a worker.
 
-    It has no ``__init__``, so it composes with any class. The worker calls
-    :meth:`init_capture` once it knows its rank, and marks its own stages with
-    ``verl_profiling.stage("update_actor")``.
+    The mixin has no ``__init__``, so it composes with any class. A worker calls :meth:`init_capture` when its
+    rank is known, and marks its stages with ``verl_profiling.stage("update_actor")``.
     """
 
     _capture_roles: Mapping[str, tuple[WorkerIdentity, bool]] = {}
@@ -52,8 +51,8 @@ class CaptureMixin:
     ) -> None:
         """Set this worker up. Slow imports happen here, so that the first capture starts at once.
 
-        A worker with several roles calls it once per role. It is recorded once, under the role with
-        which it was added to the callback, and with the settings of that role.
+        A worker with several roles calls this method once per role. The worker is recorded once, under the
+        role with which it was added to the callback, and with the settings of that role.
 
         Args:
             config: The same settings as the callback's. Disabled or ``None``: nothing is set up.
@@ -87,7 +86,7 @@ class CaptureMixin:
         return process_session()
 
     def start_capture(self, request: CaptureRequest) -> StartReply:
-        """Start, arm or join a capture. The callback calls this.
+        """Start, arm or join a capture. The callback calls this method.
 
         Raises:
             CaptureStateError: ``init_capture`` was not called.
@@ -108,16 +107,16 @@ class CaptureMixin:
         return msgspec.structs.replace(reply, received_ns=received_ns, replied_ns=clock.now_ns())
 
     def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
-        """Stop a capture; never raises for one that is not open. The callback calls this.
+        """Stop a capture, if one is open. The callback calls this method.
 
         Args:
-            capture_id: The capture to stop; ``None`` for any that is open.
+            capture_id: The capture to stop; ``None`` for any open capture.
             finish_s: Seconds to wait for background work on artifacts.
         """
         return process_session().stop(capture_id, finish_s)
 
     def read_watch(self, question: WatchQuestion) -> WatchReading | None:
-        """Return the stages of this process in some steps; ``None`` without a watch. The callback calls this.
+        """Return the stages of this process in some steps; ``None`` without a watch. Called by the callback.
 
         Args:
             question: The steps.
@@ -143,8 +142,8 @@ class FSDPCaptureMixin(CaptureMixin):
         Args:
             config: The same settings as the callback's.
             role: Role of the worker group, e.g. ``actor``.
-            rank: Global rank; by default that of the process group, or the launcher's.
-            world_size: Number of ranks, likewise.
+            rank: Global rank; by default the rank in the process group, or the launcher's rank.
+            world_size: Number of ranks, with the same defaults.
             mesh: The device mesh; its named dimensions become the worker's topology.
 
         Raises:
@@ -154,7 +153,7 @@ class FSDPCaptureMixin(CaptureMixin):
         """
         if (rank is None or world_size is None) and process_rank() is None:
             raise CaptureStateError(
-                f"init_capture(role={role!r}): torch.distributed is not initialised; call it after "
+                f"init_capture(role={role!r}): torch.distributed is not initialised; do so first by "
                 "init_process_group(), or pass rank and world_size"
             )
         topology, sizes = {}, {}
@@ -169,8 +168,9 @@ class FSDPCaptureMixin(CaptureMixin):
 class AgentLoopCaptureMixin(CaptureMixin):
     """A :class:`CaptureMixin` for a process that runs trajectories: environments, tools, turns.
 
-    It records :func:`verl_profiling.trajectory` and :func:`verl_profiling.span`, in e2e mode, whatever the
-    tool of other roles is. ``roles.<role>.tool`` adds a tool, and ``roles.<role>.mode`` sets the mode.
+    Each :func:`verl_profiling.trajectory` and :func:`verl_profiling.span` is recorded, in e2e mode,
+    independent of the tool of other roles. ``roles.<role>.tool`` adds a tool, and ``roles.<role>.mode`` sets
+    the mode.
     """
 
     capture_role: ClassVar[str] = "agent_loop"
@@ -228,7 +228,7 @@ class MegatronCaptureMixin(CaptureMixin):
 
         if not parallel_state.model_parallel_is_initialized():
             raise CaptureStateError(
-                f"init_capture(role={role!r}): Megatron's parallelism is not initialised; call it after "
+                f"init_capture(role={role!r}): Megatron's parallelism is not initialised; do so first by "
                 "parallel_state.initialize_model_parallel()"
             )
         import torch.distributed as dist
@@ -249,13 +249,13 @@ class MegatronCaptureMixin(CaptureMixin):
 class CaptureTimers:
     """Records Megatron's timers as stages; set it as ``timers`` of the ``TransformerConfig``.
 
-    Megatron's schedules time the forward and the backward of each micro-batch, and each wait for
-    a neighbour in the pipeline, under the names ``forward-compute``, ``backward-compute``,
-    ``forward-recv``, ... With ``config.timers = CaptureTimers(config.timers)`` they become spans
-    inside the stage that runs the schedule.
+    Megatron's schedules time the forward and the backward of each micro-batch, and each wait for a neighbour
+    in the pipeline, under the names ``forward-compute``, ``backward-compute``, ``forward-recv``, ... With
+    ``config.timers = CaptureTimers(config.timers)`` these timers become spans inside the stage that runs the
+    schedule.
 
     Args:
-        timers: Timers to call as well (Megatron's ``Timers``); ``None`` for none.
+        timers: Megatron's own ``Timers``, which are still called; ``None`` for none.
     """
 
     def __init__(self, timers: Callable[..., Any] | None = None) -> None:

@@ -1,6 +1,6 @@
-"""The mixins for rollout servers: they pass captures on to the recorder of the server's engine.
+"""The mixins for rollout servers, which pass captures to the recorder of the server's engine.
 
-A new engine is one adapter and one branch here.
+A new engine needs an adapter in :mod:`verl_profiling.engines`, and a branch of :func:`make_recorder`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _ADAPTERS: dict[str, Any] = {"vllm": VLLMAdapter, "sglang": SGLangAdapter}
 class RolloutCaptureMixin:
     """Adds ``start_capture``, ``stop_capture`` and ``read_watch`` to a rollout server.
 
-    It has no ``__init__``, so it composes with any class, Ray actors included. The server
-    passes :meth:`engine_args` to the engine's constructor and calls :meth:`init_capture` once
-    the engine exists. A server with an engine of its own passes ``requests=RequestLog()`` instead.
+    The mixin has no ``__init__``, so it composes with any class, Ray actors included. The server passes
+    :meth:`engine_args` to the engine's constructor, and calls :meth:`init_capture` with the engine. A server
+    with an engine of its own passes ``requests=RequestLog()`` instead.
     """
 
     engine_package: ClassVar[str | None] = None
@@ -59,8 +59,8 @@ class RolloutCaptureMixin:
     ) -> dict[str, Any]:
         """Return arguments for the engine's constructor that allow captures of the engine.
 
-        ``AsyncEngineArgs(model=..., **self.engine_args(config, engine="vllm"))``. Only vLLM needs any;
-        for other engines, and when profiling is off, the dict is empty.
+        ``AsyncEngineArgs(model=..., **self.engine_args(config, engine="vllm"))``. Only vLLM needs arguments;
+        for other engines, and without profiling, the dict is empty.
 
         Args:
             config: The same settings as the callback's.
@@ -90,25 +90,25 @@ class RolloutCaptureMixin:
         requests: RequestLog | None = None,
         devices: Sequence[str] | None = None,
     ) -> None:
-        """Set this server up, once its engine exists.
+        """Set this server up, after its engine was created.
 
         Args:
             config: The same settings as the callback's. Disabled or ``None``: nothing is set up.
-            engine: The engine, or the object that holds it. By default it is looked up on the server
-                (see :class:`VLLMCaptureMixin` and :class:`SGLangCaptureMixin`). Not needed if
-                ``node_rank`` is not 0.
+            engine: The engine, or the object that holds it. By default an attribute of the server (see
+                :class:`VLLMCaptureMixin` and :class:`SGLangCaptureMixin`). Not needed if ``node_rank`` is not
+                0.
             role: Role of the server.
             replica: Index of the replica.
             rank: The replica's first global accelerator rank. By default replicas of equal size are
                 numbered one after another.
             node_rank: Index of this node in a replica that spans several nodes; only node 0 records. By
                 default the ``node_rank`` of an SGLang engine, else 0.
-            requests: The log to which the server writes its requests. Pass it for an engine of your own,
-                which must compute in this process. For vLLM, SGLang and transformers, leave it out:
-                their requests are logged automatically.
+            requests: The log to which the server writes its requests. Only for an engine of your own, which
+                must compute in this process. Requests to vLLM, SGLang and transformers are logged
+                automatically.
             devices: Numbers (on this host) or UUIDs of the accelerators of this node's ranks, in order. The
-                report uses them to count a device that training workers share only once. By default all
-                in ``CUDA_VISIBLE_DEVICES`` (on an NPU ``ASCEND_RT_VISIBLE_DEVICES``).
+                report counts a device that training workers share only once. By default all in
+                ``CUDA_VISIBLE_DEVICES`` (on an NPU ``ASCEND_RT_VISIBLE_DEVICES``).
 
         Raises:
             CaptureStateError: The engine was started without the arguments for captures.
@@ -135,11 +135,11 @@ class RolloutCaptureMixin:
             self._capture_identity = self._capture_recorder.identity
 
     async def start_capture(self, request: CaptureRequest) -> StartReply:
-        """Start or join a capture. The callback calls this.
+        """Start or join a capture. The callback calls this method.
 
         Raises:
             CaptureStateError: ``init_capture`` was not called.
-            Exception: Whatever the engine raised; nothing records then.
+            Exception: The exception of the engine; nothing is recorded then.
         """
         if self._capture_identity is None:
             raise not_set_up(request, type(self).__name__, "config, engine=..., replica=...")
@@ -151,7 +151,7 @@ class RolloutCaptureMixin:
         return StartReply(identity, "refused" if refuses else "skipped", reason=self._capture_idle_reason)
 
     async def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
-        """Stop a capture; never raises for one that is not open. The callback calls this.
+        """Stop a capture, if one is open. The callback calls this.
 
         Args:
             capture_id: The capture to stop; ``None`` for any that is open.
@@ -169,7 +169,7 @@ class RolloutCaptureMixin:
         return None if recorder is None else process_session().read_watch(recorder.identity, question)
 
     def set_policy_version(self, version: int) -> None:
-        """Record that the engine has new weights. Call it if the server is notified of weight updates.
+        """Record the policy version of new weights, for servers that are notified of weight updates.
 
         Args:
             version: Number of the policy version, as the training loop counts it.
@@ -212,7 +212,7 @@ def make_recorder(
         rank: The replica's first global accelerator rank, or ``None`` to number replicas of
             equal size one after another.
         requests: The log that the server writes; ``None`` to log requests by wrapping the engine.
-        devices: Numbers or UUIDs of its devices in order of rank; ``None`` for all visible devices.
+        devices: Numbers or UUIDs of the engine's devices in order of rank; ``None`` for all visible devices.
 
     Raises:
         ToolUnavailableError: There is no adapter for the engine, or the engine is too old.
@@ -228,7 +228,7 @@ def make_recorder(
     package = _package(engine)
     if package is None and requests is None:
         raise ToolUnavailableError(
-            f"init_capture: no adapter knows {type(engine).__module__}.{type(engine).__name__} ({identity}); "
+            f"init_capture: no adapter for {type(engine).__module__}.{type(engine).__name__} ({identity}); "
             "pass engine=... a vLLM AsyncLLM or LLM, an SGLang Engine or URL, or a transformers model; "
             "for an engine of your own, requests=RequestLog()"
         )
@@ -239,7 +239,7 @@ def make_recorder(
             if getattr(config.rollout, name) and any(one.suffix for one in settings.tools):
                 raise ConfigError(
                     f"rollout.{name}",
-                    f"{identity} computes in this process, where no engine counts iterations; leave it out",
+                    f"{identity} computes in this process, where no engine counts iterations; unset it",
                 )
     elif (tool := engine_tool(settings, adapter_class.name)) is not None:
         adapter = adapter_class(engine, config, identity, tool)
@@ -257,7 +257,7 @@ def make_recorder(
 
 
 def _watch(engine: Any, package: str | None, log: RequestLog, identity: WorkerIdentity) -> None:
-    """Wrap the engine's methods so that its requests are logged."""
+    """Wrap the engine's methods to log its requests."""
     if package == "transformers":
         watch_transformers(engine, log)
     elif package == "vllm":

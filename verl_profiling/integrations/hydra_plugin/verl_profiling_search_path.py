@@ -1,6 +1,6 @@
 """Adds the config group ``profiling`` to every Hydra application; installed in ``hydra_plugins``.
 
-Hydra imports it at the start of each application, so this module imports nothing but Hydra.
+Hydra imports this module at the start of each application, so it imports nothing but Hydra.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ __all__ = ["ProfilingSearchPath"]
 
 
 class ProfilingSearchPath(SearchPathPlugin):
-    """Makes ``+profiling=e2e`` work without ``hydra.searchpath``; the application's own groups come first."""
+    """Makes ``+profiling=e2e`` work without ``hydra.searchpath``; the application's groups have
+    precedence.
+    """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Append the folder of this package's group."""
+        """Append the folder of this package's config group."""
         search_path.append(provider="verl_profiling", path="pkg://verl_profiling.conf")

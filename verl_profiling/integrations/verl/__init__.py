@@ -1,12 +1,12 @@
 """The verl plugin: profiles ``verl.trainer.main_ppo`` when its configuration has ``profiling``.
 
-verl loads it in every process of a run, through the entry point in the group ``verl.plugins`` (or
-``VERL_USE_EXTERNAL_MODULES=verl_profiling.integrations.verl``). That happens while ``verl`` itself
-is being imported, so nothing of verl is imported here: each hook runs once its module is imported.
+verl imports this package in every process of a run, by the entry point in the group ``verl.plugins`` or by
+``VERL_USE_EXTERNAL_MODULES=verl_profiling.integrations.verl``. At that time ``verl`` itself is being
+imported, so no module of verl is imported here. Each hook is applied after the import of its module.
 
-The table below and docs/verl.md list what is hooked. Without ``profiling`` in the configuration the
-hooks change nothing. Any version of verl is accepted: a part whose hook does not fit is not recorded, and a
-warning lists it.
+The table below and docs/verl.md list the hooks. Without ``profiling`` in the configuration, the hooks change
+nothing. Any version of verl is accepted: if a hook does not fit, its part of the run is not recorded, and a
+warning lists the part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from verl_profiling.integrations.hooks import Hook
 __all__ = ["HOOKS"]
 
 EVERY = ""
-"""Part of verl that every run uses."""
+"""The part of verl that every run uses."""
 
 
 def parts_of(config: Any) -> set[str]:
@@ -38,17 +38,17 @@ def parts_of(config: Any) -> set[str]:
 _RECORDS = {
     ("verl.utils.profiler", EVERY): {
         "trainer:hook_timers": "steps, rollouts and the controller's stages",
-        "trajectories:hook_simple_timer": "what agent loops time themselves",
+        "trajectories:hook_simple_timer": "the timers of agent loops",
     },
     ("verl.trainer.ppo.v1.trainer_base", "v1"): {
         "trainer:hook_v1_trainer": "the runs of V1 trainers",
-        "trainer:hook_v1_rollout": "the begin of a rollout, when prompts are sent out",
+        "trainer:hook_v1_rollout": "the begin of a rollout, when prompts go to the engines",
     },
     ("verl.trainer.ppo.ray_trainer", "v0"): {
         "trainer:hook_v0_trainer": "the runs of RayPPOTrainer",
     },
     ("verl.experimental.one_step_off_policy.ray_trainer", "one_step_off"): {
-        "async_trainer:check_one_step_off": "steps of one-step-off trainers, and the rollout beside them",
+        "async_trainer:check_one_step_off": "steps and background rollouts of one-step-off trainers",
     },
     ("verl.experimental.fully_async_policy.fully_async_trainer", "fully_async"): {
         "async_trainer:check_fully_async": "parameter versions of fully asynchronous trainers",
@@ -71,10 +71,10 @@ _RECORDS = {
     },
     ("verl.workers.engine.fsdp.transformer_impl", EVERY): {
         "workers:hook_fsdp_engine": "micro-batches of FSDP engines",
-        "workers:hook_offloading": "what FSDP engines move between host and device",
+        "workers:hook_offloading": "offloading of FSDP engines between host and device",
     },
     ("verl.workers.engine.megatron.transformer_impl", "megatron"): {
-        "workers:hook_offloading": "what Megatron engines move between host and device",
+        "workers:hook_offloading": "offloading of Megatron engines between host and device",
     },
     ("verl.workers.rollout.vllm_rollout.vllm_async_server", "vllm"): {
         "workers:hook_vllm_server": "the role rollout and its policy versions, with vLLM",
@@ -108,9 +108,9 @@ _RECORDS = {
         "trainer:hook_transfer_queue": "waiting for TransferQueue, in the trainer and in agent loops",
     },
 }
-"""The recorded part of a run for each hook function.
+"""The hook functions, each with the part of a run that it records.
 
-Grouped by the module of verl that the function is called with, and the part of verl that the module is in.
+The keys are the hooked module of verl, and the part of verl with that module.
 """
 
 _NEEDED = ("trainer:hook_timers", "trainer:hook_v1_trainer", "trainer:hook_v0_trainer")
@@ -127,7 +127,7 @@ HOOKS = tuple(
     for (module, part), hooks in _RECORDS.items()
     for put_in, records in hooks.items()
 )
-"""All hooks. Those of one module are applied in this order."""
+"""All hooks; the hooks of one module are applied in this order."""
 
 
 for _hook in HOOKS:

@@ -2,7 +2,7 @@
 
 verl's timers are synchronous, so a step begins and ends around ``fit_step``. In these trainers, the timer
 ``gen`` is the wait for a batch. Generation runs in the background of the step, as the stage ``rollout``. The
-rollouter of a fully asynchronous trainer is a role: its samples, queue and pauses are recorded.
+rollouter of a fully asynchronous trainer has a role of its own, with its samples, queue and pauses.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class AsyncTrainerProfiler(Profiler):
     calls of ``fit_step``, and generation never ends.
 
     Args:
-        trainer: A ``OneStepOffRayTrainer``, a ``FullyAsyncTrainer``, or one that works like them.
+        trainer: A ``OneStepOffRayTrainer``, a ``FullyAsyncTrainer``, or a trainer that works like them.
         settings: What to profile.
     """
 
@@ -65,18 +65,18 @@ class AsyncTrainerProfiler(Profiler):
 
     @asynccontextmanager
     async def profiling(self) -> AsyncIterator[None]:
-        """Profile the steps of the block; log what remains when it ends, unless it raises."""
+        """Profile the steps of the block; after its normal end, log the remaining summaries and numbers."""
         async with self._callback:
             with self.activated():
                 yield
         await asyncio.to_thread(self.log_rest)
 
     def begins(self, name: str) -> AbstractContextManager[None]:
-        """Return the stage of a timer; generation in the background is recorded by another hook."""
+        """Return the stage of a timer; no stage for ``generate_async``, which another hook records."""
         return nullcontext() if name in (_STEP, _GENERATION) else super().begins(name)
 
     def ends(self, name: str) -> None:
-        """Record that the step is over when its timer has ended."""
+        """Record the end of the step when its timer ends."""
         super().ends(name)
         if name == _STEP:
             self._is_over = self._version() == self._step if self._by_version else True
@@ -96,12 +96,12 @@ class AsyncTrainerProfiler(Profiler):
         return True
 
     def no_step(self) -> None:
-        """Discard in the watch a step that began and got no batch."""
+        """Discard a step without a batch in the watch."""
         if (watch := self._callback.watch) is not None:
             watch.no_step()
 
     async def step_ends(self) -> None:
-        """Close the capture of a step that is over."""
+        """Close the capture of an ended step."""
         if not self._is_over or self._step is None:
             return
         self._is_over = False
@@ -112,7 +112,7 @@ class AsyncTrainerProfiler(Profiler):
         await self._callback.on_step_end(metrics)
 
     def generation(self, runs: bool) -> None:
-        """Begin or end the generation of the next batch. It awaits nothing, so generation is not delayed."""
+        """Mark the begin or end of the generation of a batch, without awaiting anything."""
         self._generating = runs
         if runs:
             self._generated_by = self._policy_version
@@ -164,7 +164,7 @@ async def _behind_step(validate: Callable[..., Any], self: Any, *args: Any, **kw
 
 
 def makes_samples(trainer_class: type[Any]) -> bool:
-    """Return whether a trainer class of verl is a rollouter: it makes samples instead of training."""
+    """Return whether a trainer class of verl is a rollouter, which makes samples instead of training."""
     return hasattr(trainer_class, _SAMPLE)
 
 
@@ -179,7 +179,7 @@ def hook_rollouter(rollouter_class: type[Any]) -> None:
 
 
 def start_capture(self: Any, request: Any) -> Any:
-    """Start or join a capture, and record the rollouter's current counts. The callback calls this."""
+    """Start or join a capture, and record the rollouter's current counts. The callback calls this method."""
     reply = self._verl_profiling.start_capture(request)
     count(_IN_FLIGHT, len(self.active_tasks))
     count(_STALENESS, self.staleness_samples)
@@ -199,7 +199,7 @@ async def _as_sample(process: Callable[..., Any], self: Any, rollout_sample: Any
 
 
 async def _counted(get_statistics: Callable[..., Any], self: Any) -> Any:
-    """Record the counts that the rollouter has of its queue and its samples."""
+    """Record the rollouter's counts of its queue and its samples."""
     statistics = await get_statistics(self)
     for name, counter in _COUNTS.items():
         if isinstance(value := statistics.get(name), int):
@@ -221,7 +221,7 @@ async def _resuming(reset_staleness: Callable[..., Any], self: Any) -> Any:
 
 
 def note_pause(rollouter: Any, pauses: bool) -> None:
-    """Begin or end the span in which the rollouter hands out no new samples."""
+    """Begin or end the span of a pause, in which the rollouter starts no new samples."""
     pause: Span | None = getattr(rollouter, _PAUSE, None)
     if pauses and not getattr(pause, "begin_ns", 0):  # none, or one that began while nothing recorded
         why = {"staleness_samples": rollouter.staleness_samples, "most": rollouter.max_required_samples}
@@ -245,11 +245,11 @@ _ROLLOUTERS: dict[str, Callable[..., Any]] = {
     "reset_staleness": _resuming,
 }
 COROUTINES = _TRAINERS | _ROLLOUTERS
-"""Wrappers of coroutines of trainers and rollouters, by method; applied when a class is created."""
+"""Wrappers for coroutines of trainers and rollouters, by method, applied when a class is created."""
 
 
 def _check(class_name: str, methods: Iterable[str], module: Any) -> None:
-    """Report the coroutines that a class lacks."""
+    """Report coroutines that a class does not have."""
     found = getattr(module, class_name)
     for name in methods:
         if not inspect.iscoroutinefunction(getattr(found, name, None)):

@@ -1,7 +1,7 @@
 """Builds the profiling settings from a configuration of verl.
 
-Either ``profiling`` holds settings of this package, or it is ``verl`` (``+profiling=verl``) and the
-settings are read from the ``global_profiler`` and ``profiler`` blocks of verl's own profiler. The table in
+``profiling`` holds settings of this package, or with ``+profiling=verl`` the text ``verl``. Then the settings
+are made from the ``global_profiler`` and ``profiler`` blocks of verl's own profiler. The table in
 docs/verl.md maps their fields to settings.
 """
 
@@ -42,8 +42,8 @@ _REPLICA_SIZES = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_
 
 _CONTENTS = ("stack", "shapes", "memory")
 _DEVICES = {"torch": "cuda", "npu": "npu"}
-"""Tools with a choice of ``contents``, and the entry there that selects the device's events."""
-_ALWAYS = "always so: every artifact is in the folder of its step"
+"""Tools with a choice of ``contents``, and the entry of ``contents`` that selects the device's events."""
+_ALWAYS = "has no effect: every artifact is in the folder of its step anyway"
 _WITHOUT_COUNTERPART: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     # fields of a block (* is its tool); roles; reason
     (("relocate_results",), _EVERYWHERE, _ALWAYS),
@@ -51,7 +51,7 @@ _WITHOUT_COUNTERPART: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] =
     (
         ("finish_hook_cmd", "finish_hook_all_ranks", "finish_hook_ranks"),
         (ROLLOUT_ROLE,),
-        "servers run no command, under verl neither",
+        "servers run no command, nor do they with verl's own profiler",
     ),
     (
         ("tool_config.*.profile_token_start", "tool_config.*.profile_token_end"),
@@ -71,7 +71,8 @@ _FINISH_ENVIRONMENT = 'VERL_PROFILE_SAVE_PATH="$VERL_PROFILING_RUN" ' + " ".join
 def settings_of(config: Any) -> ProfilingConfig | None:
     """Return the settings in a verl configuration, or ``None`` if nothing is to be profiled.
 
-    With ``profiling=verl``, verl's own profiler is switched off in ``config``: this one replaces it.
+    With ``profiling=verl``, verl's own profiler is switched off in ``config``, because this package replaces
+    it.
 
     Raises:
         ConfigError: The settings are wrong, or verl's own profiler is switched on as well.
@@ -84,7 +85,7 @@ def settings_of(config: Any) -> ProfilingConfig | None:
         if given != "verl":
             raise ConfigError(
                 "profiling",
-                f"is the word {given!r}, because Hydra found no group of that name; write +profiling=e2e (or "
+                f"is the text {given!r}, as Hydra found no such config group; write +profiling=e2e (or "
                 f"{', '.join(_GROUPS)}), with verl_profiling installed where the command runs, or with "
                 "'hydra.searchpath=[pkg://verl_profiling.conf]'",
             )
@@ -111,10 +112,10 @@ def settings_of(config: Any) -> ProfilingConfig | None:
 
 
 def settings_without_checks(config: Any) -> ProfilingConfig | None:
-    """Return the settings in a verl configuration unchecked; change nothing there, and log nothing.
+    """Return the settings in a verl configuration without checks, changes and log lines.
 
     Raises:
-        ConfigError: They are wrong.
+        ConfigError: The settings are wrong.
     """
     given = config.get("profiling")
     if given is None:
@@ -123,15 +124,15 @@ def settings_without_checks(config: Any) -> ProfilingConfig | None:
 
 
 def settings_from_verl(config: Any) -> ProfilingConfig:
-    """Return the settings that correspond to the profiler blocks of a verl configuration.
+    """Return the settings made from the profiler blocks of a verl configuration.
 
-    Fields without a counterpart are logged as warnings, by their key.
+    A warning lists each field that has no counterpart.
 
     Args:
         config: A whole verl configuration (of ``main_ppo``), as ``DictConfig``.
 
     Raises:
-        ConfigError: A value without a counterpart cannot be ignored, e.g. the tool.
+        ConfigError: A required field, e.g. the tool, has a value without a counterpart.
     """
     notes: list[str] = []
     settings = ProfilingConfig.from_any(_bridged(config, notes))
@@ -141,7 +142,7 @@ def settings_from_verl(config: Any) -> ProfilingConfig:
 
 
 def why_nothing(config: Any) -> str:
-    """Return why a configuration with ``profiling`` profiles nothing; empty if it is switched off on purpose.
+    """Return why a configuration with ``profiling`` profiles nothing; empty if profiling is off on purpose.
 
     Args:
         config: A whole verl configuration that yields no settings.
@@ -149,7 +150,7 @@ def why_nothing(config: Any) -> str:
     given = config.get("profiling")
     if isinstance(given, Mapping) and given and "enable" not in given:
         return (
-            f"profiling has settings ({', '.join(map(str, given))}) and does not say enable; if a group was "
+            f"profiling has settings ({', '.join(map(str, given))}) without enable; if a config group was "
             "chosen (profiling=verl), this block replaced it. Set profiling.enable=true, or remove the block "
             "where it is defined"
         )
@@ -161,7 +162,7 @@ def why_nothing(config: Any) -> str:
 
 
 def captured_steps(schedule: Schedule, last_step: int | None) -> str:
-    """Return which steps will be captured, e.g. ``steps 2, 3``, or ``no step (schedule.every=10)``.
+    """Return the steps to capture as text, e.g. ``steps 2, 3``, or ``no step (schedule.every=10)``.
 
     Args:
         schedule: The schedule.
@@ -175,10 +176,10 @@ def captured_steps(schedule: Schedule, last_step: int | None) -> str:
 
 
 def expected_ranges(config: Any, settings: ProfilingConfig) -> dict[str, int]:
-    """Return, for each role that records with Nsight Systems, how many ranges a process opens.
+    """Return the number of ranges that a process opens, for each role with tool ``nsys``.
 
     Raises:
-        ConfigError: The number is not known, or verl cannot start that role under Nsight Systems.
+        ConfigError: The number is unknown, or verl cannot start the role under Nsight Systems.
     """
     found = {}
     for role in _EVERYWHERE:
@@ -193,10 +194,10 @@ def expected_ranges(config: Any, settings: ProfilingConfig) -> dict[str, int]:
 
 
 def _check_rollout(config: Any, settings: ProfilingConfig) -> None:
-    """Refuse engines, tools and windows with which the servers would refuse to start.
+    """Refuse engines, tools and windows that rollout servers would refuse at their start.
 
     Raises:
-        ConfigError: There is no adapter for the engine, or it cannot record what the settings say.
+        ConfigError: There is no adapter for the engine, or the engine does not support the settings.
     """
     chosen = settings.for_role(ROLLOUT_ROLE)
     if not chosen.enable:
@@ -228,18 +229,18 @@ def _device(config: Any) -> str:
 
 
 def _run_id(trainer: Mapping[str, Any]) -> str | None:
-    """Return ``project/experiment``, by which verl finds checkpoints; ``None`` if it resumes none."""
+    """Return ``project/experiment``, the name of verl's checkpoints; ``None`` if verl does not resume."""
     if trainer.get("resume_mode", "disable") == "disable":
         return None
     return f"{trainer['project_name']}/{trainer['experiment_name']}"
 
 
 def _bridged(config: Any, notes: list[str]) -> dict[str, Any]:
-    """Return the settings of verl's own profiler as :meth:`ProfilingConfig.from_any` takes them.
+    """Return the settings of verl's own profiler as a dict for :meth:`ProfilingConfig.from_any`.
 
     Args:
         config: A whole verl configuration.
-        notes: Gets appended a sentence for each field that is set and has no counterpart.
+        notes: List that gets a sentence for each field without a counterpart.
     """
     from omegaconf import OmegaConf
 
@@ -285,13 +286,13 @@ def _role(
                 notes.append(f"{where}.{field.removesuffix('.active')}: {why}")
     of_engines = "npu" if _device(config) == "npu" else "torch"
     if role == ROLLOUT_ROLE and tool != of_engines:
-        notes.append(f"{where}.tool={tool}: rollout engines record with {of_engines}; left out")
+        notes.append(f"{where}.tool={tool}: rollout engines record only with {of_engines}; not recorded")
         return {"enable": False}
     given = (block.get("tool_config") or {}).get(tool) or {}
     options = _options(tool, given)
     if role == ROLLOUT_ROLE:
         if options.pop("activities", None):
-            notes.append(f"{where}.tool_config.{tool}.contents: engines record all activities that there are")
+            notes.append(f"{where}.tool_config.{tool}.contents: engines record all activities")
         options.pop("mini_batches", None)
         if tool == "npu":  # as verl passes them on to engines
             contents = given.get("contents") or ()
@@ -312,7 +313,7 @@ def _role(
 
 
 def _options(tool: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a tool, translated from verl's names."""
+    """Return the options of a tool, translated from the options of verl."""
     if tool == "torch_memory":
         return {
             "max_entries": given.get("trace_alloc_max_entries", 100_000),
@@ -354,7 +355,7 @@ def _tool(key: str, tool: str | None) -> str:
 def _finish_commands(blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return ``after`` settings for verl's finish hooks: shell commands after the last profiled step.
 
-    A worker that plays several roles runs a command that the roles share only once.
+    A worker with several roles runs a common command of the roles only once.
     """
     found: dict[tuple[Any, ...], list[str]] = {}
     for role in TRAINING_ROLES:
@@ -376,7 +377,7 @@ def _finish_commands(blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def plays(config: Any, role: str) -> bool:
-    """Return whether a run has a role; for ``ref`` and ``critic``, verl's own functions decide."""
+    """Return whether a run has a role; functions of verl decide on ``ref`` and ``critic``."""
     if role not in ("ref", "critic") or config.get("algorithm") is None:
         return True
     from verl.trainer.ppo.utils import need_critic, need_reference_policy

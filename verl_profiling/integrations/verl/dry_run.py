@@ -1,9 +1,10 @@
-"""Checks a command before it is queued: ``python -m verl_profiling.integrations.verl.dry_run ARGUMENTS``.
+"""Checks a verl command before the job is queued: ``python -m verl_profiling.integrations.verl.dry_run
+ARGUMENTS``.
 
-Takes the arguments of ``verl.trainer.main_ppo``, composes its configuration, and lets verl and this
-package check it. Nothing is started, and no accelerator is needed. For another main module, verl's or your
-own, use ``dry_run -m verl.experimental.one_step_off_policy.main_ppo ARGUMENTS``. The module is imported, and
-its function under ``@hydra.main`` is not called.
+The arguments are those of ``verl.trainer.main_ppo``. Its configuration is composed, and checked by verl and
+by this package. Nothing is started, and no accelerator is needed. For another main module, e.g. your own, use
+``dry_run -m verl.experimental.one_step_off_policy.main_ppo ARGUMENTS``. The module is imported, but its
+function under ``@hydra.main`` is not called.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _PLUGIN = "verl_profiling.integrations.verl"
 
 
 def main() -> None:
-    """Check the command; exit with an error that names what is wrong."""
+    """Check the command; exit with an error that lists the wrong argument."""
     module = _MAIN
     if sys.argv[1:2] == ["-m"]:
         module = sys.argv[2] if len(sys.argv) > 2 else ""
@@ -54,7 +55,9 @@ def main() -> None:
 
 
 def _checked_main(module: str) -> Callable[[], None]:
-    """Import a main module, and return its function under ``@hydra.main`` with the check in its place."""
+    """Import a main module, and return its ``@hydra.main`` function with :func:`check` in place
+    of the body.
+    """
     found: list[Callable[[], None]] = []
     decorator = hydra.main
 
@@ -78,11 +81,11 @@ def _checked_main(module: str) -> Callable[[], None]:
     for main in reversed(found):
         if any(main is value for value in names):
             return main
-    sys.exit(f"-m {module}: has no function under @hydra.main, whose configuration could be checked")
+    sys.exit(f"-m {module}: has no function under @hydra.main, and so no configuration to check")
 
 
 def check(module: str, config: Any) -> None:
-    """Print what a command would profile; exit with an error that names the key.
+    """Print the captures of a command; exit with an error that lists the wrong key.
 
     Args:
         module: The command's main module.
@@ -92,7 +95,7 @@ def check(module: str, config: Any) -> None:
 
     if "actor_rollout_ref" not in config:
         sys.exit(
-            f"-m {module}: is no RL trainer of verl: its configuration has no actor_rollout_ref; SFT is "
+            f"-m {module}: is no RL trainer of verl, as its configuration has no actor_rollout_ref; SFT is "
             "profiled by verl's own profiler (profiler.enable, trainer.profile_interval)"
         )
     if config.get("profiling") is not None:
@@ -128,7 +131,7 @@ def check(module: str, config: Any) -> None:
 
 
 def _check_engine(config: Any, settings: ProfilingConfig) -> None:
-    """Exit with an error if the installed vLLM cannot record what the settings say."""
+    """Exit with an error if the installed vLLM does not support the settings."""
     try:
         if config.actor_rollout_ref.rollout.name == "vllm":
             vllm_engine_args(settings, ROLLOUT_ROLE)
@@ -139,7 +142,7 @@ def _check_engine(config: Any, settings: ProfilingConfig) -> None:
 
 
 def _check_hooks(config: Any) -> None:
-    """Print whether this verl is tested and which hooks fit it; exit if nothing would be recorded."""
+    """Print whether this verl is tested, and the fit of each hook; exit if nothing would be recorded."""
     print(f"warning: {text}" if (text := untested()) else "a tested version of verl")
     parts = parts_of(config)
     for hook in HOOKS:
@@ -170,11 +173,11 @@ def _state(hook: Hook) -> str:
 
 
 def without_effect(settings: ProfilingConfig, last_step: int | None) -> Iterator[str]:
-    """Yield a warning for each setting that selects a stage or a step that the run does not have.
+    """Yield a warning for each setting with a stage or a step that the run does not have.
 
     Args:
         settings: What to profile.
-        last_step: Number of the run's last step, if the configuration says it.
+        last_step: Number of the run's last step, if the configuration has it.
     """
     chosen = {"profiling.select.stages": settings.select.stages}
     chosen |= {f"profiling.roles.{role}.stages": override.stages for role, override in settings.roles.items()}

@@ -1,11 +1,11 @@
 """Starts verl's processes under Nsight Systems, or with CUPTI reserved for torch.
 
 verl starts the workers of a group under Nsight Systems if the group gets ``profile_steps`` and
-``worker_nsight_options``. verl's own profiler passes both, and so does this module for a profiled trainer.
-Servers are plain Ray actors, and get the same options in their runtime environment.
+``worker_nsight_options``. This module passes both for a profiled trainer, like verl's own profiler. Rollout
+servers are plain Ray actors, and get the same options in their runtime environment.
 
 If torch records kernels, a variable of the whole Ray job keeps NVTX from loading CUPTI. verl's own profiler
-(``global_profiler.tool=torch``) does the same.
+(``global_profiler.tool=torch``) sets the same variable.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _environment: dict[str, Any] = {}
 def start_workers_under_nsys(settings: ProfilingConfig) -> None:
     """Make this process start its worker groups under Nsight Systems, if a training role has tool ``nsys``.
 
-    Workers shared by several roles are started for the first role that has this tool.
+    For workers with several roles, the first role with this tool decides.
 
     Raises:
         ConfigError: The number of ranges does not follow from the settings.
@@ -54,12 +54,12 @@ def hook_vllm_replica(module: Any) -> None:
 
 
 def hook_runtime_env(module: Any) -> None:
-    """Keep NVTX from loading CUPTI, by a variable in the environment with which verl starts Ray."""
+    """Keep NVTX from loading CUPTI, by a variable in the runtime environment of verl's Ray job."""
     wrap(module, "get_ppo_ray_runtime_env", _without_injection)
 
 
 def injection_notice(settings: ProfilingConfig) -> str:
-    """Return a message on how NVTX is kept from CUPTI, or a warning that it is not; empty if irrelevant."""
+    """Return a message if NVTX is kept from loading CUPTI, a warning if not, or ``""`` if irrelevant."""
     if not _records_kernels(settings):
         return ""
     if not _kept():
@@ -111,7 +111,7 @@ def _kept() -> bool:
 
 
 def _records_kernels(settings: ProfilingConfig) -> bool:
-    """Return whether torch records a role and Nsight Systems, which uses the NVTX variable, records none."""
+    """Return whether tool ``torch`` records a role and tool ``nsys``, which needs NVTX, records none."""
     roles = [chosen for role in (*TRAINING_ROLES, ROLLOUT_ROLE) if (chosen := settings.for_role(role)).enable]
     tools = {tool.name for chosen in roles for tool in chosen.tools}
     return "torch" in tools and not any(chosen.launched_tool for chosen in roles)

@@ -1,4 +1,4 @@
-"""The base class of a trainer's profiler, for synchronous and asynchronous steps."""
+"""The base class of the profilers of verl's trainers, with synchronous and asynchronous steps."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ logger = logging.getLogger(__name__)
 _WEIGHT_UPDATE = "update_weights"
 _OWN_PROFILER = ("start_profile", "stop_profile")
 _ONWARD_ONLY = ("wandb", "vemlp_wandb")
-"""Trackers that reject a step lower than the last one logged."""
+"""Trackers that reject values of earlier steps."""
 _CONSOLE = "console"
 _MOST_WAITING = 1000
 _OFF = "profiling is switched off, training goes on: %s"
 _GROUPS = (("actor", "actor_rollout_wg"), ("ref", "ref_policy_wg"), ("critic", "critic_wg"))
 _NO_METHODS = (
-    "its workers have no capture methods; let their class inherit verl's own, or a mixin of "
+    "its workers have no capture methods; let their class inherit verl's class, or a mixin of "
     "verl_profiling.workers"
 )
 
 _active: Profiler | None = None
 _failing: set[str] = set()
-"""Names of trackers that a warning was logged of."""
+"""Names of trackers with a logged warning."""
 
 
 def active_profiler() -> Profiler | None:
@@ -61,7 +61,7 @@ class Profiler:
         trainer: The trainer.
         settings: What to profile.
         summaries: Step summaries of the watch that are logged with verl's next steps.
-        misfits: The parts that are not recorded, each with the reason.
+        misfits: Sentences on the unrecorded parts of the run.
     """
 
     stages: Mapping[str, str] = TRAINER_STAGES
@@ -88,11 +88,11 @@ class Profiler:
         self.ends(name)
 
     def begins(self, name: str) -> AbstractContextManager[None]:
-        """Return the stage of a timer that begins; nothing is recorded of verl's own profiler."""
+        """Return the stage of a timer that begins; timers of verl's own profiler have none."""
         return nullcontext() if name in _OWN_PROFILER else self.stage(self.stages.get(name, name))
 
     def ends(self, name: str) -> None:
-        """Follow the policy version when a timer has ended."""
+        """Update the policy version at the end of a timer."""
         if name == _WEIGHT_UPDATE:
             self._policy_version = getattr(self.trainer, "global_steps", self._policy_version)
 
@@ -101,7 +101,7 @@ class Profiler:
         return self._callback.stage(name)
 
     def begin(self, agent_loops: Any) -> None:
-        """Add the workers, and log which parts are not recorded.
+        """Add the workers, and log the unrecorded parts of the run.
 
         Args:
             agent_loops: The trainer's agent loop manager.
@@ -127,7 +127,7 @@ class Profiler:
             self._callback.add_note(note)
 
     def _add_groups(self) -> None:
-        """Add the worker groups; of groups that share processes, a profiled one comes first."""
+        """Add the worker groups, first the profiled ones of groups that share processes."""
         groups = [
             (role, getattr(self.trainer, name)) for role, name in _GROUPS if hasattr(self.trainer, name)
         ]
@@ -143,7 +143,7 @@ class Profiler:
             self._callback.add_workers(role, group)
 
     def _add_servers(self, rollouter: Any) -> None:
-        """Add the rollout servers, if they have the capture methods."""
+        """Add the rollout servers, unless they have no capture methods."""
         import ray
 
         try:
@@ -161,11 +161,11 @@ class Profiler:
         self._callback.add_rollout(servers)
 
     def add_actors(self, role: str, handles: Sequence[Any]) -> None:
-        """Set actors up and add them to the callback, if all of them can be captured.
+        """Set up Ray actors and add them to the callback, if all of them can be captured.
 
         Args:
-            role: Their role.
-            handles: Their handles, in order of rank.
+            role: Role of the actors.
+            handles: Handles of the actors, in order of rank.
         """
         if not handles or not self.settings.for_role(role).enable:
             return
@@ -191,13 +191,13 @@ class Profiler:
         self.misfits.append(f"not recorded: the role {role}, because {why}")
 
     def logged(self, tracking: Any, data: Mapping[str, Any], step: int) -> None:
-        """Keep the metrics that verl logs after a step, and log one of the watch's summaries with them."""
+        """Keep the metrics that verl logs after a step, and log one step summary of the watch."""
         self._tracking, self._logged_step = tracking, step
         self._callback.add_metrics(step, data)
         self._log_summary(step)
 
     def _log_summary(self, step: int) -> None:
-        """Log a summary to verl's trackers but the console, under the summary's step if accepted."""
+        """Log a step summary to verl's trackers except the console, under the summary's step if accepted."""
         if self.summaries:
             summary = self.summaries.popleft()
             values = {f"{PREFIX}step": summary.step, **values_of(summary)}
@@ -215,7 +215,7 @@ class Profiler:
             _active = None
 
     def _give_up(self, why: str) -> None:
-        """Let training go on without this profiler.
+        """Switch this profiler off, and let training go on.
 
         Raises:
             ToolUnavailableError: The settings are strict.
@@ -237,9 +237,10 @@ class Profiler:
 
 
 def log_reports(trackers: Mapping[str, Any], run_folder: Path, last_step: int) -> None:
-    """Report on the profiled steps, and log the numbers as ``profiling/...`` under their own steps.
+    """Make the reports of the profiled steps, and log their numbers as ``profiling/...``, each under its
+    step.
 
-    This reads traces, which takes a while, so it is called at the end of training.
+    Reading traces takes a while, so this function is called at the end of training.
 
     Args:
         trackers: Trackers of the run's ``Tracking`` by name.
@@ -257,26 +258,26 @@ def log_reports(trackers: Mapping[str, Any], run_folder: Path, last_step: int) -
                 values = {f"profiling/{name}": value for name, value in scalars(build_report(inputs))}
                 log_values(trackers, values, inputs.step, last_step)
     except (TraceFormatError, OSError) as error:
-        logger.warning("%s cannot be reported on: %s", run_folder, error)
+        logger.warning("no report can be made of %s: %s", run_folder, error)
 
 
 def log_values(
     trackers: Mapping[str, Any], values: Mapping[str, float | int], step: int | None, last_step: int
 ) -> None:
-    """Log values under their step. Trackers that reject earlier steps get them under ``last_step``."""
+    """Log values under their step, or under ``last_step`` in trackers that reject earlier steps."""
     for name, tracker in trackers.items():
         try:
             tracker.log(data=values, step=last_step if name in _ONWARD_ONLY else step)
         except Exception as error:
             if name not in _failing:
                 _failing.add(name)
-                logger.warning("%s: step %s is not logged: %s: %s", name, step, type(error).__name__, error)
+                logger.warning("%s: no values of step %s: %s: %s", name, step, type(error).__name__, error)
 
 
 def trainer_stage(name: str) -> AbstractContextManager[None]:
-    """Return a stage of this process's profiled trainer; without one, a context manager that does nothing.
+    """Return a stage of the profiled trainer in this process; without a trainer, a null context.
 
-    In a running event loop it does nothing either: the calls that the trainer awaits are marked as a whole.
+    In a running event loop, a null context is returned too, because awaited calls are marked as a whole.
     """
     if _active is None or asyncio._get_running_loop() is not None:
         return nullcontext()
@@ -284,7 +285,7 @@ def trainer_stage(name: str) -> AbstractContextManager[None]:
 
 
 def _replicas(trainer: Any) -> list[Any]:
-    """Return a trainer's rollout replicas; in each, the first node's server acts for the other nodes."""
+    """Return a trainer's rollout replicas; the first server of a replica acts for all of its nodes."""
     if hasattr(trainer, "_rollout_server_managers"):
         managers = trainer._rollout_server_managers()
     else:  # V0 trainers, and verl 0.9.0
@@ -299,7 +300,7 @@ def _joined(replies: Iterable[Sequence[str] | None]) -> list[str]:
 
 
 def can_be_profiled(config: Any, settings: ProfilingConfig) -> bool:
-    """Return whether anything of a run can be recorded; log the reason if not.
+    """Return whether any part of a run can be recorded; else log the reason.
 
     Raises:
         ToolUnavailableError: A part cannot be recorded, and the settings are strict.
@@ -313,14 +314,14 @@ def can_be_profiled(config: Any, settings: ProfilingConfig) -> bool:
 
 
 def notes_on(found: Iterable[str], *, strict: bool) -> list[str]:
-    """Log once which parts are not recorded in some process, and return them for the manifests.
+    """Log the unrecorded parts of a run, each once, and return them for the manifests.
 
     Args:
-        found: Sentences from all processes, with repetitions.
-        strict: Whether such a part ends the run.
+        found: Sentences on unrecorded parts from all processes, with repetitions.
+        strict: Whether an unrecorded part ends the run.
 
     Raises:
-        ToolUnavailableError: There is such a part, and the settings are strict.
+        ToolUnavailableError: A part is not recorded, and the settings are strict.
     """
     notes = sentences(found, strict=strict)
     let_lines_through()
@@ -330,9 +331,10 @@ def notes_on(found: Iterable[str], *, strict: bool) -> list[str]:
 
 
 def let_lines_through() -> None:
-    """Print this package's log lines from ``INFO`` up, unless its logger has a level of its own.
+    """Print log lines of this package from ``INFO`` up, unless its logger has a level of its own.
 
-    verl sets the root logger to ``WARNING``. Importing vLLM's server sets it and its handlers to ``ERROR``.
+    verl sets the root logger to ``WARNING``. Importing vLLM's server sets the root logger and its handlers to
+    ``ERROR``.
     """
     package = logging.getLogger(__name__.partition(".")[0])
     package.setLevel(package.level or logging.INFO)
@@ -344,14 +346,14 @@ def let_lines_through() -> None:
 
 
 def sentences(found: Iterable[str], *, strict: bool) -> list[str]:
-    """Return each sentence once, behind one on an untested version of verl.
+    """Return each sentence once, preceded by a warning of an untested version of verl.
 
     Raises:
-        ToolUnavailableError: There are sentences, and the settings are strict.
+        ToolUnavailableError: A part is not recorded, and the settings are strict.
     """
     notes = list(dict.fromkeys(found))
     said = [note for note in (untested(), *notes) if note is not None]
     if notes and strict:
-        problem = "profiling.strict is true, and not all can be recorded"
+        problem = "profiling.strict is true, and parts of the run cannot be recorded"
         raise ToolUnavailableError(f"{problem}: {'; '.join(said)}")
     return said

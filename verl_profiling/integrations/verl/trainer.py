@@ -1,12 +1,12 @@
 """Connects the callback to verl's trainers.
 
-verl times every part of a step with ``marked_timer``, which is wrapped to call the hooks of the callback. The
-timer ``step`` is the step, ``gen`` is the rollout, and all others are stages of the controller. A trainer
-whose ``fit`` and ``fit_step`` are coroutines has a profiler of its own
+verl times every part of a step with ``marked_timer``; a wrapper calls the hooks of the callback. The timer
+``step`` is the step, the timer ``gen`` is the rollout, and all other timers are stages of the controller. A
+trainer whose ``fit`` and ``fit_step`` are coroutines has a profiler of its own
 (:mod:`~verl_profiling.integrations.verl.async_trainer`).
 
 In V1, agent loops put responses into TransferQueue, and the trainer polls the queue every two seconds. So a
-rollout ends some time after its last trajectory; stages inside the rollout show what the trainer does.
+rollout ends some time after its last trajectory. Stages inside the rollout show the trainer's work.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _ATTRIBUTE = "_verl_profiler"
 _LAST_STEP = "total_training_steps"
 
 _NO_HOOK = (
-    "profiling: the configuration asks for it, and this trainer is not profiled: no method of it is hooked. "
+    "profiling: the configuration requests profiling, but no method of this trainer is hooked. "
     "A trainer class of your own inherits verl_profiling.integrations.verl.trainer.ProfilingTrainerMixin"
 )
 
 _hooked = False
-"""Whether a trainer of this process is hooked."""
+"""Whether this process has a hooked trainer."""
 
 _TRANSFER_QUEUE_OF_AGENT_LOOPS = {
     "async_kv_batch_get": "wait:get_response",
@@ -65,7 +65,7 @@ _TRANSFER_QUEUE_OF_AGENT_LOOPS = {
 
 
 class TrainerProfiler(Profiler):
-    """Profiles one trainer with synchronous steps, while its ``fit`` runs.
+    """Profiles one trainer with synchronous steps while its ``fit`` runs.
 
     If ``fit`` is a coroutine, the begin and end of a step block its event loop, as calls of verl's worker
     groups do.
@@ -87,7 +87,7 @@ class TrainerProfiler(Profiler):
 
     @contextmanager
     def profiling(self) -> Iterator[None]:
-        """Profile the steps of the block; log what remains when it ends, unless it raises."""
+        """Profile the steps of the block; after its normal end, log the remaining summaries and numbers."""
         with self._callback, self.activated():
             yield
         self.log_rest()
@@ -112,7 +112,7 @@ class TrainerProfiler(Profiler):
             self._callback.on_rollout_end()
 
     def rollout_begin(self) -> None:
-        """Begin generation, unless it has begun already."""
+        """Begin generation, unless generation has begun already."""
         if not self._generating:
             self._generating = True
             self._callback.on_rollout_begin()
@@ -129,7 +129,7 @@ class TrainerProfiler(Profiler):
 
 
 def hook_timers(module: Any) -> None:
-    """Make verl's timers call the trainer's profiler."""
+    """Wrap verl's timers to call the trainer's profiler."""
     wrap(module, "marked_timer", _timed)
 
 
@@ -142,7 +142,7 @@ def _timed(
 
 
 def hook_tracking(module: Any) -> None:
-    """Store the metrics that verl logs for a profiled step with its capture."""
+    """Store the metrics of a profiled step, as verl logs them, with the capture."""
     wrap(module.Tracking, "__init__", _checked)
     wrap(module.Tracking, "log", _stored)
 
@@ -154,7 +154,7 @@ def _checked(init: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> 
 
 
 def say_no_trainer_is_hooked(config: Any) -> None:
-    """Log that a run whose configuration switches profiling on is not profiled.
+    """Log an error if profiling is switched on, but the trainer is not hooked.
 
     Raises:
         ToolUnavailableError: The settings are strict.
@@ -183,7 +183,7 @@ def hook_v1_trainer(module: Any) -> None:
 
 
 def hook_v1_rollout(module: Any) -> None:
-    """Begin the rollout when the prompts go to the engines: before the timer that waits for responses."""
+    """Begin the rollout when prompts go to the engines, before the timer that waits for responses."""
     wrap(module.PPOTrainer, "_add_batch_to_generate", _beginning_rollout)
     mark(module.PPOTrainer, "_next_train_batch", partial(trainer_stage, "load_prompts"))
 
@@ -201,7 +201,7 @@ def hook_dispatch(module: Any) -> None:
 
 
 def hook_transfer_queue(module: Any) -> None:
-    """Mark the waiting for TransferQueue, in the trainer and in agent loops."""
+    """Mark calls of TransferQueue, as stages of the trainer and as spans of agent loops."""
     for name, marked in TRANSFER_QUEUE_STAGES.items():
         mark(module, name, partial(trainer_stage, marked))
     for name, waits in _TRANSFER_QUEUE_OF_AGENT_LOOPS.items():
@@ -219,7 +219,7 @@ def hook_v0_trainer(module: Any) -> None:
 
 
 def _hook_trainer(trainer_class: type[Any]) -> None:
-    """Hook a trainer class, and the methods that its subclasses override."""
+    """Hook a trainer class, and overridden methods of its subclasses."""
     for name in _CALLED.keys() - vars(trainer_class).keys():
         missing(trainer_class, name)
     hook_overrides(trainer_class)
@@ -232,7 +232,7 @@ def _hook_trainer(trainer_class: type[Any]) -> None:
 
 
 def hook_overrides(cls: type[Any]) -> None:
-    """Hook the methods that a class defines itself, before ``ray.remote`` makes an actor of it."""
+    """Hook the methods that a class itself defines, before ``ray.remote`` makes an actor class of it."""
     if cls.__module__.partition(".")[0] == "ray":
         return  # a subclass made by ``ray.remote``; the methods of its base are hooked
     for name, method in list(vars(cls).items()):
@@ -244,7 +244,7 @@ def hook_overrides(cls: type[Any]) -> None:
 
 
 class ProfilingTrainerMixin:
-    """A mixin for trainers that override ``fit``, as a coroutine or not; verl's own are hooked already.
+    """A mixin for your trainers that override ``fit``, as a coroutine or not; verl's trainers need none.
 
     ``class MyTrainer(ProfilingTrainerMixin, RayPPOTrainer): def fit(self): ...``
     """
@@ -262,7 +262,8 @@ def _made(init: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Non
 
 
 def prepare(trainer: Any) -> None:
-    """Give a trainer its profiler, and its servers the settings, if its configuration requests profiling.
+    """Give a trainer a profiler, and its rollout servers the settings, if its configuration requests
+    profiling.
 
     Raises:
         ConfigError: The settings do not fit the trainer's configuration.
@@ -301,12 +302,13 @@ async def _profiled_coroutine(fit: Callable[..., Any], self: Any, *args: Any, **
 
 
 def profiling_of(trainer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Add all workers to a trainer's profiler; return the context manager in which it profiles ``fit``.
+    """Add all workers to a trainer's profiler; return a context manager that profiles ``fit``.
 
     Args:
-        trainer: The trainer. Without a profiler, or if it is active already, nothing is profiled.
+        trainer: The trainer. Without a profiler, or with an active profiler, the context manager does
+            nothing.
         args: Positional arguments of the call of ``fit``.
-        kwargs: Its keyword arguments.
+        kwargs: Keyword arguments of the call of ``fit``.
     """
     profiler = getattr(trainer, _ATTRIBUTE, None)
     if profiler is None or profiler is active_profiler():
@@ -319,7 +321,7 @@ def profiling_of(trainer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _say_on(trainer: Any, settings: ProfilingConfig) -> None:
-    """Log that profiling is on, which steps will be captured, and in which folder."""
+    """Log that profiling is on, with the steps to capture and the folder."""
     # If steps are parameter versions, total_training_steps is not the number of the last step.
     last_step = None if hasattr(trainer, "current_param_version") else getattr(trainer, _LAST_STEP, None)
     steps = captured_steps(settings.schedule, last_step)

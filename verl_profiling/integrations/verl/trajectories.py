@@ -1,8 +1,8 @@
-"""Records trajectories of verl's agent loops, their requests and rewards, by hooks that fit every loop.
+"""Records trajectories of verl's agent loops, their requests and rewards, with hooks for any agent loop.
 
-A custom agent loop needs no change: its worker, verl's client for the engines and verl's timers are hooked.
-Its own :func:`verl_profiling.span` lies inside the trajectory that the worker runs. Each turn is one request;
-the client makes the request's id, which is stored on the span of the requesting task.
+A custom agent loop needs no change, because hooks are in its worker, in verl's client of the engines, and in
+verl's timers. Spans of an agent loop lie inside the trajectory that the worker runs. Each turn is one
+request; the request's id is stored on the span of the requesting task.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _TIMERS = {"compute_score": "reward"}
 _UNKNOWN_TOOL = "tool:(unknown)"
 _LONGEST_NAME = 120
 _STARTS_NOTHING = "verl.tools.base_tool"
-"""Module of the base class of tools, whose ``create`` starts nothing: it only makes an id."""
+"""Module of the base class of tools, whose ``create`` makes an id and starts no environment."""
 _ABORTED = ("aborted", "abort")
 
 _request_name: ContextVar[str] = ContextVar("verl_profiling_request_name", default="generate")
 _pause: ContextVar[ExitStack | None] = ContextVar("verl_profiling_pause", default=None)
 _prepared: set[type[Any]] = set()
-"""Classes of tools, users' own included, that are hooked: each at its first use."""
+"""Hooked classes of tools; each class, of verl or of users, is hooked at its first use."""
 
 
 def hook_agent_loops(module: Any) -> None:
@@ -73,7 +73,7 @@ def hook_clients(module: Any) -> None:
 
 
 def hook_teachers(module: Any) -> None:
-    """Name the requests to teachers ``teacher``: their engines are not captured."""
+    """Record the requests to teachers, whose engines are not captured, under the name ``teacher``."""
     mark(module.AsyncTeacherLLMServerManager, "compute_teacher_logprobs_single", _teaching)
 
 
@@ -90,7 +90,9 @@ async def _as_trajectory(run: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def _identity(info: Mapping[str, Any], prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return group, sample and facts; the sample is V1's ``session_id``, or V0's ``rollout_n``."""
+    """Return group, sample and facts of a trajectory; V1 has a ``session_id`` as sample, V0 a
+    ``rollout_n``.
+    """
     return {
         "group": str(prompt.get("uid", info.get("sample_index", ""))),
         "sample": _integer(prompt.get("session_id", info.get("rollout_n"))),
@@ -102,7 +104,7 @@ def _identity(info: Mapping[str, Any], prompt: Mapping[str, Any]) -> dict[str, A
 async def _described(
     score: Callable[..., Any], self: Any, outputs: Sequence[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Add facts of the outputs, and the reward, to the trajectory; outputs of every loop pass here."""
+    """Add facts of the outputs, and the reward, to the trajectory of any agent loop."""
     if (running := current_trajectory()) is not None:
         running.add(**_facts(outputs))
     result = await score(self, outputs, *args, **kwargs)
@@ -113,7 +115,7 @@ async def _described(
 
 
 def _facts(outputs: Sequence[Any]) -> dict[str, Any]:
-    """Return facts of the outputs of one trajectory; with most loops it is one output."""
+    """Return facts of the outputs of one trajectory; most agent loops return one output."""
     facts = {
         "turns": sum(_integer(getattr(output, "num_turns", 0)) or 0 for output in outputs),
         "prompt_tokens": sum(len(getattr(output, "prompt_ids", ())) for output in outputs),
@@ -156,7 +158,7 @@ async def _as_tool(
 
 
 def _prepare_tool(tool_class: type[Any]) -> None:
-    """Hook ``create`` of a tool class, which starts an environment or a sandbox."""
+    """Hook ``create`` of a tool class, the start of an environment or a sandbox."""
     create = getattr(tool_class, "create", None)
     if tool_class not in _prepared and create is not None and create.__module__ != _STARTS_NOTHING:
         mark(tool_class, "create", partial(span, "environment:start"))
@@ -217,7 +219,7 @@ async def _scored(compute_score: Callable[..., Any], self: Any, data: Any, *args
 
 
 def _sample_of(data: Any) -> dict[str, Any]:
-    """Return group and sample of the scored trajectory, if the batch has them."""
+    """Return group and sample of the scored trajectory, if they are in the batch."""
     columns = getattr(data, "non_tensor_batch", None) or {}
     found = {}
     for fact, name in (("group", "uid"), ("sample", "session_id")):

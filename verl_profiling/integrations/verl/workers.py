@@ -1,7 +1,7 @@
 """Capture methods for all processes of verl, and stages for its training workers.
 
-Methods of training workers are registered for verl's dispatch, so that worker groups have them. Stages are
-put around verl's methods. Neither the methods' bodies nor the base classes of a worker change.
+Capture methods are registered for verl's dispatch, so that worker groups have the methods. Stages wrap verl's
+methods. Neither the bodies of verl's methods nor the base classes of a worker change.
 
 A rollout server gets its settings inside ``rollout.engine_kwargs``, which verl passes unchanged to every
 server of the policy, and to no server of a reward model or a teacher.
@@ -37,7 +37,7 @@ _WITHOUT_ADAPTER = "no_lora_adapter"
 
 
 def hook_workers(module: Any) -> None:
-    """Give verl's worker classes capture methods; of these, only ``init_capture`` blocks a worker group."""
+    """Give verl's worker classes capture methods; only ``init_capture`` blocks a worker group."""
     from verl.single_controller.base.decorator import Dispatch, register
 
     for worker_class in (module.ActorRolloutRefWorker, module.TrainingWorker):
@@ -48,7 +48,7 @@ def hook_workers(module: Any) -> None:
 
 
 def hook_stages(module: Any) -> None:
-    """Mark the stages of ``ActorRolloutRefWorker``, and those of ``TrainingWorker`` if it is a critic."""
+    """Mark the stages of ``ActorRolloutRefWorker``, and of a ``TrainingWorker`` that is a critic."""
     actor, training = module.ActorRolloutRefWorker, module.TrainingWorker
     for name, stage_name in ACTOR_STAGES.items():
         mark(actor, name, partial(stage, stage_name))
@@ -79,7 +79,7 @@ def _marked_micro_batches(prepare: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 class _MarkedMicroBatches(list[Any]):
-    """A list of micro-batches; each pass of a loop over it is a stage ``micro_batch``."""
+    """A list of micro-batches; each iteration of a loop over the list is a stage ``micro_batch``."""
 
     def __iter__(self) -> Iterator[Any]:
         micro_batch = stage("micro_batch")
@@ -95,7 +95,9 @@ def _log_prob_stage(compute_log_prob: Callable[..., Any], self: Any, data: Any) 
 
 
 def _without_adapter(data: Any) -> bool:
-    """Return whether to compute without the adapter: a flag in V1's ``extra_info``, or in V0's batch."""
+    """Return whether a batch is computed without the LoRA adapter, by a flag in ``extra_info`` or the
+    batch.
+    """
     if isinstance(facts := getattr(data, "extra_info", None), dict):
         return bool(facts.get(_WITHOUT_ADAPTER, False))
     if _WITHOUT_ADAPTER not in getattr(data, "keys", tuple)():
@@ -108,7 +110,7 @@ def _without_adapter(data: Any) -> bool:
 def _critic_stage(name: str, method: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Mark a method of ``TrainingWorker`` as a stage if the worker is a critic.
 
-    In an actor the same class is a part of ``ActorRolloutRefWorker``, whose methods are marked already.
+    An actor uses the same class inside ``ActorRolloutRefWorker``, whose methods are marked already.
     """
     if self.config.model_type != _CRITIC_MODEL:
         return method(self, *args, **kwargs)
@@ -125,7 +127,7 @@ def _counted_mini_batch(train_batch: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def _init_capture(self: Any, settings: ProfilingConfig, role: str) -> list[str]:
-    """Set this worker up for ``role``; return sentences on the parts that are not recorded."""
+    """Set this worker up for ``role``; return sentences on unrecorded parts."""
     engine = self.engine if hasattr(self, "engine") else (self.actor or self.ref).engine
     if engine.engine_config.strategy == "megatron":
         self._verl_profiling = MegatronCaptureMixin()
@@ -141,7 +143,7 @@ def _init_capture(self: Any, settings: ProfilingConfig, role: str) -> list[str]:
 
 
 def _show_schedule(engine: Any) -> None:
-    """Mark the micro-batches of Megatron's schedule, which loops over them itself."""
+    """Mark the micro-batches of Megatron's schedule, by its timers."""
     from megatron.core.utils import get_model_config
 
     for chunk in engine.module:
@@ -157,13 +159,13 @@ def add_capture_methods(
     awaited: bool = False,
     registered: Callable[[Any], Any] = lambda method: method,
 ) -> None:
-    """Add the methods that the callback calls; each delegates to the object's ``_verl_profiling``.
+    """Add the methods that the callback calls; each method delegates to the object's ``_verl_profiling``.
 
     Args:
         cls: A class of verl, before ``ray.remote`` makes an actor of it.
-        default: The mixin that replies until a process is set up.
-        awaited: Whether the methods are coroutines. If not, the event loop's thread starts and stops a
-            recording.
+        default: The mixin that replies before the setup of the process.
+        awaited: Whether the methods are coroutines. Plain methods start and stop recordings on the event
+            loop's thread.
         registered: verl's decorator for each method.
     """
     for name in _METHODS:
@@ -191,7 +193,7 @@ def add_actor_methods(actor_class: type[Any], role: str) -> None:
     """Add the capture methods and ``init_capture`` to a class of plain Ray actors."""
 
     def init_capture(self: Any, settings: ProfilingConfig, rank: int, world_size: int) -> list[str]:
-        """Set this worker up; return the parts that are not recorded in its process."""
+        """Set this worker up; return sentences on unrecorded parts in its process."""
         self._verl_profiling = AgentLoopCaptureMixin()
         self._verl_profiling.init_capture(settings, role=role, rank=rank, world_size=world_size)
         return misfits()
@@ -215,7 +217,7 @@ def rollout_processes(owner: Any, agent_loops: Any) -> dict[str, list[Any]]:
 
 
 def hook_vllm_server(module: Any) -> None:
-    """Give ``vLLMHttpServer`` the capture methods, and its engine the arguments that it needs."""
+    """Give ``vLLMHttpServer`` the capture methods, and its engine the arguments for captures."""
     server_class = module.vLLMHttpServer
     wrap(server_class, "run_headless", _launch_vllm)
     if wrap(server_class, "run_server", _launch_vllm):
@@ -229,13 +231,13 @@ def hook_sglang_server(module: Any) -> None:
 
 
 def settings_of_server(holder: Any) -> Mapping[str, Any] | None:
-    """Return the settings in the configuration of a server or a replica."""
+    """Return the profiling settings in the configuration of a rollout server or a replica."""
     settings: Mapping[str, Any] | None = (holder.config.engine_kwargs or {}).get(SETTINGS_KEY)
     return settings
 
 
 async def _launch_vllm(run: Callable[..., Any], self: Any, args: Any) -> None:
-    """Start a replica's processes on a node; on its first node, the server then has the engine."""
+    """Start the processes of a replica on a node, and set up the server; the first node has the engine."""
     for name, value in VLLMCaptureMixin.engine_args(settings_of_server(self)).items():
         setattr(args, name, value)
     await run(self, args)
@@ -248,7 +250,7 @@ async def _launch_sglang(launch: Callable[..., Any], self: Any, *args: Any, **kw
 
 
 async def _noted_version(set_global_steps: Callable[..., Any], self: Any, global_steps: int) -> None:
-    """Record the version of a server's new weights: the step that made them, as verl reports it."""
+    """Record the policy version of a server's new weights: the number of the step that made the weights."""
     await set_global_steps(self, global_steps)
     self._verl_profiling.set_policy_version(global_steps)
 
@@ -266,7 +268,9 @@ def _set_up(server: Any, capture: RolloutCaptureMixin, engine: Any) -> None:
 
 
 def _devices_of_server() -> list[str] | None:
-    """Return the devices that verl reserved for this server's engine, even if it computes on a CPU."""
+    """Return the devices that verl reserved for this server's engine, even if the engine computes
+    on a CPU.
+    """
     from verl.utils.device import get_visible_devices_keyword
 
     given = os.environ.get(get_visible_devices_keyword(), "")
@@ -274,7 +278,7 @@ def _devices_of_server() -> list[str] | None:
 
 
 async def _capture_misfits(self: Any) -> list[str]:
-    """Return the parts that are not recorded in this process, each with the reason."""
+    """Return sentences on unrecorded parts in this process."""
     return misfits()
 
 
