@@ -212,7 +212,7 @@ def test_a_class_of_two_roles_is_recorded_as_what_it_was_added(
     [note] = result.notes
     assert note == (
         f"role {other} is recorded as {added}_rank0, whose process it shares, "
-        f"with the settings of role {added}: its own {unused} is not used"
+        f"with the settings of role {added}: {unused} has no effect"
     )
 
 
