@@ -50,7 +50,7 @@ def test_a_slow_replica_is_noticed_in_its_second_step() -> None:
     assert len(found.history) == 21
     assert found.history[-1] == found.value
     assert found.reason == (
-        "step 32: stage rollout took 1.25 s of the step, 2.5 times the median in the 20 times before; "
+        "step 32: stage rollout took 1.25 s of the step, 2.5 times the median of 20 steps before; "
         "longest there: rollout2_rank0"
     )
 
@@ -260,8 +260,8 @@ def test_memory_that_grows_is_noticed() -> None:
     assert (first.sign, first.suspects, first.noticed) == ("memory", ["actor_rank1"], 21)
     assert first.peers == ["actor_rank0"]
     assert first.reason == (
-        "step 21: actor_rank1 has 14.2 MB, 39% more than after step 1, and more each of the 20 times that it "
-        "was looked at since"
+        "step 21: actor_rank1 has 14.2 MB, 39% more than after step 1, and grew at each of the 20 readings "
+        "since"
     )
     detector = Detector(Anomaly())
     for step in range(1, 60):
@@ -278,7 +278,7 @@ def test_memory_that_grows_in_all_processes_of_a_role_is_noticed_once() -> None:
         found.append(detector.observe(summary(step, held=held)))
     [first] = [each for each in found if each is not None]
     assert (first.sign, first.suspects, first.noticed) == ("memory", ["actor_rank3"], 21)
-    assert first.reason.endswith("; so it is with 3 more of its role")
+    assert first.reason.endswith("; the same holds for 3 more of its role")
 
 
 def short(step: int, times: Mapping[str, float], scale: float) -> StepSummary:

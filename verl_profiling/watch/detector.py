@@ -204,7 +204,7 @@ class Detector:
             where = f"stage {worst}" if worst else "the time in no stage"
             took_what = f"step {summary.step}: {where} took {duration(every[worst].value)} of the step, "
             return self._suspicion(
-                "slow_stage", worst, every[worst], every[worst].seen, took_what, "in the {} times before"
+                "slow_stage", worst, every[worst], every[worst].seen, took_what, "of {} steps before"
             )
         if worst is None and known_s >= step.excess / 2:
             return None
@@ -272,7 +272,7 @@ class Detector:
                     median=median(shares),
                     history=list(shares),
                     reason=f"step {summary.step}: {lane} was in stage {stage} {longer} longer than its "
-                    f"peers, {shares[-1]:.0%} of the step, and so it was in most steps shortly before",
+                    f"peers ({shares[-1]:.0%} of the step), as in most recent steps",
                 ).with_suspects([summary])
                 found = msgspec.structs.replace(found, reason="; ".join([found.reason, *found.who]))
         return found
@@ -358,8 +358,8 @@ class Detector:
             median=median(history[:-1]),
             history=list(map(float, history)),
             reason=f"step {summary.step}: {most.lane} has {byte_size(history[-1])}, {share:.0%} more than "
-            f"after step {self._numbers[0]}, and more each of the {len(history) - 1} times that it was "
-            f"looked at since{others}",
+            f"after step {self._numbers[0]}, and grew at each of the {len(history) - 1} readings "
+            f"since{others}",
         )
 
 
