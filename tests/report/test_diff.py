@@ -129,7 +129,7 @@ def test_what_fails_says_what_it_rests_on(
     line = capsys.readouterr().out.splitlines()[-1]
     assert line == (
         "slower by more than 5% and 10.0 ms: update_actor (+100 ms) (1 step(s) before and 1 after; the noise "
-        "is not known: several steps on both sides would measure it)"
+        "is unknown, because only several steps on both sides show it)"
     )
     assert main(["diff", *sides, "--fail-above", "5%", "--json"]) == 1
     output = capsys.readouterr()

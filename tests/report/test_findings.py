@@ -58,7 +58,7 @@ def test_the_slow_rank_is_found_behind_a_collective(tmp_path: Path) -> None:
     report = report_of(tmp_path, WHOLE, [fast, slow])
     first = report.findings[0]
     assert (first.rule, first.lanes, first.seconds) == ("straggler", ["actor_rank1"], pytest.approx(5))
-    assert "actor_rank1 is slow in update_actor: it worked 10.0 s there, the other one 5.00 s" in first.text
+    assert "actor_rank1 is slow in update_actor: it worked 10.0 s, the other worker 5.00 s" in first.text
     assert "host_bound" not in rules(report)  # what only one rank has is the straggler's
     even = report_of(tmp_path, WHOLE, [fast, replace(fast, rank=1)])
     assert "straggler" not in rules(even)
@@ -90,8 +90,8 @@ def test_the_last_to_the_collectives_of_the_stage_that_was_asked_for_comes_first
     first = report.findings[0]
     assert (first.rule, first.lanes, first.seconds) == ("straggler", ["actor_rank1"], pytest.approx(0.4))
     assert first.text == (
-        "Of the captured ranks, actor_rank1 comes last to the collectives of update_actor: the others waited "
-        "400 ms for it."
+        "Of the captured ranks, actor_rank1 is the last to enter the collectives of update_actor: the "
+        "others waited 400 ms for it."
     )
 
 
@@ -102,7 +102,7 @@ def test_a_rank_that_is_a_little_later_is_no_cause_where_all_are_slow(
     """By a tenth of the stage; where the watch suspects it, it is."""
     trigger = Trigger(kind="anomaly", sign="slow_stage", stage="update_actor", suspects=suspects)
     texts = [finding.text for finding in small_straggler(tmp_path, trigger, False, 99.2).findings]
-    assert ("Of the captured ranks, actor_rank1 comes last" in "".join(texts[:1])) == bool(suspects)
+    assert ("Of the captured ranks, actor_rank1 is the last" in "".join(texts[:1])) == bool(suspects)
 
 
 def test_nobody_comes_last_without_a_stage_or_in_turn(tmp_path: Path) -> None:
@@ -145,13 +145,13 @@ def test_a_stage_in_which_nothing_works_is_named(tmp_path: Path) -> None:
     workers = [Worker("actor", rank, stages=own, kernels=[("gemm", 4, 10)]) for rank in (0, 1)]
     report = report_of(tmp_path, stages, workers)
     finding = said(report, "idle_stage")
-    assert finding.text == "In reward no lane that was recorded did anything for 4.00 s (40% of the step)."
+    assert finding.text == "In reward, all recorded lanes were idle for 4.00 s (40% of the step)."
     assert (finding.seconds, finding.lanes) == (8.0, ["actor_rank0", "actor_rank1"])
     workers[0].kernels.append(("gemm", 0, 4))
     assert "idle_stage" not in rules(report_of(tmp_path, stages, workers))
     worker = Worker("actor", stages=[("update_actor", 4, 10)], kernels=[("gemm", 4, 10)])
     finding = said(report_of(tmp_path, WHOLE, [worker]), "idle_stage")
-    assert "for 4.00 s (40% of the step): the loop called its workers" in finding.text
+    assert "for 4.00 s (40% of the step), while the loop called workers" in finding.text
     assert "pass less" in finding.advice
 
 
@@ -168,7 +168,7 @@ def test_a_late_replica_is_named(tmp_path: Path) -> None:
     engines = [engine(replica, (0, end)) for replica, end in ends.items()]
     finding = said(report_of(tmp_path, STAGES, engines), "long_tail")
     assert finding.lanes == ["rollout2_rank0"]
-    late = "rollout2 was done after 4.00 s, the median is 1.20 s; it made 4 tokens, the median is 4"
+    late = "rollout2 was done after 4.00 s, the median is 1.20 s; with 4 tokens, the median is 4"
     assert late in finding.text
 
 
@@ -296,6 +296,6 @@ def test_a_replica_that_is_slow_at_each_token_is_advised_on_its_host(tmp_path: P
             for replica, end in ((0, 2.0), (1, 2.0), (2, 4.0))
         ]
         advice[case] = said(report_of(folder, [("rollout", 0, 4)], engines, end=4.5), "long_tail").advice
-    assert advice["slow"].startswith("compare the host and the device of rollout2 with those of the others: ")
+    assert advice["slow"].startswith("compare host and device of rollout2 with those of the other replicas: ")
     assert "cap lengths" not in advice["slow"]
     assert "cap lengths" in advice["long"]

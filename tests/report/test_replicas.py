@@ -86,7 +86,7 @@ def test_the_page_says_that_the_queue_is_not_known(tmp_path: Path) -> None:
     unknown = dict.fromkeys(("queued_p50_us", "queued_p90_us", "queued_p99_us"))
     silent = [msgspec.structs.replace(row, **unknown) for row in report.replicas]
     page = render_html(msgspec.structs.replace(report, replicas=silent))
-    assert "How long requests were queued is not known" in page
+    assert "The queueing time of requests is unknown" in page
     assert "queued p90" not in page
     assert 'id="replicas"' not in render_html(msgspec.structs.replace(report, replicas=[]))
 

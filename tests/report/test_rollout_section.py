@@ -104,7 +104,7 @@ def test_polling_costs_what_the_trainer_sleeps_after_the_last_response(tmp_path:
     [finding] = [found for found in all_findings(report) if found.rule == "polling"]
     assert finding.text == (
         "The trainer slept 900 ms (9% of the step) after the last response was there: "
-        "it looks into its replay buffer every 2.00 s."
+        "it polls its replay buffer every 2.00 s."
     )
     assert "poll_interval" in finding.advice
     assert (
@@ -335,7 +335,7 @@ def test_what_blocks_many_processes_is_one_finding(tmp_path: Path) -> None:
     first, second = said
     assert first.text == (
         f"Tool `lookup` blocked the event {loops} for 30.0 s together, 30 times: 30 trajectories stood "
-        "still, 30.0 s added up."
+        "still, for 30.0 s in total."
     )
     assert f"son.loads (json.py:3) blocked the event {loops} for " in second.text
     assert "(in " not in second.text

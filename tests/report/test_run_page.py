@@ -50,7 +50,7 @@ def test_it_says_which_step_changed_first_and_which_is_slowest(steps: list[Repor
     page = page_of(steps, tmp_path)
     said = text_of(page, "findings")
     assert "Changed first: rollout in Step 13, 9.20 s (median of 3 before: 4.40 s)." in said
-    assert "Slowest: Step 13; most of what it has over the median is in rollout (+4.80 s)." in said
+    assert "Slowest: Step 13; most of its excess over the median is in rollout (+4.80 s)." in said
     figures = text_of(page, "figures")
     assert "Step, median9.15 s" in figures
     assert "SlowestStep 1313.9 s, +4.80 s over the median" in figures
@@ -68,10 +68,10 @@ def test_captures_that_were_asked_for_are_not_compared(steps: list[Report], tmp_
     said = text_of(page, "findings")
     assert "Changed first: update_actor in Step 15" in said
     assert "(median of 3 before" in said
-    assert "Left out, because what was recorded may differ: 2 captures that were asked for." in said
+    assert "Left out, because their settings may differ: 2 requested captures." in said
     assert 'href="step_000013/report.html"' in page
     few = text_of(page_of(mixed[2:5], tmp_path), "findings")
-    assert "What changed is said of three captured steps or more." in few
+    assert "Changes over the run are shown for three or more captured steps." in few
 
 
 def test_lost_time_that_leaves_its_range_is_the_change(steps: list[Report], tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_steps_that_leave_their_range_by_little_have_no_change(steps: list[Repor
         made = [with_rollout(number, took) for number, took in enumerate(seconds)]
         return text_of(page_of(made, tmp_path), "findings")
 
-    none = "No stage and no cause of lost time left its range."
+    none = "No stage and no cause of lost time changed over the run."
     around = (4.0, 6.0, 5.9, 4.1, 6.9, 3.1)
     assert none in said(5.0, 5.0, 5.0)
     assert none in said(*around)
@@ -207,7 +207,7 @@ class TestEveryStep:
         assert "Step, median8.50 sof 21 steps, from 8.50 s to 60.0 s" in figures
         assert "SlowestStep 2060.0 s, +51.5 s over the median" in figures
         assert (
-            "Slowest: Step 20; most of what it has over the median is in update_actor (+56.5 s)."
+            "Slowest: Step 20; most of its excess over the median is in update_actor (+56.5 s)."
             in text_of(page, "findings")
         )
         shutil.rmtree(run / "step_000012")

@@ -68,7 +68,7 @@ def test_a_capture_of_a_fault_that_lasts_is_not_said_to_be_without_it(tmp_path: 
     lasting = {"value": 8.5, "median": 6.0, "history": [6.0, 6.0, 6.0, 8.5]}
     report = reported(tmp_path, SLOW_STAGE, **lasting)
     assert [row.kind for row in report.suspects][:2] == ["stage", "time"]
-    assert "actor_rank1 comes last" in report.findings[0].text
+    assert "actor_rank1 is the last" in report.findings[0].text
     shown = printed(report)
     assert "▆▆▆█ 8.50 s, median before 6.00 s" in shown
     assert not any(word in shown for word in ("not slow", "gone", "as usual"))
@@ -164,16 +164,16 @@ def test_who_asked_is_the_first_line(tmp_path: Path) -> None:
     demand = Trigger(kind="demand", by="root@node1", request="ab12", reason="looks slow")
     report = two_ranks(tmp_path, demand)
     line = printed(report).splitlines()[1]
-    assert line.startswith("asked for on demand by root@node1 (request ab12), captured 20")
+    assert line.startswith("requested on demand by root@node1 (request ab12), captured 20")
     assert line.endswith(": looks slow")
-    assert "asked for on demand by root@node1" in render_html(report)
+    assert "requested on demand by root@node1" in render_html(report)
     assert two_ranks(tmp_path, Trigger()).asked is None
     both = msgspec.structs.replace(SLOW_STAGE, kind="schedule", reason="schedule.every=10; it is slow")
     scheduled = two_ranks(tmp_path, both)
     assert printed(scheduled).splitlines()[1].startswith("captured by the schedule: schedule.every=10; it")
     assert scheduled.suspects, "they are in the manifest all the same"
     shown = printed(two_ranks(tmp_path, SLOW_STAGE)).splitlines()
-    assert shown[1].startswith("asked for by the watch, which noticed slow_stage in step 41: update_actor")
+    assert shown[1].startswith("requested by the watch, which detected slow_stage in step 41: update_actor")
     assert "▅▅▄▅█ 6.00 s, median before 3.00 s" in shown
 
 
@@ -256,7 +256,7 @@ def test_a_process_that_ran_no_operator_is_not_damaged(
     report = open_step(tmp_path).report()
     assert (report.coverage.missing, report.coverage.lanes, report.coverage.read) == ([], [], 2)
     assert "coverage" not in {finding.rule for finding in report.findings}
-    noted = [note for note in report.notes if "ran no operator while it was recorded" in note]
+    noted = [note for note in report.notes if "ran no operator during the recording" in note]
     assert [note.partition(":")[0] for note in noted] == [
         f"rollout{index}_rank0.torch.json.gz" for index in range(2)
     ]

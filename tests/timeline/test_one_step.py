@@ -222,7 +222,7 @@ def test_numbers_of_the_whole_capture_are_said_to_be(tmp_path: Path) -> None:
         assert report.capture_steps == [2, 3]
         assert "of the whole capture, steps 2, 3: rollout0: 80 requests" in report.notes
         text = " ".join(printed(report).split())
-        assert "What is on disk is of all steps of the capture." in text
+        assert "Sizes on disk are of all steps of the capture." in text
         assert "events (of the whole capture, steps 2, 3)" in text
         assert "events (of the whole capture, steps 2, 3)" in render_html(report)
     assert load_reports(capture(tmp_path / "alone", STEPS[:1]))[0].capture_steps == []

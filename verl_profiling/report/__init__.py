@@ -1,1 +1,1 @@
-"""Computes where the accelerator-seconds of a step went, and shows it."""
+"""Computes and shows the use of the accelerator-seconds of a step."""

@@ -2,7 +2,7 @@
 
 A row is an event of work: its begin and end (ns), its key and its thread. A key is a kind, a name and a
 process group, and is classified once, however many events have it. Rows of devices are kept, 24 bytes each.
-Host rows are reduced to intervals chunk by chunk; they are kept only until a device event is found.
+Host rows are reduced to intervals chunk by chunk, and dropped when a device event is found.
 """
 
 from __future__ import annotations
@@ -94,11 +94,12 @@ class LaneReader:
         inputs: Limits on reading, and the user's patterns of communication kernels.
 
     Attributes:
-        paths: The traces that could be read.
+        paths: The readable traces.
         events: Number of events read.
         problems: Sentences on unreadable parts.
-        notes: Sentences on limits of the figures.
-        unrecorded: Kind of the lane's device, if its artifacts show that the device was not recorded.
+        notes: Sentences on limits of the report's numbers.
+        unrecorded: Kind of the lane's device, if the artifacts show that the device was in use but not
+            recorded.
     """
 
     def __init__(self, sources: Sequence[Source], step: Step, inputs: StepInputs) -> None:
@@ -140,7 +141,7 @@ class LaneReader:
     def lanes(self) -> list[Lane]:
         """Read the traces; return one lane per device, or the host's lane if there is no device.
 
-        Without a readable trace, or an event that is known to be work, there is no lane.
+        Without a readable trace, or without an event of known work, the list is empty.
         """
         for source in self._sources:
             try:
@@ -166,18 +167,18 @@ class LaneReader:
         if devices:
             found = ((rows if mine.all() else rows.of(mine), name) for name, mine in devices)
             return [self._reduced(mine, _ON_DEVICE, replace(lane, accelerator=name)) for mine, name in found]
-        lost = f"has no event of {self.unrecorded}, which was in use" if self.unrecorded else ""
+        lost = f"has no event of {self.unrecorded}, although the device was in use" if self.unrecorded else ""
         if self._cut_off and (self._says_device or self._launches):
             lost = "ends before the first event of its device"
         if lost:
             files = ", ".join(self._cut_off or [path.name for path in self.paths])
-            self.problems.append(f"{files}: {lost}: nothing is known of it")
+            self.problems.append(f"{files}: {lost}, so its work is unknown")
             return [replace(lane, is_unknown=True)]
         if not self._works:
             self._without_work()
             return []
         if self._launches:
-            self._note("kernels were launched, and none was recorded")
+            self._note("kernels were launched, but none was recorded")
         return [self._reduced(rows.of(kinds > UNKNOWN), _ON_HOST, replace(lane, on_device=False))]
 
     def _read(self, source: Source) -> None:
@@ -214,7 +215,7 @@ class LaneReader:
                     self._said[key] = said[:_LONGEST_NAME]
 
     def _add_chunk(self, events: list[Event], base_ns: int) -> None:
-        """Add events; those without a category wait until the names of their processes are known."""
+        """Add events; events without a category are kept until the names of their processes are known."""
         timed = [e for e in events if e.ph == "X" and e.cat not in NO_WORK and e.ts is not None]
         if not (self._works or self._has_device):
             self._categories |= {e.cat for e in events if e.ph != "M"}
@@ -258,7 +259,9 @@ class LaneReader:
         return number
 
     def _task(self, event: Event) -> int:
-        """Return the number of the key of an event without category; the kind is known after the trace."""
+        """Return the key number of an event without category, whose kind is known only at the end of the
+        trace.
+        """
         found = _TASK_TYPE.search(event.args)
         call = _CALL_NUMBER.search(event.name)
         name = event.name[: call.start()] if call else event.name
@@ -272,7 +275,7 @@ class LaneReader:
         return number
 
     def _add_tasks(self) -> None:
-        """Add the events without a category; by now, the names of their processes are known."""
+        """Add the kept events without a category, with the names of their processes."""
         for number, (pid, tid, task_type) in self._tasks.items():
             process = self._said.get(("process_name", pid, None), "")
             thread = self._said.get(("thread_name", pid, tid), "")
@@ -286,7 +289,7 @@ class LaneReader:
         self._add(rows.of(kinds != NOTHING), kinds[kinds != NOTHING])
 
     def _add(self, rows: Rows, kinds: NDArray[np.int8]) -> None:
-        """Keep device rows; reduce host rows to the times in which the host worked or was blocked."""
+        """Keep device rows; reduce host rows to the times of work and of blocking calls."""
         on_host = (kinds > UNKNOWN) & (kinds < ITERATION)
         self._works |= bool(on_host.any())
         if self._between is not None:
@@ -323,7 +326,7 @@ class LaneReader:
                 if not (number in known or _is_device(label) or (not label and pid in self._on_streams)):
                     continue
                 unknown_ns = length(union(rows.spans[(pid_of == number) & (kinds == UNKNOWN)]))
-                how = "not counted, beside its kernels" if number in known else "counted, of no known kind"
+                how = "not counted, beside kernels" if number in known else "counted as unrecognised"
                 categories = ", ".join(list(self._unknown)[:_MOST_CATEGORIES])
                 self._note(
                     f"{name} has {duration(unknown_ns / 1e9)} of events "
@@ -362,7 +365,7 @@ class LaneReader:
         )
 
     def _ops(self, rows: Rows) -> dict[tuple[str, str], tuple[int, int]]:
-        """Return calls and self time (ns) by name and stage, which is that in which a call begins."""
+        """Return calls and self time (ns) by name and by the stage in which a call begins."""
         own = nested_times(rows.spans, rows.threads)
         edges = np.array([(stage.begin_ns, stage.end_ns) for stage in self._stages], np.int64).reshape(-1, 2)
         at = np.searchsorted(edges[:, 0], rows.spans[:, 0], side="right") - 1
@@ -385,15 +388,15 @@ class LaneReader:
         self.notes.append(f"{self.paths[0].name}: {sentence}")
 
     def _without_work(self) -> None:
-        """Say that traces hold no work; a complete trace of torch means that nothing ran."""
+        """Note that traces hold no work; for a complete torch trace, note that nothing ran."""
         path = self.paths[0]
         found = {category[:_LONGEST_NAME] or "no category" for category in self._categories}
         if "Trace" in found and found <= _MARKS and not self.problems:
-            said = f"{path.name}: its process ran no operator while it was recorded"
+            said = f"{path.name}: the process ran no operator during the recording"
             (self.notes if self._is_captured else self.problems).append(said)
             return
         named = ", ".join(sorted(found)[:_MOST_CATEGORIES])
-        text = f"nothing in it is known to be work of a device or an operator, only {named}"
+        text = f"no event is work of a device or an operator, only {named}"
         self.problems.append(str(TraceFormatError(path, text if found else "holds no events")))
         self.paths.clear()
 
@@ -418,17 +421,17 @@ def _to_spans(events: Sequence[Event], base_ns: int) -> Spans:
 
 
 def _is_device(label: str) -> bool:
-    """Return whether a process's label is that of a device."""
+    """Return whether the label of a process entry is a device's."""
     return bool(label) and not label.upper().startswith("CPU")
 
 
 def _device_name(pid: object, label: str) -> str:
-    """Return the name of the device that a process stands for: its label, or its number."""
+    """Return the name of the device of a process entry: the label, or the number."""
     name = label if _is_device(label) else f"GPU {pid}" if isinstance(pid, int) else str(pid or "device")
     return name[:_LONGEST_NAME]
 
 
 def _says_device(trace: Trace) -> bool:
-    """Return whether the header of a trace lists a device or a device backend such as NCCL."""
+    """Return whether the header of a trace lists a device, or a device backend such as NCCL."""
     backend = str(trace.metadata.get("distributedInfo")).lower()
     return bool(trace.metadata.get("deviceProperties")) or any(name in backend for name in _BETWEEN_DEVICES)

@@ -1,4 +1,4 @@
-"""The stages of a step: the stage of each instant, the loop's work around the step, and the Gantt chart."""
+"""The stages of a step: rows of the controller's stages, stages around the step, and the Gantt chart."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ PARTS = 240
 def anatomy(step: Step, nobody: Spans = EMPTY) -> list[StageRow]:
     """Return the controller's stages in order of their first begin, and the rest of the step.
 
-    An instant belongs to the capture if the capture starts or stops then, else in equal parts to the running
-    outermost stages, else to no stage. So the shares of the rows with depth 0 add up to 1. Nested stages
-    divide the time of their parent in the same way.
+    The time of starting and stopping the capture is a row of its own. All other time is divided equally among
+    the outermost stages that run, so the shares of rows with depth 0 add up to 1. Nested stages divide the
+    time of their parent in the same way.
 
     Args:
         step: The step.
@@ -77,7 +77,7 @@ def anatomy(step: Step, nobody: Spans = EMPTY) -> list[StageRow]:
 
 
 def _without(capture: Spans, time: Spans) -> Spans:
-    """Return a set of time on an axis without the capture's time."""
+    """Return a set of time on an axis that leaves out the capture's time."""
     return union(time - covered_before(capture, time))
 
 
@@ -97,9 +97,9 @@ def _row(
 def capture_time(step: Step) -> Spans:
     """Return the time in which the loop only waited for recordings to start or stop.
 
-    Around the step these are the pauses; outside stages, the calls that start or stop recordings. Inside a
-    stage (discrete mode), these are the starts and stops of tools that record the same stage: in any other
-    stage, a worker's tool delays nobody. A worker's stage unknown to the controller counts only while the
+    Included are the pauses around the step and, outside stages, the calls that start or stop recordings.
+    Inside a stage (discrete mode), starts and stops of tools that record the same stage are included, because
+    other tools delay nobody. A worker's stage that the controller does not have counts only while the
     controller is in exactly one stage.
     """
     if step.manifest is None:
@@ -158,7 +158,7 @@ def _answers(manifest: Manifest, name: str, pause: StageSpan) -> dict[str, int]:
 
 
 def percent(spans: Spans, begin_ns: int, end_ns: int) -> list[int]:
-    """Return the percentage (0 to 100) of each part of the step that disjoint spans cover."""
+    """Return the percentage (0 to 100) that disjoint spans cover, for each part of the step."""
     return [int(share) for share in np.rint(100 * _running(spans, begin_ns, end_ns))]
 
 
@@ -193,7 +193,7 @@ def _means(spans: list[tuple[int, int]], step: Step) -> list[float]:
 
 
 def _running(spans: Spans, begin_ns: int, end_ns: int) -> NDArray[np.float64]:
-    """Return the mean number of spans that run in each part of the step; spans may overlap."""
+    """Return the mean number of running spans in each part of the step; spans may overlap."""
     whole = max(end_ns - begin_ns, 1)
     edges = np.linspace(0.0, whole, PARTS + 1)
     inside = np.clip(spans - begin_ns, 0, whole).astype(np.float64)
@@ -201,7 +201,7 @@ def _running(spans: Spans, begin_ns: int, end_ns: int) -> NDArray[np.float64]:
 
 
 def gantt(step: Step) -> Iterator[GanttSpan]:
-    """Yield the runs of the controller's stages, then of each worker's with its tool's starts and stops.
+    """Yield the runs of the controller's and the workers' stages, and the starts and stops of tools.
 
     Starts and stops outside the step, as in e2e mode, are left out.
     """
@@ -230,6 +230,6 @@ def _span(lane: str, span: StageSpan, step: Step, **more: Any) -> GanttSpan:
 
 
 def _mean_us(lanes: list[Spans], stage: StageSpan) -> float | None:
-    """Return the time of a stage (us) that spans cover, mean of the lanes; ``None`` without lanes."""
+    """Return the part of a stage (us) that spans cover, as the mean of the lanes; ``None`` without lanes."""
     covered = [length(within(spans, stage.begin_ns, stage.end_ns)) / 1000 for spans in lanes]
     return fmean(covered) if covered else None

@@ -31,7 +31,7 @@ _MOST_NOTES = 100
 def read_step(
     inputs: StepInputs, on_progress: Callable[[Source], None] | None = None
 ) -> tuple[Step, Coverage, list[str]]:
-    """Read the traces of one step; return it with its lanes, how much was read, and notes on the figures.
+    """Read the traces of one step; return the step with its lanes, the coverage, and notes.
 
     Args:
         inputs: The step, from :func:`~verl_profiling.timeline.inputs.find_steps`.
@@ -154,7 +154,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
 def _logs(
     inputs: StepInputs, coverage: Coverage, counts: capture_rows.Counts
 ) -> Iterator[tuple[Source, TrajectoryLog]]:
-    """Yield the logs of trajectories, one in memory at a time; note what is wrong with them, and counts."""
+    """Yield the trajectory logs, one in memory at a time; add notes on damaged logs and on counts."""
     for source, log, problems in read_logs(inputs):
         coverage.missing += problems
         coverage.lanes += [source.lane] if problems else []
@@ -167,9 +167,9 @@ def _logs(
 
 
 def _notes(manifest: Manifest, step: Step, capture: Manifest | None) -> list[str]:
-    """Return what the capture noted, what its clocks and hosts show, and what is not known.
+    """Return the notes of the capture, on its clocks and hosts, and on missing data.
 
-    Notes of the capture do not say which of its steps they are of.
+    Notes of a continuous capture do not belong to a single step.
     """
     on_cpus = [lane.source.worker for lane in step.lanes if not lane.on_device]
     noted = [*manifest.notes, *(note for worker in manifest.workers for note in worker.notes)]

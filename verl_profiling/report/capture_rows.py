@@ -1,4 +1,4 @@
-"""Rows from the manifest and the logs: measures, costs, clocks, requests, replicas, counters."""
+"""Table rows made from the manifest and the trajectory logs: measures, costs, clocks, requests, counters."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def costs(manifest: Manifest, directory: Path) -> list[CostRow]:
 
 
 def _size(directory: Path, artifact: Artifact) -> int:
-    """Return an artifact's size in bytes; from the disk if the manifest has none yet."""
+    """Return an artifact's size in bytes, from the manifest or else from the disk."""
     path = located(directory, artifact)[0] if artifact.bytes is None else None
     return artifact.bytes or (path.stat().st_size if path and path.is_file() else 0)
 
@@ -82,7 +82,7 @@ def _since(begin_ns: int, time_ns: int) -> float | None:
 
 
 def per_token_us(request: Request) -> float | None:
-    """Return the mean time per response token (us), without the first token, which the prefill makes."""
+    """Return the mean time per response token (us), without the first token, which is part of prefill."""
     if not request.first_token_ns or request.response_tokens < 2:
         return None
     decode_ns = (request.last_token_ns or request.end_ns) - request.first_token_ns
@@ -104,7 +104,7 @@ def clocks(manifest: Manifest) -> list[Clock]:
 
 
 def anchors(manifest: Manifest) -> list[AnchorRow]:
-    """Return by how much each worker's unix clock moved against its monotonic clock during the capture."""
+    """Return the drift of each worker's unix clock against its monotonic clock during the capture."""
     return [
         AnchorRow(
             worker=worker.name,
@@ -120,7 +120,7 @@ def anchors(manifest: Manifest) -> list[AnchorRow]:
 
 
 def clock_notes(manifest: Manifest) -> Iterator[str]:
-    """Yield a note for each worker on whose host the clock was set during the capture."""
+    """Yield a note for each worker whose host's clock was set during the capture."""
     for row in anchors(manifest):
         if abs(row.set_us) > max(_SET_CLOCK_US, _SET_CLOCK_SHARE * (row.watched_us - row.set_us)):
             by = duration(row.set_us / 1e6, signed=True)
@@ -143,8 +143,8 @@ def core_notes(manifest: Manifest, on_cpus: Iterable[str]) -> Iterator[str]:
         cores = max(worker.cores for worker in manifest.workers if worker.identity.host == host)
         if 0 < cores < lanes:
             yield (
-                f"{lanes} lanes share the {cores} cores of {host or 'the host'}: when all have something to "
-                "do, each looks slower or idle while it waits for a core"
+                f"{lanes} lanes share the {cores} cores of {host or 'the host'}: lanes that wait "
+                "for a core look slow or idle"
             )
 
 
@@ -155,7 +155,7 @@ Counts = dict[tuple[str, str], list[tuple[int, float]]]
 def counter_rows(counts: Counts, begin_ns: int, end_ns: int) -> Iterator[CounterRow]:
     """Yield a row for each counter with a sample in the step or before it.
 
-    A sample holds until the counter's next one; the last sample before the step holds at its begin.
+    A sample is valid until the next one; the last sample before the step is the value at its begin.
     """
     for (lane, name), said in counts.items():
         known = sorted((at_ns, value) for at_ns, value in said if at_ns <= end_ns and math.isfinite(value))
@@ -195,7 +195,7 @@ def slow_replica(rows: Iterable[ReplicaRow]) -> str:
     if slowest_us <= _SLOWER * usual_us:
         return ""
     return (
-        f"compare the host and the device of {worker} with those of the others: it takes "
+        f"compare host and device of {worker} with those of the other replicas: it takes "
         f"{duration(slowest_us / 1e6)} a token, the others {duration(usual_us / 1e6)}"
     )
 

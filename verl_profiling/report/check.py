@@ -52,10 +52,10 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a check.
 
     Attributes:
-        directory: What was checked.
+        directory: The checked folder or trace.
         ok: Whether every artifact is ``ok`` (or was skipped on purpose).
         artifacts: One entry per artifact.
-        note: How to capture a step, for a watched run without a captured one.
+        note: Advice on capturing a step, for a watched run without captures.
     """
 
     directory: str
@@ -65,7 +65,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check(path: Path, limits: Limits | None = None) -> CheckResult:
-    """Read all that a step folder, a run folder or a folder of traces should contain.
+    """Read all expected files of a step folder, a run folder or a folder of traces.
 
     Args:
         path: The folder, or a trace.
@@ -127,7 +127,7 @@ def _check_step(root: Path, folder: Path, limits: Limits) -> Iterator[Checked]:
         yield Checked(path=name, status="begun", reason=reason)
     elif not manifest.complete:
         said = "; ".join(note for note in manifest.notes if note.startswith(CUT_SHORT))
-        yield Checked(path=name, status="cut", reason=said or f"{CUT_SHORT}: it ended early")
+        yield Checked(path=name, status="cut", reason=said or CUT_SHORT)
     for worker in manifest.workers:
         yield from (_check_artifact(folder, artifact, where, limits) for artifact in worker.artifacts)
         explained = any(artifact.status not in ("ok", "pending", "skipped") for artifact in worker.artifacts)
@@ -139,7 +139,7 @@ def _check_step(root: Path, folder: Path, limits: Limits) -> Iterator[Checked]:
 
 
 def _check_artifact(folder: Path, artifact: Artifact, where: str, limits: Limits) -> Checked:
-    """Read one artifact of a step folder to its last byte; ``where`` is what its name is to begin with."""
+    """Read one artifact of a step folder completely; ``where`` is the prefix of its shown name."""
     name = where + artifact.path
     if artifact.status == "skipped":
         return Checked(path=name, status="skipped", reason=artifact.reason)
@@ -156,13 +156,13 @@ def _check_artifact(folder: Path, artifact: Artifact, where: str, limits: Limits
 
 
 _Content = tuple[Status, str, int | None]
-"""What was found in a file, why it is not ``ok``, and the number of its events."""
+"""The status of a file, the reason for any status but ``ok``, and the number of events."""
 
 
 def _check_file(
     name: str, path: Path, limits: Limits, content: Callable[[Path, Limits], _Content] | None = None
 ) -> Checked:
-    """Check a log of trajectories, a trace, or what ``content`` reads."""
+    """Check a trajectory log, a trace, or a file for which ``content`` is given."""
     read = content or (_log if path.name.endswith(LOG_SUFFIX) else _trace)
     try:
         size = path.stat().st_size
@@ -198,7 +198,7 @@ def _trace(path: Path, limits: Limits) -> _Content:
 
 
 def _bytes(path: Path, limits: Limits) -> _Content:
-    """Read a file that is not a trace: it has content, and its compression is whole."""
+    """Check that a file other than a trace is not empty, and its compression is whole."""
     blocks = Blocks(path, limits)
     content = sum(len(block) for block in blocks)
     if blocks.damage:
@@ -207,7 +207,7 @@ def _bytes(path: Path, limits: Limits) -> _Content:
 
 
 def _check_folder(name: str, path: Path, limits: Limits) -> Checked:
-    """Check an artifact that is a folder: it has files, and its traces can be read."""
+    """Check that an artifact that is a folder has files, and readable traces."""
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     if not size:
         return Checked(path=name, status="empty", reason="the folder holds no data")

@@ -1,7 +1,7 @@
-"""Collectives and stragglers: matches the calls of ranks, and computes how long ranks wait, and for whom.
+"""Collectives and stragglers: matches the calls of ranks, and computes their waits for each other.
 
 The ranks of a process group leave a collective together. So the last rank to enter a call has the shortest
-run, and the length of this run is the cost of the call. Any other rank waits first, for as long as its run
+run, and the length of this run is the cost of the call. Every other rank waits for the time by which its run
 exceeds the cost:
 
     waiting of a rank = union, over its calls, of [begin, end - cost)
@@ -79,7 +79,7 @@ class Calls(NamedTuple):
 
 
 def matched_calls(step: Step) -> list[Calls]:
-    """Return the collectives that all ranks of a group called equally often; the nth runs form a call.
+    """Return the collectives that all ranks of a group called equally often; the nth runs are one call.
 
     If the numbers of calls differ, runs cannot be matched, and the collective is left out. Groups of
     different replicas have the same name, but are different groups.
@@ -108,7 +108,7 @@ def waits(calls: Iterable[Calls]) -> dict[Lane, Spans]:
 
 
 def _perhaps_waiting(step: Step, calls: Iterable[Calls]) -> dict[Lane, Spans]:
-    """Return the waits in collectives, and exposed communication that may be an unknown wait."""
+    """Return the known waits in collectives, and exposed communication that may be a wait."""
     told: defaultdict[Lane, list[Spans]] = defaultdict(list)
     for one in calls:
         for lane, runs in zip(one.lanes, one.runs, strict=True):
@@ -120,10 +120,10 @@ def _perhaps_waiting(step: Step, calls: Iterable[Calls]) -> dict[Lane, Spans]:
 
 
 def last_to(stage: str, step: Step, calls: Iterable[Calls], least: float) -> tuple[str, float]:
-    """Return the rank for which others waited in the collectives of a stage, and the total wait (s).
+    """Return the rank that was last to enter the collectives of a stage, and the others' total wait (s).
 
-    An empty stage means the whole step. The rank is empty if ranks take turns in being last, or if the
-    waiting is less than the share ``least`` of the stage. Only captured ranks count.
+    An empty stage means the whole step. The result is empty if ranks take turns in being last, or if the
+    waits are less than the share ``least`` of the stage. Only captured ranks count.
     """
     waited: defaultdict[tuple[str, str], list[Spans]] = defaultdict(list)  # by (last rank, waiting rank)
     longest = 0
@@ -144,7 +144,7 @@ def last_to(stage: str, step: Step, calls: Iterable[Calls], least: float) -> tup
 
 
 def collective_rows(calls: Iterable[Calls]) -> list[CollectiveRow]:
-    """Return one row per collective and group, for those with the longest waits."""
+    """Return one row per collective and group, for the longest waits."""
     rows = []
     for one in calls:
         (late, times), *_ = Counter(one.last.tolist()).most_common(1)
@@ -164,17 +164,17 @@ def collective_rows(calls: Iterable[Calls]) -> list[CollectiveRow]:
 
 
 def stragglers(step: Step, calls: Iterable[Calls]) -> list[StragglerRow]:
-    """Return, for each stage that several workers of a role ran, how far apart their work is.
+    """Return the spread of work over the workers of a role, for each stage that several workers ran.
 
-    Workers that communicate end a stage together, so how long it lasted says nothing. What a worker
-    worked is the time in the stage less the time in which it waited in collectives. A stage that one of
-    them was still in when the capture ended is not compared. Nor is one in which another may have worked as
-    long, because a worker communicated and it is not known whether it waited. A rank without a trace may
-    have waited in any stage that ends together; so it is slow only if it ends later by half of the lead.
+    Workers that communicate end a stage together, so durations of the stage show nothing. The work of a
+    worker is its time in the stage without waits in collectives. Stages that were open at the end of the
+    capture are left out. So are stages in which another worker may have worked as long, because its waits are
+    unknown. A rank without a trace may have waited too, so it counts as slow only if it ends later by half of
+    its lead.
 
     Args:
         step: The step.
-        calls: Its collectives.
+        calls: The matched collectives of the step.
     """
     perhaps = _perhaps_waiting(step, calls)
     traced = {lane.source.worker for lane in step.lanes}
@@ -221,7 +221,7 @@ def _rows(
 
 
 def _ends_last(row: StragglerRow, runs: Mapping[str, Sequence[StageSpan]]) -> bool:
-    """Return whether the slowest ends its stage later than the others by at least half of its lead."""
+    """Return whether the slowest worker ends the stage later than the others by at least half of its lead."""
     ends = {name: max(span.end_ns for span in own) / 1000 for name, own in runs.items()}
     others = [us for name, us in ends.items() if name != row.slowest]
     lead_us = row.behind_us / len(others)

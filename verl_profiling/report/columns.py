@@ -45,15 +45,15 @@ class StageRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutsideRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Time of the loop around the step: a pause in which the capture started or stopped, or a stage.
+    """Time of the loop before or after the step: a pause to start or stop the capture, or a stage.
 
     Attributes:
         name: ``capture_start``, ``capture_stop``, or the stage, e.g. ``validate``.
         runs: Number of runs.
         begin_us: Begin of the first run, relative to the begin of the step.
         duration_us: Time in all runs.
-        parts: For a pause: answer time of each role (called concurrently) and time of writing. For a stage:
-            its nested stages. In seconds, largest first.
+        parts: Seconds by name, largest first: of a pause, the reply time of each role and the time of
+            writing; of a stage, its nested stages.
     """
 
     name: str
@@ -64,7 +64,7 @@ class OutsideRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_pause(self) -> bool:
-        """Whether the loop only waited for the capture."""
+        """Whether the row is a pause, in which the loop only waited for the capture."""
         return self.name in (CAPTURE_START, CAPTURE_STOP)
 
 
@@ -125,7 +125,7 @@ class WorkerRow(UseRow, frozen=True, kw_only=True):
         communication_load: Percentage of each part with communication and no computation; a part of
             ``load``.
         waiting_load: Percentage of each part in which the lane only waited in collectives, as in
-            ``waiting_us``; a part of ``communication_load``. Ranks that arrive late have little of it.
+            ``waiting_us``; a part of ``communication_load``. Ranks that arrive late wait little.
         accelerator: Name of the device, such as ``GPU 0``; empty for a CPU trace.
         traces: The lane's trace files, relative to the folder of the report.
     """
@@ -221,8 +221,7 @@ class StragglerRow(msgspec.Struct, frozen=True, kw_only=True):
         slowest_us: Work of the slowest worker.
         median_us: Median work of the workers.
         wait_us: Total wait of workers for others: in collectives, and after their own end of the stage.
-        behind_us: Sum, over the other workers, of the slowest worker's extra work. Without it, they would
-            wait so much less.
+        behind_us: Sum, over the other workers, of the slowest worker's extra work: the waits that it causes.
     """
 
     columns: ClassVar[str] = (
@@ -247,7 +246,7 @@ class CollectiveRow(msgspec.Struct, frozen=True, kw_only=True):
         role: Role of the ranks.
         group: Ranks of the group, as the traces list them; for an NPU, the group's number.
         calls: Calls that every rank made.
-        median_us: Median, over the calls, of the shortest run: the cost once all ranks have arrived.
+        median_us: Median, over the calls, of the shortest run, which is the cost without waits.
         wait_us: Time for which ranks waited for later ranks, summed over the ranks. Concurrent waits of one
             rank count once.
         late: Rank that arrived last most often, i.e. had the shortest run; empty if some ranks of the
@@ -291,7 +290,7 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The time of one cause.
+    """Time by cause.
 
     Attributes:
         cause: Name of the cause. In a rollout, a cause of trajectories; while none ran, a span of their
@@ -314,15 +313,15 @@ class LostRow(PartRow, frozen=True, kw_only=True):
         cause: Name of the cause; ``docs/report.md`` defines each.
         seconds: Device-seconds: lanes that share a device count once.
         share: Share of the observed time of all devices.
-        parts: ``seconds`` divided by what trajectories, their processes and the loop did meanwhile. Only for
-            causes that trajectories explain, and if trajectories were recorded.
+        parts: ``seconds`` by simultaneous cause of trajectories, spans of their processes, or stage of the
+            loop. Empty without recorded trajectories.
     """
 
     parts: dict[str, float] = {}
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One inference request that ended while its replica was captured.
+    """One inference request that ended during the capture of its replica.
 
     Requests are a table of their own, not part of the report: a step may have 100,000.
 
@@ -526,14 +525,14 @@ class AnchorRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SuspectRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One quantity of a suspect, compared with its peers.
+    """One number of a suspect, compared with its peers.
 
     Attributes:
         suspect: Lane or worker that may be the cause of a slow step.
-        peers: Lanes or workers to compare with; of several, the median counts.
-        kind: ``stage``: time in a stage without waits for other ranks. ``time``: a part of the slow stage
-            (else of the step). ``kernel``: self time of a kernel. ``request``: median over an engine's
-            requests. ``memory``: a peak.
+        peers: Lanes or workers to compare with; the value of several peers is the median.
+        kind: ``stage``: time in a stage without waits for other ranks. ``time``: a part of the slow stage, or
+            of the step. ``kernel``: self time of a kernel. ``request``: median over an engine's requests.
+            ``memory``: a peak.
         name: Name of the stage, the part of the time, the kernel or the measure.
         unit: Unit of the values.
         value: Value of the suspect.
@@ -557,7 +556,7 @@ class SuspectRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CauseRow(PartRow, frozen=True, kw_only=True):
-    """The waiting of all trajectories for one cause.
+    """The time of all trajectories with one cause.
 
     Attributes:
         cause: ``decode``, ``tool:search``, ``loop lag``, ...; ``docs/agents.md`` defines each.
@@ -580,7 +579,7 @@ class CallRow(msgspec.Struct, frozen=True, kw_only=True):
         role: Role of the processes.
         name: Name of the spans.
         calls: Number of spans.
-        failed: Number of spans that an exception left.
+        failed: Number of spans that raised.
         seconds: Total duration of the spans.
         p50_s: Median duration.
         p90_s: 90th percentile of the durations.
@@ -664,7 +663,9 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last_of(self) -> str:
-        """``last_cause``, with a remark if not all trajectories ended in the step."""
+        """``last_cause``, with the remark ``(not done)`` if trajectories of the group did not end in the
+        step.
+        """
         return self.last_cause if self.whole else f"{self.last_cause} (not done)"
 
 
@@ -724,7 +725,7 @@ class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         version: The policy version.
-        behind: Version that the step trains minus this version (negative: this one is newer); ``None`` if
+        behind: Version that the step trains minus this version, negative for a newer version; ``None`` if
             unknown.
         oldest: Number of trajectories whose oldest version is this one.
         newest: Number of trajectories whose newest version is this one.
@@ -752,7 +753,7 @@ class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LastTrajectories(msgspec.Struct, frozen=True, kw_only=True):
-    """The tail of the rollout: the time in which only its last training trajectories ran.
+    """The tail of the rollout, in which only the last training trajectories ran.
 
     Attributes:
         trajectories: Number of trajectories in the tail.
@@ -778,8 +779,8 @@ class Polling(msgspec.Struct, frozen=True, kw_only=True):
         pauses: Number of sleeps between polls in the rollout.
         interval_s: Median duration of a sleep.
         seconds: Total duration of the sleeps.
-        late_s: Part of ``seconds`` after the last trajectory's end. For an asynchronous trainer it is a
-            lower bound, because trajectories of later batches end too.
+        late_s: Part of ``seconds`` after the last trajectory's end. A lower bound for an asynchronous
+            trainer, because trajectories of later batches end too.
         late_share: ``late_s`` as a share of the step.
     """
 
@@ -806,12 +807,13 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         uncertain_lag_s: Part of the training trajectories' ``loop lag`` that is an upper bound.
         time: Wall time of the rollout by cause.
         explained: Share of this wall time with a known cause.
-        last: The tail.
+        last: Tail of the rollout.
         calls: Tools and other spans, the largest total time first.
         blocks: Functions and spans that blocked event loops.
         groups: Groups of training trajectories, the longest total wait first.
         groups_seen: Number of groups with several trajectories.
-        group_waited_s: Total time for which trajectories of these groups waited for their group's last one.
+        group_waited_s: Total time for which trajectories of these groups waited for the last one of their
+            group.
         group_spread_p50_s: Median time from a group's first end to its last.
         group_spread_max_s: Longest time from a group's first end to its last.
         statuses: Trajectories by status.
@@ -819,7 +821,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         versions: Policy versions of the training trajectories, newest first.
         versioned: Number of training trajectories with known versions.
         partial: Number of training trajectories generated with several versions.
-        polling: Cost of the trainer's polling; ``None`` if it does not poll.
+        polling: Cost of the trainer's polling; ``None`` without polling.
     """
 
     trajectories: int
@@ -851,5 +853,5 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def of_trajectories(self) -> str:
-        """``wall_s`` as a phrase."""
+        """``wall_s`` as text, with the begin and end that it counts from."""
         return f"the {duration(self.wall_s)} from the first trajectory's begin to the last one's end"

@@ -1,7 +1,7 @@
-"""Compares two steps or two runs: what became slower or faster, and whether by more than the noise.
+"""Compares two steps or two runs: changes of stages, lanes, causes and kernels, and their noise.
 
-A number is the median over the steps of a side. Its noise is half its range over them, the larger of
-both sides; it is measured where each side has several steps, and unknown otherwise.
+Compared are medians over the steps of each side. The noise is half the range over the steps of a side, the
+larger of both sides. Noise is known only if each side has several steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHOWN = 12  # changes of a kind
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One number of both sides, in seconds per step.
+    """A number of both sides, in seconds per step.
 
     Attributes:
         kind: ``step``, ``stage``, ``outside`` (pauses of the capture, and stages around the step),
@@ -35,7 +35,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         before_s: Median over the steps of A; ``None`` if A does not have it.
         after_s: Median over the steps of B; ``None`` if B does not have it.
         change_s: ``after_s - before_s``, where ``None`` counts as 0.
-        change: ``change_s / before_s``; ``None`` if that is 0 or ``None``.
+        change: ``change_s / before_s``; ``None`` if ``before_s`` is 0 or ``None``.
         noise_s: Half the range over the steps, the larger of both sides; ``None`` unless both
             sides have several steps.
     """
@@ -52,17 +52,17 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def noise(self) -> str:
-        """The noise, if it is known."""
+        """The noise as text; empty if unknown."""
         return "" if self.noise_s is None else f"±{duration(self.noise_s)}"
 
     @property
     def change_share(self) -> float | None:
-        """The change, as a share of what it was before."""
+        """The change, as a share of the value before."""
         return self.change
 
     @property
     def stands_out(self) -> bool:
-        """Whether the change exceeds the noise, if that is known."""
+        """Whether the change exceeds the noise; also ``True`` if the noise is unknown."""
         return abs(self.change_s) > (self.noise_s or 0.0)
 
 
@@ -85,7 +85,7 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         before: Number of steps of A.
         after: Number of steps of B.
         changes: One entry per number that at least one side has.
-        notes: What to know before comparing, as sentences.
+        notes: Sentences on limits of the comparison.
     """
 
     before: int
@@ -95,12 +95,12 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def basis(self) -> str:
-        """The number of steps that are compared on each side, and whether the noise is known, as a phrase."""
+        """The number of compared steps on each side, and whether the noise is known, as text."""
         if self.before > 1 and self.after > 1:
             return f"medians of {self.before} steps before and {self.after} after; noise is half their range"
         return (
-            f"{self.before} step(s) before and {self.after} after; the noise is not known: "
-            "several steps on both sides would measure it"
+            f"{self.before} step(s) before and {self.after} after; the noise is unknown, "
+            "because only several steps on both sides show it"
         )
 
     def slower_than(self, share: float, min_s: float = 0.0) -> list[Change]:
@@ -109,7 +109,7 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         Stages below 1 % of the step are ignored, and so is the capture's own cost.
 
         Args:
-            share: Smallest change, as a fraction of what it was before.
+            share: Smallest change, as a fraction of the value before.
             min_s: Smallest change (s).
         """
         step_s = next((c.before_s for c in self.changes if c.kind == "step"), None) or 0.0
@@ -169,9 +169,9 @@ def _change(key: _Key, before: list[dict[_Key, float]], after: list[dict[_Key, f
 
 
 def _values(key: _Key, steps: list[dict[_Key, float]]) -> list[float]:
-    """Return a number of each step; a stage, cause or kernel that a step does not have took no time in it.
+    """Return a number of each step; 0 for a stage, cause or kernel that a step does not have.
 
-    A lane that a step does not have was not recorded, so nothing is known of it.
+    Steps without the lane are left out, because the lane was not recorded there.
     """
     if not any(key in numbers for numbers in steps):
         return []
@@ -189,7 +189,7 @@ def _notes(changes: list[Change]) -> Iterator[str]:
 
 
 def print_diff(diff: Diff, console: Console) -> None:
-    """Print the largest changes of each kind; those within the noise are dim."""
+    """Print the largest changes of each kind; changes within the noise are dim."""
     console = fitting_console(console)
     console.print(diff.basis)
     for note in diff.notes:

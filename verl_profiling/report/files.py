@@ -1,7 +1,7 @@
 """Reports for other programs: files, data frames, and the scalars of trackers.
 
-Event files are written with tensorboard's own writer, so torch is not needed. All points of a run
-go into one TensorBoard run, under ``profiling/``.
+Event files are written with tensorboard's own writer, without torch. All points of a run go into one
+TensorBoard run, under ``profiling/``.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _DTYPES: dict[Any, str] = {
 
 
 def write_csv(reports: Sequence[Report], folder: Path) -> list[Path]:
-    """Write ``stages.csv``, ``workers.csv`` and so on; empty tables too, so that no older file stays.
+    """Write ``stages.csv``, ``workers.csv`` and so on; empty tables too, so that older files are replaced.
 
     Args:
         reports: One report per step; the first columns are the step's title, folder and number.
-        folder: Folder to write; it is created if it does not exist.
+        folder: Folder to write; a missing folder is created.
 
     Raises:
         OSError: The folder cannot be written.
@@ -59,7 +59,7 @@ def write_csv(reports: Sequence[Report], folder: Path) -> list[Path]:
 def data_frame(
     kind: type[msgspec.Struct], tables: Iterable[tuple[int | None, Iterable[msgspec.Struct]]]
 ) -> DataFrame:
-    """Return rows as a data frame; without rows, columns and types are the same.
+    """Return rows as a data frame, with the same columns and types if there are no rows.
 
     Args:
         kind: Class of the rows.
@@ -101,7 +101,7 @@ def write_tensorboard(reports: Sequence[Report], logdir: Path) -> None:
 
 
 def scalars(report: Report) -> Iterator[tuple[str, float]]:
-    """Yield a report's main numbers by name, for any metric tracker; ``profiled`` marks the captured step."""
+    """Yield the main numbers of a report by name, for any metric tracker; ``profiled`` is 1 for each step."""
     yield "profiled", 1.0
     yield "step_s", report.span_us / 1e6
     for stage in report.stages:

@@ -1,10 +1,10 @@
-"""At most five findings: sentences about what stands out, each from a rule with a threshold.
+"""The findings of a report: at most five sentences on lost time, each from a rule with a threshold.
 
-A threshold is a share above which acting is usually worth the effort; all are listed in
-``docs/report.md``. If none is exceeded, there are no findings.
+A threshold is the share of time above which a change is usually worth the effort; ``docs/report.md`` lists
+all thresholds.
 
-Losses of every healthy synchronous step are no findings: waits of training ranks for the rollout, and lanes
-without a part in a stage, are only in the table of causes.
+Losses that every synchronous step has are no findings. Examples are training ranks that wait for the rollout,
+and lanes without a part in a stage; the table of causes lists these losses.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from verl_profiling.units import duration, listed
 
 LIMIT = 5
 _RECORD_LESS = "record less: fewer ranks, no stacks or shapes, the other mode, or the spans tool"
-_AWAIT = "await it, or run it in a thread (asyncio.to_thread)"
+_AWAIT = "await the call, or run it in a thread (asyncio.to_thread)"
 _TAIL = "or carry the tail over to the next step (partial rollout)"
 _MARK_MORE = "mark more of the agent loop with span(), so that this time gets a name"
 _ADVICE = {
-    "tool": "run more of it at once, give it a time limit, or cache what it answers",
+    "tool": "run more calls concurrently, set a time limit, or cache the results",
     "environment": "keep environments warm, start them ahead of time, or give them a time limit",
     "reward": "score while other trajectories still run, or in more processes",
-    "wait": "add to what it waits for, or ask for less of it at once",
+    "wait": "add capacity where the trajectories wait, or run fewer trajectories at once",
     "queued": "more replicas, fewer requests at once, or less reserved memory for each (a larger KV cache)",
     "decode": f"cap the response length, balance prompts by expected length, {_TAIL}",
-    "to the engine": "look at what is between the loop and the engine's scheduler: the load balancer, HTTP, "
+    "to the engine": "check the way from the loop to the engine's scheduler: the load balancer, HTTP, "
     "tokenizing and other work in the server's process",
-    "from the engine": "look at what is between the engine and the loop: detokenizing and other work in the "
+    "from the engine": "check the way from the engine to the loop: detokenizing and other work in the "
     "server's process, HTTP",
-    LOOP_LAG: f"see what blocks the event loops: {_AWAIT}",
+    LOOP_LAG: f"find the calls that block the event loops: {_AWAIT}",
     OWN_CODE: _MARK_MORE,
-    BEFORE: "switch the watch on, which knows the spans that are open, or capture steps in a row",
+    BEFORE: "switch the watch on, which remembers open spans, or capture steps in a row",
 }
 """Advice by the cause of the trajectories' time."""
 
@@ -52,12 +52,12 @@ _Rule = Callable[[Report], Iterable[Finding]]
 
 
 def find(report: Report) -> Report:
-    """Return the report with its findings, those with most seconds at stake first.
+    """Return the report with its findings, sorted by the seconds at stake.
 
-    In a capture that was asked for, the rank that comes last to the collectives of its stage is the first.
-    Where the watch asked, what is of its suspects alone comes before the others; what names no culprit
-    comes behind what does. What is missing comes before all, because it makes them partial; what the
-    capture itself cost comes last, because it is not about the training.
+    Exceptions to this order: Missing data come first, because they make all numbers partial. In a requested
+    capture, the rank that is last to enter the collectives of the stage follows. After a request of the
+    watch, findings on its suspects alone precede others, and findings without a culprit come later. Findings
+    on the cost of the capture come last, because they are not about the training.
     """
     first, ranked, last = (all_findings(report, rules) for rules in (_FIRST, _RANKED, _LAST))
     ranked.sort(key=lambda finding: -finding.seconds)
@@ -69,19 +69,21 @@ def find(report: Report) -> Report:
 
 
 def all_findings(report: Report, rules: Iterable[_Rule] = ()) -> list[Finding]:
-    """Return what rules say of a report, by default those that are ranked, however much that is."""
+    """Return all findings of some rules, by default of the ranked rules."""
     found = (finding for rule in rules or _RANKED for finding in rule(report))
     return [finding for finding in found if finding.share >= FINDINGS.get(finding.rule, 0)]
 
 
 def _names_no_culprit(finding: Finding, report: Report) -> bool:
-    """Return whether a finding asks to record more, or says of CPUs only that no operator ran."""
+    """Return whether a finding has no culprit: it suggests to record more, or is about CPUs without
+    operators.
+    """
     vague = ("unexplained", "between_stages", *(() if _on_devices(report) else ("host_bound",)))
     return finding.rule in vague or finding.advice == _MARK_MORE
 
 
 def _is_of_suspects(finding: Finding, report: Report) -> bool:
-    """Return whether all lanes of a finding are of the suspects of the watch."""
+    """Return whether all lanes of a finding belong to suspects of the watch."""
     suspects = report.asked.suspects if report.asked and report.asked.sign else []
     return bool(finding.lanes) and all(
         any(lane == one or lane.startswith(f"{one} ") or one.startswith(f"{lane}_rank") for one in suspects)
@@ -92,15 +94,15 @@ def _is_of_suspects(finding: Finding, report: Report) -> bool:
 def _comes_last(report: Report) -> Iterator[Finding]:
     if (asked := report.asked) and asked.last:
         text = (
-            f"Of the captured ranks, {asked.last} comes last to the collectives of "
+            f"Of the captured ranks, {asked.last} is the last to enter the collectives of "
             f"{asked.stage or 'the step'}: the others waited {duration(asked.waited_s)} for it."
         )
-        advice = "see what it does before them, and how its kernels compare with those of the others"
+        advice = "look at its work before the collectives, and compare its kernels with those of the others"
         yield Finding("straggler", text, advice, asked.waited_s, [asked.last])
 
 
 def _in_no_stage(report: Report) -> Iterator[Finding]:
-    """Yield the loop's time in no stage, if that is why the watch requested the capture."""
+    """Yield the loop's time in no stage, if this time is the reason for the watch's capture."""
     rows = [row for row in report.stages if row.name == OUTSIDE_STAGES]
     if (asked := report.asked) and rows and asked.sign == "slow_stage" and not asked.stage:
         text = (
@@ -115,30 +117,32 @@ def _missing(report: Report) -> Iterator[Finding]:
     missing, lanes = len(report.coverage.missing), report.coverage.lanes
     if missing > len(report.coverage.unrecorded):
         text = f"The capture is not whole ({missing} missing or damaged): the numbers are partial."
-        advice = "see what is missing below, and `verl-profiling check`"
+        advice = "read the list of missing data below, and run `verl-profiling check`"
         yield Finding("coverage", text, advice, len(lanes) * report.span_us / 1e6, lanes)
 
 
 def _unrecorded(report: Report) -> Iterator[Finding]:
     if lost := report.coverage.unrecorded:
         text = (
-            f"No event of a device was recorded on {listed(lost)}, although it was in use: the traces hold "
-            "the host alone, and nothing is known of what the device did."
+            f"No event of a device was recorded on {listed(lost)}, although the device was in use: the "
+            "traces hold only the host, and the work of the device is unknown."
         )
         advice = (
             "another profiler or NVTX holds CUPTI: start workers with NVTX_INJECTION64_PATH set to a "
-            "file that does not exist (`verl-profiling doctor` looks for it), and without nsys beside"
+            "file that does not exist (`verl-profiling doctor` checks this), and without nsys"
         )
         yield Finding("device_unrecorded", text, advice, len(lost) * report.span_us / 1e6, lost)
 
 
 def _capture(report: Report) -> Iterator[Finding]:
-    """Yield the time of the calls that start and stop the capture, else what was not recorded meanwhile."""
+    """Yield the time of the calls that start and stop the capture, else the time that was not recorded
+    meanwhile.
+    """
     for stage in report.stages:
         if stage.name == CAPTURE_CALLS and stage.share >= FINDINGS["capture"]:
             text = (
                 f"Starting and stopping the capture took {_time(stage.duration_us)} of the step "
-                f"({stage.share:.0%}), which a step that is not profiled does not spend."
+                f"({stage.share:.0%}); steps without a capture do not spend this time."
             )
             seconds = _on_all(report, stage.duration_us / 1e6)
             yield Finding("capture", text, _RECORD_LESS, seconds, _by_cost(report), stage.share)
@@ -163,16 +167,16 @@ def _pause(report: Report) -> Iterator[Finding]:
 
 
 def _stragglers(report: Report) -> Iterator[Finding]:
-    """Yield each worker that is the slowest of its role, with the stage where it is worst."""
+    """Yield each worker that is the slowest of its role in a stage, with its worst stage."""
     worst: dict[str, StragglerRow] = {}
     for row in _outermost(report):
         if row.stage != ROLLOUT or report.tail is None:  # the tail says who was late in the rollout
             worst.setdefault(row.slowest, row)
     for row in worst.values():
         others_us = row.slowest_us - row.behind_us / (row.workers - 1)
-        who = "the other one" if row.workers == 2 else "the others, on average,"
+        who = "the other worker" if row.workers == 2 else "the others, on average,"
         text = (
-            f"{row.slowest} is slow in {row.stage}: it worked {_time(row.slowest_us)} there, {who} "
+            f"{row.slowest} is slow in {row.stage}: it worked {_time(row.slowest_us)}, {who} "
             f"{_time(others_us)}, which is {report.lane_seconds(row.behind_us / 1e6)} of waiting."
         )
         clocks = "clocks of its device, " if _on_devices(report) else ""
@@ -192,19 +196,19 @@ def _idle_stages(report: Report) -> Iterator[Finding]:
     for stage in report.stages:
         share = stage.idle_us / _span_us(report)
         text = (
-            f"In {stage.name} no lane that was recorded did anything for {_time(stage.idle_us)} "
+            f"In {stage.name}, all recorded lanes were idle for {_time(stage.idle_us)} "
             f"({share:.0%} of the step)"
         )
-        advice = "run it beside the rollout or the training, or spread it over more processes"
+        advice = "run the stage beside the rollout or the training, or spread it over more processes"
         if any(span.name == stage.name and span.lane != "controller" for span in report.gantt):
-            text += ": the loop called its workers, or took their results"
-            advice = "pass less to its workers and back, or by a faster way"
+            text += ", while the loop called workers or received results"
+            advice = "pass less data to the workers and back, or use a faster transport"
         lost_s = stage.idle_us / 1e6 * len(report.devices)
         yield Finding("idle_stage", f"{text}.", advice, lost_s, lanes, share)
 
 
 def _communication(report: Report) -> Iterator[Finding]:
-    """Yield the communication with nothing beside it, without what a straggler adds to it."""
+    """Yield the exposed communication, without the waits for stragglers."""
     busy = sum(row.busy_us for row in report.devices)
     slow = sum(row.behind_us for row in _outermost(report))
     exposed = max(sum(row.exposed_communication_us for row in report.devices) - slow, 0.0)
@@ -213,9 +217,9 @@ def _communication(report: Report) -> Iterator[Finding]:
     said = f" (of all communication, {waits})" if waiting else ""
     text = (
         f"{report.lane_seconds(exposed / 1e6)} of the busy time ({exposed / (busy or 1.0):.0%}) are "
-        f"communication with no computation beside it{said}."
+        f"communication without computation at the same time{said}."
     )
-    advice = "fewer and larger collectives, or fewer ranks: on CPUs they take the cores that compute"
+    advice = "fewer and larger collectives, or fewer ranks: on CPUs, collectives take cores from computation"
     if _on_devices(report):
         advice = "prefetch shards (FSDP), overlap gradient reduction, or use a smaller parallel group"
     lanes = _lanes_that_lost(report.devices, lambda row: row.exposed_communication_us)
@@ -224,7 +228,7 @@ def _communication(report: Report) -> Iterator[Finding]:
 
 
 def _of_cause(report: Report, cause: str, text: str, advice: str) -> Finding:
-    """Return a finding on the time that devices were idle by a cause."""
+    """Return a finding on the idle time of devices with a cause."""
     return _lost(report, cause, report.devices, lambda row: row.lost_us.get(cause, 0.0), text, advice)
 
 
@@ -234,10 +238,10 @@ def _idle(report: Report) -> Iterator[Finding]:
 
 
 def _with_parts(report: Report, cause: str, text: str, advice: str) -> Finding:
-    """Return a cause of idle time; the sentence has the largest parts of the cause."""
+    """Return a finding on a cause of idle time, with the largest parts of the cause."""
     most, rollout = next(iter(_parts(report, cause)), ""), report.rollout
     if most == LOOP_LAG and rollout is not None and _loops_are_blocked(report, rollout):
-        advice = "unblock the event loops first: most of this follows from their blocks"
+        advice = "unblock the event loops first, which cause most of this time"
     return _of_cause(report, cause, text + _mostly(report, cause), advice)
 
 
@@ -260,7 +264,7 @@ def _tail(report: Report) -> Iterator[Finding]:
     if tail := report.tail:
         made = {row.replica: row.decode_tokens for row in report.engines}
         own = made.get(tail.last_replica, 0) if tail.last_replica is not None else 0
-        tokens = f"; it made {own:,} tokens, the median is {median(made.values()):,.0f}" if own else ""
+        tokens = f"; with {own:,} tokens, the median is {median(made.values()):,.0f}" if own else ""
         text = (
             f"waited for the last replica of the rollout (rollout{tail.last_replica} was done after "
             f"{_time(tail.last_finish_us)}, the median is {_time(tail.median_finish_us)}{tokens})"
@@ -272,12 +276,12 @@ def _tail(report: Report) -> Iterator[Finding]:
 
 
 def _after_generation(report: Report) -> Iterator[Finding]:
-    """Yield the time after the last replica, unless another finding says that lanes wait for a poll."""
+    """Yield the time after the last replica, unless the finding ``polling`` covers this time."""
     polling = report.rollout.polling if report.rollout else None
     polls = polling is not None and polling.late_share >= FINDINGS["polling"]
     if not (polls and next(iter(_parts(report, "after_generation")), "") == f"controller: {POLLING}"):
         text = "were idle in the rollout after the last replica was done"
-        advice = "overlap what the loop does there (scoring, moving responses) with generation or training"
+        advice = "overlap the loop's work there (scoring, moving responses) with generation or training"
         yield _with_parts(report, "after_generation", text, advice)
 
 
@@ -286,7 +290,7 @@ def _parts(report: Report, cause: str) -> Mapping[str, float]:
 
 
 def _mostly(report: Report, cause: str) -> str:
-    """Return what most of a cause consists of, as a part of a sentence."""
+    """Return the largest parts of a cause, as a part of a sentence."""
     largest = sorted(_parts(report, cause).items(), key=lambda part: -part[1])
     whole = sum(seconds for _, seconds in largest)
     listed = [f"{seconds / whole:.0%} {_called(name)}" for name, seconds in largest[:3] if whole]
@@ -294,7 +298,9 @@ def _mostly(report: Report, cause: str) -> str:
 
 
 def _host_bound(report: Report) -> Iterator[Finding]:
-    """Yield what all lanes of a role have in common; what one has more of is the straggler's."""
+    """Yield the host-bound time that all lanes of a role have in common; more of one lane belongs to a
+    straggler.
+    """
     rows = [row for row in report.devices if row.device == _on_devices(report)]
     by_role: dict[tuple[str, ...], list[float]] = {}
     for row in rows:
@@ -303,15 +309,15 @@ def _host_bound(report: Report) -> Iterator[Finding]:
     engines_us = sum(row.host_bound_us for row in report.workers if row.replica is not None)
     engines = bool(report.replicas) and engines_us > sum(row.host_bound_us for row in report.workers) / 2
     where = "between iterations of engines that had requests" if engines else "while their hosts were at work"
-    text = f"had nothing to run {where}: the host did not launch work in time"
+    text = f"had no work {where}: the host did not launch work in time"
     larger = "more requests at once" if engines else "larger micro-batches"
     advice = f"{larger}, graphs of kernels (CUDA graphs), torch.compile"
     if not _on_devices(report):
-        text = f"ran no operator {where}: they were in Python between operators, or waited for a core"
+        text = f"ran no operator {where}: the time went into Python between operators, or waits for a core"
         larger += "" if engines else ", torch.compile"
         advice = f"fewer, larger operators ({larger}), no more processes than cores"
     elif any(row.graphs for row in rows):
-        advice = "do less on the host between the launches of graphs, or put more into each of them"
+        advice = "do less on the host between the launches of graphs, or put more work into each graph"
 
     def in_common_us(row: DeviceRow) -> float:
         return min(row.host_bound_us, usual[tuple(row.roles)])
@@ -320,15 +326,15 @@ def _host_bound(report: Report) -> Iterator[Finding]:
 
 
 def _unexplained(report: Report) -> Iterator[Finding]:
-    text, advice = "were idle for no reason that the capture shows", "look at the lanes in the timeline"
+    text, advice = "were idle for unknown reasons", "look at the lanes in the timeline"
     if not report.captured:
-        text = "were idle while no operator or call ran: they were in Python, waited for data, or for a core"
-        advice = "record Python stacks, which say what it was"
+        text = "were idle while no operator or call ran: in Python, or waiting for data or a core"
+        advice = "record Python stacks, which show the cause"
     yield _of_cause(report, "unexplained", text, advice)
 
 
 def _of_trajectories(report: Report) -> Iterator[Finding]:
-    """Yield what the rules on trajectories say; what these lose, every device loses."""
+    """Yield the findings on trajectories; every device loses the time that trajectories lose."""
     if report.rollout is not None and report.rollout.seconds:
         for rule in (_blocked, _last_trajectories, _one_cause, _for_nothing, _polling):
             for finding in rule(report, report.rollout):
@@ -344,16 +350,16 @@ def _blocked(report: Report, rollout: Rollout) -> Iterator[Finding]:
         longest = max(rows, key=lambda row: row.seconds)
         blocks, stopped = sum(row.blocks for row in rows), sum(row.trajectories for row in rows)
         lanes, name = [row.lane for row in rows], _called(what)
-        who, advice = f"{name[:1].upper()}{name[1:]}", f"{_AWAIT}, so that the others go on"
+        who, advice = f"{name[:1].upper()}{name[1:]}", f"{_AWAIT}, so that other tasks go on"
         if what == UNKNOWN:
             who = "Something unknown"
-            advice = "look for a thread that keeps the GIL, or for too few CPUs: no task was seen to block it"
+            advice = "look for a thread that holds the GIL, or too few CPUs: no sample shows a blocking task"
         many = f"{' together' * (len(lanes) > 1)}, {blocks} times" if blocks > 1 else ""
         where = f" (in {longest.function})" if longest.function not in ("", what) else ""
         text = (
             f"{who} blocked the event loop{'s' * (len(lanes) > 1)} of {listed(lanes)} for "
             f"{duration(sum(row.seconds for row in rows))}{many}{where}: {counted(stopped, 'trajectory')} "
-            f"stood still, {duration(_stood_still(rows))} added up."
+            f"stood still, for {duration(_stood_still(rows))} in total."
         )
         seconds = min(longest.seconds, rollout.wall_s)
         share = _stood_still(rows) / rollout.seconds
@@ -386,7 +392,9 @@ def _last_trajectories(report: Report, rollout: Rollout) -> Iterator[Finding]:
 
 
 def _one_cause(report: Report, rollout: Rollout) -> Iterator[Finding]:
-    """Yield the largest cause but the engine's own work; skip loop lag if :func:`_blocked` reports it."""
+    """Yield the largest cause except the engine's own work; loop lag is skipped if :func:`_blocked` reports
+    it.
+    """
     of_engines = ("decode", "generate", "prefill", "first token")
     said = (*of_engines, BEFORE, UNEXPLAINED, *((LOOP_LAG,) if _loops_are_blocked(report, rollout) else ()))
     for row in [row for row in rollout.causes if not row.validate and row.cause not in said][:1]:
@@ -408,9 +416,9 @@ def _for_nothing(report: Report, rollout: Rollout) -> Iterator[Finding]:
     share = sum(row.share for row in rows)
     text = (
         f"{share:.0%} of the trajectories' time ({duration(sum(row.seconds for row in rows))}) went into "
-        "those that nothing is made of: " + ", ".join(f"{row.trajectories} {row.status}" for row in rows[:4])
+        "unused trajectories: " + ", ".join(f"{row.trajectories} {row.status}" for row in rows[:4])
     )
-    advice = "stop them sooner, filter prompts before the rollout, or repair what makes them fail"
+    advice = "stop them sooner, filter prompts before the rollout, or repair the causes of failures"
     yield Finding("trajectories_for_nothing", f"{text}.", advice, share * rollout.wall_s, share=share)
 
 
@@ -418,17 +426,17 @@ def _polling(report: Report, rollout: Rollout) -> Iterator[Finding]:
     if of := rollout.polling:
         text = (
             f"The trainer slept {duration(of.late_s)} ({of.late_share:.0%} of the step) after the "
-            f"last response was there: it looks into its replay buffer every {duration(of.interval_s)}."
+            f"last response was there: it polls its replay buffer every {duration(of.interval_s)}."
         )
         advice = (
-            "look more often; with verl, name a replay buffer of your own with a smaller "
+            "poll more often; with verl, set a replay buffer of your own with a smaller "
             "poll_interval in trainer.v1.sampler.custom_sampler"
         )
         yield Finding("polling", text, advice, of.late_s, share=of.late_share)
 
 
 def _called(cause: str) -> str:
-    """Return a cause as a sentence shows it, e.g. ``tool `search``` for ``tool:search``."""
+    """Return a cause for use in a sentence, e.g. ``tool `search``` for ``tool:search``."""
     family, _, name = cause.partition(":")
     return f"{family} `{name}`" if name and family in ("tool", "wait") else cause
 
@@ -443,7 +451,7 @@ def _on_all(report: Report, seconds: float) -> float:
 
 
 def _lanes_that_lost(rows: Sequence[DeviceRow], lost_us: Callable[[DeviceRow], float]) -> list[str]:
-    """Return the names of the lanes that lost time, those of the device that lost most first."""
+    """Return the names of the lanes that lost time, largest loss of their device first."""
     return [
         name for row in sorted(rows, key=lambda row: -lost_us(row)) if lost_us(row) > 0 for name in row.lanes
     ]
@@ -474,9 +482,9 @@ def _time(us: float) -> str:
 
 _IDLE = {  # sentence and advice of causes that need no more
     "no_requests": (
-        "of engines waited for requests: none was on its way",
-        "more trajectories at once, so that some generate while others wait for tools; or shorten what they "
-        "wait for",
+        "of engines waited for requests, and no request was on its way",
+        "more trajectories at once, so that some generate while others wait for tools; or shorten "
+        "these waits",
     ),
     "weight_sync": (
         "were idle while weights went to the engines",
@@ -518,4 +526,4 @@ FINDINGS = {
     "capture": 0.05,  # of the step, or of the observed time of all devices
     "pause": 0.25,  # of the step
 }
-"""Shares by the rule of a finding: above them, acting is usually worth the effort."""
+"""Thresholds of the findings' shares by rule: above, a change is usually worth the effort."""

@@ -1,4 +1,4 @@
-"""Renders the report of a step as one self-contained HTML page; the page of a run has the same parts."""
+"""Renders the report of a step as one self-contained HTML page; the page of a run uses the same parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CURVES = ("load", "communication", "waiting")  # one without anything in it is 
 
 
 def picture(report: Report) -> dict[str, Any]:
-    """Return lanes by role with their stages and their load over time, and the running requests."""
+    """Return the data of the picture: lanes by role with stages and load over time, and running requests."""
     stages = {_shown(span): span for span in report.gantt}
     found = [finding for finding in report.findings if finding.rule in _REASONS]
     reasons = {lane: _REASONS[finding.rule] for finding in found for lane in finding.lanes}
@@ -55,14 +55,14 @@ def picture(report: Report) -> dict[str, Any]:
 
 
 def _shown(span: GanttSpan) -> str:
-    """Return what a span is called: the stage, or what its tool does."""
+    """Return the shown name of a span: the stage, or the start or stop of tools."""
     return span.name if span.kind == "stage" else f"(tool {span.kind}s)"
 
 
 def _rows(report: Report) -> Iterable[tuple[str, WorkerRow | None, list[GanttSpan]]]:
     """Yield each lane with its worker's name and stages, the controller first.
 
-    Of an engine's lanes the first has the stages, which are those of the whole replica.
+    The first lane of an engine shows the stages, which are stages of the whole replica.
     """
     spans: dict[str, list[GanttSpan]] = {}
     for span in report.gantt:
@@ -109,7 +109,7 @@ def _lane(
 
 
 def _group(role: str, lanes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the lanes of a role, and for each run of a stage when its lanes begin and end it."""
+    """Return the lanes of a role, and the begin and end of each run of a stage on the lanes."""
     runs: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for lane in lanes:
         seen: dict[int, int] = {}
@@ -149,13 +149,13 @@ _INDENT = "\N{NO-BREAK SPACE}"
 
 
 def document(title: str, subtitle: str, sections: str, data: dict[str, Any] | None = None) -> str:
-    """Return a page, which loads nothing; it is readable and printable as it is.
+    """Return a page that loads no other files, and is readable and printable without scripts.
 
     Args:
         title: Heading of the page, as plain text.
-        subtitle: The line beside the heading, as plain text.
-        sections: Its content, as HTML.
-        data: What the script of the picture draws; ``None`` for a page without one.
+        subtitle: Line beside the heading, as plain text.
+        sections: Content of the page, as HTML.
+        data: Data of the picture; ``None`` for a page without a picture.
     """
     drawn = ""
     if data is not None:  # no name in it can end the element
@@ -191,7 +191,7 @@ def figures_section(items: Iterable[Figure]) -> str:
 
 
 def section(title: str, content: str, note: str = "") -> str:
-    """Return a section of the page, or nothing if it has no content."""
+    """Return a section of the page, or ``""`` without content."""
     if not content:
         return ""
     slug = title.lower().replace(" ", "-")
@@ -202,10 +202,10 @@ def section(title: str, content: str, note: str = "") -> str:
 def table(
     title: str, headings: Sequence[str], rows: Sequence[Sequence[Cell]], keys: Sequence[str] = ()
 ) -> str:
-    """Return a table; without rows, nothing.
+    """Return a table as HTML, or ``""`` without rows.
 
     Args:
-        title: What a screen reader calls it.
+        title: Label of the table for screen readers.
         headings: Headings of the columns.
         rows: A cell for each column.
         keys: Classes of the colour key before each row's first cell.
@@ -224,7 +224,7 @@ def table(
 
 
 def stacked(parts: Iterable[tuple[str, float, str]]) -> str:
-    """Return a bar of parts side by side: the colour key, share and name of each."""
+    """Return a stacked bar; each part has a colour key, a share and a name."""
     bar = "".join(
         f'<i class="{escape(key)}" style="flex-grow: {100 * share:.3f}" '
         f'title="{escape(f"{name}: {share:.1%}")}"></i>'
@@ -246,7 +246,7 @@ def _cells(row: Sequence[Cell], key: str) -> Iterable[str]:
 
 
 def linked(cell: Cell) -> str:
-    """Return a name, as a link where it leads somewhere."""
+    """Return a name as HTML, with a link if there is one."""
     return _anchor(_name(cell.text), cell.link)
 
 
@@ -255,7 +255,7 @@ def _anchor(shown: str, address: str) -> str:
 
 
 def _name(name: str) -> str:
-    """Return a name; a long one is without its middle, and opens: kernels differ at their ends, too."""
+    """Return a name as HTML; the middle of a long name is folded, because kernels differ at both ends."""
     indent = _INDENT * (len(name) - len(name.lstrip(" ")))
     name = name.lstrip(" ")
     if len(name) <= _LONGEST_NAME:
@@ -283,10 +283,10 @@ def page_title(report: Report) -> str:
 
 
 def summary(report: Report) -> str:
-    """Return the main figures and the findings; the first finding is shown, the others are folded."""
-    early = "The step ended early; this is what was recorded until then."
+    """Return the main figures and the findings; all findings but the first are folded."""
+    early = "The step ended early; this report covers the recorded part."
     items = [_sentence(finding, len(report.workers)) for finding in report.findings]
-    first, *others = items or ["Nothing stands out: no finding is above its threshold."]
+    first, *others = items or ["No finding is above its threshold."]
     more = "".join(f"<li>{item}</li>" for item in others)
     if others:
         more = f'<details><summary>{len(others)} more</summary><ol start="2">{more}</ol></details>'
@@ -299,7 +299,7 @@ def summary(report: Report) -> str:
 
 
 def _sentence(finding: Finding, lanes: int) -> str:
-    """Return a finding with its advice; lanes missing from its text are listed, unless it is about all."""
+    """Return a finding with its advice, and with the lanes that its text does not list, unless all lanes."""
     words = re.findall(r"\w+", finding.text)
     named = [name for name in finding.lanes if name not in words] if len(finding.lanes) < lanes else []
     where = f" <span>Where: {escape(listed(named))}.</span>" if named else ""
@@ -350,7 +350,7 @@ def _picture(report: Report) -> str:
 
 
 def _rollout(report: Report) -> str:
-    """Return the section on the whole rollout, with a stacked bar for each breakdown by cause."""
+    """Return the section on the rollout, with a stacked bar for each division by cause."""
     rollout = report.rollout
     if rollout is None:
         return ""

@@ -1,4 +1,4 @@
-"""Arithmetic on sets of spans, each an ``(n, 2)`` array of disjoint, sorted ``[begin, end)`` in ns."""
+"""Arithmetic on sets of time: ``(n, 2)`` arrays of disjoint, sorted intervals ``[begin, end)`` in ns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def time_of(runs: Iterable[Any], *names: str) -> Spans:
 
 
 def union(*parts: Spans) -> Spans:
-    """Return the time covered by at least one span; the parts may overlap in any way."""
+    """Return the time that at least one span covers; spans may overlap."""
     spans = np.concatenate((EMPTY, *parts))
     spans = spans[spans[:, 1] > spans[:, 0]]
     if len(spans) == 0:
@@ -46,12 +46,12 @@ def length(spans: Spans) -> int:
 
 
 def subtract(spans: Spans, holes: Spans) -> Spans:
-    """Return the time that is in ``spans`` but not in ``holes``; both are sets of time."""
+    """Return the time in ``spans`` but not in ``holes``, which are sets of time."""
     return _where(1, spans, holes) if len(spans) and len(holes) else spans
 
 
 def crowded(sets: Sequence[Spans]) -> Spans:
-    """Return the time that is in more than one of the sets."""
+    """Return the time in more than one of the sets."""
     return _where(2, np.concatenate((EMPTY, *sets)))
 
 
@@ -72,7 +72,7 @@ def intersection(spans: Spans, other: Spans) -> Spans:
 
 
 def holding(spans: Spans, instants: Ints) -> NDArray[np.bool_]:
-    """Return, for each instant, whether it is in a set of time."""
+    """Return for each instant whether a set of time contains it."""
     begun = np.searchsorted(spans[:, 0], instants, side="right")  # 0: before the first span
     inside: NDArray[np.bool_] = instants < np.append(spans[:, 1], -_LARGEST)[begun - 1]
     return inside
@@ -110,7 +110,7 @@ class Axes:
 
     Args:
         owners: Number of owners.
-        times: All instants (ns) that will be put on the axis; they set the length of a range.
+        times: All instants (ns) for the axis, which set the length of a range.
     """
 
     def __init__(self, owners: int, *times: Ints) -> None:
@@ -135,7 +135,7 @@ class Axes:
 
 
 def without(begin: Ints, end: Ints, owner: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the time of each owner without its holes, as intervals: owner, begin, end.
+    """Return the time of each owner outside its holes, as intervals: owner, begin, end.
 
     Args:
         begin: Begin of each owner (ns).
@@ -156,7 +156,7 @@ class Sharing:
         owner: Owner of each span.
         begin: Begin of each span (ns).
         end: End of each span (ns).
-        hidden: Time of owner 0 that no span gets.
+        hidden: Time of owner 0 that belongs to no span.
     """
 
     def __init__(self, owner: Ints, begin: Ints, end: Ints, hidden: Spans = EMPTY) -> None:
@@ -176,7 +176,7 @@ class Sharing:
         """Return each span's share (ns).
 
         Args:
-            window: The time to divide; an instant in two of its intervals counts twice.
+            window: The intervals to divide; an instant in two intervals counts twice.
         """
         if not len(self._times):
             return np.zeros(len(self._places))
@@ -194,8 +194,8 @@ def _open(places: Ints, edges: int) -> Ints:
 def nested_times(spans: Spans, threads: NDArray[Any]) -> Ints:
     """Return the self time of each call (ns): its duration minus the durations of its direct children.
 
-    Calls of one thread nest. Sorted by begin, longest first, the parent of a call is the nearest earlier
-    call that is still open. So it is the call before it, or else among the parents of that call.
+    Calls of one thread nest. Sorted by begin, longest first, the parent of a call is the nearest earlier call
+    that is still open: the previous call, or one of its parents.
     """
     own: Ints = spans[:, 1] - spans[:, 0]
     axes = Axes(int(threads.max(initial=0)) + 1, spans.reshape(-1))
@@ -215,5 +215,5 @@ def nested_times(spans: Spans, threads: NDArray[Any]) -> Ints:
 
 
 def percentiles(sample: Sequence[float] | NDArray[np.float64], *which: int) -> list[Any]:
-    """Return percentiles of a sample; ``None`` for each if the sample is empty."""
+    """Return percentiles of a sample; all are ``None`` for an empty sample."""
     return np.percentile(sample, which).tolist() if len(sample) else [None] * len(which)

@@ -30,7 +30,7 @@ class Pattern(NamedTuple):
     """Names of the kernels of one library.
 
     Attributes:
-        library: Whose they are.
+        library: Name of the library.
         pattern: Regular expression that is searched for in a name.
         example: One of the names.
     """
@@ -89,10 +89,10 @@ PATTERNS = (
     # NVIDIA/TransformerEngine: transformer_engine/common/comm_gemm_overlap/userbuffers
     Pattern("Transformer Engine, user buffers", "userbuffers_", "kuserbuffers_pushsend"),
 )
-"""Kernels that communicate; those of NCCL, the first, are looked for in the whole name."""
+"""Kernels that communicate; the first pattern, NCCL's, is searched in the name with parameters."""
 
 HOST_COLLECTIVES = ("gloo:", "nccl:", "mpi:", "ucc:", "xccl:", "hccl:", "c10d::")
-"""How the operators of collectives begin on the host: with the name of a backend of torch.distributed."""
+"""First parts of the names of collective operators on the host: backends of torch.distributed."""
 
 _OTHERS = re.compile("|".join(f"(?:{row.pattern})" for row in PATTERNS[1:]))
 _NCCL = re.compile(PATTERNS[0].pattern)
@@ -122,7 +122,7 @@ def communicates(patterns: tuple[str, ...] = ()) -> Callable[[str], bool]:
     """Return a function that returns, for a kernel's name, whether the kernel communicates.
 
     Args:
-        patterns: Regular expressions of the user, searched for in the whole name besides those of the table.
+        patterns: Further regular expressions of the user, searched in the whole name.
 
     Raises:
         ConfigError: A pattern is no regular expression.
@@ -138,13 +138,13 @@ def communicates(patterns: tuple[str, ...] = ()) -> Callable[[str], bool]:
 
 
 class Group(NamedTuple):
-    """Process group of a collective. The default is no group, or an unknown one: no rank waits for another.
+    """Process group of a collective. The default is an unknown group, without known waits.
 
     Attributes:
-        name: Name of the group; processes that split a group give their parts the same one.
-        ranks: Ranks of the group, as the trace lists them. On an NPU, the number of the group in the names
-            of its collectives.
-        size: Number of ranks; 0 if that is unknown.
+        name: Name of the group; the parts of a split group have the same name.
+        ranks: Ranks of the group, as listed in the trace; on an NPU, the group's number in the names of
+            collectives.
+        size: Number of ranks; 0 if unknown.
     """
 
     name: str = ""
@@ -153,7 +153,7 @@ class Group(NamedTuple):
 
 
 class _Said(msgspec.Struct, gc=False):
-    """The arguments that Kineto writes with the kernel of a collective."""
+    """The arguments that Kineto (torch's trace writer) stores with the kernel of a collective."""
 
     collective: str = msgspec.field(name="Collective name", default="")
     name: str | int = msgspec.field(name="Process Group Name", default="")
@@ -165,7 +165,7 @@ _ARGUMENTS = msgspec.json.Decoder(_Said, strict=False)
 
 
 def group_of(kernel: str, args: msgspec.Raw) -> Group | None:
-    """Return the process group of a kernel that communicates; ``None`` if its arguments name none."""
+    """Return the process group of a communication kernel, from its arguments; ``None`` without a group."""
     try:
         said = _ARGUMENTS.decode(args)
     except UNDECODABLE:
@@ -182,7 +182,7 @@ def _group(kernel: str, collective: str, name: str, ranks: str, size: int) -> Gr
 
 
 def only_group(info: Any) -> Group | None:
-    """Return the process group that the header of a trace lists, if it is the only one of several ranks."""
+    """Return the process group in the header of a trace, if only one group has several ranks."""
     try:
         world = int(info["world_size"])
         listed = [list(one["ranks"]) for one in info.get("pg_config", ())] or [[]] * (world == 2)
@@ -210,7 +210,7 @@ NO_WORK = frozenset(
     if category.meaning in ("no work", "on device, no work")
     for name in category.names
 ) - {"user_annotation", *_QUEUES}
-"""Categories whose events are no busy time."""
+"""Categories of events that are no busy time."""
 
 _OPERATORS = ("cpu_op", "Operator")
 _LAUNCH = re.compile(r"Launch|runFunction|EnqueueKernel")
@@ -284,11 +284,10 @@ def npu_kind(process: str, pid: object, thread: str, name: str, task_type: str) 
 def task_kind(name: str, task_type: str) -> int:
     """Return the kind of a task of the hardware.
 
-    Tasks of AI cores and AI CPU are computation, DMA tasks are copies. Waits, records and placeholders
-    are no work. Kernels that drive a collective are no work either: the collective has its own event.
-    Any other type (``Other``: msprof does not know the chip) is decided by the task's name. A name in
-    capitals is a task type, e.g. ``MEMCPY_ASYNC``, and is matched as one; any other name is an
-    operator's, and its task is computation.
+    Tasks of AI cores and AI CPU are computation, DMA tasks are copies. Waits, records and placeholders are no
+    work. Kernels of a collective are no work either, because the collective has its own event. Other types
+    (e.g. ``Other``, if msprof does not know the chip) are classified by the task's name. A name in capitals,
+    e.g. ``MEMCPY_ASYNC``, is a task type; any other name is an operator, and its task is computation.
     """
     if name.endswith(_COLLECTIVE_KERNELS):
         return NOTHING

@@ -1,4 +1,4 @@
-"""Lanes, one per process and device, and the step of the lanes; times are on the controller's clock."""
+"""The lanes of a step, one per process and device; times are on the controller's clock."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from verl_profiling.units import duration
 
 @dataclass(kw_only=True, eq=False)
 class Lane:
-    """The work of one device of a process, or of its host if it has no device.
+    """The work of one device of a process, or of the host in a process without a device.
 
     Attributes:
         source: The first trace of the lane.
         paths: All traces of the lane.
         host: Spans in which operators or runtime calls ran on the host.
-        blocked: Spans in which the host was in a call that copies, allocates or waits for the device.
+        blocked: Spans of host calls that copy, allocate or wait for the device.
         graphs: Whether the host launched graphs of kernels.
         iterations: Begin, end, prompt tokens and new tokens of each iteration of a rollout engine.
         accelerator: Name of the device in the traces; ``""`` for a CPU trace.
-        on_device: Whether the work is a device's (see :mod:`~verl_profiling.report.kinds`).
+        on_device: Whether the work ran on a device (see :mod:`~verl_profiling.report.kinds`).
         is_one_of_several: Whether the process has other devices.
-        is_unknown: Whether the device's work is unknown: the trace was cut off before its first event, or
-            the device was in use and not recorded.
+        is_unknown: Whether the device's work is unknown: the trace ends before its first event, or the device
+            was in use but not recorded.
         compute: Spans of computation.
         communication: Spans of communication.
         memory: Spans in which memory was copied or set.
@@ -53,8 +53,8 @@ class Lane:
         recorded: Spans in which the worker's tool recorded.
         observed: Observed time: the set ``S`` of :mod:`~verl_profiling.report.numbers`.
         device: The device, if known.
-        waiting: Spans in which a collective only waited for other ranks, once the report computed them.
-        idle: Idle time by cause, once the report computed it.
+        waiting: Spans in which a collective only waited for other ranks; set when the report is computed.
+        idle: Idle time by cause; set when the report is computed.
     """
 
     source: Source
@@ -101,7 +101,7 @@ class Lane:
 
 
 def _device_of(lane: Lane, worker: CaptureResult) -> Device | None:
-    """Return the device of a lane: by its number in the trace, or by the rank in a replica."""
+    """Return the device of a lane, by the device number in the trace or the rank in the replica."""
     devices, several = worker.devices, lane.is_one_of_several
     if len(devices) == 1 and not several:
         return devices[0]
@@ -120,7 +120,7 @@ class Step:
         begin_ns: Begin of the step.
         end_ns: End of the step.
         workers: The results of all workers.
-        lanes: The lanes that could be read.
+        lanes: The readable lanes.
     """
 
     def __init__(self, manifest: Manifest | None, capture: Manifest | None = None) -> None:
@@ -150,7 +150,7 @@ class Step:
             lane.observed = intersection(lane.recorded, lane.observed)
 
     def worker_of(self, source: Source) -> CaptureResult | None:
-        """Return the worker that recorded a trace; a replica on several nodes has several workers."""
+        """Return the worker that recorded a trace; replicas on several nodes have several workers."""
         named = [worker for worker in self.workers if worker.name == source.worker]
         recorded = (w for w in named if any(a.lane == source.lane for a in w.artifacts))
         return next(recorded, named[0] if named else None)
@@ -160,16 +160,16 @@ class Step:
         return span.failed and span.end_ns >= self.end_ns
 
     def stages_of(self, source: Source) -> list[StageSpan]:
-        """Return the outermost stages that divide a trace, in order: the worker's, else the controller's."""
+        """Return the outermost stages of a trace in order: stages of the worker, else of the controller."""
         worker = self.worker_of(source)
         own = [span for span in worker.stages if span.depth == 0] if worker else []
         outer = own or [span for span in self.stages if span.depth == 0]
         return sorted(outer, key=lambda span: span.begin_ns)
 
     def unrecorded_device(self, source: Source) -> str:
-        """Return the kind of a lane's device if it was in use and a trace has no event of it, else nothing.
+        """Return the kind of a lane's device that was in use without events in a trace; else ``""``.
 
-        An engine without a request had nothing to run on it.
+        The device of an engine without requests was not in use.
         """
         worker = self.worker_of(source)
         if worker is None or (source.replica is not None and worker.requests_logged and not worker.requests):
@@ -198,15 +198,15 @@ class Step:
         return requests(self.manifest) if self.manifest else []
 
     def during(self, *names: str) -> Spans:
-        """Return the time in which the controller was in one of these stages, or in any without names."""
+        """Return the time in which the controller was in one of these stages; without names, in any stage."""
         return time_of(self.stages, *names)
 
     @cached_property
     def served(self) -> dict[int, Spans]:
         """Time in which each replica had an unfinished request, if requests were logged.
 
-        Requests sent before the log began are not logged. Engine iterations outside all logged requests
-        belong to such a request, which is unfinished until the last of these iterations.
+        Requests sent before the begin of the log are not logged. Engine iterations outside all logged
+        requests belong to such requests.
         """
         runs: dict[int, list[tuple[int, int]]] = {}
         for worker in self.capture.workers if self.capture else []:

@@ -39,31 +39,31 @@ CAUSES = (
 
 _SAID = {"host_bound": "the host launched no work", "other_stages": "no part in the stage"}
 BEHIND_TRAJECTORIES = ("long_tail", "after_generation", "no_requests")
-"""Causes of a lane without work, which the causes of the trajectories explain further."""
+"""Causes of idle time that are divided further by the causes of trajectories."""
 
 
 def cause_name(cause: str) -> str:
-    """Return a cause as tables and sentences show it."""
+    """Return the shown name of a cause."""
     return _SAID.get(cause, cause.replace("_", " "))
 
 
 def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]:
-    """Partition a lane's idle time ``I`` by cause. Where several apply, the first in this list counts.
+    """Partition a lane's idle time ``I`` by cause. If several causes apply, the first in this list counts.
 
-    * ``capture``: while the tool did not record (it was starting or stopping), e2e only;
+    * ``capture``: in e2e mode, while the tool started or stopped;
     * ``weight_sync``: during ``update_weights``, the controller's or the lane's own;
-    * ``long_tail``: during the rollout and until the last replica was done, for a training rank
-      after half of them were, for an engine of another replica after its own last iteration; a training
-      rank that is in a stage of its own waits for no replica, here and in the next two;
+    * ``long_tail``: during the rollout, until the end of the last replica: for a training rank after the end
+      of half of the replicas, for another engine after its own last iteration. A training rank in a stage of
+      its own waits for no replica, here and in the next two causes;
     * ``after_generation``: during the rollout, after the last replica was done;
     * ``waiting_for_rollout``: the rest of the rollout, for a training rank; for an engine, the
       time before its first iteration;
-    * ``no_requests``: during the rollout, a validation, or anything else that the engine generates for, while
-      its replica has no request on its way, where those are known: it waits for requests;
-    * ``straggler_wait``: after the end of an own stage, until its role's last worker ends it;
-    * ``host_blocked``: while its host is inside a call that copies, allocates or waits for the device;
-    * ``host_bound``: inside an own stage (for an engine, between iterations, while a request is on its way),
-      or while operators run on the host: the device waits for the host to launch work;
+    * ``no_requests``: in stages with generation, while the engine's replica has no request, if requests are
+      known;
+    * ``straggler_wait``: after the end of an own stage, until the last worker of the role ends this stage;
+    * ``host_blocked``: while the host is in a call that copies, allocates or waits for the device;
+    * ``host_bound``: in an own stage (for an engine, between iterations with a request), or while operators
+      run on the host: the device waits for launches;
     * ``other_stages``: the controller is in a stage in which the lane does not take part;
     * ``between_stages``: the controller is in no stage;
     * ``unexplained``: the rest.
@@ -105,7 +105,7 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
 
 
 def partition(time: Spans, claims: Mapping[str, Spans]) -> dict[str, Spans]:
-    """Divide a time among causes; of several claims to an instant, the first counts."""
+    """Divide a time among causes; if several causes claim an instant, the first counts."""
     found = {}
     for cause, claim in claims.items():
         found[cause] = intersection(time, claim)
@@ -114,7 +114,7 @@ def partition(time: Spans, claims: Mapping[str, Spans]) -> dict[str, Spans]:
 
 
 def _done(step: Step, tail: Tail | None) -> tuple[int, int]:
-    """Return the times (unix ns) at which half of the replicas, and all replicas, had ended."""
+    """Return the times (unix ns) at which half of the replicas and all replicas had finished."""
     rollout = step.during(ROLLOUT)
     if tail is None or not len(rollout):
         return step.end_ns, step.end_ns
@@ -124,10 +124,10 @@ def _done(step: Step, tail: Tail | None) -> tuple[int, int]:
 
 
 def working_spans(lane: Lane, step: Step, *stages: str) -> Spans:
-    """Return when an engine works: from its first iteration to its last, in each run of the given stages.
+    """Return the spans from an engine's first iteration to its last, in each run of the given stages.
 
-    An engine without iterations has operators in their place. In a step without these stages there is one
-    span; else the rest of the step is left out, because the engine may load weights there.
+    Without iterations, operators are used. In a step without these stages, there is one span. Otherwise the
+    rest of the step is left out, because the engine may load weights there.
     """
     work = union(lane.iterations[:, :2])
     work = work if len(work) else lane.busy
@@ -137,13 +137,13 @@ def working_spans(lane: Lane, step: Step, *stages: str) -> Spans:
 
 
 def _after_stage(lane: Lane, stage: str, step: Step) -> Spans:
-    """Return the time between the end of each of a lane's stages and its end on the role's last worker."""
+    """Return the time between the end of each stage on a lane and on the last worker of the role."""
     peers = [_runs(other.stages, stage) for other in step.lanes if other.source.role == lane.source.role]
     return until_last(_runs(lane.stages, stage), peers)
 
 
 def until_last(own: list[StageSpan], peers: Iterable[list[StageSpan]]) -> Spans:
-    """Return the time between the end of each run of a stage and the end of the last peer's same run."""
+    """Return the time between the end of each run of a stage and the end of this run on the last peer."""
     peers = list(peers)
     return spans_of(
         (span.end_ns, max(runs[index].end_ns for runs in peers if len(runs) > index))
@@ -156,11 +156,11 @@ def _runs(stages: Iterable[StageSpan], name: str) -> list[StageSpan]:
 
 
 def lost_total(rows: Iterable[DeviceRow], parts: Mapping[str, dict[str, float]]) -> list[LostRow]:
-    """Add up what all devices lost by cause, in seconds; the share is of their observed time.
+    """Sum the lost seconds of all devices by cause; shares are of their observed time.
 
     Args:
         rows: The devices.
-        parts: What causes consist of (s).
+        parts: Parts of the causes (s).
     """
     rows = list(rows)
     observed = sum(row.span_us for row in rows) or 1.0
@@ -180,13 +180,13 @@ def lost_total(rows: Iterable[DeviceRow], parts: Mapping[str, dict[str, float]])
 
 
 def unlogged_requests(step: Step) -> Iterator[str]:
-    """Yield a note on engines whose requests were not logged, so that time without requests is unknown."""
+    """Yield notes on engines without logged requests, whose time without requests is unknown."""
     engines = [lane.source for lane in step.lanes if lane.is_engine]
     silent = dict.fromkeys(source.worker for source in engines if source.replica not in step.served)
     if silent and step.manifest:
         yield (
-            f"requests of {', '.join(silent)} were not logged: idle time without any is not told from "
-            "time in which the host did not launch work"
+            f"requests of {', '.join(silent)} were not logged: idle time without requests cannot be told "
+            "from time in which the host did not launch work"
         )
     for worker in step.workers:
         if worker.requests_logged and worker.pending_since_ns and not worker.requests:

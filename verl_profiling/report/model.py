@@ -1,7 +1,7 @@
-"""The report as data: what ``--json`` prints, and what every output format shows.
+"""The report as data, which ``--json`` prints and all other output formats show.
 
-All times are microseconds (``_us``) unless a name says otherwise; shares are fractions of 1. The rows of
-its tables are in :mod:`~verl_profiling.report.columns`.
+All times are microseconds (``_us``) unless a name says otherwise; shares are fractions of 1. Rows of tables
+are in :mod:`~verl_profiling.report.columns`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from verl_profiling.report.columns import DeviceRow, Rollout
 from verl_profiling.units import duration, lane_seconds, step_list
 
 OTHER_RANKS = "waiting_for_other_ranks"
-"""The only cause of lost time during which the device is busy: a collective waits for other ranks."""
+"""The cause of the lost time in which a collective waits for other ranks; the device is busy then."""
 
 REPORT_SCHEMA_VERSION = 1
 
 
 class Asked(Trigger, frozen=True, kw_only=True):
-    """The request behind a capture: the fields of a ``Trigger``, and the rank that the capture shows as last.
+    """The request of a capture: the fields of a ``Trigger``, and the rank that was last in collectives.
 
     Attributes:
         when: Begin of the capture as a date and time, on the clock of the loop's host.
@@ -54,7 +54,7 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tail(msgspec.Struct, frozen=True, kw_only=True):
-    """The time for which the rollout waits for its last replicas.
+    """The time in which the rollout waits for its last replicas.
 
     Attributes:
         replicas: Number of observed replicas.
@@ -103,13 +103,12 @@ class GanttSpan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         lane: Name of the worker, or ``controller``.
         name: The stage; of a start or stop, the stage that is recorded, or ``""``.
-        begin_us: Begin, relative to that of the step.
+        begin_us: Begin, relative to the begin of the step.
         end_us: End, relative to the begin of the step.
         depth: 0 for an outermost stage.
         row: Row inside the lane, from 0. Concurrent stages are in different rows; a nested stage is in the
             row of its parent.
-        kind: ``stage``; ``start`` or ``stop`` for the time in which the worker's tool started or stopped
-            (writing included). A step without a capture has no such time.
+        kind: ``stage``, or ``start`` or ``stop`` for a start or stop of the worker's tool (writing included).
         busy_us: Busy time in the span, mean of the worker's lanes; ``None`` without a trace.
         communication_us: Part of ``busy_us`` with communication and no computation.
     """
@@ -135,7 +134,7 @@ class Finding(msgspec.Struct, frozen=True):
         seconds: Lane-seconds at stake, by which findings are sorted. Findings on missing data come first,
             findings on the capture's own cost last.
         lanes: The lane at fault, if known; else the lanes that lost time, sorted by lost time.
-        share: Share of time that is compared with the rule's threshold; 1 for rules without one.
+        share: Share of time to compare with the rule's threshold; 1 for rules without a threshold.
     """
 
     rule: str
@@ -153,7 +152,7 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True):
         host: Host name.
         offset_us: Host clock minus controller clock; corrected in all numbers.
         error_us: Bound of the remaining error.
-        drift_us: Change of the offset while the capture was open.
+        drift_us: Change of the offset during the capture.
     """
 
     host: str
@@ -167,11 +166,11 @@ class Coverage(msgspec.Struct, kw_only=True):
 
     Attributes:
         expected: Artifacts that the capture should have written.
-        read: Traces that could be read.
+        read: Number of readable traces.
         events: Events in these traces.
         missing: Sentences on missing and damaged data.
         lanes: Lanes with missing or damaged data.
-        unrecorded: Lanes whose device was in use, but has no events in the traces.
+        unrecorded: Lanes with a device that was in use, but has no events in the traces.
     """
 
     expected: int = 0
@@ -206,7 +205,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         throughput: Tokens per time, if their number is known.
         gantt: Runs of stages.
         findings: At most five findings.
-        clocks: Hosts whose clock is not the controller's.
+        clocks: Clocks of hosts other than the controller's.
         coverage: Completeness of the report.
         metrics: The loop's metrics of the step.
         notes: Notes of the capture, at most a hundred of them.
@@ -216,8 +215,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             calls in it that start and stop recordings and, in discrete mode, the starts and stops of tools
             inside stages.
         anchors: Drift of each worker's clock during the capture.
-        captured: Whether the step has a manifest. Plain traces have none, so their stages and workers are
-            not known.
+        captured: Whether the step has a manifest. Plain traces have no manifest, and so no known stages and
+            workers.
         name: Title of plain traces, shown after the step's number: the file or folder.
         running: Requests running over time, one row per replica.
         replicas: Totals of the requests of each replica, one row per replica.
@@ -228,8 +227,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         asked: The request for the capture; ``None`` if the schedule chose the step.
         suspects: The suspects of a requested capture, compared with their peers.
         counters: Counters of processes that record trajectories, such as the queue of verl's rollouter.
-        capture_steps: All steps of the continuous capture, if the step is one of several. Sizes in
-            ``costs``, events in ``coverage`` and notes that mention it are of the whole capture.
+        capture_steps: All steps of the continuous capture, if the step is one of several. Sizes in ``costs``,
+            events in ``coverage`` and some notes are of the whole capture.
     """
 
     schema_version: int = REPORT_SCHEMA_VERSION
@@ -278,7 +277,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _repr_html_(self) -> str:
-        """Return the page for a notebook, in a sandboxed frame that loads nothing."""
+        """Return the page for a notebook, in a sandboxed frame."""
         page: str = import_module("verl_profiling.report.html").render_html(self)  # which knows this module
         return (
             f'<iframe srcdoc="{escape(page)}" sandbox="allow-scripts" title="{escape(repr(self))}" '
@@ -293,7 +292,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def of_capture(self) -> str:
-        """Remark on numbers that are of the whole capture; empty if the capture has one step."""
+        """Remark for numbers that belong to the whole capture; empty for a capture of one step."""
         return f" (of the whole capture, {step_list(self.capture_steps)})" if self.capture_steps else ""
 
     @property
@@ -303,7 +302,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shares_devices(self) -> bool:
-        """Whether any lanes share a device."""
+        """Whether some lanes share a device."""
         return any(len(row.lanes) > 1 for row in self.devices)
 
     @property
@@ -324,5 +323,5 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def whose(self) -> str:
-        """Unit of total times: ``device`` if any lanes share a device, else ``lane``."""
+        """Unit of total times: ``device`` if some lanes share a device, else ``lane``."""
         return "device" if self.shares_devices else "lane"

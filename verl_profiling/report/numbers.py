@@ -1,7 +1,7 @@
-"""The numbers of the report: the formula of each, and where it is computed.
+"""The numbers of the report, with a table of their formulas.
 
-The anatomy, the causes of idle time, collectives, stragglers and self times have modules of their own; this
-module computes all other numbers.
+Stages, causes of idle time, collectives, stragglers and self times have modules of their own; this module
+computes all other numbers.
 
 Let ``S`` be the time in which a lane was observed: the step for an e2e capture, the recorded
 windows for a discrete one, and the time from the first to the last busy event if there is no
@@ -100,7 +100,7 @@ def worker_row(lane: Lane, step: Step, directory: Path) -> WorkerRow:
     Args:
         lane: The lane.
         step: The step of the lane.
-        directory: Folder that the names of traces are relative to.
+        directory: Base folder of the names of traces.
     """
     exposed = subtract(lane.communication, lane.compute)
     waits = intersection(lane.waiting, intersection(exposed, lane.observed))
@@ -134,9 +134,10 @@ def device_row(lanes: Sequence[Lane], lost: Mapping[str, Spans]) -> DeviceRow:
 
 
 def engine_row(lane: Lane, step: Step) -> EngineRow:
-    """Return the row of one engine rank, for the rollout stage or, without one, for all but validation.
+    """Return the row of one engine rank, for the stage ``rollout`` or, without that stage, for all but
+    validation.
 
-    An iteration with prompt tokens is prefill.
+    Iterations with prompt tokens count as prefill.
     """
     iterations = lane.iterations[~holding(step.during(VALIDATE), lane.iterations[:, 0])]
     took, prefill = iterations[:, 1] - iterations[:, 0], iterations[:, 2] > 0
@@ -159,8 +160,8 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
 def rollout_tail(step: Step) -> Tail | None:
     """Return the tail of the rollout; ``None`` without a rollout stage and an engine.
 
-    A replica finishes with its last request or, if requests are not known, with the last iteration
-    of its slowest rank.
+    A replica finishes with its last request or, without known requests, with the last iteration of its
+    slowest rank.
     """
     rollout = step.during(ROLLOUT)
     if not len(rollout):
@@ -211,7 +212,7 @@ def kernels(step: Step) -> list[KernelRow]:
 
 
 def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput | None:
-    """Return tokens per time, from the loop's metrics, else the requests, else the engines' iterations.
+    """Return the throughput, from the loop's metrics, else from requests, else from engine iterations.
 
     Args:
         step: The step.
@@ -257,7 +258,7 @@ def shared_devices(step: Step) -> list[list[Lane]]:
 
 
 def lost_of_device(lanes: Sequence[Lane]) -> Mapping[str, Spans]:
-    """Partition the idle time of a device by cause, from that of its lanes."""
+    """Partition the idle time of a device by cause, from the idle time of its lanes."""
     if len(lanes) == 1:
         return lanes[0].idle
     busy = union(*(intersection(lane.busy, lane.observed) for lane in lanes))
@@ -267,8 +268,8 @@ def lost_of_device(lanes: Sequence[Lane]) -> Mapping[str, Spans]:
 
 
 def unknown_devices(step: Step) -> Iterator[str]:
-    """Yield a note on lanes of unknown device, which may share a device with other lanes."""
+    """Yield a note on lanes with an unknown device, which other lanes may share."""
     lanes = [lane for lane in step.lanes if lane.on_device]
     unknown = [lane.name for lane in lanes if not (lane.device and (lane.device.uuid or lane.device.place))]
     if unknown and len({lane.is_engine for lane in lanes}) == 2:
-        yield f"which devices {listed(unknown)} computed on is not known: each counts as a device of its own"
+        yield f"which devices {listed(unknown)} computed on is unknown: each counts as a device of its own"

@@ -1,4 +1,4 @@
-"""The trajectories of all processes as columns, and their time in intervals of one cause each.
+"""The trajectories of all processes as columns, and their time divided into intervals with a cause.
 
 Loop lag is the time for which a trajectory is delayed because another task blocks its event loop. A block
 stops every task of the loop, but not work elsewhere: an engine goes on with its request, a sandbox with its
@@ -9,8 +9,8 @@ program. So a block counts as lag of a trajectory if
 * the trajectory's wait ended in the block or within :data:`DRAIN_NS` after it, when the loop runs the tasks
   that became ready. A longer wait would not have ended sooner without the block.
 
-When a task became ready inside the block is not recorded. The whole block counts as lag, which is an upper
-bound, except where the engine's request has an end.
+The time at which a task became ready inside a block is not recorded. So the whole block counts as lag, which
+is an upper bound, unless the engine's request ended inside the block.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from verl_profiling.trajectory_log import NO_SPAN, Block, SpanRecord, Trajectory
 _Default = TypeVar("_Default")
 
 UNKNOWN = "unknown"
-"""Name of a block for which there is no stack sample."""
+"""Name of a block without a stack sample."""
 OTHERS = "(all others)"
-"""Name of all spans whose name is not one of the first hundred."""
+"""Common name of all spans beyond the first hundred names."""
 
 TO_THE_ENGINE, FROM_THE_ENGINE = "to the engine", "from the engine"
 _PARTS = (TO_THE_ENGINE, "queued", "first token", "prefill", "generate", "decode", FROM_THE_ENGINE)
@@ -54,30 +54,30 @@ _PARTS = (TO_THE_ENGINE, "queued", "first token", "prefill", "generate", "decode
 GENERATE, LOOP_LAG, OWN_CODE, UNEXPLAINED = "generate", "loop lag", "own code", "unexplained"
 BEFORE = "began before the capture"
 _CAUSES = (*_PARTS, LOOP_LAG, OWN_CODE, BEFORE, UNEXPLAINED)
-"""Causes that are not span names."""
+"""Causes other than span names."""
 
 _NUMBERS = {name: number for number, name in enumerate(_CAUSES)}
 _RESERVED = {*_CAUSES} - {GENERATE}
 _IN_ENGINE = range(1, len(_PARTS) - 1)
-"""Numbers of the causes in which an engine has the request: no block of a loop delays it."""
+"""Numbers of the causes of requests in an engine, which no block of an event loop delays."""
 _WITH_ERROR = ("failed", "cancelled")
 _NO_TRAJECTORY = "requests of no trajectory"
 _MOST_NAMES = 100  # of causes, if names of spans hold ids
 
 
 class Trajectory(NamedTuple):
-    """The part of one trajectory that was recorded in the step.
+    """The recorded part of one trajectory in the step.
 
     Attributes:
         said: Record of the trajectory, on the clock of its process.
         begin_ns: Begin of the recorded part, on the controller's clock.
         end_ns: End of the recorded part, on the controller's clock.
         cut_begin: Whether the trajectory began before the recording or the step.
-        cut_end: Whether the trajectory ended after the step, or still ran when the recording ended.
+        cut_end: Whether the trajectory ended after the step or the recording.
         loop: Number of the event loop, counted over all processes, or -1.
-        unseen_begin: Whether the trajectory began before the recording; a span of it may be unrecorded.
-        whole_log: Whether the process's log has all spans. If so, time outside any span is ``own code``.
-        failed_in: Span in which the trajectory failed; empty if in no span, ``None`` if it has no error.
+        unseen_begin: Whether the trajectory began before the recording, so that spans may be missing.
+        whole_log: Whether the process's log has all spans, so that time outside spans is ``own code``.
+        failed_in: Span in which the trajectory failed; empty outside spans, ``None`` without an error.
     """
 
     said: TrajectoryRecord
@@ -116,10 +116,10 @@ class SpanTable(NamedTuple):
         begin: Begin (unix ns).
         end: End (unix ns).
         loop: Number of the event loop, or -1.
-        failed: 1 if an exception left the span.
-        open: 1 if the span went on after ``end``: it was still open in the log, or ``end`` is clipped.
-        parent: Number of the innermost span around it that is open when it begins, or -1.
-        reach: End (unix ns), or that of a span inside that outlives it.
+        failed: 1 if the span raised.
+        open: 1 if the span continued after ``end``, because it was open in the log or ``end`` is clipped.
+        parent: Number of the innermost span that was open at the begin of the span, or -1.
+        reach: End (unix ns) of the span, or of an inner span that ends later.
     """
 
     trajectory: Ints
@@ -163,12 +163,12 @@ class Records:
     Attributes:
         roles: Role of each process.
         trajectories: The trajectories.
-        names: Causes of a trajectory's time: those that are no span's name, then the names of spans.
+        names: Causes of a trajectory's time: fixed causes, then names of spans.
         spans: Spans of the trajectories, and spans outside trajectories.
         requests: The engine's request id, by the number of the span that made the request.
         blocks: Intervals in which event loops were blocked.
-        blockers: (lane, span, function) of blocks. Without a span, its place has the function, else
-            ``unknown``. Of several functions in one span, it is the one that blocked longest.
+        blockers: Blockers as ``(lane, span, function)``. Without a span, the function or ``unknown`` is in
+            its place. Of several functions in one span, the longest blocker counts.
     """
 
     def __init__(self, logs: Iterable[tuple[Source, TrajectoryLog]], begin_ns: int, end_ns: int) -> None:
@@ -255,7 +255,7 @@ class Records:
         return owners
 
     def _open_around(self, span: int, begin: int, end: int) -> int:
-        """Return the innermost open span around an interval, from a span on; all around it reach its end."""
+        """Return the innermost open span around an interval; the search begins at a given span."""
         while span != NO_SPAN and self._ends[span] <= begin:
             span = self._parents[span]
         around = span
@@ -280,7 +280,7 @@ class Records:
 
 
 def _failed_in(log: TrajectoryLog) -> dict[int, str]:
-    """Return the span in which each trajectory failed: the last one that raised, else the last open one."""
+    """Return the span in which each trajectory failed: the last span that raised, else the last open span."""
     inner: dict[int, SpanRecord | None] = {
         one.id: None for one in log.trajectories if one.error and one.status in _WITH_ERROR
     }
@@ -298,7 +298,7 @@ _TOGETHER_NS = 10_000_000  # blocks with gaps up to this are one block: other ta
 
 
 class Pieces(NamedTuple):
-    """Intervals of one cause each, as columns. Overlapping intervals of one owner share the time equally.
+    """Intervals with one cause each, as columns. Overlapping intervals of one owner share the time equally.
 
     Attributes:
         owner: Number of the trajectory (or process).
@@ -329,7 +329,9 @@ class Pieces(NamedTuple):
         return Pieces._make((*(column[rows] for column in self[:-1]), self.causes))
 
     def seconds(self, took: NDArray[Any]) -> dict[str, float]:
-        """Return the seconds of each cause as :func:`ranked` does, given those of each interval (ns)."""
+        """Return the seconds of each cause in the form of :func:`ranked`, from the time of each interval
+        (ns).
+        """
         return ranked(self.causes, np.bincount(self.cause, weights=took, minlength=len(self.causes)))
 
 
@@ -337,15 +339,15 @@ def ranked(causes: Sequence[str], took: NDArray[Any]) -> dict[str, float]:
     """Return the seconds of causes by name, the largest first and ``unexplained`` last.
 
     Args:
-        causes: Their names.
-        took: Their times (ns); causes of less than a nanosecond are left out.
+        causes: Names of the causes.
+        took: Times of the causes (ns); causes of less than a nanosecond are left out.
     """
     found = [(cause, ns / 1e9) for cause, ns in zip(causes, took.tolist(), strict=True) if ns >= 0.5]
     return dict(sorted(found, key=lambda item: (item[0] == UNEXPLAINED, -item[1])))
 
 
 def pieces_of(records: Records, served: Mapping[int, Request]) -> tuple[Pieces, Pieces]:
-    """Return the time of trajectories by cause, and the time of processes outside trajectories.
+    """Divide the time of trajectories, and of processes outside trajectories, into intervals by cause.
 
     Each instant of a trajectory has a cause, the innermost open span, with these exceptions:
 
@@ -372,7 +374,9 @@ def pieces_of(records: Records, served: Mapping[int, Request]) -> tuple[Pieces, 
 
 
 class _Interval(NamedTuple):
-    """An interval of one cause, as in :class:`Pieces`; ``loop`` is -1 if no block of a loop delays it."""
+    """An interval with one cause, as in :class:`Pieces`; ``loop`` is -1 if no block can delay the
+    interval.
+    """
 
     owner: int
     begin: int
@@ -389,7 +393,7 @@ def _rows(*columns: Ints) -> Iterator[tuple[int, ...]]:
 def _in_spans(
     records: Records, served: Mapping[int, Request], index: Ints, first: Ints, last: Ints
 ) -> Iterator[_Interval]:
-    """Yield intervals of spans, those of ``generate`` divided by the parts of their requests."""
+    """Yield intervals of spans; ``generate`` is divided by the parts of its request."""
     spans = records.spans
     columns = (index, first, last, spans.trajectory[index], spans.name[index], spans.loop[index])
     open_ends = np.where(spans.open > 0, spans.end, -1)[index]
@@ -429,7 +433,7 @@ def _in_no_span(records: Records) -> Iterator[_Interval]:
 
 
 def _with_lag(waits: Iterable[_Interval], blocks: Blocks) -> Iterator[_Interval]:
-    """Yield the intervals, and instead of the loop lag in them intervals with the cause ``loop lag``."""
+    """Yield the intervals, with loop lag cut out and yielded as intervals with the cause ``loop lag``."""
     stalls, own = {}, defaultdict[int, list[tuple[int, int]]](list)
     for loop in np.unique(blocks.loop).tolist():
         mine = np.flatnonzero(blocks.loop == loop)
@@ -454,7 +458,7 @@ def _with_lag(waits: Iterable[_Interval], blocks: Blocks) -> Iterator[_Interval]
 
 
 def _without(begin: int, end: int, holes: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the parts of an interval that are in no hole; holes are sorted by begin."""
+    """Yield the parts of an interval outside the holes, which are sorted by begin."""
     for low, high in holes:
         if begin < min(low, end):
             yield begin, min(low, end)
@@ -466,9 +470,9 @@ def _without(begin: int, end: int, holes: Iterable[tuple[int, int]]) -> Iterator
 class Explanation:
     """Attributes any time window to causes.
 
-    An instant is divided equally among the causes of all trajectories that run then. If none runs, it goes
-    to spans outside trajectories; else to the controller's innermost nested stage; else to requests that
-    run in an engine; else it is unexplained.
+    An instant is divided equally among the causes of all running trajectories. Without a running trajectory,
+    the instant belongs to spans outside trajectories, else to the controller's innermost stage, else to
+    requests in an engine. The rest is unexplained.
 
     Args:
         trajectories: Time of the trajectories by cause.
@@ -495,7 +499,8 @@ class Explanation:
             taken = union(taken, left)
 
     def of(self, window: Spans) -> dict[str, float]:
-        """Return seconds by cause, largest first and ``unexplained`` last; they add up to the window.
+        """Return seconds by cause, largest first and ``unexplained`` last; the sum is the length of the
+        window.
 
         Args:
             window: Intervals of time; an instant in two intervals counts twice.

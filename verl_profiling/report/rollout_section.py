@@ -54,7 +54,7 @@ from verl_profiling.timeline.step import Source
 from verl_profiling.trajectory_log import TrajectoryLog
 
 KEPT = ("done", "running")
-"""Statuses of trajectories that are used, or may still be."""
+"""Statuses of trajectories that are trained on, or may still be."""
 _NONE_RAN = "no trajectory"  # time of the tail in which none of its trajectories ran
 _MOST_GROUPS = 20
 
@@ -62,7 +62,7 @@ _MOST_GROUPS = 20
 def rollout_of(
     step: Step, logs: Iterable[tuple[Source, TrajectoryLog]]
 ) -> tuple[Rollout, Explanation] | None:
-    """Return the section and the explanation of the step's time; ``None`` if no trajectory was recorded.
+    """Return the section, and the explanation of the step's time; ``None`` without recorded trajectories.
 
     Args:
         step: The step.
@@ -122,7 +122,7 @@ def rollout_of(
 
 
 def _causes(pieces: Pieces, shares: NDArray[np.float64], validate: Ints, kind: int) -> list[CauseRow]:
-    """Return where trajectories spent their time, by cause (tool, queue, ...); causes add up to the total."""
+    """Return rows of the trajectories' time by cause (tool, queue, ...), which add up to the total."""
     rows = np.flatnonzero((validate[pieces.owner] == kind) & (shares > 0))
     pairs = set(zip(pieces.cause[rows].tolist(), pieces.owner[rows].tolist(), strict=True))
     members = Counter(pieces.causes[cause] for cause, _ in pairs)
@@ -133,10 +133,10 @@ def _causes(pieces: Pieces, shares: NDArray[np.float64], validate: Ints, kind: i
 
 
 def _polling(step: Step, ends: Ints) -> Polling | None:
-    """Return the cost of the trainer's polling in the rollout; ``None`` if the trainer did not poll.
+    """Return the cost of the trainer's polling in the rollout; ``None`` without polling.
 
-    In each interval of the rollout stage, polling after the last trajectory's end is lost time. Polling
-    before it is a wait for trajectories, which costs nothing.
+    Polling after the last trajectory's end is lost time, for each run of the stage ``rollout``. Polling
+    before that end costs nothing, because the trainer waits for trajectories.
 
     Args:
         step: The step.
@@ -232,8 +232,8 @@ def _block_rows(records: Records, lag: Pieces) -> list[BlockRow]:
 def _groups(trajectories: Sequence[Trajectory], pieces: Pieces, begin_ns: int) -> dict[str, Any]:
     """Return the fields of the section on groups of two or more training trajectories.
 
-    Groups are sorted by the time for which members waited for the last. A group's spread is the time from
-    its first end to its last.
+    Groups are sorted by the time for which members waited for the last member. The spread of a group is the
+    time from the first end of a member to the last end.
 
     Args:
         trajectories: All trajectories.
@@ -279,7 +279,7 @@ def _groups(trajectories: Sequence[Trajectory], pieces: Pieces, begin_ns: int) -
 def _status_rows(records: Records, served: Mapping[int, Request]) -> list[StatusRow]:
     """Return one row per status, training before validation, the largest total time first.
 
-    Counts are those of the loop, else those of the requests and spans.
+    Counts are from the loop's facts, else from requests and spans.
     """
     spans = records.spans
     tools = [number for number, name in enumerate(records.names) if name.startswith("tool:")]
@@ -333,7 +333,7 @@ def _versions(records: Records, served: Mapping[int, Request], trained: int | No
     Args:
         records: The recorded trajectories.
         served: The request of each span, by the span's number.
-        trained: Version that the step trains, if known.
+        trained: Policy version that the step trains, if known.
     """
     segments, tokens = Counter[int](), Counter[int]()
     of_requests = defaultdict[int, set[int]](set)
@@ -371,8 +371,8 @@ def _last_trajectories(
 ) -> LastTrajectories | None:
     """Return the tail: the time in which only the last ``k`` of ``n`` trajectories still ran.
 
-    ``k`` is at most ``n / 2``. It maximizes the tail's share of the rollout minus ``k / n``, i.e. it is
-    where the curve of finished trajectories bends.
+    ``k`` is at most ``n / 2``, and maximizes the tail's share of the rollout minus ``k / n``. There, the
+    curve of finished trajectories bends.
 
     Args:
         numbers: Numbers of the trajectories.
@@ -408,6 +408,6 @@ def _last_trajectories(
 
 
 def _part_rows(seconds: Mapping[str, float]) -> list[PartRow]:
-    """Return seconds by cause as rows, whose shares add up to 1."""
+    """Return rows of seconds by cause, with shares that add up to 1."""
     whole = sum(seconds.values()) or 1.0
     return [PartRow(cause=cause, seconds=took, share=took / whole) for cause, took in seconds.items()]

@@ -1,4 +1,4 @@
-"""Renders the captured steps of a run side by side, as one self-contained HTML page with links to theirs."""
+"""Renders the page of a run: its captured steps side by side, with links to the pages of the steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OF_THE_STEP = 0.02  # the same, as a share of the step; for a cause, of all dev
 
 
 class _Step(NamedTuple):
-    """A step as the page shows it: from the log of the watch, or from its capture."""
+    """A step on the page, from the log of the watch or from a capture."""
 
     title: str
     link: str
@@ -55,10 +55,10 @@ def render_run(
     """Return the page of a run.
 
     Args:
-        directory: The run's folder, in which the page will be.
+        directory: The run's folder, in which the page will be written.
         pages: Page of each captured step, below the run's folder.
-        reports: Report of each captured step, in order; there may be none.
-        watched: What the watch has logged of the run, in order of the steps.
+        reports: Reports of the captured steps, in order; may be empty.
+        watched: Step summaries in the log of the watch, in order.
     """
     links = [quote(page.relative_to(directory).as_posix()) for page in pages]
     steps = [
@@ -109,11 +109,11 @@ def _figures(reports: Sequence[Report], ran: Sequence[_Step]) -> Iterator[Figure
 
 
 def _story(steps: Sequence[_Step], reports: Sequence[Report], ran: Sequence[_Step]) -> str:
-    """Return what changed first, and what the slowest step has over the median."""
+    """Return sentences on the first change in the run, and on the slowest step."""
     alike = _scheduled(reports)
-    said = "No stage and no cause of lost time left its range."
+    said = "No stage and no cause of lost time changed over the run."
     if len(alike) <= _FEWEST_BEFORE:
-        said = "What changed is said of three captured steps or more."
+        said = "Changes over the run are shown for three or more captured steps."
     for index in range(_FEWEST_BEFORE, len(alike)):
         if change := _changed([reports[at] for at in alike[: index + 1]]):
             what, took, before = change
@@ -121,15 +121,15 @@ def _story(steps: Sequence[_Step], reports: Sequence[Report], ran: Sequence[_Ste
             said = f"Changed first: {what} in {step}, {took} (median of {index} before: {before})."
             break
     if apart := len(steps) - len(alike):
-        captures = f"{apart} captures that were" if apart > 1 else "one capture that was"
-        said += f" Left out, because what was recorded may differ: {captures} asked for."
+        captures = f"{apart} requested captures" if apart > 1 else "one requested capture"
+        said += f" Left out, because their settings may differ: {captures}."
     index = slowest([step.seconds for step in ran])
     found = excess([step.stages for step in ran], index) if len(ran) > 1 else None
     if found:
         name, seconds = found
         step = linked(named(ran[index].title, ran[index].link))
         said += (
-            f"</p><p>Slowest: {step}; most of what it has over the median is in "
+            f"</p><p>Slowest: {step}; most of its excess over the median is in "
             f"<bdi>{escape(name)}</bdi> ({duration(seconds, signed=True)})."
         )
     return f"<p>{said}</p>"
@@ -148,9 +148,9 @@ def _stage_seconds(report: Report) -> dict[str, float]:
 
 
 def _changed(reports: Sequence[Report]) -> tuple[str, str, str] | None:
-    """Return what left its range in the last step, as HTML, its time there, and the median before.
+    """Return the stage or cause that changed in the last step, as HTML, with its time and the median before.
 
-    Stages count before causes: lost time is what follows from them. Of several, it is the largest change.
+    Stages precede causes, because lost time follows from stages. Of several changes, the largest is returned.
     """
     last = reports[-1]
     lanes_s = sum(row.span_us for row in last.devices) / 1e6
@@ -167,8 +167,8 @@ def _changed(reports: Sequence[Report]) -> tuple[str, str, str] | None:
 def _left_its_range(rows: list[dict[str, float]], whole_s: float) -> tuple[str, float, float] | None:
     """Return name, time and median before of the largest change of the last row.
 
-    The range is that of the rows before, and half as much on either side. A change is larger than a tenth of
-    the median before, and than 2 % of the whole.
+    A change leaves the range of the rows before by more than half the width of the range. A change is also
+    larger than a tenth of the median before, and than 2 % of the whole.
     """
     *before, last = rows
     found = []
@@ -216,16 +216,16 @@ def _trend(
     key: Callable[[str], str] = stage_class,
     shown: Callable[[str], str] = str,
 ) -> str:
-    """Return a section with a bar for each step, of its stages, and with their times as a table.
+    """Return a section with a stacked bar of stages for each step, and a table of the times.
 
     The title of a bar has the longest stages, and captured steps are links.
 
     Args:
         title: Title of the section.
         steps: The steps.
-        note: A sentence on the times.
-        key: Returns the class that colours a stage.
-        shown: Returns the name of a stage as it is shown.
+        note: Sentence below the title.
+        key: Function that returns the colour class of a stage.
+        shown: Function that returns the shown name of a stage.
     """
     names = list(dict.fromkeys(name for step in steps for name in step.stages))
     totals = [sum(step.stages.values()) for step in steps]
@@ -274,12 +274,12 @@ def _by_step(title: str, steps: Sequence[_Step], rows: Sequence[Mapping[str, Cel
 
 
 def _logged(run: Path, steps: Sequence[StepSummary], links: Mapping[int | None, str]) -> list[_Step]:
-    """Return the steps that the watch has logged.
+    """Return the steps in the log of the watch.
 
     Args:
         run: The run's folder.
-        steps: What was logged, in order of the steps.
-        links: Address of the page of each captured step that has one.
+        steps: The step summaries of the log, in order.
+        links: Links to the pages of captured steps.
     """
     _, asked = captures_so_far(run, _MOST_CAPTURES)
     totals = Counter[str]()
@@ -298,8 +298,8 @@ def _logged(run: Path, steps: Sequence[StepSummary], links: Mapping[int | None, 
 
 
 def _every_step(bars: Sequence[_Step], total: int) -> str:
-    """Return the section with a bar for each step that the watch has logged."""
-    note = "Exposed time: by how much each stage moved the end of its step."
+    """Return the section with a bar for each step in the log of the watch."""
+    note = "Exposed time: the part of the step's duration that each stage caused."
     if total > len(bars):
         note += (
             f" {len(bars):,} of {total:,} steps are shown: those that were captured, and the "
@@ -309,7 +309,7 @@ def _every_step(bars: Sequence[_Step], total: int) -> str:
 
 
 def _spent_in_spans(bars: Sequence[_Step]) -> str:
-    """Return what trajectories spent in the spans with the longest sums."""
+    """Return a table of the trajectories' time in the spans with the longest sums."""
     sums = Counter[str]()
     for bar in bars:
         sums.update({spans.name: spans.seconds for spans in bar.spans})
@@ -318,7 +318,7 @@ def _spent_in_spans(bars: Sequence[_Step]) -> str:
     for bar in bars:
         of_step = {spans.name: _spent(spans) for spans in bar.spans}
         spent.append({name: of_step.get(name, Cell(None, "")) for name in names})
-    note = "All spans of a name together. They run side by side, so they may be longer than the step."
+    note = "All spans of a name together. Spans run side by side, so their sum may be longer than the step."
     title = "Time of trajectories by step"
     return section(title, _by_step(title, bars, spent), note)
 
@@ -330,7 +330,7 @@ def _spent(spans: SpanTotal) -> Cell:
 
 
 def _shown(steps: Sequence[_Step]) -> list[_Step]:
-    """Return the captured steps, and of each group of the others in a row the longest."""
+    """Return the captured steps, and the longest step of every few others in a row."""
     width = max(-(-len(steps) // _MOST_BARS), 1)
     shown = []
     for begin in range(0, len(steps), width):

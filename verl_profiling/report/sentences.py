@@ -1,4 +1,4 @@
-"""Sentences of a report: its main figures, the rollout, and what is not known."""
+"""Sentences of a report: main figures, the request of the capture, the rollout, and clocks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Figure(NamedTuple):
     """A main figure of a step.
 
     Attributes:
-        title: What it is.
+        title: Name of the figure.
         value: The number, with its unit.
-        line: What it consists of.
+        line: Line on the parts of the value.
         key: Class of the colour key before the line.
     """
 
@@ -33,7 +33,7 @@ class Figure(NamedTuple):
 
 
 def figures(report: Report) -> Iterator[Figure]:
-    """Yield what a trainer reads first: step time, tokens per second, busy share, lost lane-seconds."""
+    """Yield the main figures: step time, tokens per second, busy share, lost lane-seconds."""
     coverage = report.coverage
     traces = f"{coverage.read} of {coverage.expected} traces read"
     yield Figure("Step" if report.captured else "Recorded", duration(report.span_us / 1e6), traces)
@@ -62,7 +62,7 @@ def figures(report: Report) -> Iterator[Figure]:
 
 
 def asked_sentences(asked: Asked | None) -> Iterator[str]:
-    """Yield who asked for a capture and why, and a bar for each value before and at what was noticed."""
+    """Yield the requester of a capture and the reason, and a bar chart of the anomaly's values."""
     if asked is None:
         return
     why = f": {asked.reason}" if asked.reason else ""
@@ -70,13 +70,13 @@ def asked_sentences(asked: Asked | None) -> Iterator[str]:
         by = f" by {asked.by}" if asked.by else ""
         why = why.replace(f": asked for{by}", "", 1)
         named = f" (request {asked.request})" if asked.request else ""
-        yield f"asked for on demand{by}{named}, captured {asked.when}{why}"
+        yield f"requested on demand{by}{named}, captured {asked.when}{why}"
     elif asked.kind == "schedule":
         yield f"captured by the schedule{why}"
     else:
         step = f"step {asked.noticed}"
         noticed = "" if asked.noticed is None or asked.reason.startswith(f"{step}:") else f" in {step}"
-        yield f"asked for by the watch, which noticed {asked.sign or 'something'}{noticed}{why}"
+        yield f"requested by the watch, which detected {asked.sign or 'an anomaly'}{noticed}{why}"
     if asked.history:
         shown = {"memory": byte_size, "leader": "{:.1%}".format}.get(asked.sign, duration)
         last, before = shown(asked.history[-1]), shown(asked.median)
@@ -84,7 +84,7 @@ def asked_sentences(asked: Asked | None) -> Iterator[str]:
 
 
 def sentences(report: Report) -> Iterator[str]:
-    """Yield what stands in no table: how the rollout ended, weight sync, clocks."""
+    """Yield sentences on facts that are in no table: the end of the rollout, weight sync, clocks."""
     if tail := report.tail:
         done = f"{counted(tail.replicas, 'replica')} was done after {duration(tail.last_finish_us / 1e6)}"
         late = f", {tail.ratio:.2f} times the median; {tail.tail_share:.1%} of the step lies between"
@@ -118,7 +118,7 @@ def rollout_sentences(rollout: Rollout) -> Iterator[str]:
         "of the rollout is attributed to a cause"
     )
     if rollout.cut:
-        yield f"{counted(rollout.cut, 'trajectory')} only in part recorded, or in the step: that part counts"
+        yield f"{counted(rollout.cut, 'trajectory')} only partly in the step or the recording"
     if (last := rollout.last) and last.parts:
         parts = ", ".join(f"{part.cause} {part.share:.0%}" for part in last.parts[:3])
         yield (
@@ -134,15 +134,15 @@ def rollout_sentences(rollout: Rollout) -> Iterator[str]:
         )
     if rollout.groups_seen:
         yield (
-            f"{counted(rollout.groups_seen, 'group')}: from the first member's end to the last one's p50 "
+            f"{counted(rollout.groups_seen, 'group')}: from the first end to the last end p50 "
             f"{duration(rollout.group_spread_p50_s)}, at most {duration(rollout.group_spread_max_s)}; "
-            f"members waited {duration(rollout.group_waited_s)} for their last one"
+            f"members waited {duration(rollout.group_waited_s)} for the last member"
         )
     if rollout.versioned:
         made = f"{rollout.partial:,} of {counted(rollout.versioned, 'trajectory')}"
-        yield f"made with several versions of the weights: {made}"
+        yield f"generated with several versions of the weights: {made}"
     if rollout.uncertain_lag_s:
-        yield f"of loop lag, {duration(rollout.uncertain_lag_s)} are an upper bound"
+        yield f"{duration(rollout.uncertain_lag_s)} of the event loop lag are an upper bound"
 
 
 def counted(count: int, what: str) -> str:
@@ -153,17 +153,17 @@ def counted(count: int, what: str) -> str:
 
 
 def axis_top(values: Sequence[float]) -> float:
-    """Return the largest value that is no outlier, such as a first step that warms up."""
+    """Return the largest value without outliers, such as a first step with warm-up."""
     usual = sorted(values)[int(0.9 * (len(values) - 1))] if len(values) > 2 else 0.0
     return max((value for value in values if value <= _FAR * usual or usual <= 0), default=0.0)
 
 
 def sparkline(values: Sequence[float], most: int) -> str:
-    """Return one character for each of the last values, as high as the value on the axis; a sign beyond it.
+    """Return a bar chart of the last values as text: one character per value, a sign for an outlier.
 
     Args:
         values: Numbers of at least 0.
-        most: How many are shown.
+        most: Maximum number of shown values.
     """
     shown = values[-most:]
     top = axis_top(shown)

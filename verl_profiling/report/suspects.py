@@ -1,4 +1,4 @@
-"""Compares the suspects of a requested capture with their peers.
+"""Compares the suspects of a requested capture with their peers, e.g. other ranks of the role.
 
 Workers that communicate end a stage together, so a rank's duration of the stage does not show its own work.
 Compared are the time in the stage without waits for other ranks, and the parts of the stage: computing,
@@ -25,14 +25,14 @@ from verl_profiling.report.model import Asked
 from verl_profiling.units import local_time
 
 _SMALL = 0.01
-"""Times below this share of the step are left out."""
+"""Minimum time in the comparison, as a share of the step."""
 _KERNELS = 5
 _MOST_SUSPECTS = 4
 _OF_A_STAGE_OF_ALL = 0.2  # where the watch suspects nobody, a little later is no cause
 
 
 def asked_of(step: Step, calls: Sequence[Calls]) -> tuple[Asked | None, list[SuspectRow]]:
-    """Return who asked for a capture, and the suspects beside their peers; nothing for the schedule alone."""
+    """Return the request of a capture, and rows of suspects and peers; nothing for scheduled captures."""
     manifest = step.manifest
     trigger = manifest.trigger if manifest is not None else Trigger()
     if manifest is None or (trigger.kind == "schedule" and not (trigger.sign or trigger.request)):
@@ -56,7 +56,7 @@ def asked_of(step: Step, calls: Sequence[Calls]) -> tuple[Asked | None, list[Sus
 
 
 def _named(names: Sequence[str], step: Step) -> Iterator[_Process]:
-    """Yield the processes that a trigger names by their lanes or as workers, if the capture has them."""
+    """Yield the captured processes that a trigger lists as lanes or workers."""
     workers = {"controller": "controller"} if step.stages else {}
     for worker in step.workers:
         lanes = (worker.identity.lane(), *(artifact.lane for artifact in worker.artifacts))
@@ -68,17 +68,18 @@ def _named(names: Sequence[str], step: Step) -> Iterator[_Process]:
 
 
 class _Process:
-    """A process of a capture: its stages, its lanes, and what these did.
+    """A process of a capture, with its stages and the work of its lanes.
 
     Attributes:
-        name: What it is called: a worker, or one of its lanes, which then stands for it.
+        name: Name of the worker, or of one of its lanes, which then represents the process.
         worker: The worker, or ``controller``.
-        lanes: Its lanes of which something is known.
-        role: Its role.
+        lanes: The process's lanes with known work.
+        role: Role of the process.
         step: The step.
-        ended: Its stages that ended in the capture.
-        outermost: Names of its outermost stages.
-        recorded: Whether there is anything to compare: of a process without stages and operators, its memory.
+        ended: The process's stages that ended in the capture.
+        outermost: Names of the process's outermost stages.
+        recorded: Whether there is a number to compare; processes without stages and operators have only
+            memory.
     """
 
     def __init__(self, name: str, worker: str, step: Step) -> None:
@@ -99,9 +100,9 @@ class _Process:
         return any(span.name == stage for span in self.ended)
 
     def window(self, stage: str) -> Spans:
-        """Return when it was in a stage, its own or else the loop's, or in the step where none is named.
+        """Return the time in a stage of the process, else of the loop; without a name, the time of the step.
 
-        The starts and stops of its tools are no part of it.
+        Starts and stops of tools are left out.
         """
         step = self.step
         own = time_of(self.ended, stage)
@@ -110,7 +111,7 @@ class _Process:
         return subtract(own, time_of(span for result in self._results for span in result.tool_spans))
 
     def worked_s(self, stage: str) -> float | None:
-        """Return its time in a stage without waiting; of what has no such stage, the time it was busy."""
+        """Return the time in a stage without waits; for a process without this stage, the busy time."""
         window = self.window(stage)
         if self.ran(stage):
             waits = [lane.waiting for lane in self.lanes] or [EMPTY]
@@ -119,7 +120,7 @@ class _Process:
         return fmean(busy) / 1e9 if busy else None
 
     def parts_s(self, stage: str) -> dict[str, float]:
-        """Return what its lanes did in a stage, on average; the parts add up to what was observed of it."""
+        """Return the parts of the lanes' time in a stage, on average; the sum is the observed time."""
         totals: Counter[str] = Counter()
         for lane in self.lanes:
             window = intersection(self.window(stage), lane.observed)
@@ -136,7 +137,7 @@ class _Process:
         return {name: ns / len(self.lanes) / 1e9 for name, ns in totals.items()}
 
     def kernels_s(self, stage: str) -> dict[str, float]:
-        """Return the self time of its kernels that began in a stage, or in the whole step, by name."""
+        """Return the self time by name of the process's kernels that began in a stage, or in the step."""
         totals: Counter[str] = Counter()
         for lane in self.lanes:
             for (place, name), (_, self_ns) in lane.ops.items():
@@ -154,7 +155,7 @@ class _Process:
         return {name: median(each) for name, each in times_s.items() if each}
 
     def peaks(self, stage: str) -> dict[str, float]:
-        """Return its peaks of memory: in the stage that was slow where they are known, else in any."""
+        """Return the process's memory peaks, in the slow stage if known, else in any stage."""
         own = [row for result in self._results for row in measures_of(result) if row.unit == "bytes"]
         peaks: dict[str, float] = {}
         for row in [row for row in own if row.stage == stage] or own:
@@ -191,7 +192,7 @@ def _suspect_rows(suspect: _Process, peers: Sequence[_Process], stage: str) -> I
 def _beside(
     blank: SuspectRow, own: Mapping[str, float], peers: Sequence[Mapping[str, float | None]]
 ) -> list[SuspectRow]:
-    """Return a row for each of a suspect's numbers, beside the median of the peers that have it."""
+    """Return a row for each number of a suspect, with the median of the peers that have the number."""
     rows = []
     for name, value in own.items():
         known = [number for of in peers if (number := of.get(name)) is not None]

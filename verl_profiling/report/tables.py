@@ -48,14 +48,14 @@ _CAUSE_KEYS = {
 
 
 def stage_class(name: str) -> str:
-    """Return the class of ``page.css`` that colours a stage: only its name decides, on every page."""
+    """Return the class of ``page.css`` for the colour of a stage, which depends only on the stage's name."""
     if name.startswith("("):  # no stage: ``(in no stage)``
         return "rest"
     return f"s{_STAGES.index(name)}" if name in _STAGES else _other(name)
 
 
 def cause_key(cause: str) -> str:
-    """Return the class of ``page.css`` that colours a cause: its own, its family's, or one of its name."""
+    """Return the class of ``page.css`` for the colour of a cause, by its name or the part before ``:``."""
     return _CAUSE_KEYS.get(cause) or _CAUSE_KEYS.get(cause.partition(":")[0]) or _other(cause)
 
 
@@ -77,7 +77,7 @@ def named(text: str, link: str = "") -> Cell:
 
 
 def without_middle(name: str, most: int = 44) -> str:
-    """Return a name of at most so many characters; kernel names differ at both ends, so the middle is cut."""
+    """Return a name cut to ``most`` characters in the middle, because kernel names differ at both ends."""
     head = most * 2 // 3
     return name if len(name) <= most else f"{name[:head]}…{name[head + 1 - most :]}"
 
@@ -92,12 +92,13 @@ class Table(NamedTuple):
 
     Attributes:
         name: Name of the JSON field, the CSV file, the frame and (capitalized) the heading.
-        note: A sentence below the table.
+        note: Sentence below the table, or a function that returns the sentence.
         brief: Number of rows on the terminal.
         most: Number of rows on the page.
-        key: Returns the colour key of a row.
-        field: Field of :class:`~verl_profiling.report.columns.Rollout` with the rows, if they are there.
-        shown: Returns the rows to show, if they differ from the rows of the data.
+        key: Function that returns the colour key of a row.
+        field: Field of :class:`~verl_profiling.report.columns.Rollout` with the rows; empty for a field of
+            the report.
+        shown: Function that returns the shown rows, if they differ from the rows of the data.
     """
 
     name: str
@@ -139,7 +140,7 @@ def cells(rows: Sequence[Any], *, brief: bool = False) -> tuple[list[str], list[
 
     Args:
         rows: The rows.
-        brief: Leave out the columns marked as on the page only.
+        brief: Whether to leave out the columns for the page only.
     """
     listed = rows[0].columns.split(", ") if rows else []
     wanted = [_heading_and_field(column.lstrip("+")) for column in listed if not (brief and column[0] == "+")]
@@ -154,7 +155,7 @@ def _heading_and_field(column: str) -> tuple[str, str]:
 
 
 def cell(field: str, row: Any) -> Cell:
-    """Return the cell of a row's field, in the unit of the field's name; nested names are indented."""
+    """Return the cell of a row's field, in the unit of the field; names of nested stages are indented."""
     value = getattr(row, field)
     unit = getattr(row, "unit", "")
     sign = "+" if field.startswith(("change", "difference")) and value and value > 0 else ""
@@ -182,7 +183,7 @@ _LOST = {cause: f"lost_{cause}_us" for cause in (*CAUSES, OTHER_RANKS)}
 
 
 def fields_of(row: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the columns of files and frames with their types: the step, then the plain fields of a row.
+    """Return the columns of files and data frames with their types: the step, then the fields of a row.
 
     ``lost_us`` of a worker becomes one column for each cause, and its traces one text.
     """
@@ -196,7 +197,7 @@ def fields_of(row: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def flat_rows(step: int | None, found: Iterable[msgspec.Struct]) -> Iterator[dict[str, Any]]:
-    """Yield rows with the columns of :func:`fields_of`; lists and parts are joined to one text each."""
+    """Yield rows with the columns of :func:`fields_of`; a list is joined to one text."""
     for row in found:
         fields = {name: v for name, v in msgspec.structs.asdict(row).items() if name not in _CURVES}
         lost: Mapping[str, float] = fields.pop("lost_us", {})
@@ -208,7 +209,7 @@ def flat_rows(step: int | None, found: Iterable[msgspec.Struct]) -> Iterator[dic
 
 
 class _Part(msgspec.Struct, frozen=True):
-    """A row of the tables ``lost`` and ``outside``: a cause, a pause or a stage, or a part of one."""
+    """A row of the tables ``lost`` and ``outside``: a cause, a pause, a stage, or one of their parts."""
 
     columns: ClassVar[str] = "name, runs, time=seconds, of observed=share"
 
@@ -232,7 +233,9 @@ def _lost(report: Report) -> list[_Part]:
 
 
 def _causes(report: Report) -> list[CauseRow]:
-    """Return the causes of trajectories' time; loop lag has the name of what made up most of it."""
+    """Return the rows of trajectories' time by cause; the name of ``loop lag`` includes its
+    largest blocker.
+    """
     causes, blocks = (report.rollout.causes, report.rollout.blocks) if report.rollout else ([], [])
     still_s: defaultdict[str, float] = defaultdict(float)
     for block in blocks:
@@ -256,13 +259,13 @@ def _of_requests(report: Report) -> str:
     if any(row.queued_p50_us is not None for row in report.replicas):
         return ""
     return (
-        "How long requests were queued is not known: no engine tells both when its scheduler got a "
-        "request (arrival_ns) and when it took it up (scheduled_ns)."
+        "The queueing time of requests is unknown, because no engine reports both the arrival at its "
+        "scheduler (arrival_ns) and the first scheduling (scheduled_ns)."
     )
 
 
 def _of_costs(report: Report) -> str:
-    of_all = " What is on disk is of all steps of the capture." if report.capture_steps else ""
+    of_all = " Sizes on disk are of all steps of the capture." if report.capture_steps else ""
     return (
         f"The capture added {duration(report.capture_us / 1e6)} to the loop. Writing is part of "
         f"stopping.{of_all}"
@@ -280,7 +283,7 @@ def _on_cpus(note: str) -> Callable[[Report], str]:
 _TABLES = (
     Table(
         "suspects",
-        "Time in a stage is without waiting for other ranks; the rest of the time is in its parts.",
+        "Times in stages are without waits for other ranks; all other times are parts of the stage.",
         brief=40,
     ),
     Table("stages", brief=40, key=lambda row: stage_class(row.name)),
@@ -293,35 +296,35 @@ _TABLES = (
     ),
     Table(
         "trajectory_causes",
-        "What trajectories waited for.",
+        "Time of trajectories by the span or the wait that they were in.",
         brief=12,
         key=_key,
         field="causes",
         shown=_causes,
     ),
-    Table("rollout_time", "What went on in the rollout, on the wall clock.", key=_key, field="time"),
+    Table("rollout_time", "Wall time of the rollout by cause.", key=_key, field="time"),
     Table(
         "trajectory_calls",
-        "Tools and other spans.",
+        "Calls of tools, and other spans.",
         brief=12,
         key=lambda row: cause_key(row.name),
         field="calls",
     ),
     Table(
         "loop_blocks",
-        "What blocked event loops, and how many trajectories stood still meanwhile.",
+        "Calls that blocked event loops, and the trajectories that stood still meanwhile.",
         most=100,
         field="blocks",
     ),
     Table(
         "trajectory_groups",
-        "Groups whose members waited most for their last one.",
+        "Groups whose members waited most for the last member.",
         brief=6,
         field="groups",
     ),
     Table(
         "trajectory_versions",
-        "Versions of the weights that made the training trajectories.",
+        "Versions of the weights that generated the training trajectories.",
         brief=6,
         field="versions",
     ),
@@ -342,17 +345,17 @@ _TABLES = (
     Table("replicas", _of_requests),
     Table("stragglers"),
     Table("collectives"),
-    Table("kernels", _on_cpus("Operators stand in for kernels."), most=40),
-    Table("measures", "Of a stage that ran several times, the largest."),
-    Table("counters", "Each holds until the next; the mean is over time."),
+    Table("kernels", _on_cpus("CPU traces: the rows are operators instead of kernels."), most=40),
+    Table("measures", "If a stage ran several times, the largest value is shown."),
+    Table("counters", "A sample is valid until the next sample; the mean is over time."),
     Table(
         "outside",
-        "Before the step and until the next one: no part of the numbers above and below. In its pauses "
-        "the loop waits for the capture to start and to stop.",
+        "Time before and after the step, which no other table contains. In the pauses, the loop waits "
+        "for the capture to start and to stop.",
         shown=_outside,
     ),
     Table("costs", _of_costs),
-    Table("anchors", "How far unix time ran ahead of monotonic time during the capture."),
+    Table("anchors", "Drift of unix time against monotonic time during the capture."),
 )
 TABLES: Mapping[str, Table] = {table.name: table for table in _TABLES}
 """The tables, in the order in which they are shown."""

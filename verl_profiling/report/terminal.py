@@ -1,7 +1,7 @@
-"""Prints a report, and tables for the terminal: 80 to 100 columns, without colour when piped.
+"""Prints a report and its tables on a terminal of 80 to 100 columns, without colour in a pipe.
 
-Numbers are never wrapped, long names are shortened with ``…``. A report has at most 45 lines unless all is
-asked for.
+Numbers are never wrapped, and long names are shortened with ``…``. A report has at most 45 lines, unless
+everything is requested.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PROBLEMS = 2
 
 
 def fitting_console(console: Console) -> Console:
-    """Return a console for the same file, as wide as the terminal but at most 100 columns."""
+    """Return a console for the same file with the width of the terminal, at most 100 columns."""
     width = min(console.width, _WIDTH) if console.is_terminal else _WIDTH
     return Console(file=console.file, width=width, highlight=False)
 
@@ -61,7 +61,7 @@ def print_report(report: Report, console: Console, *, everything: bool = False) 
     Args:
         report: The report of a step.
         console: Where to print it.
-        everything: Print every table and sentence, not the first screen alone.
+        everything: Print every table and sentence, instead of the first screen only.
     """
     console = fitting_console(console)
     policy = f", policy version {report.policy_version}" if report.policy_version is not None else ""
@@ -69,7 +69,7 @@ def print_report(report: Report, console: Console, *, everything: bool = False) 
     for line in asked_sentences(report.asked):
         console.print(f"[dim]{escape(line)}[/dim]")
     if not report.complete:
-        console.print("[yellow]The step ended early; this is what was recorded until then.[/yellow]")
+        console.print("[yellow]The step ended early; this report covers the recorded part.[/yellow]")
     for figure in figures(report):
         console.print(f"{figure.title}: [bold]{figure.value}[/bold], {escape(figure.line)}")
     _print_findings(report, console, None if everything else _FINDINGS)
@@ -94,15 +94,15 @@ def print_table(
     note: str = "",
     dim: Sequence[bool] = (),
 ) -> None:
-    """Print a table; without rows, nothing.
+    """Print a table, if there are rows.
 
     Args:
         console: Where to print it.
-        title: Its heading.
-        headings: Headings of its columns; a long one of several words has two lines.
+        title: Heading of the table.
+        headings: Headings of the columns; a long heading of several words has two lines.
         rows: A cell for each column.
-        note: A sentence below it.
-        dim: Which rows are of no weight.
+        note: Sentence below the table.
+        dim: Whether to print each row dim.
     """
     if not rows:
         return
@@ -120,7 +120,7 @@ def print_table(
 
 
 def _first(report: Report) -> list[str]:
-    """Return the tables of the first screen: the suspects of an aimed capture, the causes of trajectories."""
+    """Return the tables of the first screen, which depend on suspects and trajectories."""
     waits = bool(report.rollout and report.rollout.causes)
     left_out = {"lost" if waits else "trajectory_causes", "stages" if report.suspects else "suspects"}
     return [name for name in _FIRST if name not in left_out]
@@ -149,7 +149,7 @@ def _print_findings(report: Report, console: Console, most: int | None) -> None:
     if most is not None and len(report.findings) > most:
         grid.add_row("", f"[dim]{len(report.findings) - most} more: --all[/dim]")
     if not report.findings:
-        grid.add_row("[green]•[/green]", "Nothing stands out: no finding is above its threshold.")
+        grid.add_row("[green]•[/green]", "No finding is above its threshold.")
     console.print(grid)
 
 

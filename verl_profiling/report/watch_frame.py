@@ -1,4 +1,4 @@
-"""The log of a run's watch as a reader sees it: its steps, its captures so far, a frame of ``top``."""
+"""Shows the log of a run's watch: a sentence on the steps, the captures so far, a frame of ``top``."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ IN_NO_STAGE = "(in no stage)"
 def logged_steps(lines: Iterable[StepSummary], before: Iterable[StepSummary] = ()) -> list[StepSummary]:
     """Return the steps of a run, in order.
 
-    Where a run was resumed from an earlier step, the steps that it runs again replace those before.
+    After a run resumed from an earlier step, repeated steps replace the earlier ones.
 
     Args:
-        lines: Lines of the log, in the order in which they were logged.
-        before: The steps of the lines before.
+        lines: Lines of the log, in order of logging.
+        before: The steps of earlier lines.
     """
     steps = [*before]
     for line in lines:
@@ -55,7 +55,7 @@ def logged_steps(lines: Iterable[StepSummary], before: Iterable[StepSummary] = (
 
 
 def watch_sentence(steps: Sequence[StepSummary]) -> str:
-    """Return a sentence on the steps of a run, of which there is at least one."""
+    """Return a sentence on the steps of a run with at least one step."""
     took = [step.seconds for step in steps]
     index = slowest(took)
     first = f"step {steps[0].step} with {duration(took[0])}, then " if took[0] > took[index] else ""
@@ -74,11 +74,11 @@ class _Head(msgspec.Struct, frozen=True):
 
 
 def captures_so_far(run: Path, most: int) -> tuple[int, dict[str, str]]:
-    """Return how many step folders a run has, and who asked for the latest of them, and why, in order.
+    """Return the number of a run's step folders, and the requests of the latest captures, in order.
 
     Args:
         run: The run's folder.
-        most: How many of the latest are looked into.
+        most: Maximum number of captures to read.
     """
     try:
         folders = step_folders(run)
@@ -95,17 +95,17 @@ def _asked(folder: Path) -> str:
     trigger = head.trigger
     by = f" by {trigger.by}" if trigger.by and trigger.by not in trigger.reason else ""
     reason = f": {trigger.reason}" if trigger.reason else ""
-    return f"{trigger.kind}{by}{reason}{' (goes on)' if head.state == 'begun' else ''}"
+    return f"{trigger.kind}{by}{reason}{' (still open)' if head.state == 'begun' else ''}"
 
 
 def slowest(seconds: Sequence[float]) -> int:
-    """Return the index of the longest step; the first step is ignored if it is an outlier (warm-up)."""
+    """Return the index of the longest step; a first step that is an outlier (warm-up) is ignored."""
     warms_up = seconds[0] > axis_top(seconds)
     return max(range(warms_up, len(seconds)), key=lambda index: seconds[index])
 
 
 def excess(stages: Sequence[Mapping[str, float]], index: int) -> tuple[str, float] | None:
-    """Return the stage of a step that took longest over its median in all steps, and how much longer (s)."""
+    """Return the stage with the largest excess over its median in a step, and the excess (s)."""
     usual = {name: median(row.get(name, 0.0) for row in stages) for name in stages[index]}
     over = {name: took - usual[name] for name, took in stages[index].items()}
     name = max(over, key=lambda name: over[name], default=None)
@@ -117,7 +117,7 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         says: The state as text.
-        is_over: Whether the run has ended, so that no step will follow.
+        is_over: Whether the run has ended.
         is_well: ``False`` if the state is a problem, e.g. the process of the run is gone.
     """
 
@@ -134,14 +134,14 @@ def watch_frame(
     latest: Mapping[str, str] = MappingProxyType({}),
     footer: str = "",
 ) -> Constrain:
-    """Return a frame of at most 100 columns; rich draws it without colours where there are none.
+    """Return a frame of at most 100 columns, which rich draws without colours on a terminal without colours.
 
     Args:
         run: Name of the run's folder.
         pulse: State of the run.
         steps: The latest steps, in order.
         captures: Number of step folders.
-        latest: The latest captures: who asked for each, by its folder.
+        latest: The requests of the latest captures, by folder.
         footer: Last line, e.g. ``Ctrl-C quits``.
     """
     newest = f", the latest {len(latest)}:" if captures > len(latest) else ":"
@@ -215,7 +215,7 @@ def _spans(steps: Sequence[StepSummary], latest: StepSummary) -> Table:
 
 
 def _line(*parts: str | tuple[str, str]) -> Text:
-    """Return a line that is cut off where the terminal ends."""
+    """Return a line that is cut off at the width of the terminal."""
     shown = [visible(part) if isinstance(part, str) else (visible(part[0]), part[1]) for part in parts]
     return Text.assemble(*shown, no_wrap=True, overflow="ellipsis")
 
@@ -236,15 +236,15 @@ def _leads(row: ExposedStage | None) -> str:
 
 
 def _led(step: StepSummary) -> str:
-    """Return how much of a step the others wait for one process."""
+    """Return a sentence on the share of a step in which other processes wait for a single one."""
     led_ns = sum(min(row.lead_ns, row.exposed_ns) for row in step.exposed)
     if not led_ns or not step.seconds:
         return ""
-    return f"one process alone is late for {led_ns / 1e9 / step.seconds:.1%} of step {step.step}"
+    return f"in {led_ns / 1e9 / step.seconds:.1%} of step {step.step}, all others wait for one process"
 
 
 def _unsteady(steps: Sequence[StepSummary]) -> str:
-    """Return the ratios from which the watch notices stages whose spread hides its default ratio."""
+    """Return a sentence on stages that vary so much that the watch detects only larger changes."""
     by_stage = [step.exposed_s for step in steps]
     took = median(step.seconds for step in steps) if steps else 0.0
     found = {}
@@ -258,7 +258,7 @@ def _unsteady(steps: Sequence[StepSummary]) -> str:
         f"{name} {f'{found[name]:.1f}' if found[name] <= _MOST_RATIO else f'over {_MOST_RATIO}'} times"
         for name in most
     )
-    return f"noticed within 8 steps only from: {shown} the median, as they vary" if shown else ""
+    return f"varying stages: within 8 steps, detected only from {shown} the median" if shown else ""
 
 
 def _memory(rows: Iterable[RoleMemory]) -> Table:
