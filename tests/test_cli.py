@@ -59,7 +59,7 @@ def test_merge_options_reach_the_timeline(tmp_path: Path, capsys: pytest.Capture
     assert main(["merge", str(folder), *slim]) == EXIT_OK
     assert "left out" in capsys.readouterr().out
     assert main(["merge", str(folder), "--max-bytes", "100"]) == EXIT_FINDING
-    assert "timeline.max_bytes_100.json.gz: --max-bytes 100 bytes is not kept: " in capsys.readouterr().err
+    assert "timeline.max_bytes_100.json.gz: larger than --max-bytes 100 bytes: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_no_result_is_taken_for_input(traces: Path, capsys: pytest.CaptureFixtur
     assert lanes(traces) == ["worker_rank0", "worker_rank1"]
     open_step(traces).merge(traces / "all.json.gz")
     assert main(["report", str(traces / "all.json.gz")]) == EXIT_BAD_INPUT
-    assert "is a timeline that merge wrote; name the traces" in capsys.readouterr().err
+    assert "is a timeline written by merge; give the original traces" in capsys.readouterr().err
     assert main(["check", str(traces / "all.json.gz")]) == EXIT_OK
 
 

@@ -69,7 +69,7 @@ def test_a_watch_that_judges_no_step_is_a_caution(tmp_path: Path, capsys: pytest
     """The schedule captures all steps, and says nothing of the anomalies that are asked for."""
     watch = {"enable": True, "trigger": {}}
     assert planned(tmp_path, {"enable": True, "watch": watch}) == 0
-    assert "caution: watch.trigger: never asks for a capture" in capsys.readouterr().out
+    assert "caution: watch.trigger: never requests a capture" in capsys.readouterr().out
     assert planned(tmp_path, {"enable": True, "watch": watch, "schedule": {"steps": []}}) == 0
     printed = capsys.readouterr().out
     assert "caution" not in printed

@@ -102,7 +102,7 @@ class TestOneFrame:
         printed = capsys.readouterr().out
         assert "\x1b" not in printed
         for text in (
-            f"run: {ProcessId.current()}, last heard of ",
+            f"run: {ProcessId.current()}, last step logged ",
             "step 29: 8.50 s, median of 30 8.50 s",
             "actor_rank2 +500 ms",
             "(in no stage)",
@@ -213,7 +213,7 @@ class TestExitCodes:
         assert main(["top", str(run), "--once"]) == EXIT_OK
         shown = capsys.readouterr().out
         assert "run: training ended" in shown
-        assert "last heard of" in shown
+        assert "last step logged" in shown
         gone = subprocess.Popen(["true"])
         gone.wait()
         write_run(run, process=msgspec.structs.replace(ProcessId.current(), pid=gone.pid))

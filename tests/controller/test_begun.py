@@ -125,7 +125,7 @@ def test_a_killed_loop_leaves_a_step_that_every_command_names(
     for command in ("check", "report", "merge"):
         assert main([command, str(folder)]) == 1, command
         printed = "".join(capsys.readouterr())
-        assert "killed: its capture began" in printed, command
+        assert "killed: the capture began" in printed, command
         assert "step_000002" in printed, command
     assert main(["check", str(folder / "step_000002")]) == 1
 

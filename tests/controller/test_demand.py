@@ -579,7 +579,7 @@ def test_of_two_jobs_in_one_folder_one_is_named(
     start_loop(save_path, "b")
     wait_until((save_path / "run_2" / "requests").exists)
     assert main(["trigger", str(save_path)]) == 2
-    said = f"name one with --run: {save_path} (run a), {save_path}/run_2 (run b)"
+    said = f"choose one with --run: {save_path} (run a), {save_path}/run_2 (run b)"
     assert said in capsys.readouterr().err
     assert main(["trigger", str(save_path), "--run", "c"]) == 2
     assert main(["trigger", str(save_path), "--run", "a", "--wait", "20"]) == 0

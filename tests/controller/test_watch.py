@@ -92,10 +92,10 @@ def test_a_watch_that_judges_no_step_is_said_once_at_the_begin(
     config = configured(tmp_path, schedule={"every": 1}, watch=watch)
     callback = following(config)
     callback.on_train_begin()
-    said = [record.message for record in caplog.records if "watch.trigger: never asks" in record.message]
+    said = [record.message for record in caplog.records if "watch.trigger: never requests" in record.message]
     assert len(said) == 1
     run(callback, lambda step: None, steps=2)
-    assert sum("watch.trigger: never asks" in record.message for record in caplog.records) == 1
+    assert sum("watch.trigger: never requests" in record.message for record in caplog.records) == 1
 
 
 def test_without_the_watch_nobody_is_called_and_nothing_is_kept(tmp_path: Path, pool: Pool) -> None:

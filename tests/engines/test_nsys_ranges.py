@@ -99,7 +99,7 @@ async def test_more_windows_than_announced(recorder: EngineRecorder, engine: Eng
     for step in (1, 2):
         await recorder.start(window(tmp_path, step))
         await recorder.stop(f"run-{step}", 0)
-    with pytest.raises(CaptureStateError, match=r"rollout1: range 3: .* told to expect 2"):
+    with pytest.raises(CaptureStateError, match=r"rollout1: range 3: .* expected 2"):
         await recorder.start(window(tmp_path, 3))
     assert engine.calls == ["start", "stop"] * 2
 

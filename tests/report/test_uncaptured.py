@@ -48,7 +48,7 @@ def test_the_terminal_shows_the_history_and_says_how_to_capture(
         "step 19: 9.50 s, median of 20 9.50 s",
         "actor_rank2 +500 ms",
         "tool:search",
-        f"`verl-profiling trigger '{run}'` asks a job while it runs.",
+        f"`verl-profiling trigger '{run}'` requests a capture from a running job.",
     ):
         assert text in said
     assert not (run / "index.html").exists()
@@ -83,7 +83,7 @@ def test_a_job_that_runs_is_asked_for_its_next_step(run: Path, capsys: pytest.Ca
     """One that has ended, or whose process is gone, cannot be asked any more; that is said."""
     write_start(run, ProcessId.current())
     assert main(["report", str(run)]) == EXIT_OK
-    assert "asks the job for its next one" in capsys.readouterr().out
+    assert "requests a capture of the next step" in capsys.readouterr().out
     write_start(run, ProcessId.current(), end_ns=2)
     assert main(["report", str(run)]) == EXIT_OK
     assert "No step was captured, and the job has ended." in capsys.readouterr().out

@@ -54,14 +54,16 @@ def test_a_trace_without_its_device_says_so(
     artifact = finished(tmp_path, trace_of_a_gpu(with_device), device)
     assert artifact.status == "ok"
     assert artifact.unrecorded_device == ("cuda" if said else "")
-    assert ("cuda was in use, and no event of it was recorded" in artifact.reason) == said
+    assert ("cuda was in use, but none of its events was recorded" in artifact.reason) == said
 
 
 def test_the_cause_is_named_where_it_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NVTX that loads CUPTI is the known cause, with its remedy."""
     monkeypatch.setenv(VARIABLE, "/usr/local/cuda/lib64/libcupti.so.12")
     reason = finished(tmp_path, trace_of_a_gpu(with_device=False), "cuda").reason
-    assert f"{VARIABLE}=/usr/local/cuda/lib64/libcupti.so.12 has NVTX take CUPTI" in reason
+    assert (
+        f"{VARIABLE}=/usr/local/cuda/lib64/libcupti.so.12 makes NVTX the only subscriber of CUPTI" in reason
+    )
     assert f"set {VARIABLE}=/nonexistent/" in reason
 
 

@@ -131,7 +131,7 @@ WRONG: list[tuple[Any, str, str]] = [
     *(
         ({"tool": "spans", "save_path": "memory://bucket/run", **given}, key, part)
         for given, key, part in (
-            ({"tool": "nsys"}, "tool", "nsys writes when processes have ended"),
+            ({"tool": "nsys"}, "tool", "nsys writes after processes have ended"),
             ({"limits": {"keep_last": 3}}, "limits.keep_last", "counts files of a folder"),
             ({"remote": {"staging": "here"}}, "remote.staging", ""),
         )
@@ -175,7 +175,7 @@ def test_keywords_are_checked_like_a_dict(keywords: dict[str, Any], key: str) ->
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"watch": {"enable": True, "trigger": {}}}, ["watch.trigger: never asks", "schedule.steps=[]"]),
+        ({"watch": {"enable": True, "trigger": {}}}, ["watch.trigger: never requests", "schedule.steps=[]"]),
         (
             {"watch": {"enable": True, "trigger": {}}, "schedule": {"every": 1}},
             ["captures every step", "schedule.every"],

@@ -192,8 +192,8 @@ def test_a_tools_start_and_stop_have_a_lane(tmp_path: Path) -> None:
     shown = [e for e in events if e.get("cat") == "capture"]
     assert {(names[e["pid"]], threads[e["pid"], e["tid"]]) for e in shown} == {("actor_rank1", "tool")}
     assert [(e["name"], e["dur"], e["args"]) for e in shown] == [
-        ("start the tool", 9.0, {"stage": "s"}),
-        ("stop the tool", 2.0, {}),
+        ("start of the tool", 9.0, {"stage": "s"}),
+        ("stop of the tool", 2.0, {}),
     ]
     assert base + round(shown[0]["ts"] * 1000) == manifest.begin_ns - 9_000
 

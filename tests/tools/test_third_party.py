@@ -140,7 +140,7 @@ def test_a_tool_that_cannot_show_stages_costs_no_stage(
     assert done == ["old_log_prob", "update_actor"]
     assert [span.name for span in recorded.result.stages][-2:] == done
     [note] = recorded.result.notes
-    assert note.endswith("shows no others: OSError: no range")
+    assert note.endswith("marks no more: OSError: no range")
     assert caplog.messages.count(note) == 1
 
 

@@ -1,8 +1,8 @@
-"""The subcommands of ``verl-profiling``, one module each; they are listed in :mod:`verl_profiling.cli`.
+"""The subcommands of ``verl-profiling``, one module each; :mod:`verl_profiling.cli` has their list.
 
-A module has ``configure(parser)``, which describes the command, and ``run(arguments)``, which runs it
-and returns the exit code. A module is imported only when its command is used, so that ``--help`` is
-quick and ``merge`` loads no numerical library. Here are the exit codes, and the parsers of arguments.
+A module has ``configure(parser)``, which describes the command, and ``run(arguments)``, which runs it and
+returns the exit code. A module is imported only when its command is used, so that ``--help`` is quick and
+``merge`` loads no numerical library. This file has the exit codes, and parsers of arguments.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def count(text: str) -> int:
         ArgumentTypeError: The text is not such an integer.
     """
     if not (text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)
 
 

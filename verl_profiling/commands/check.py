@@ -14,9 +14,9 @@ from verl_profiling.units import visible
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command."""
+    """Add help and options of the command."""
     parser.description = (
-        "Reads every artifact that the manifests name, to the last byte. Exits 1 when one is missing, empty, "
+        "Reads every artifact of the manifests, to the last byte. Exits 1 when one is missing, empty, "
         "truncated, unreadable or too large, when a step was left early or recorded no worker, and when "
         "listed steps never came or could not be captured."
     )

@@ -12,7 +12,7 @@ from verl_profiling.units import visible
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command."""
+    """Add help and options of the command."""
     parser.description = (
         "Moves the reports of the nsys tool into their step folders, and enters them into the manifests. "
         "Exported reports (.sqlite) become traces, which merge and report read. Exits 1 when something is "

@@ -1,4 +1,4 @@
-"""Shared by the commands that read steps: their options, and the steps one by one with warnings."""
+"""Common parts of the commands that read steps: options, and reading step by step with warnings."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def add_paths(parser: argparse.ArgumentParser) -> None:
 def add_limits(parser: argparse.ArgumentParser) -> None:
     """Add the options that limit how much of a trace is read."""
     group = parser.add_argument_group(
-        "limits", "Reading a trace ends where it reaches one; what was read is kept, and the exit code is 1."
+        "limits", "Reading a trace ends at a limit; the part before is kept, and the exit code is 1."
     )
     group.add_argument(
         "--max-content",
         type=size,
         default=Limits().content_bytes,
         metavar="SIZE",
-        help=f"bytes of its content, uncompressed (default: {Limits().content_bytes >> 30} GiB)",
+        help=f"bytes of uncompressed content of a trace (default: {Limits().content_bytes >> 30} GiB)",
     )
     group.add_argument(
         "--max-memory",
         type=size,
         metavar="SIZE",
-        help="memory of this process, e.g. 8G (default: three quarters of what is free)",
+        help="memory of this process, e.g. 8G (default: three quarters of the free memory)",
     )
 
 
@@ -62,12 +62,12 @@ def add_communication(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATTERN",
-        help="regular expression of kernels that communicate, besides those that are known; repeatable",
+        help="regular expression of further communication kernels; repeatable",
     )
 
 
 def limits_of(arguments: argparse.Namespace) -> Limits:
-    """Return the limits given on the command line."""
+    """Return the limits from the command line."""
     return Limits(content_bytes=arguments.max_content, memory_bytes=arguments.max_memory)
 
 
@@ -76,13 +76,13 @@ class StepByStep:
 
     Args:
         paths: The paths on the command line.
-        arguments: Its options.
+        arguments: Parsed options of the command line.
 
     Raises:
         TraceFormatError: There is nothing to analyse.
 
     Attributes:
-        steps: The readable captures; a continuous capture has several steps, any other one.
+        steps: The readable captures; only a continuous capture has several steps.
         exit_code: 0, or 1 after a warning.
     """
 
@@ -110,7 +110,7 @@ class StepByStep:
 
     @contextmanager
     def surviving(self) -> Iterator[None]:
-        """Turn a trace error of one step into a warning.
+        """Convert a trace error of one step into a warning.
 
         Raises:
             TraceFormatError: Every step has failed.

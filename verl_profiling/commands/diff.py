@@ -18,7 +18,7 @@ from verl_profiling.units import duration, visible
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command."""
+    """Add help and options of the command."""
     parser.description = (
         "Compares two steps, two runs or two report.json files: by stage, cause of idle time, worker and "
         "kernel. With several steps on a side it compares medians; with several on both sides it shows the "
@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=at_least_0("a time in milliseconds such as 10"),
         default=10.0,
         metavar="MS",
-        help="with --fail-above: a change of no more than this is none (default: %(default)g)",
+        help="with --fail-above: smallest change in milliseconds (default: %(default)g)",
     )
 
 

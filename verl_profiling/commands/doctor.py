@@ -22,10 +22,10 @@ from verl_profiling.tools.devices import injected_cupti
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command."""
+    """Add help and options of the command."""
     parser.description = (
         "Prints what this machine has (packages, accelerators, engines, permissions) and which tools can "
-        "record on it. With a configuration, also what that needs; exits 1 when it cannot run here."
+        "record on it. With a configuration, also its needs; exits 1 when it cannot be met."
     )
     parser.epilog = "example: verl-profiling doctor conf/ppo.yaml"
     parser.add_argument(
@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Examine the machine, and the configuration if there is one."""
+    """Print the diagnosis of the machine, and of the configuration if there is one."""
     config = load_config(arguments.config) if arguments.config else None
     diagnoses = examine_machine()
     needs = examine_config(config) if config is not None else []
@@ -76,7 +76,7 @@ def examine_machine() -> list[Diagnosis]:
 
 
 def examine_config(config: ProfilingConfig) -> list[Diagnosis]:
-    """Return a diagnosis for each tool of a configuration, and for the folder it writes to."""
+    """Return a diagnosis for each tool of a configuration, and for its output folder."""
     if not config.enable:
         return [Diagnosis("config", "is disabled: nothing is recorded")]
     diagnoses = []
@@ -175,7 +175,7 @@ def _tools() -> Iterator[Diagnosis]:
 
 
 def _problem_of(tool: Tool) -> str:
-    """Return why a tool cannot record on this machine; empty if it can."""
+    """Return why a tool cannot record on this machine; empty if there is no obstacle."""
     try:
         tool.check_machine()
     except ToolUnavailableError as error:
@@ -184,7 +184,7 @@ def _problem_of(tool: Tool) -> str:
 
 
 def _save_path(config: ProfilingConfig) -> Diagnosis:
-    """Diagnose whether step folders can be created, and the free space."""
+    """Return a diagnosis of write permission and free space for step folders."""
     folder = config.local_folder
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):

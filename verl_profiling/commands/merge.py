@@ -14,7 +14,7 @@ from verl_profiling.units import byte_size, listed
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command."""
+    """Add help and options of the command."""
     parser.description = (
         "Merges everything recorded for a step into STEP_DIR/timeline.json.gz: the controller's stages, the "
         "workers and the rollout engines, on one clock. For a run folder, one timeline per step. Takes plain "
@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="keep only what happened during this stage of the loop; repeatable",
+        help="keep only events during this stage of the loop; repeatable",
     )
     parser.add_argument("--ranks", metavar="0,8-15", help="keep only these ranks of each role, e.g. 0,8-15")
     parser.add_argument(
@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--max-bytes",
         type=size,
         metavar="SIZE",
-        help="leave out the shortest events until it fits, e.g. 200M",
+        help="leave out the shortest events, up to this file size, e.g. 200M",
     )
     parser.add_argument("-j", "--jobs", type=count, default=2, help="processes to use (default: %(default)s)")
 
@@ -77,7 +77,7 @@ def _merge(step: CapturedStep, arguments: argparse.Namespace, advance: Progress,
     )
     if arguments.max_bytes is not None and result.bytes > arguments.max_bytes:
         least = f"names and events of more than a second take {byte_size(result.bytes)}"
-        work.problem(f"{result.path}: --max-bytes {byte_size(arguments.max_bytes)} is not kept: {least}")
+        work.problem(f"{result.path}: larger than --max-bytes {byte_size(arguments.max_bytes)}: {least}")
     for problem in result.problems:
         work.problem(problem)
     left_out = f", {result.left_out:,} left out" if result.left_out else ""

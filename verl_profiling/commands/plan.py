@@ -22,11 +22,11 @@ _SPREADS = (0.08, 0.15, 0.3)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command."""
+    """Add help and options of the command."""
     parser.description = (
-        "Prints what a configuration would capture: the settings as they were understood, the steps, the "
-        "workers and stages of each role, and the files that each tool writes (how large they get depends "
-        "on the work). Nothing is run or looked at. Exits 1 when nothing would be captured."
+        "Prints what a configuration would capture: all settings, the steps, the "
+        "workers and stages of each role, and the files that each tool writes (of unknown size). "
+        "Nothing is started. Exits 1 when nothing would be captured."
     )
     parser.epilog = "example: verl-profiling plan conf/ppo.yaml --steps 500"
     parser.add_argument(
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     for line in _capture_lines(captures, arguments.steps, more):
         print(f"  {line}")
     if warm_ups:
-        print(f"  warm-up, thrown away: {step_list(warm_ups)}")
+        print(f"  warm-up, discarded: {step_list(warm_ups)}")
     steps = arguments.steps
     if never := [step for step in config.schedule.steps or () if steps is not None and step > steps]:
         print(f"  never come in {steps} steps: {step_list(never)}")
@@ -75,7 +75,7 @@ def _capture_lines(captures: Sequence[tuple[int, int]], steps: int | None, more:
         what = f"step {first}" if first == last else f"steps {first} to {last}"
         yield f"{what:<20}  {step_folder_name(first)}/"
     if more:
-        yield "... and more" + ("; --steps N says where the loop ends" if steps is None else "")
+        yield "... and more" + ("; --steps N sets the last step" if steps is None else "")
     elif len(captures) > MOST_CAPTURES:
         yield f"... {len(captures)} captures in all, the last in {step_folder_name(captures[-1][0])}/"
     if not captures:
@@ -83,7 +83,9 @@ def _capture_lines(captures: Sequence[tuple[int, int]], steps: int | None, more:
 
 
 def _role_lines(role: RoleConfig) -> Iterator[str]:
-    """Yield mode, workers, stages and files of a role; with ranks and stages, also the number of files."""
+    """Yield lines on a role: mode, workers, stages and files; with known ranks and stages, also
+    their number.
+    """
     if not role.enable:
         yield "not captured"
         return

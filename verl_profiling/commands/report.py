@@ -28,17 +28,17 @@ from verl_profiling.watch_log import WatchLogReader
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command."""
+    """Add help and options of the command."""
     parser.description = (
-        "Prints the step's anatomy, what each worker and each rollout engine did, where idle time went, and "
-        "what is missing. Takes a step folder, a run folder, or plain traces. Of a run of which no step was "
-        "captured, it shows what its watch has logged."
+        "Prints the stages of a step, the work of each worker and rollout engine, idle time by cause, and "
+        "missing data. Takes a step folder, a run folder, or plain traces. For a run without captured "
+        "steps, prints the log of its watch."
     )
     parser.epilog = "example: verl-profiling report outputs/run/step_000012 --json | jq .workers"
     add_paths(parser)
     add_limits(parser)
     add_communication(parser)
-    parser.add_argument("--all", action="store_true", help="print every table, not the first screen alone")
+    parser.add_argument("--all", action="store_true", help="print every table, not only the first screen")
     parser.add_argument("--json", action="store_true", help="print JSON, one document per step")
     parser.add_argument(
         "--save",
@@ -133,7 +133,7 @@ def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: lis
 
 
 def _watched(run: Path) -> list[StepSummary]:
-    """Return the steps in the watch log of a run; warn if the log cannot be read to its end."""
+    """Return the steps in the watch log of a run; warn if a part of the log is unreadable."""
     lines: list[StepSummary] = []
     try:
         lines.extend(WatchLogReader(run).read())

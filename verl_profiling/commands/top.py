@@ -27,7 +27,7 @@ _FASTEST_S = 0.1
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command."""
+    """Add help and options of the command."""
     parser.description = (
         "Shows a running job, live: its last step, and whether steps get longer; where the time of a step "
         "goes (exposed time, by stage), and which process leads there; memory, and the captures so far. It "
@@ -47,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=at_least_0("a time in seconds such as 2"),
         default=2.0,
         metavar="SECONDS",
-        help="time between two looks (default: %(default)g)",
+        help="seconds between updates (default: %(default)g)",
     )
 
 
@@ -101,10 +101,10 @@ class View:
 
 
 def _pulse(run: Path) -> Pulse:
-    info, heard = read_run(run), "nothing heard of it yet"
+    info, heard = read_run(run), "no step logged yet"
     with suppress(OSError):  # the log does not exist, or was just rotated
         quiet_s = time.time() - (run / WATCH_LOG).stat().st_mtime
-        heard = f"last heard of {duration(max(round(quiet_s), 0))} ago"
+        heard = f"last step logged {duration(max(round(quiet_s), 0))} ago"
     if info is None:
         return Pulse(says=f"has no {RUN_NAME}; {heard}")
     if not info.over:

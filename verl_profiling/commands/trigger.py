@@ -45,19 +45,19 @@ _MOST_FOLDERS = 3
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command."""
+    """Add help and options of the command."""
     parser.description = (
-        "Asks a running job, whose watch is on (watch.enable=true), to capture steps: the next one unless "
-        "--at names one. Without options it is captured as the settings say; the options hold for these "
-        "captures alone. Says at once whether a job runs there. Exits 1 when the request is refused, when a "
-        "step was cut short or a worker has nothing, and when the time of --wait is up."
+        "Requests captures from a running job with watch.enable=true: of the next step, or of the step "
+        "--at. Options change the settings for these captures only. Prints at once whether a job runs "
+        "there. Exits 1 when the request is refused, when a step ended early, when a worker recorded "
+        "nothing, and when the time of --wait is over."
     )
     parser.epilog = "example: verl-profiling trigger outputs/run --roles actor --ranks 0,3 --wait"
     parser.add_argument("run", metavar="RUN", help="the run's folder or URL, or its save_path")
     parser.add_argument("--run", dest="run_id", metavar="ID", help="the run, where several share the folder")
     when = parser.add_argument_group("when")
     when.add_argument("--steps", type=count, default=1, metavar="N", help="consecutive steps (default: 1)")
-    when.add_argument("--at", type=int, metavar="STEP", help="number of the first one")
+    when.add_argument("--at", type=int, metavar="STEP", help="number of the first step")
     what = parser.add_argument_group("what, other than the settings say")
     what.add_argument("--mode", choices=("e2e", "discrete"))
     what.add_argument("--tool", type=_names, metavar="NAMES", help="e.g. torch or torch,torch_memory")
@@ -72,7 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=math.inf,
         metavar="SECONDS",
-        help="until the captures are there, or for so long",
+        help="wait for the captures, at most this time",
     )
     then.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     job = find_job(arguments.run, arguments.run_id)
     demand = job.ask(_selection(arguments), arguments.steps, arguments.at)
     if not arguments.json:
-        print(visible(f"asked as {demand.id}; {job.in_words()}"), flush=True)
+        print(visible(f"request {demand.id}; {job.in_words()}"), flush=True)
     answer: Answer | None = None
     said: list[str] = []
     for answer in job.follow(demand, _SOON_S if arguments.wait is None else arguments.wait):
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         asked = {"request": demand.id, "run": job.folder.url, "job": job.in_words()}
         print(json.dumps({**asked, "answer": _as_json(answer) if answer is not None else None}))
     elif answer is None:
-        print("not taken yet: that is done when the next step begins (see --wait)")
+        print("not accepted yet, which happens at the begin of the next step (see --wait)")
     if answer is None or answer.state == "accepted":
         return EXIT_FINDING if arguments.wait is not None else EXIT_OK
     ok = [worker.status == "ok" for worker in answer.workers]
@@ -107,7 +107,7 @@ def _as_json(answer: Answer) -> dict[str, object]:
 
 
 def _in_words(answer: Answer, demand: Demand, place: str) -> list[str]:
-    """Return an answer as lines: its state, then one line per worker with a reason."""
+    """Return an answer as lines: the state, then one line per worker with a reason."""
     if answer.state == "refused":
         return [f"refused: {answer.reason}"]
     folders = _folders(place, answer.folders)
@@ -181,7 +181,7 @@ class Job:
     Attributes:
         folder: The run's folder, local or at a URL.
         info: The run's ``run.json``.
-        before: Step folders that were there before the request.
+        before: Step folders that existed before the request.
     """
 
     folder: LocalFolder | RemoteFolder
@@ -193,7 +193,7 @@ class Job:
         process = self.info.process
         text = f"the job runs ({process})"
         if process.alive() is None:
-            text = f"whether the job runs ({process}) is not seen from here"
+            text = f"whether the job runs ({process}) is unknown on this host"
         with suppress(OSError):
             ago_s = time.time() - Path(self.folder.url, WATCH_LOG).stat().st_mtime
             text += f"; its watch logged a step {max(ago_s, 0.0):.1f} s ago"
@@ -204,7 +204,7 @@ class Job:
 
         Raises:
             ConfigError: The job would refuse the request, e.g. because of too many steps or ranks.
-            OSError: The folder cannot be written (for a URL, other errors are possible).
+            OSError: The folder cannot be written; behind a URL, other errors are possible.
         """
         self.before.update(self.folder.names())
         by = f"{_user()}@{socket.gethostname()}"[:200]
@@ -223,7 +223,7 @@ class Job:
         return demand
 
     def answer(self, demand: Demand) -> Answer | None:
-        """Return the state of a request; ``None`` until the job has taken it."""
+        """Return the state of a request; ``None`` until the job has read the request."""
         names, state, reason = self._requests.names(), "accepted", ""
         captures = {name: made for name in self._new_steps() if (made := self._capture(name, demand.id))}
         found = list(captures.values())
@@ -244,10 +244,11 @@ class Job:
         )
 
     def follow(self, demand: Demand, seconds: float) -> Iterator[Answer]:
-        """Yield each new state of a request, until it is done or refused, or ``seconds`` have passed.
+        """Yield each new state of a request, until the state is ``done`` or ``refused``, or after
+        ``seconds``.
 
         Raises:
-            ProfilingError: The job has ended before the request was done.
+            ProfilingError: The job has ended before the captures of the request.
         """
         deadline = time.monotonic() + seconds
         pause_s = _PAUSE_S if isinstance(self.folder, LocalFolder) else _SLOW_PAUSE_S
@@ -309,13 +310,13 @@ def find_job(place: str | Path, run_id: str | None = None) -> Job:
     found = [job for job in jobs if job.info.is_watched and run_id in (None, job.info.run_id)]
     if not found:
         named = f" {run_id!r}" if run_id is not None else ""
-        raise TraceFormatError(place, f"has no run{named} that can be asked: it needs watch.enable=true")
+        raise TraceFormatError(place, f"has no run{named} that takes requests, which need watch.enable=true")
     running = [job for job in found if not job.info.over]
     if not running:
         raise TraceFormatError(place, f"no job runs here: {found[-1].info.over}")
     if len(running) > 1:
         which = ", ".join(f"{job.folder.url} (run {job.info.run_id})" for job in running)
-        raise TraceFormatError(place, f"several runs are here, name one with --run: {which}")
+        raise TraceFormatError(place, f"there are several runs, choose one with --run: {which}")
     return running[0]
 
 

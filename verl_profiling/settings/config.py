@@ -1,4 +1,4 @@
-"""The configuration: frozen dataclasses, checked once, before anything is built."""
+"""The configuration: frozen dataclasses, checked once when they are created."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ __all__ = ["Mode", "ProfilingConfig", "RoleConfig", "RoleOverride", "Selection",
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilingConfig:
-    """All settings. Build one with keywords, or with :meth:`from_any` from a dict or ``DictConfig``.
+    """All settings, made from keywords, or by :meth:`from_any` from a dict or ``DictConfig``.
 
-    Keywords are checked like a dict, and may be plain mappings and lists like its values.
+    Values of keywords may be plain mappings and lists, like the values of a dict.
 
     Attributes:
-        enable: Record anything at all. If not, nothing is built or imported.
+        enable: Switches profiling on. If ``false``, nothing is created or imported.
         tool: The tool that records: a name, ``"package.module:Class"``, or a list of these.
         mode: ``e2e``: one artifact per worker per step. ``discrete``: one per worker per stage.
         save_path: Folder of the run, or a URL (``s3://bucket/run``); step folders are made inside. ``~`` and
             environment variables are expanded. If another run uses the folder, this run records into
             ``run_2``, ``run_3``, ... inside it.
-        run_id: Name of the run. A run that is started again with the same one, e.g. from a checkpoint,
-            continues in its folder. ``None``: each start is a run of its own.
+        run_id: Name of the run. A run that is started again with the same name, e.g. from a checkpoint,
+            continues in the same folder. ``None``: each start is a run of its own.
         spmd: Whether every rank runs the loop with its own callback, and all ranks record one capture
             together. ``None``: yes, if there are several ranks and all workers of the callback are objects of
             its process. ``False``: this callback records alone. ``True``: yes, even without workers.
@@ -64,8 +64,8 @@ class ProfilingConfig:
         timeouts: The longest waits for workers.
         limits: Disk and memory that captures may take.
         remote: Uploads, where ``save_path`` is a URL.
-        after: Commands that run once a capture is written, by names of your choice.
-        watch: A summary of every step, and captures on request while the run goes on.
+        after: Commands to run after a capture is written, by names of your choice.
+        watch: A summary of every step, and captures on request during the run.
     """
 
     enable: bool = False
@@ -96,7 +96,7 @@ class ProfilingConfig:
             raise ConfigError(
                 "schedule.steps",
                 "is empty, so nothing would be captured; set enable=false instead, or watch.enable=true to "
-                "capture what is asked for",
+                "capture on request",
             )
         if not self.enable:
             return
@@ -127,19 +127,19 @@ class ProfilingConfig:
         except ToolUnavailableError as error:
             raise ConfigError("save_path", str(error)) from error
         if self.limits.keep_last is not None:
-            raise ConfigError("limits.keep_last", "counts files of a folder, and save_path is a URL")
+            raise ConfigError("limits.keep_last", "counts files of a folder, but save_path is a URL")
         for role in ("", *self.roles):
             if (tool := self.for_role(role).launched_tool) is not None:
                 key = f"roles.{role}.tool" if role else "tool"
                 raise ConfigError(
                     key,
-                    f"{tool.name} writes when processes have ended, and nobody uploads then: let save_path "
-                    "be a folder, and ship it when the run has ended",
+                    f"{tool.name} writes after processes have ended, without uploads: set save_path to a "
+                    "folder, and copy the folder after the run",
                 )
 
     @classmethod
     def from_any(cls, config: ProfilingConfig | Mapping[str, Any] | None) -> ProfilingConfig:
-        """Build a configuration from a dict, an OmegaConf ``DictConfig``, or one that is built already.
+        """Return a configuration from a dict, an OmegaConf ``DictConfig``, or a ``ProfilingConfig``.
 
         Raises:
             ConfigError: A key is unknown, a value has the wrong type, or the settings
@@ -168,7 +168,7 @@ class ProfilingConfig:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out cached role settings: they hold tools, and a user's own tool may not be picklable."""
+        """Leave out cached role settings, because a tool of a user may not be picklable."""
         return {name: getattr(self, name) for name in field_types(ProfilingConfig)}
 
     def _resolve(self, role: str, selection: CaptureSelection | None) -> RoleConfig:
@@ -195,7 +195,7 @@ class ProfilingConfig:
         )
 
     def with_trajectories(self, role: str) -> ProfilingConfig:
-        """Return settings with which a role records trajectories, besides the tools of its own settings.
+        """Return the settings with trajectories added to the tools of a role.
 
         Raises:
             ConfigError: A tool of the role cannot record together with trajectories.
@@ -220,7 +220,7 @@ class ProfilingConfig:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain, JSON-compatible values, as :meth:`from_any` takes them."""
+        """Return plain, JSON-compatible values, valid for :meth:`from_any`."""
         return typing.cast("dict[str, Any]", msgspec.to_builtins(self))
 
     def tool_names(self, role: str) -> tuple[str, ...]:
@@ -228,7 +228,7 @@ class ProfilingConfig:
         return self._names_of(self.roles.get(role, RoleOverride()), f"roles.{role}.")
 
     def _names_of(self, override: RoleOverride, key: str) -> tuple[str, ...]:
-        """Return the names of a role's tools, its own or those of all roles."""
+        """Return the names of a role's tools, from the role's settings or the common setting."""
         tool, key = (self.tool, "tool") if override.tool is None else (override.tool, f"{key}tool")
         names = (tool,) if isinstance(tool, str) else tuple(tool)
         if not names:
@@ -248,13 +248,13 @@ def _expanded(key: str, path: str) -> str:
     """Return a path with ``~`` and environment variables expanded.
 
     Raises:
-        ConfigError: The path is empty, holds a NUL, or has a variable or a user that does not exist.
+        ConfigError: The path is empty, holds a NUL, or has an unknown variable or user.
     """
     if not path or "\0" in path:
         raise ConfigError(key, "holds a NUL character" if path else "is empty")
     expanded = os.path.expandvars(os.path.expanduser(path))  # noqa: PTH111 (pathlib has no variables)
     if unknown := re.search(r"\$\w+|\$\{\w+\}|^~", expanded):
-        raise ConfigError(key, f"{unknown[0]} in {path!r} has no value here; set it, or write the path out")
+        raise ConfigError(key, f"{unknown[0]} in {path!r} has no value here; set it, or write the full path")
     return expanded
 
 
@@ -262,8 +262,7 @@ def load_tool(name: str, key: str = "tool") -> type[Tool]:
     """Return the class of a tool.
 
     Args:
-        name: A name from :data:`verl_profiling.tools.TOOLS`, or ``"package.module:Class"`` for a tool
-            of your own.
+        name: A name from :data:`verl_profiling.tools.TOOLS`, or ``"package.module:Class"`` for another tool.
         key: Configuration key for error messages.
 
     Raises:

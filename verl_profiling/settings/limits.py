@@ -28,8 +28,8 @@ class Limits:
     """Disk and memory that captures may take. A size is a number of bytes, or ``2GB`` or ``512MiB``.
 
     Attributes:
-        min_free_bytes: Free space that captures leave on a file system. With less free space, a callback or
-            worker records nothing.
+        min_free_bytes: Minimum free space on a file system. With less free space, a callback or worker
+            records nothing.
         keep_last: Number of captures to keep; older captures are removed. ``null``: all.
         memory_share: Share of the host's available memory for writing recordings, divided by the workers of
             the host. A recording that needs more ends with its stage or mini-batch.
@@ -40,7 +40,7 @@ class Limits:
     memory_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
 
     def no_room(self, folder: Path) -> str:
-        """Return why a folder, existing or not, has too little free space; empty if it has enough."""
+        """Return why an existing or planned folder has too little free space; empty if there is enough."""
         while not folder.exists() and folder != folder.parent:
             folder = folder.parent
         try:
@@ -57,12 +57,12 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """How long the callback waits for workers, in seconds. A worker that needs longer is ``failed``.
+    """Timeouts of the callback for workers, in seconds. A worker that needs longer is ``failed``.
 
     Attributes:
         start_s: Time for a capture to start.
         stop_s: Time for a capture to stop, including the export of the trace.
-        finish_s: Time at the end of the run for workers that missed ``stop_s``, and as much again for
+        finish_s: Time at the end of the run for workers that missed ``stop_s``, and the same time again for
             compression in the background.
     """
 
@@ -87,26 +87,27 @@ class RemoteOptions:
     def __post_init__(self) -> None:
         if self.staging is not None and not Path(self.staging).is_absolute():
             raise ConfigError(
-                "staging", f"{self.staging!r} must be an absolute path: it is used on every host"
+                "staging", f"{self.staging!r} must be an absolute path, because all hosts use it"
             )
 
     @property
     def staging_folder(self) -> Path:
-        """The folder on this host."""
+        """The staging folder on this host."""
         return Path(self.staging or f"{tempfile.gettempdir()}/verl-profiling-{os.getuid()}").absolute()
 
 
 @dataclass(frozen=True, kw_only=True)
 class AfterHook:
-    """A command that runs once a capture is written, in the background.
+    """A command that runs in the background after a capture is written.
 
     Attributes:
         command: Program and arguments; no shell. Environment variables describe the capture:
             ``VERL_PROFILING_FOLDER``, ``_RUN``, ``_STEP``, ``_ROLE``, ``_RANK`` and ``_PID``.
-        when: ``capture``: after each capture. ``last``: once, after the last capture that the schedule has,
-            or when training ends.
-        roles: The roles whose processes run the command. The ``controller``, the loop's process, runs it once
-            the whole capture is written. A worker runs it once its own artifacts are written.
+        when: ``capture``: after each capture. ``last``: once, after the last capture of the schedule, or at
+            the end of training.
+        roles: The roles whose processes run the command. The ``controller`` (the process of the training
+            loop) runs the command after the whole capture is written. A worker runs the command after its own
+            artifacts are written.
         ranks: Ranks of these roles, written like ``select.ranks``. ``None``: the ranks that record. ``all``:
             also the ranks that do not record.
         timeout_s: Seconds after which the command and its child processes are terminated.
@@ -127,7 +128,9 @@ class AfterHook:
             parse_ranks(self.ranks, "ranks")
 
     def runs_on(self, role: str, rank: int, records: bool) -> bool:
-        """Return whether the process of a role and rank runs the command; ``records``: whether it records."""
+        """Return whether the process of a role and rank runs the command; ``records`` if the
+        process records.
+        """
         if role not in self.roles:
             return False
         if self.ranks is None or self.ranks == EVERY_RANK:

@@ -16,15 +16,15 @@ Mode = Literal["e2e", "discrete"]
 TRAJECTORIES = "trajectories"
 _ROLLOUT_STAGE = "rollout"
 _ONE_PER_PP_STAGE = "one_per_pp_stage"
-"""In place of ranks: the first rank of each pipeline stage."""
+"""Text in place of ranks, for the first rank of each pipeline stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinates:
-    """Ranks chosen by their coordinates in the parallel dimensions; ``None`` means all.
+    """Ranks selected by coordinates in the parallel dimensions; ``None`` selects all.
 
-    Written like ``ranks``, where -1 is the last rank: ``pp: [0, -1]``. A worker without a dimension is not
-    restricted by it.
+    Coordinates are written like ``ranks``, where -1 is the last one: ``pp: [0, -1]``. For a worker without a
+    dimension, the dimension is ignored.
 
     Attributes:
         tp: Tensor-parallel ranks.
@@ -46,7 +46,7 @@ _DIMENSIONS = tuple(dimension.name for dimension in fields(Coordinates))
 
 @dataclass(frozen=True, kw_only=True)
 class Selection(Coordinates):
-    """The roles, ranks and stages that are captured. ``None`` means all.
+    """The roles, ranks and stages to capture; ``None`` selects all.
 
     Attributes:
         roles: Roles that take part.
@@ -64,7 +64,7 @@ class Selection(Coordinates):
 
 @dataclass(frozen=True, kw_only=True)
 class RoleOverride(Coordinates):
-    """Settings that differ for one role. ``None``: the same as for all roles.
+    """Settings of one role; ``None`` for the common setting of all roles.
 
     Attributes:
         enable: ``False`` leaves the role out.
@@ -90,10 +90,10 @@ class RoleConfig:
     """The configuration of one role: overrides applied, ranks parsed, tools built.
 
     Attributes:
-        tool_names: What the tools are called in manifests.
+        tool_names: Names of the tools in manifests.
         ranks: Global ranks that take part; ``None``: all.
-        replicas: Rollout replicas, likewise.
-        coordinates: Coordinates by dimension; negative ones count from the end.
+        replicas: Rollout replicas that take part; ``None``: all.
+        coordinates: Coordinates by dimension; negative numbers count from the end.
     """
 
     role: str
@@ -109,7 +109,7 @@ class RoleConfig:
 
     @property
     def launched_tool(self) -> Tool | None:
-        """The chosen tool that has to start the role's processes, if there is one."""
+        """The tool that has to start the role's processes, if there is one."""
         return next((tool for tool in self.tools if tool.starts_process), None)
 
     def selects(
@@ -124,7 +124,7 @@ class RoleConfig:
         Args:
             rank: Global rank inside the role.
             replica: Index of the rollout replica.
-            topology: Its coordinates by dimension.
+            topology: Coordinates of the worker by dimension.
             sizes: Number of ranks along these dimensions, needed to count from the end.
         """
         if not self.enable or (self.ranks is not None and rank not in self.ranks):
@@ -140,7 +140,7 @@ class RoleConfig:
 def aimed(
     selection: CaptureSelection, role: str, override: RoleOverride, select: Selection, tools: tuple[str, ...]
 ) -> tuple[RoleOverride, Selection]:
-    """Return a role's overrides and the common selection, changed for one capture.
+    """Return the settings of a role and the common selection, with the changes of one capture.
 
     Args:
         selection: Settings of this capture that differ.
@@ -153,7 +153,7 @@ def aimed(
         ConfigError: The selection contradicts itself.
     """
     if selection.stages is not None and selection.mode == "e2e":
-        raise ConfigError("stages", "are recorded by themselves in discrete mode, and mode is e2e")
+        raise ConfigError("stages", "are recorded separately only in discrete mode, but mode is e2e")
     changes: dict[str, Any] = {}
     if selection.roles is not None:
         changes["enable"] = role in selection.roles
@@ -180,7 +180,7 @@ def aimed(
 
 
 def choose(own: Coordinates, common: Selection, key: str) -> dict[str, Any]:
-    """Return ranks, replicas and coordinates of a role: its own and, where it has none, those of all roles.
+    """Return ranks, replicas and coordinates of a role, from its own settings, else from ``select``.
 
     Args:
         own: The role's settings.
@@ -188,7 +188,7 @@ def choose(own: Coordinates, common: Selection, key: str) -> dict[str, Any]:
         key: Key of the role's settings with a dot, for errors.
 
     Raises:
-        ConfigError: A value is not written like ranks.
+        ConfigError: A value is not valid as ranks.
     """
 
     def chosen(name: str) -> tuple[Ranks, str]:

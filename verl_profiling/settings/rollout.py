@@ -19,8 +19,8 @@ class SGLangOptions:
     """Options that only SGLang has.
 
     Attributes:
-        start_step: Number of the first forward pass that is recorded, counted from the engine's start;
-            a number that has passed means the next one. SGLang does not publish the current number.
+        start_step: Number of the first recorded forward pass, counted from the engine's start; the next pass,
+            if this number is over. SGLang does not publish the current number.
     """
 
     start_step: Positive | None = None
@@ -30,17 +30,17 @@ class SGLangOptions:
 class RolloutOptions:
     """The part of a rollout that its engine records.
 
-    An engine iteration is one forward pass of a whole batch. It makes one token for each request
-    that is decoding, so the number of iterations is not a number of tokens.
+    An engine iteration is one forward pass of a whole batch. An iteration makes one token for each decoding
+    request, so iterations are not tokens.
 
     Attributes:
-        start: Engine iterations that pass before recording begins (vLLM).
-        count: Engine iterations that are recorded; ``None`` for no limit, or for 10 with stacks.
-        max_window_s: Seconds after which recording ends, whatever else is set; ``None`` for no limit.
+        start: Engine iterations before the begin of recording (vLLM).
+        count: Engine iterations to record; ``None`` for no limit, or for 10 with stacks.
+        max_window_s: Seconds after which recording ends in any case; ``None`` for no limit.
         by_stage: Record prefill and decode in separate traces, ``count`` iterations of each (SGLang).
-        stop_s: Seconds given to the engine to stop and write its traces; at most nine tenths of
-            ``timeouts.stop_s`` are used, so that the result still reaches the callback.
-        requests: Log when each request began, got its first token and ended, and its lengths.
+        stop_s: Timeout (s) of the engine's stop and of writing its traces; at most nine tenths of
+            ``timeouts.stop_s``, so that the result still reaches the callback.
+        requests: Log begin, first token, end and lengths of each request.
         sglang: Options that only SGLang has.
     """
 
@@ -64,15 +64,15 @@ class RolloutOptions:
             )
 
     def with_stacks(self) -> RolloutOptions:
-        """Return these options with a limit on iterations, as a recording with stacks needs it.
+        """Return these options with a limit on iterations, for a recording with stacks.
 
-        An idle engine polls with a million Python calls a second. Writing these takes far longer than the
-        calls.
+        An idle engine polls with a million Python calls a second. Writing these calls takes far longer than
+        the calls themselves.
         """
         return self if self.count is not None else replace(self, count=_COUNT_WITH_STACKS)
 
     def cautions(self, stacks: bool) -> list[str]:
-        """Return why a recording that ends with the rollout may kill its engine; empty if it is bounded."""
+        """Return a warning that an unbounded recording may kill its engine; empty for a bounded recording."""
         risky = (self.count or 0) > _MANY_WITH_STACKS if stacks else self.count is None
         if self.max_window_s is not None or not risky:
             return []
@@ -84,5 +84,5 @@ class RolloutOptions:
 
     @property
     def bounded(self) -> bool:
-        """Whether recording is limited to a window of iterations, which a short rollout may not reach."""
+        """Whether recording is limited to a window of iterations, which may be beyond a short rollout."""
         return bool(self.start or self.count is not None or self.sglang.start_step is not None)

@@ -1,4 +1,4 @@
-"""Which steps are captured: a pure function of the step number."""
+"""The schedule: chooses the captured steps by the step number alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verl_profiling.errors import ConfigError
 from verl_profiling.settings.typed_values import NotNegative, Positive
 
 MOST_CAPTURES = 10
-"""Number of captures that are listed of a run of unknown length."""
+"""Number of listed captures for a run of unknown length."""
 _FAR = 100_000
 
 
@@ -28,7 +28,7 @@ class StepRange:
     """The consecutive steps that one capture covers, both ends included.
 
     Attributes:
-        first: First step; it names the step folder.
+        first: First step, with whose number the step folder is named.
         last: Last step.
         action: ``RECORD``, or ``WARMUP`` for a capture that is discarded.
     """
@@ -51,7 +51,7 @@ class Schedule:
         every: Captures the steps divisible by this number, 0 included. Excludes the cycle fields.
         skip_first: Steps before the first cycle, from step 1 on.
         wait: Steps of a cycle that are not profiled.
-        warmup: Steps of a cycle that run the tool and discard the recording.
+        warmup: Steps of a cycle with a discarded recording.
         active: Steps of a cycle that are captured.
         repeat: Number of cycles; 0 for no end.
         continuous: Consecutive captured steps form one capture.
@@ -79,7 +79,7 @@ class Schedule:
 
     @property
     def records_every_step(self) -> bool:
-        """Whether every step is captured, once ``skip_first`` steps have passed."""
+        """Whether every step after ``skip_first`` is captured."""
         if self.every is not None:
             return self.every == 1
         return self.steps is None and self.wait == self.warmup == self.repeat == 0
@@ -103,7 +103,7 @@ class Schedule:
     def in_words(self) -> str:
         """Return the settings that differ from their defaults, e.g. ``schedule.every=10``."""
         if self.steps == ():
-            return "schedule.steps is empty: only what is asked for"
+            return "schedule.steps is empty: only captures on request"
         given = [
             f"schedule.{field.name}={value}"
             for field in fields(self)
@@ -112,7 +112,7 @@ class Schedule:
         return ", ".join(given) or "schedule is every step from 1 on"
 
     def last_step(self, limit: int | None = None) -> int | None:
-        """Return the last step that may be captured, or ``None`` when there is no end.
+        """Return the last step that may be captured; ``None`` for a schedule without an end.
 
         Args:
             limit: Number of the loop's last step, if known.
@@ -139,9 +139,10 @@ class Schedule:
 
 
 def planned_captures(schedule: Schedule, steps: int | None) -> tuple[list[tuple[int, int]], list[int], bool]:
-    """Return the captures, the warm-up steps up to the last of them, and whether more captures follow.
+    """Return the captures, the warm-up steps up to the last capture, and whether more captures follow.
 
-    A capture is its first and its last step. Of a run of unknown length, the first captures are returned.
+    A capture is a pair of its first and its last step. For a run of unknown length, the first captures are
+    returned.
 
     Args:
         schedule: The schedule.

@@ -1,4 +1,4 @@
-"""Builds typed settings from plain values; errors name the dotted key of the wrong value."""
+"""Converts plain values into typed settings; errors have the dotted key of the wrong value."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 def build(cls: type[T], values: Any, key: str) -> T:
-    """Build a dataclass from a mapping or a ``DictConfig``.
+    """Return a dataclass made from a mapping or a ``DictConfig``.
 
     Raises:
-        ConfigError: A key is unknown, or a value is wrong; its dotted name begins with ``key``.
+        ConfigError: A key is unknown, or a value is wrong; the dotted name of the key begins with ``key``.
     """
     kinds = field_types(typing.cast("Any", cls))
     if isinstance(values, cls):
@@ -59,7 +59,7 @@ def build(cls: type[T], values: Any, key: str) -> T:
 
 
 def value_of(kind: Any, value: Any, key: str) -> Any:
-    """Return ``value`` as the type that a field is annotated with.
+    """Return ``value`` converted to the type of a field.
 
     Raises:
         ConfigError: The value has another type, or is out of bounds.
@@ -84,7 +84,7 @@ def value_of(kind: Any, value: Any, key: str) -> Any:
 
 
 def _plain(value: Any, key: str) -> Any:
-    """Return OmegaConf's containers, NumPy's numbers and arrays, and ranges, as plain values."""
+    """Return plain values for containers of OmegaConf, numbers and arrays of NumPy, and ranges."""
     module = type(value).__module__.partition(".")[0]
     if module == "omegaconf":
         from omegaconf import OmegaConf
@@ -100,7 +100,7 @@ def _plain(value: Any, key: str) -> Any:
 
 
 def _problem(error: str, value: Any, options: tuple[Any, ...]) -> str:
-    """Return an error of msgspec in the words of settings, with the remedy if there is one."""
+    """Return an error of msgspec in words for users, with a remedy if there is one."""
     if bound := _BOUND.match(error):
         return f"must be {_BOUNDS[bound[1]]} {bound[2].removesuffix('.0')}, is {value}"
     lists = [option for option in options if typing.get_origin(option) in (tuple, list)]

@@ -21,12 +21,12 @@ class Anomaly:
     Attributes:
         slow_step: Approximate ratio of a slow step's duration to the median of the window; ``null``: off.
         slow_stage: Approximate ratio of a slow stage's exposed time to its median; ``null``: off.
-        leader: Share of the step by which one process leads in a stage, in most of five steps in a row;
-            ``null``: off.
+        leader: Share of the step by which one process is slower than the others in a stage, in most of five
+            steps; ``null``: off.
         memory: Share by which a process's memory grows over the window, with growth at every reading;
             ``null``: off.
-        window: Number of earlier steps that a step is compared with. It may exceed ``watch.steps``.
-        cooldown: Steps after a capture in which the watch requests no further capture.
+        window: Number of earlier steps to compare a step with; may exceed ``watch.steps``.
+        cooldown: Number of steps after a capture without further requests of the watch.
         max_captures: Maximum number of captures that the watch requests in a run.
     """
 
@@ -41,14 +41,14 @@ class Anomaly:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    """Summaries of every step, and captures on request while the run goes on.
+    """Summaries of every step, and captures on request during the run.
 
     Attributes:
         enable: Switches the watch on.
         steps: Number of steps whose summaries are kept.
         every: Number of steps between readings of the workers; fewer if steps are long. Workers are also read
-            after every capture. 0: only then.
-        trigger: Thresholds from which the watch requests a capture; ``null``: it requests none.
+            after every capture; with 0, only then.
+        trigger: Thresholds from which the watch requests a capture; ``null``: no requests.
         sinks: Receivers of each step's numbers besides ``watch.jsonl``; add your own to ``watch.listeners``.
     """
 
@@ -62,14 +62,14 @@ class WatchOptions:
         """Return warnings about settings that have no effect.
 
         Args:
-            records_every_step: The schedule captures all steps.
+            records_every_step: Whether the schedule captures all steps.
         """
         if not self.enable and (self.trigger is not None or self.sinks is not None):
-            return ["watch.trigger and watch.sinks: do nothing, as watch.enable is false; set it to true"]
+            return ["watch.trigger and watch.sinks have no effect without watch.enable=true"]
         if self.trigger is not None and records_every_step:
             return [
-                "watch.trigger: never asks for a capture, as the schedule captures every step, and captured "
-                "steps are not judged; set schedule.steps=[] to capture only what is asked for, or "
+                "watch.trigger: never requests a capture, as the schedule captures every step, and the watch "
+                "does not judge captured steps; set schedule.steps=[] to capture only on request, or "
                 "schedule.every"
             ]
         return []

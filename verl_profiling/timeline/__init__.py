@@ -1,1 +1,1 @@
-"""Reads traces, and merges those of one step into one timeline."""
+"""Reads traces, and merges the traces of one step into one timeline."""

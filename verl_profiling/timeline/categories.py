@@ -1,7 +1,7 @@
-"""The categories of trace events: one table for all accelerators, which the documentation prints.
+"""The table of the categories of trace events, for all accelerators; the documentation prints the table.
 
-A category that is not in the table is unknown. Device events of unknown category are shown as
-unrecognised work of the device (see :mod:`~verl_profiling.report.kinds`).
+Any other category is unknown. Device events of unknown category are shown as unrecognised work of the device
+(see :mod:`~verl_profiling.report.kinds`).
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ def meaning_of(category: str) -> Meaning | None:
 
 
 def is_on_device(event: Event) -> bool:
-    """Return whether an event is on a device's lane: a device event, or the head of a launch arrow."""
+    """Return whether an event belongs to a device: a device event, or the head of a launch arrow."""
     if event.ph == "f" and event.cat in _LAUNCHES:
         return True
     return meaning_of(event.cat) in ("kernel", "copy", "on device, no work")
 
 
 def is_host(event: Event) -> bool:
-    """Return whether an event is from a process that runs code on the host."""
+    """Return whether an event belongs to a process on the host."""
     on_host = meaning_of(event.cat) in ("host", "collective on the host", "no work")
     return on_host and event.cat not in _NOT_OF_A_PROCESS

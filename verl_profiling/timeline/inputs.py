@@ -1,4 +1,4 @@
-"""Finds the step folders or plain trace files under a path, and puts each trace on the controller's clock."""
+"""Finds step folders or plain traces under a path, and converts times to the controller's clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from verl_profiling.trajectory_log import LOG_SUFFIX
 from verl_profiling.units import local_time, step_list
 from verl_profiling.watch_log import has_watch_log
 
-UNWRITTEN = f"holds no {MANIFEST_NAME}: its loop ended before the capture had begun"
+UNWRITTEN = f"holds no {MANIFEST_NAME}: the loop ended before the begin of the capture"
 _TIMES = ("begin_ns", "end_ns", "unix_ns", "arrival_ns", "scheduled_ns", "first_token_ns", "last_token_ns")
 _PARTS_WITH_TIMES = ("stages", "tool_spans", "requests", "artifacts", "anchors")
 _STEP_FOLDER = re.compile(r"step_(\d+)(?:\.(\d+))?")
@@ -45,7 +45,7 @@ def find_steps(path: Path) -> list[StepInputs]:
 def steps_of(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceFormatError]]:
     """Return the readable steps of each path, and an error for each unreadable step.
 
-    A run folder yields its own steps, not those of runs in subfolders.
+    A run folder yields its own steps, but no steps of runs in subfolders.
 
     Plain traces of all paths are grouped into steps together.
 
@@ -75,7 +75,7 @@ def steps_of(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceFormatE
 
 
 def absent(path: Path) -> TraceFormatError:
-    """Return the error for a missing path; for a missing step folder, it names the capture with that step."""
+    """Return the error for a missing path; for a missing step folder, it lists the existing steps."""
     if match := _STEP_FOLDER.fullmatch(path.name):
         for folder in step_folders(path.parent):
             with suppress(TraceFormatError):
@@ -86,7 +86,7 @@ def absent(path: Path) -> TraceFormatError:
 
 
 def is_step(folder: Path) -> bool:
-    """Return whether a folder is a step folder: it has a manifest, or is a ``step_<n>`` of a run folder."""
+    """Return whether a folder is a step folder: with a manifest, or a ``step_<n>`` in a run folder."""
     if (folder / MANIFEST_NAME).exists():
         return True
     of_a_run = bool(_STEP_FOLDER.fullmatch(folder.name)) and (folder.parent / RUN_NAME).exists()
@@ -94,7 +94,7 @@ def is_step(folder: Path) -> bool:
 
 
 def unfinished(manifest: Manifest) -> str:
-    """Return a sentence on a capture that began and has not ended; empty for a complete capture."""
+    """Return a sentence on a capture without an end; empty for a complete capture."""
     if manifest.state != "begun":
         return ""
     began = local_time(manifest.begin_ns)
@@ -103,21 +103,21 @@ def unfinished(manifest: Manifest) -> str:
     if alive:
         return f"running: recorded since {began} by {process}"
     state = "unfinished" if alive is None else "killed"
-    return f"{state}: its capture began {began} in {process}, which has not ended it"
+    return f"{state}: the capture began {began} in {process}, and has no end"
 
 
 def the_run(path: Path, run_id: str | None = None, *, live: bool = False) -> Path:
     """Return the folder of the only run at or below a path; a path without a run is returned unchanged.
 
-    The path of a ``run.json`` stands for the run in its folder alone, without runs in subfolders.
+    The path of a ``run.json`` selects the run in its folder, without runs in subfolders.
 
     Args:
         path: The path.
-        run_id: Id of the run, if several are there.
-        live: Prefer the only run that is not over.
+        run_id: Id of the run, if there are several.
+        live: Whether to prefer the only unfinished run.
 
     Raises:
-        TraceFormatError: The path does not exist, or holds several runs, or none with this id.
+        TraceFormatError: The path does not exist, or holds several runs, or no run with this id.
     """
     if not path.exists():
         raise absent(path)
@@ -148,7 +148,7 @@ def runs_at(path: Path) -> list[Path]:
 
 
 def _runs_below(path: Path) -> Iterator[Path]:
-    """Yield the run folders one or two levels below a path; folders may vanish while a job runs."""
+    """Yield the run folders one or two levels below a path; a running job may remove folders meanwhile."""
     for inside, folders, names in os.walk(path):
         depth = len(Path(inside).relative_to(path).parts)
         if depth and RUN_NAME in names:
@@ -168,25 +168,25 @@ def described(run: Path) -> str:
 
 
 def is_uncaptured(path: Path) -> bool:
-    """Return whether a path is the folder of a run that has a log of its watch, and no step folder."""
+    """Return whether a path is the folder of a run with a watch log, but without step folders."""
     return has_watch_log(path) and not (is_step(path) or step_folders(path))
 
 
 def how_to_capture(run: Path) -> str:
-    """Return that no step of a run was captured, and how one is."""
+    """Return a sentence that no step of a run was captured, with advice on capturing one."""
     info = known_run(run)
     ask = f"`verl-profiling trigger {shlex.quote(str(run))}`"
     if info is not None and not info.over:
-        return f"No step was captured so far; {ask} asks the job for its next one."
+        return f"No step was captured so far; {ask} requests a capture of the next step."
     over = ", and the job has ended" if info is not None else ""
     return (
-        f"No step was captured{over}. schedule.steps names steps beforehand, watch.trigger has what becomes "
-        f"slow captured, and {ask} asks a job while it runs."
+        f"No step was captured{over}. schedule.steps lists steps beforehand, watch.trigger captures slow "
+        f"steps, and {ask} requests a capture from a running job."
     )
 
 
 def step_folders(run: Path) -> list[Path]:
-    """Return the step folders of a run folder, finished or not, by step and then by recording."""
+    """Return the step folders of a run folder, by step number and then by number of the recording."""
     found = []
     for child in run.iterdir() if run.is_dir() else ():
         if (match := _STEP_FOLDER.fullmatch(child.name)) and child.is_dir():
@@ -195,10 +195,10 @@ def step_folders(run: Path) -> list[Path]:
 
 
 def located(directory: Path, artifact: Artifact) -> tuple[Path | None, Any, str]:
-    """Return the path of an artifact; if it is not in the step folder ``None``, its status, and the reason.
+    """Return the path of an artifact; for a missing artifact ``None``, with status and reason.
 
-    While the artifact is being compressed, the path is the uncompressed file's. An artifact whose path leads
-    out of the step folder is ``unreadable``.
+    An artifact that is being compressed has the path of the uncompressed file. An artifact with a path
+    outside of the step folder is ``unreadable``.
     """
     named = (named_file(directory, path) for path in (artifact.path, artifact.path.removesuffix(".gz")))
     try:
@@ -206,7 +206,7 @@ def located(directory: Path, artifact: Artifact) -> tuple[Path | None, Any, str]
     except TraceFormatError as error:
         return None, "unreadable", error.problem
     status = artifact.status if artifact.status in ("empty", "failed") else "missing"
-    elsewhere = f"it is at {artifact.where}" if artifact.where else ""
+    elsewhere = f"the file is at {artifact.where}" if artifact.where else ""
     return path, status, "; ".join(filter(None, (artifact.reason, elsewhere)))
 
 
@@ -238,7 +238,7 @@ def _from_manifest(directory: Path) -> StepInputs:
 
 
 def _on_loop_clock(manifest: Manifest) -> Manifest:
-    """Return the manifest with the times of all workers on the controller's clock."""
+    """Return the manifest with all times of workers converted to the controller's clock."""
     workers = [_shifted(worker, manifest.offset_ns(worker.identity)) for worker in manifest.workers]
     return msgspec.structs.replace(manifest, workers=workers)
 
@@ -276,7 +276,9 @@ def _source(manifest: Manifest, worker: CaptureResult, artifact: Artifact, path:
 
 
 def _files_in(path: Path) -> Iterator[Path]:
-    """Yield the trace or log of an artifact; if it is a folder (torch_npu), each Chrome trace in it."""
+    """Yield the trace or log of an artifact, or each Chrome trace in an artifact that is a folder
+    (torch_npu).
+    """
     if path.is_dir():
         for found in sorted(path.rglob("trace_view.json")):
             yield named_file(path, str(found.relative_to(path)))

@@ -1,8 +1,8 @@
-"""Writes each trace, and each log of trajectories, as one gzip member of the timeline.
+"""Writes each trace and each trajectory log as one gzip member of the timeline.
 
-Members are independent of each other, so they can be written by several processes and
-joined by copying: a gzip file is a sequence of members (RFC 1952, section 2.2). Their times are on the
-controller's clock. A log is drawn as a process next to its worker's.
+Members are independent of each other, so several processes can write them, and a copy joins them: a gzip file
+is a sequence of members (RFC 1952, section 2.2). Times are on the controller's clock. A trajectory log is
+drawn as a process next to the process of its worker.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class MemberJob(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         source: The trace or log.
         output: File to write.
-        index: Index among all members, from 1; flow ids are offset by it.
+        index: Index among all members, from 1; also the offset of flow ids.
         pid: First process id of the lane.
         lane_index: Index among the members of the same lane, from 0.
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
@@ -71,7 +71,7 @@ class MemberJob(msgspec.Struct, frozen=True, kw_only=True):
         limits: Limits on reading the trace.
         requests: For a log: the requests of the step, by the engine's request id.
         places: For a log: process and thread of each request in the timeline, by its id and begin.
-        statuses: For a log: statuses set after the trajectories had ended.
+        statuses: For a log: statuses that were set after the end of trajectories.
     """
 
     source: Source
@@ -95,7 +95,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         events: Number of events written, without metadata (``ph == "M"``).
         left_out: Number of events that :class:`Keep` left out.
         problems: Sentences on unreadable parts.
-        is_readable: Whether any part of the trace could be read.
+        is_readable: Whether some part of the trace is readable.
     """
 
     path: Path
@@ -164,7 +164,7 @@ def write_member(job: MemberJob) -> Member:
 
 
 def _utf8(text: bytes) -> bytes:
-    """Return JSON with invalid UTF-8 replaced; arguments are copied undecoded, so they may have any bytes."""
+    """Return JSON with invalid UTF-8 replaced, because arguments are copied undecoded."""
     if text.isascii():
         return text
     try:
@@ -177,10 +177,10 @@ def _utf8(text: bytes) -> bytes:
 def _relocate(events: list[Event], processes: Processes, shift_ns: int, index: int) -> list[Event]:
     """Translate events to the timeline's clock, processes and flow ids; separate the metadata.
 
-    The whole microseconds of ``shift_ns`` are added first, which is exact in doubles because both
-    numbers are multiples of the last place of ``ts``. Then the sum is rounded to nanoseconds once: at
-    ``_ONES`` doubles are whole numbers, so adding and subtracting it rounds, at a third of the time that
-    ``round`` takes, within 26 days of the timeline's begin (and to even nanoseconds beyond).
+    The whole microseconds of ``shift_ns`` are added first, which is exact in doubles. Then the sum is rounded
+    to nanoseconds by adding and subtracting ``_ONES``, because doubles of that size are whole numbers. That
+    takes a third of the time of ``round``. Beyond 26 days after the timeline's begin, times are rounded to
+    even nanoseconds.
     """
     whole_us, rest_ns = map(float, divmod(shift_ns, 1000))
     first_id = index * ID_STRIDE
@@ -201,10 +201,10 @@ def _relocate(events: list[Event], processes: Processes, shift_ns: int, index: i
 
 
 def _hashed_id(index: int, old: int | str) -> int:
-    """Return an id for a flow whose own id is large or a string, in a range of its own.
+    """Return an id in a reserved range for a flow whose own id is large or a string.
 
-    The id is a hash, which needs no table of the (possibly millions of) flows. A trace of a million flows
-    has a collision with a probability of 1 in 10,000. The id is exact as a double.
+    The id is a hash, so no table of the (possibly millions of) flows is needed. In a trace of a million
+    flows, the probability of a collision is 1 in 10,000. A double holds the id exactly.
     """
     digest = blake2b(f"{index} {old!r}".encode(errors="replace"), digest_size=8).digest()
     return _HASHED_IDS | int.from_bytes(digest, "big") >> 12
@@ -219,9 +219,8 @@ _Record = TrajectoryRecord | SpanRecord | Block
 def read_logs(inputs: StepInputs) -> Iterator[tuple[Source, TrajectoryLog | None, list[str]]]:
     """Yield the logs of a step, sorted by lane, with one log in memory at a time.
 
-    Each is the source, the log on the clock of its process, as :func:`linked_log` returns it (``None`` if it
-    is unreadable), and sentences on parts that are unreadable or unrecorded. Statuses are the latest in any
-    log of the step.
+    Each item has the source, the log from :func:`linked_log` (``None`` if unreadable), and sentences on
+    unreadable or unrecorded parts. Statuses are the latest in any log of the step.
     """
     statuses = later_statuses((source.path, source.offset_ns) for source in inputs.logs)
     for source in inputs.logs:
@@ -234,13 +233,12 @@ def read_logs(inputs: StepInputs) -> Iterator[tuple[Source, TrajectoryLog | None
 
 
 def linked_log(source: Source, limits: Limits, statuses: LaterStatuses) -> TrajectoryLog:
-    """Read one log, in which each parent precedes its children and is in their trajectory.
+    """Read one trajectory log; sort parents before children, and drop links between trajectories.
 
-    A span whose trajectory was not recorded becomes a span outside trajectories. A parent that was not
-    recorded is left out.
+    A span without a recorded trajectory becomes a span outside trajectories. Unrecorded parents are left out.
 
     Raises:
-        TraceFormatError: The file is not a log of trajectories, or cannot be read.
+        TraceFormatError: The file is not a trajectory log, or cannot be read.
     """
     log = read_log(source.path, limits.reached)
     for place, trajectory in enumerate(log.trajectories):
@@ -325,7 +323,7 @@ class _Drawn:
                 yield self._span(record, row + 1)
 
     def counters(self) -> Iterator[Event]:
-        """Yield counter events: lag of each event loop, counters of the log, and running trajectories."""
+        """Yield counter events: the lag of each event loop, counters of the log, and running trajectories."""
         for lag in self._log.lags:
             name = f"{self._loop(lag.loop)} lag"
             if lag.late_ns >= _LEAST_LAG_NS:
@@ -367,7 +365,7 @@ class _Drawn:
         return event
 
     def arrows(self) -> Iterator[Event]:
-        """Yield both ends of the arrow from each span to its request, if the request is in the timeline."""
+        """Yield both ends of the arrows from spans to their requests in the timeline."""
         job, offset_ns = self._job, self._job.source.offset_ns
         spans = {
             one.id: (one, row) for one, row in self.placed if isinstance(one, SpanRecord) and one.request
@@ -398,16 +396,16 @@ def _trajectory_name(trajectory: TrajectoryRecord) -> str:
 def lay_out(
     log: TrajectoryLog, is_wanted: Callable[[_Record], bool], loop_name: Callable[[int], str]
 ) -> tuple[list[str], list[tuple[_Record, int]]]:
-    """Return the names of the rows, from top to bottom, and each wanted record with its row.
+    """Return the names of the rows, from top to bottom, and the selected records with their rows.
 
-    Blocks are above, by their loop, then come trajectories, then spans outside trajectories. Overlapping
+    Blocks of event loops are on top, followed by trajectories, and by spans outside trajectories. Overlapping
     records get separate rows. A row of trajectories is followed by further rows if spans of one trajectory
     overlap.
 
     Args:
         log: The log, from :func:`linked_log`.
-        is_wanted: Returns whether a record is selected.
-        loop_name: Returns the name of an event loop by its number.
+        is_wanted: Function that returns whether a record is selected.
+        loop_name: Function that returns the name of an event loop by its number.
     """
     groups: dict[str, list[list[Any]]] = {}  # by name of their rows: a record with its spans
     for block in sorted(log.blocks, key=lambda block: block.loop):
@@ -445,9 +443,9 @@ def lay_out(
 def _nested(
     head: Any, *spans: SpanRecord, is_wanted: Callable[[_Record], bool]
 ) -> tuple[list[Any], list[int]] | None:
-    """Return the selected ones of a record and its spans, and the row of each below that of the record.
+    """Return a record and its spans, as far as selected, with row numbers below the row of the record.
 
-    A span whose parent is not selected counts as a child of the record.
+    A span with an unselected parent counts as a child of the record.
     """
     wanted = sorted(filter(is_wanted, spans), key=lambda span: (span.begin_ns, -span.end_ns))
     by_id = {span.id: span for span in wanted}

@@ -56,8 +56,8 @@ class MergeResult(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         path: The timeline.
-        bytes: Its size.
-        events: Number of events in it, without metadata.
+        bytes: Size of the timeline (bytes).
+        events: Number of events, without metadata.
         left_out: Number of events left out by ``keep`` or ``max_bytes``.
         members: The result for each trace.
         problems: Sentences on traces, or parts of traces, that could not be merged.
@@ -92,7 +92,7 @@ def merge(
         on_progress: Called with each trace once its member is written.
 
     Raises:
-        TraceFormatError: There is no trace in the step that can be read.
+        TraceFormatError: The step has no readable trace.
         OSError: The timeline cannot be written.
     """
     output = output or inputs.output(TIMELINE_NAME)
@@ -226,8 +226,8 @@ def _write(job: MemberJob) -> Member:
 def _start_method() -> Literal["fork", "spawn"]:
     """Return the start method for processes: ``fork``, or ``spawn`` if this process has threads.
 
-    A forked process starts faster, because it imports nothing. But it copies locks held by threads, and
-    has no threads to release them.
+    Forked processes start faster, because they import nothing. But they copy locks that threads hold, without
+    threads to release them.
     """
     try:
         return "fork" if len(list(_THREADS.iterdir())) == 1 else "spawn"
@@ -259,7 +259,7 @@ def _header(base_ns: int) -> bytes:
 
 
 def _footer(inputs: StepInputs, plan: list[MemberJob], members: list[Member], problems: list[str]) -> bytes:
-    """Return the end of the file, which closes the list of events and lists the sources."""
+    """Return the end of the file: the end of the list of events, and the list of sources."""
     about = {
         "schema_version": SCHEMA_VERSION,
         "step": inputs.step,
@@ -303,7 +303,7 @@ def stage_windows(inputs: StepInputs, names: Iterable[str]) -> tuple[tuple[int, 
 def select_ranks(inputs: StepInputs, ranks: str) -> StepInputs:
     """Return the step with only the lanes of these ranks, e.g. ``0,8-15``.
 
-    Ranks are counted within the role; for a rollout engine, within the replica.
+    Ranks are numbers within the role; for a rollout engine, within the replica.
 
     Raises:
         ConfigError: ``ranks`` is not a list of ranks, or selects nothing.

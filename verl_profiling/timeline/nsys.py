@@ -1,4 +1,4 @@
-"""Moves the reports of Nsight Systems into the step folders, and converts exported ones into Chrome traces.
+"""Moves reports of Nsight Systems into step folders, and converts exported reports into Chrome traces.
 
 Nsight Systems omits empty tables, so each table of an export is optional. Schema:
 https://docs.nvidia.com/nsight-systems/UserGuide/index.html ("SQLite Schema Reference").
@@ -26,13 +26,13 @@ _TOOL = "nsys"
 
 
 class Collected(NamedTuple):
-    """The result for the report of one range.
+    """The result of collecting the report of one range.
 
     Attributes:
         path: The report (or the trace made from it), relative to the run's folder.
-        status: ``ok``: the report is in its step folder. ``truncated``: the same, but the process ended
-            inside the range. ``missing``: there is no report yet. ``damaged``: the list of ranges is
-            damaged, or the report cannot be moved or exported.
+        status: ``ok``: the report is in its step folder. ``truncated``: the process ended inside the range.
+            ``missing``: there is no report yet. ``damaged``: the list of ranges is damaged, or the report
+            cannot be moved or exported.
         reason: Reason for any status but ``ok``.
     """
 
@@ -69,7 +69,7 @@ def collect(run: Path, *, export: bool = False) -> list[Collected]:
         for output, ranges in known.items()
     }
     if not any(processes.values()) and not collected:
-        raise TraceFormatError(run, "holds no file of the nsys tool; was anything recorded with it?")
+        raise TraceFormatError(run, "holds no file of the nsys tool; did the run record with this tool?")
     for output, ranges in processes.items():
         for noted in ranges:
             report = _finished_report(output, noted.number, len(ranges))
@@ -85,9 +85,9 @@ def collect(run: Path, *, export: bool = False) -> list[Collected]:
 
 
 def read_ranges(folder: Path) -> tuple[dict[Path, list[NsysRange]], list[Collected]]:
-    """Return the ranges of every process by the stem of its reports' names, and the lines that are damaged.
+    """Return the ranges of all processes by the stem of their reports' names, and the damaged lines.
 
-    A process that was killed leaves half a line; the whole ones hold.
+    A killed process may leave half a line; complete lines are still valid.
     """
     found, damaged = {}, []
     for path in sorted(folder.glob(f"*{NOTES_SUFFIX}")):
@@ -96,7 +96,7 @@ def read_ranges(folder: Path) -> tuple[dict[Path, list[NsysRange]], list[Collect
             try:
                 noted = msgspec.json.decode(line, type=NsysRange)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                problem = f"a line is torn, and the range it noted is lost: {error}"
+                problem = f"a line is incomplete, and its range is lost: {error}"
                 damaged.append(Collected(f"{NSYS_FOLDER}/{path.name}", "damaged", problem))
                 continue
             latest[noted.number] = noted
@@ -106,18 +106,18 @@ def read_ranges(folder: Path) -> tuple[dict[Path, list[NsysRange]], list[Collect
 
 
 def _finished_report(output: Path, number: int, of: int) -> Path | None:
-    """Return the report of a range, if it exists; Nsight Systems does not number a single report."""
+    """Return the existing report of a range; Nsight Systems does not number a single report."""
     names = [f"{output.name}.{number}{REPORT}", *([f"{output.name}{REPORT}"] if of == 1 else [])]
     return next((path for path in map(output.with_name, names) if path.is_file()), None)
 
 
 def _fetch(run: Path, noted: NsysRange, report: Path | None, export: bool) -> Iterator[Collected]:
-    """Move the report of a range into its step folder, and convert it if it is exported."""
+    """Move the report of a range into its step folder, and convert an exported report."""
     folder, target = named_file(run, noted.folder), named_file(run, f"{noted.folder}/{noted.artifact}")
     if not target.name.endswith(REPORT):
         raise TraceFormatError(target, f"is not a name of a report, which ends with {REPORT}")
     if not folder.is_dir():
-        yield Collected(f"{noted.folder}/{noted.artifact}", "missing", "its step folder is gone")
+        yield Collected(f"{noted.folder}/{noted.artifact}", "missing", "the step folder was removed")
         return
     database = target.with_suffix(".sqlite")
     if report is not None:
@@ -154,7 +154,7 @@ def _export(report: Path, database: Path) -> None:
 def _entered(
     folder: Path, noted: NsysRange, file: Path | None, reason: str, events: int | None = None
 ) -> Collected:
-    """Enter a range's artifact, or the trace made from it, into the step's manifest, if there is one."""
+    """Add the artifact of a range, or the converted trace, to the step's manifest, if there is one."""
     workers = read_manifest(folder).workers if (folder / MANIFEST_NAME).exists() else []
     for worker in workers:
         artifacts = {artifact.path: artifact for artifact in worker.artifacts}
@@ -214,7 +214,7 @@ _TABLES = {
         f"WHERE eventType IN ({_PUSH_POP}, {_START_END}) AND end IS NOT NULL",
     ),
 }
-"""By table: category of its events, and the query for name, begin, end, process, thread and arguments."""
+"""The event category of each table, and the query for name, begin, end, process, thread and arguments."""
 
 
 def convert_nsys(database: Path, output: Path, metadata: Mapping[str, Any]) -> int:
@@ -263,7 +263,7 @@ def _session_start_ns(connection: sqlite3.Connection) -> int:
     start = row[0] if row else 0
     if type(start) is int and 0 <= start <= MAX_NS:
         return start
-    raise sqlite3.DataError(f"{start!r:.40} is not the time of its start")
+    raise sqlite3.DataError(f"{start!r:.40} is not the start time of the session")
 
 
 def _events(connection: sqlite3.Connection) -> Iterator[dict[str, Any]]:

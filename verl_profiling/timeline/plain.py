@@ -1,4 +1,4 @@
-"""Reads role, rank and step of trace files that have no manifest.
+"""Reads role, rank and step of plain traces, which have no manifest.
 
 Sources are the process names in the trace, and the file names of verl
 (``<role>/[prefix_]prof_rank-<r>.json.gz``), vLLM (``rank<r>.<ns>.pt.trace.json.gz``), SGLang
@@ -50,8 +50,8 @@ class _PlainTrace(Source, frozen=True, kw_only=True):
     """A trace without a manifest.
 
     Attributes:
-        process: Its process.
-        name: Its path, relative to the folder of the capture.
+        process: Process of the trace.
+        name: Path of the trace, relative to the folder of the capture.
     """
 
     process: _Process
@@ -59,13 +59,13 @@ class _PlainTrace(Source, frozen=True, kw_only=True):
 
 
 def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceFormatError]]:
-    """Return the traces at or below some paths, by the step number in their names, and unreadable traces.
+    """Return the traces at or below paths by the step number in their names, and the unreadable traces.
 
-    If all paths are files, they are one capture, whatever their names. In folders, JSON files that are no
-    traces are ignored, and so are timelines written by ``merge``.
+    If all paths are files, the files are one capture, independent of their names. In folders, timelines
+    written by ``merge`` and JSON files other than traces are ignored.
 
     Raises:
-        TraceFormatError: A path is a file that is no trace, or a folder without traces.
+        TraceFormatError: A path is a file other than a trace, or a folder without traces.
     """
     if not paths:
         return [], []
@@ -94,7 +94,7 @@ def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceForm
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Yield a file itself, or the JSON files and logs below a folder, without hidden ones."""
+    """Yield a file itself, or the JSON files and logs below a folder, without hidden files."""
     if not path.is_dir():
         yield path
         return
@@ -156,7 +156,7 @@ def _described(path: Path, name: str) -> _PlainTrace:
         return _described_log(path, name)
     trace = Trace(path)
     if TIMELINE_MARK in trace.metadata:
-        raise TraceFormatError(path, "is a timeline that merge wrote; name the traces that it was made of")
+        raise TraceFormatError(path, "is a timeline written by merge; give the original traces")
     chunks = trace.chunks(_HEAD_BYTES)
     head = next(chunks, [])
     if not head and not trace.metadata:
@@ -202,7 +202,9 @@ def _described_log(path: Path, name: str) -> _PlainTrace:
 
 
 def _rank(trace: Trace, name: str) -> int:
-    """Return the rank from the trace, else from torch_npu's ``profiler_info`` file, else from its name."""
+    """Return the rank from the trace, else from torch_npu's ``profiler_info`` file, else from the
+    file name.
+    """
     if trace.rank is not None:
         return trace.rank
     beside = trace.path.parent.parent if trace.path.name == _NPU_TRACE else None
@@ -224,7 +226,7 @@ def _process(trace: Trace, head: list[Event]) -> _Process:
 
 
 def _distinct(traces: list[_PlainTrace]) -> list[Source]:
-    """Give files of the same lane, but of different processes, separate lanes, e.g. ``actor_rank0.2``."""
+    """Give files of one lane, but of different processes, separate lanes, e.g. ``actor_rank0.2``."""
     owners: dict[str, list[_Process]] = {}
     result: list[Source] = []
     for trace in sorted(traces, key=lambda trace: trace.name):

@@ -1,8 +1,8 @@
-"""Processes, threads and rows of the timeline: their ids and names, and what the manifest draws on them.
+"""Processes, threads and rows of the timeline: ids, names, and events from the manifest.
 
-The manifest draws stages and calls of the loop, workers' stages, engines' requests, and arrows. Hundreds of
-requests may overlap, so the requests of an engine form a process of their own. Arrows lead from the
-``generate`` spans of trajectories to their requests.
+Events from the manifest are stages and calls of the loop, stages of workers, requests of engines, and arrows.
+Hundreds of requests may overlap, so the requests of an engine are a process of their own. Arrows lead from
+the ``generate`` spans of trajectories to their requests.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TRAJECTORIES_PID = LANE_PIDS - 2
 """Offset of the process of a worker's trajectories among a lane's process ids."""
 
 STAGES_TID = 1 << 23
-"""Thread id of the stages' lane in a worker's process; Linux assigns none above 2^22."""
+"""Thread id of stages in a worker's process, above the thread ids of Linux (2^22)."""
 
 TOOL_TID = STAGES_TID + 2
 """Thread id of the starts and stops of a worker's tool."""
@@ -91,14 +91,14 @@ def draw(
     end_ns: int,
     about: Mapping[str, object] | None = None,
 ) -> Event:
-    """Return a slice; a begin before the timeline's is moved to the timeline's.
+    """Return a slice; a begin before the timeline is moved to the begin of the timeline.
 
     Args:
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
         pid: Process.
         tid: Thread, or row.
         category: Category.
-        name: Name; a long one is shortened.
+        name: Name; long names are shortened.
         begin_ns: Begin (unix ns).
         end_ns: End (unix ns).
         about: Arguments of the slice.
@@ -110,7 +110,7 @@ def draw(
 
 
 def packed_rows(spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Return a row for each span (begin, end), the lowest free one, so that no spans of a row overlap."""
+    """Return the lowest free row for each span (begin, end), so that no spans of a row overlap."""
     rows = [0] * len(spans)
     busy: list[tuple[int, int]] = []  # end, row
     free: list[int] = []
@@ -124,14 +124,14 @@ def packed_rows(spans: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def nested_rows(spans: Iterable[_Span], is_child: Callable[[_Span, _Span], bool]) -> list[int]:
-    """Return a row for each span, in which it overlaps none that it is not nested in.
+    """Return a row for each span, so that spans of a row are nested or do not overlap.
 
-    A span has the row of its parent if it is the innermost there and encloses the span, else the first free
-    row. There are at most 64 rows; further concurrent spans share the last one.
+    A span has the row of its parent, if the parent is the innermost span there and encloses the span, else
+    the first free row. There are at most 64 rows; further concurrent spans share the last row.
 
     Args:
         spans: The spans, parents before their children.
-        is_child: Returns whether the first span is a child of the second.
+        is_child: Function that returns whether the first span is a child of the second.
     """
     rows: list[list[_Span]] = []  # open spans of each row, outermost first
     found = []
@@ -158,7 +158,7 @@ def nested_rows(spans: Iterable[_Span], is_child: Callable[[_Span, _Span], bool]
 
 
 def stages_by_row(spans: Iterable[StageSpan]) -> Iterator[tuple[StageSpan, int]]:
-    """Yield stages in order of begin, each with its row; a parent is of the depth above."""
+    """Yield stages in order of begin, each with its row; the depth tells the parent."""
     ordered = sorted(spans, key=lambda span: (span.begin_ns, span.depth, -span.end_ns))
     rows = nested_rows(ordered, lambda span, around: around.depth == span.depth - 1)
     return zip(ordered, rows, strict=True)
@@ -173,10 +173,10 @@ class Processes:
 
     Repeated metadata is kept once.
 
-    Processes beyond the ids of a lane share its last one.
+    Processes beyond the ids of a lane share the last id of the lane.
 
     Attributes:
-        known: New id by the trace's own id.
+        known: Process ids of the timeline by the ids of the trace.
     """
 
     def __init__(self, pid: int, title: str, lane_index: int) -> None:
@@ -185,7 +185,7 @@ class Processes:
         Args:
             pid: First process id of the lane.
             title: Title of the lane.
-            lane_index: Index of the trace among those of the same lane.
+            lane_index: Index of the trace among the traces of the lane.
         """
         self.known: dict[int | str | None, int] = {}
         self._pid = pid
@@ -198,14 +198,14 @@ class Processes:
         self._metadata: dict[tuple[str, int | str | None, int | str | None, bytes], Event] = {}
 
     def find_host(self, events: list[Event]) -> None:
-        """Choose the host process: the one with most host events among the first events of a trace."""
+        """Choose the host process: the process with most host events among the first events of a trace."""
         counts = Counter(event.pid for event in events if event.ph == "X" and is_host(event))
         self._host = max(counts, key=counts.__getitem__, default=None)
 
     def assign(self, event: Event) -> int:
         """Return the new id for the process of an event, at the process's first event.
 
-        Kineto's own marks would span all processes of the timeline, so they go to a thread of the host
+        Marks of Kineto itself would span all processes of the timeline, so the marks get a thread of the host
         process.
         """
         old, title = event.pid, self._title
@@ -229,7 +229,7 @@ class Processes:
         return new
 
     def note(self, event: Event) -> None:
-        """Keep a metadata event, unless it is a repetition."""
+        """Keep a metadata event, unless it is repeated."""
         arguments = bytes(event.args)  # a copy: a view would keep the whole block in memory
         key = (event.name, event.pid, event.tid, arguments)
         if key not in self._metadata:
@@ -239,7 +239,8 @@ class Processes:
     def names(self) -> list[Event]:
         """Return the metadata that names all processes with events, and their threads.
 
-        A device's name includes its label; any other process but the host also includes its own name.
+        A device's name includes its label. The names of other processes, except the host's, include their own
+        names.
         """
         events: list[Event] = []
         said: dict[int, dict[str, str]] = {}
@@ -304,13 +305,13 @@ def controller_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int)
         if worker.tool_spans:
             events.append(name_thread(pid, TOOL_TID, "tool"))
         for tool in worker.tool_spans:
-            name, of = f"{tool.name} the tool", {"stage": tool.stage} if tool.stage else {}
+            name, of = f"{tool.name} of the tool", {"stage": tool.stage} if tool.stage else {}
             events.append(draw(base_ns, pid, TOOL_TID, "capture", name, tool.begin_ns, tool.end_ns, about=of))
     return [*events, *chain.from_iterable(stages.values()), *_arrows(stages)]
 
 
 def _stages(spans: Iterable[StageSpan], base_ns: int, pid: int) -> list[Event]:
-    """Draw stages; those that overlap without nesting are on separate threads, which are named."""
+    """Draw stages; stages that overlap without nesting are on separate, named threads."""
     events, rows = [], set[int]()
     for span, row in stages_by_row(spans):
         about = {"failed": True} if span.failed else {}
@@ -328,7 +329,7 @@ def _end_us(span: Event) -> float:
 def _arrows(stages: dict[str, list[Event]]) -> list[Event]:
     """Return arrows from the controller's stages to the workers' stages of the same name inside them.
 
-    If several such stages of the controller are open, the arrow starts at the latest.
+    If several stages of the controller with this name are open, the arrow starts at the latest.
     """
     arrows: list[Event] = []
     opened: dict[str, list[Event]] = {}  # by name
@@ -370,8 +371,8 @@ def joined(
 ) -> dict[int, Request]:
     """Return the request of each span, by the span's number; spans without a request are left out.
 
-    Several requests may have the span's request id, e.g. after a retry. Of the last one before the span's
-    begin and the first one after it, the span gets the one with the larger overlap.
+    Several requests may have the span's request id, e.g. after a retry. The candidates are the last request
+    before the span's begin and the first request after it; the larger overlap decides.
 
     Args:
         spans: (number, request id, begin, end) of each span, in unix ns.
@@ -404,11 +405,11 @@ def request_rows(worker: CaptureResult) -> list[int]:
 
 
 def request_events(worker: CaptureResult, pid: int, base_ns: int, keep: Keep) -> tuple[list[Event], int]:
-    """Return the slices of an engine's requests, in a process of their own, and the number left out.
+    """Return the slices of an engine's requests, in a process of their own, and the number of omitted slices.
 
     Args:
         worker: The engine.
-        pid: First process id of its lane.
+        pid: First process id of the engine's lane.
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
         keep: Selection of the slices.
     """
@@ -453,11 +454,11 @@ def request_arrow(
     head: tuple[int, int],
     base_ns: int,
 ) -> tuple[Event, Event]:
-    """Return an arrow from a span to its request: its two ends.
+    """Return the two ends of an arrow from a span to its request.
 
-    The head is 1 us before the request; Perfetto attaches it to the next slice. At the request's own begin,
-    it would attach the head to the request's first part. If the tail is later than the request's begin (clock
-    error), the head is 1 us after the tail.
+    The head is 1 us before the request, and Perfetto attaches the head to the next slice. At the request's
+    begin, Perfetto would attach the head to the first part of the request. If the tail is later than the
+    request's begin (clock error), the head is 1 us after the tail.
 
     Args:
         number: Number of the arrow in the timeline.

@@ -19,7 +19,7 @@ _ROLE_ORDER = ("controller", "actor", "critic", "ref", "reward", "rollouter", "a
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of one lane: a trace, or a log of trajectories.
+    """One file of one lane: a trace or a trajectory log.
 
     Attributes:
         path: The file.
@@ -49,7 +49,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_log(self) -> bool:
-        """Whether the file is a log of trajectories."""
+        """Whether the file is a trajectory log."""
         return self.path.name.endswith(LOG_SUFFIX)
 
     @property
@@ -60,7 +60,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sorted_sources(sources: Iterable[Source]) -> list[Source]:
-    """Return sources in the order of their lanes: by role, replica, rank, then file name."""
+    """Return sources sorted by role, replica, rank and file name."""
 
     def key(source: Source) -> tuple[int, str, int, int, str]:
         order = _ROLE_ORDER.index(source.role) if source.role in _ROLE_ORDER else len(_ROLE_ORDER)
@@ -71,7 +71,7 @@ def sorted_sources(sources: Iterable[Source]) -> list[Source]:
 
 TIMELINE_NAME = "timeline.json.gz"
 TIMELINE_MARK = "verlProfilingTimeline"
-"""Top-level JSON key that marks a file as a merged timeline, not a trace."""
+"""Top-level JSON key of merged timelines, which traces do not have."""
 
 _LABEL = 80
 
@@ -88,7 +88,8 @@ class StepInputs(msgspec.Struct, kw_only=True):
         absent: Sentences on artifacts and workers that are missing.
         limits: Limits on reading each trace.
         communication: Regular expressions of further communication kernels.
-        unfinished: Why the capture did not end, e.g. because it still runs; empty if it ended.
+        unfinished: Reason why the capture has no end, e.g. that the job still runs; empty for a complete
+            capture.
         name: Path of a single plain trace, shown after the step's number.
         label: Part of result names, if several steps share ``directory``, e.g. ``step_000012``.
     """
@@ -112,7 +113,7 @@ class StepInputs(msgspec.Struct, kw_only=True):
 
     @property
     def logs(self) -> list[Source]:
-        """The logs of trajectories."""
+        """The trajectory logs."""
         return [file for file in self.files if file.is_log]
 
     @property
@@ -133,7 +134,7 @@ class StepInputs(msgspec.Struct, kw_only=True):
 
 
 def short_label(text: str) -> str:
-    """Return a text as part of a file name (at most 80 characters); a hash keeps changed texts distinct."""
+    """Return a text as part of a file name, with at most 80 characters; a hash replaces lost characters."""
     label = re.sub(r"[^\w.,+-]", "_", text)
     if label == text and len(label) <= _LABEL:
         return label
@@ -196,7 +197,7 @@ def one_by_one(inputs: StepInputs) -> list[StepInputs]:
 
 
 def _in_order(spans: Sequence[StepSpan]) -> bool:
-    """Return whether steps follow each other without overlap; otherwise the capture cannot be split."""
+    """Return whether the steps do not overlap; only then can the capture be split."""
     follows = (a.step < b.step and a.end_ns <= b.begin_ns for a, b in pairwise(spans))
     return all(follows) and all(span.begin_ns <= span.end_ns for span in spans)
 
@@ -206,7 +207,9 @@ def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
     begin_ns, end_ns, next_ns = span.begin_ns, span.end_ns, later[0].begin_ns if later else MAX_NS
 
     def drives(begun: ToolSpan | Rpc) -> bool:
-        """Return whether a tool span or RPC is of this step: the last begun before it, else the first."""
+        """Return whether a tool span or RPC belongs to this step: the last step begun before it, else the
+        first.
+        """
         return (not index or begin_ns <= begun.begin_ns) and begun.begin_ns < next_ns
 
     def clipped(stages: Iterable[StageSpan]) -> list[StageSpan]:

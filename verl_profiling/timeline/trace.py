@@ -1,15 +1,14 @@
-"""Streaming, typed reader of Chrome trace files, in bounded memory whatever their size.
+"""Reads Chrome trace files of any size as a stream of typed events, in bounded memory.
 
-It reads traces of torch (2.1 and later), vLLM, SGLang, torch_npu (``trace_view.json``) and this
-package: an object with ``traceEvents`` or a bare list of events, compressed or not.
+Traces may be from torch (2.1 and later), vLLM, SGLang, torch_npu (``trace_view.json``) and this package. A
+file has an object with ``traceEvents`` or a bare list of events, compressed or not.
 
-Clocks: ``unix_ns = base_ns + round(ts * 1000)``. torch from 2.4 on writes
-``baseTimeNanoseconds``. Older torch and torch_npu write absolute microseconds, which a double
-resolves to 0.25 us only. So absolute times are parsed as decimals, and made relative to a base
-computed from the first event.
+Clocks: ``unix_ns = base_ns + round(ts * 1000)``. torch from 2.4 on writes ``baseTimeNanoseconds``. Older
+torch and torch_npu write absolute microseconds, which a double resolves to 0.25 us only. So absolute times
+are parsed as decimals, and converted relative to the time of the first event.
 
-A small compressed file can unpack to any number of bytes, so :class:`Limits` bounds the content. Reading
-stops at a limit; the content up to there is kept, and a warning is added.
+A small compressed file can unpack to any size, so :class:`Limits` bounds the content. Reading stops at a
+limit with a warning, and the content up to the limit is kept.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from verl_profiling.memory import available_bytes, own_bytes
 from verl_profiling.units import byte_size
 
 BLOCK_BYTES = 1 << 18
-"""Size of a block, small enough for a core's L2 cache."""
+"""Size of a block in bytes, small enough for a core's L2 cache."""
 
 _READ_BYTES = 1 << 16
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -53,7 +52,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None
 
     def reached(self, events: int) -> str:
-        """Return a sentence if this process is over its memory limit, else ``""``."""
+        """Return a sentence if this process exceeds its memory limit, else ``""``."""
         allowed = _allowed_bytes() if self.memory_bytes is None else self.memory_bytes
         if (used := own_bytes() or 0) <= allowed:
             return ""
@@ -72,8 +71,8 @@ def _allowed_bytes() -> int:
 class Blocks:
     """The uncompressed content of one file, in blocks of at most ``BLOCK_BYTES``; the first block is small.
 
-    A gzip file may have several members (RFC 1952, section 2.2). Iterating over a damaged file does
-    not raise: it ends early, and :attr:`damage` has the reason.
+    A gzip file may have several members (RFC 1952, section 2.2). Iteration over a damaged file ends early
+    without an exception, and :attr:`damage` has the reason.
 
     Attributes:
         path: The file.
@@ -196,7 +195,9 @@ class Event(msgspec.Struct, gc=False, omit_defaults=True):
     args: msgspec.Raw = NO_ARGS
 
     def said(self, key: str) -> str:
-        """Return an argument as text; ``""`` if it is missing, or neither a string nor an integer."""
+        """Return an argument as text; ``""`` for a missing argument, or one that is neither string nor
+        integer.
+        """
         try:
             return str(_TEXT.decode(_ARGUMENTS.decode(self.args)[key]))
         except (*UNDECODABLE, KeyError):
@@ -204,7 +205,7 @@ class Event(msgspec.Struct, gc=False, omit_defaults=True):
 
 
 class AbsoluteEvent(Event):
-    """An event of a trace without a base; ``ts`` is an exact decimal until it is made relative to a base."""
+    """An event of a trace with absolute times; ``ts`` is an exact decimal before its conversion."""
 
     ts: Decimal | None = None  # type: ignore[assignment]  # converted to a float before the event is handed out
 
@@ -214,17 +215,17 @@ class Trace:
 
     Attributes:
         path: The file.
-        metadata: The top-level keys before ``traceEvents``, and ``baseTimeNanoseconds`` wherever it is.
-        base_ns: Unix nanoseconds of ``ts == 0``. For a file without a base it is 0 until the first
-            event with a time has been read.
-        warnings: Sentences on unreadable parts, each with its byte; complete when :meth:`chunks` ends.
-        truncated: Whether reading ended before the last event; the last warning then has byte and reason.
+        metadata: The top-level keys before ``traceEvents``, and ``baseTimeNanoseconds`` from any place.
+        base_ns: Unix nanoseconds of ``ts == 0``. For a file without a base, 0 until the first event with a
+            time is read.
+        warnings: Sentences on unreadable parts, each with its byte offset; complete after :meth:`chunks`.
+        truncated: Whether reading ended before the last event; the reason is in the last warning.
         events: Number of events read so far.
-        skipped: Number of invalid events; only the first of them has a warning.
+        skipped: Number of invalid events; only the first one has a warning.
     """
 
     def __init__(self, path: Path, limits: Limits | None = None) -> None:
-        """Open the file and read what precedes the events.
+        """Open the file, and read the header before the events.
 
         Raises:
             TraceFormatError: The file cannot be read, or is not a trace.
@@ -252,7 +253,7 @@ class Trace:
 
     @property
     def rank(self) -> int | None:
-        """Rank of the process in ``torch.distributed``, if the trace has it."""
+        """Rank of the process in ``torch.distributed``, if known from the trace."""
         info = self.metadata.get("distributedInfo")
         rank = info.get("rank") if isinstance(info, dict) else None
         return rank if type(rank) is int and 0 <= rank <= _MAX_RANK else None
@@ -299,11 +300,11 @@ class Trace:
             end = self._buffer.rstrip()[-1:] or end
             self._drop(len(self._buffer))
         if self.skipped > 1:
-            self._warn(self._consumed, f"skipped {self.skipped:,} things in all")
+            self._warn(self._consumed, f"skipped {self.skipped:,} invalid events in all")
         if self._blocks.damage:
             self._stop(self._blocks.position, self._blocks.damage)
         elif closed and end != (b"}" if self._is_object else b"]"):
-            self._stop(self._consumed, "the file is cut off behind its events")
+            self._stop(self._consumed, "the file is cut off after its events")
 
     def _read_header(self) -> dict[str, Any]:
         while self._fill(len(self._buffer) + 1):
@@ -355,7 +356,7 @@ class Trace:
         self._consumed += count
 
     def _decode(self, end: int, last: bool) -> tuple[list[Event], int]:
-        """Return the events in the first ``end`` bytes of the buffer, and how many bytes were consumed."""
+        """Return the events in the first ``end`` bytes of the buffer, and the number of consumed bytes."""
         text = memoryview(self._buffer)[:end]
         try:
             if not last:
@@ -368,9 +369,10 @@ class Trace:
             return self._decode_each(bytes(text), last)  # the text has the end of the list, or damage
 
     def _decode_each(self, text: bytes, last: bool) -> tuple[list[Event], int]:
-        """Decode events one by one up to the last complete one; return them and the bytes consumed.
+        """Decode events one by one up to the last complete event; return them and the number of consumed
+        bytes.
 
-        Kineto writes ``NaN`` and names in any encoding, which the fast decoder refuses.
+        Kineto may write ``NaN`` and names in any encoding, which the fast decoder refuses.
         """
         events: list[Event] = []
         characters, position = text.decode("latin-1"), 0  # one character per byte, so positions are bytes
@@ -392,7 +394,7 @@ class Trace:
                     events += self._decode_one(piece)
                 except (*UNDECODABLE, ValueError) as error:
                     at = self._consumed + position
-                    self._skip(at, f"skipped something that is not an event ({error})")
+                    self._skip(at, f"skipped an invalid event ({error})")
             position = end
 
     def _decode_one(self, piece: bytes) -> list[Event]:
@@ -409,7 +411,7 @@ class Trace:
         with localcontext(_UNTRAPPED):
             timed = [e for e in events if e.ts is None or -_MAX_DECIMAL <= e.ts <= _MAX_DECIMAL]
             if len(timed) < len(events):
-                self._skip(self._consumed, "skipped an event whose time is none", len(events) - len(timed))
+                self._skip(self._consumed, "skipped an event with an invalid time", len(events) - len(timed))
             for event in timed:
                 if event.ts is None:
                     continue
@@ -433,7 +435,7 @@ class Trace:
 
 @lru_cache(maxsize=1024)
 def _read_end(path: Path, limits: Limits, state: tuple[int, int]) -> dict[str, Any]:
-    """Return the base time if it follows the events (torch 2.3); ``state`` (size, mtime) is a cache key."""
+    """Return the base time from the end of the file (torch 2.3); ``state`` (size, mtime) is a cache key."""
     tail = b""
     for block in Blocks(path, limits):
         tail = block if len(block) >= _TAIL_BYTES else (tail + block)[-_TAIL_BYTES:]
@@ -445,7 +447,7 @@ def _read_end(path: Path, limits: Limits, state: tuple[int, int]) -> dict[str, A
 
 
 def _last_boundary(buffer: bytes) -> int:
-    """Return the end of the last event that is certainly complete, or 0."""
+    """Return the end of the last surely complete event, or 0."""
     for window in (1 << 12, 1 << 16, len(buffer)):
         start = max(0, len(buffer) - window)
         ends = [match.start() + 1 for match in _BOUNDARY.finditer(buffer, start)]

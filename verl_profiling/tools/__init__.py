@@ -1,4 +1,4 @@
-"""Tools by name. A new tool is one module here and one line in ``TOOLS``."""
+"""Tools by name. A new tool needs one module in this folder and one line in ``TOOLS``."""
 
 from __future__ import annotations
 

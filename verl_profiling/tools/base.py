@@ -1,8 +1,7 @@
-"""The interface of a tool, which third parties may implement.
+"""The interface of recording tools, which third parties may implement.
 
-A :class:`Tool` holds options; :meth:`Tool.start` returns a :class:`Recording`, which lives
-until it is stopped. A process has at most one recording of a tool at a time, so neither
-needs locks.
+A :class:`Tool` holds options; :meth:`Tool.start` returns a :class:`Recording`, which lasts until its stop. A
+process has at most one recording of a tool at a time, so no locks are needed.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ class Destination:
     """Where a recording is written, and under which name.
 
     Attributes:
-        folder: The step folder; it exists.
+        folder: The existing step folder.
         lane: Lane of the recording rank, e.g. ``actor_rank0``.
         stage: Stage, in discrete mode.
-        occurrence: Which run of the stage in this step, from 1.
+        occurrence: Number of the stage's run in this step, from 1.
         metadata: Plain values that a tool may store in the artifact.
     """
 
@@ -49,7 +48,7 @@ class Destination:
         return self.folder / artifact_name(self.lane, suffix, self.stage, self.occurrence)
 
     def artifact(self, tool: type[Tool]) -> Artifact:
-        """Return the artifact as it is expected, before anything is written."""
+        """Return the expected artifact."""
         return expected_artifact(self.lane, tool.name, tool.suffix, self.stage, self.occurrence)
 
 
@@ -58,9 +57,9 @@ class Output:
     """One artifact that a recording wrote.
 
     Attributes:
-        artifact: Its state now; ``pending`` when ``finish`` has to run.
-        finish: The rest of the work, such as compression. It runs on a background thread while
-            training continues, and returns the artifact's final state.
+        artifact: The artifact in its current state; ``pending`` before ``finish`` has run.
+        finish: The rest of the work, such as compression. The function runs on a background thread during
+            training, and returns the artifact's final state.
     """
 
     artifact: Artifact
@@ -68,14 +67,13 @@ class Output:
 
 
 class Marks(NamedTuple):
-    """The functions with which a recording shows stages inside its artifact.
+    """The functions with which a recording marks stages inside its artifact.
 
-    Both functions are called for every stage, on the thread that runs it, and may take about a
-    microsecond at most.
+    Both functions are called for every stage, on the stage's thread, and may take about a microsecond.
 
     Attributes:
-        begin: Called with the stage's name when it begins; returns the argument of ``end``, or ``None``.
-        end: Called with the result of ``begin`` when the stage ends.
+        begin: Called with the name of a stage at its begin; returns the argument of ``end``, or ``None``.
+        end: Called with the result of ``begin`` at the end of the stage.
     """
 
     begin: Callable[[str], object]
@@ -87,17 +85,17 @@ class Recording(ABC):
 
     @property
     def marks(self) -> Marks | None:
-        """The functions that show stages inside the artifact; ``None`` if it cannot show them."""
+        """The functions that mark stages inside the artifact; ``None`` for an artifact without marks."""
         return None
 
     def step(self) -> None:
-        """Record that one mini-batch has ended."""
+        """Record the end of a mini-batch."""
 
     def bytes_to_stop(self) -> int | None:
-        """Return the additional memory in bytes that a stop and export would need now; ``None`` if unknown.
+        """Return the additional memory (bytes) that a stop and export would need now; ``None`` if unknown.
 
         Called at the end of stages and mini-batches. If the memory exceeds ``limits.memory_share``, the
-        recording stops there, and its artifact is ``truncated``.
+        recording is stopped, with a ``truncated`` artifact.
         """
         return None
 
@@ -106,8 +104,8 @@ class Recording(ABC):
         """Stop recording and write the artifacts.
 
         Returns:
-            One output per artifact. If nothing was recorded, an artifact whose status is ``empty``
-            and whose reason says why.
+            One output per artifact. If nothing was recorded, an artifact with the status ``empty`` and the
+                reason.
         """
 
     @abstractmethod
@@ -123,15 +121,15 @@ class Recording(ABC):
 
 
 class Tool(ABC):
-    """Something that records a process.
+    """A tool that records a process.
 
     Attributes:
         name: Name in the configuration, in file names and in the manifest.
         suffix: Suffix of the artifacts' names.
         options_class: A frozen dataclass of the tool's options.
         conflicts: Names of tools that cannot record at the same time in one process.
-        starts_process: Whether it has to start the process that it records, as Nsight Systems does.
-        any_thread: Whether a recording may be stopped on another thread than it was started on.
+        starts_process: Whether the tool has to start the recorded process, like Nsight Systems.
+        any_thread: Whether a recording may be stopped on another thread than the thread of its start.
     """
 
     name: ClassVar[str]
@@ -145,7 +143,7 @@ class Tool(ABC):
         self.options = options
 
     def prepare(self) -> None:
-        """Do slow work once, before the first capture: imports, checks.
+        """Do slow work, such as imports and checks, once before the first capture.
 
         Raises:
             ToolUnavailableError: The tool cannot work here; the message says what to install.
@@ -165,17 +163,17 @@ class Tool(ABC):
 
         Raises:
             ToolUnavailableError: The tool cannot work here.
-            CaptureStateError: Something else records this process already.
+            CaptureStateError: Another profiler records this process already.
         """
 
 
 def imported(module: str, tool: str, package: str = "'verl-profiling[train]'") -> Any:
-    """Import a module that a tool needs, and return it.
+    """Import and return a module that a tool needs.
 
     Args:
         module: The module.
         tool: Name of the tool.
-        package: The argument of ``pip install`` that installs it.
+        package: The argument of ``pip install`` for the module.
 
     Raises:
         ToolUnavailableError: The module is not installed, or cannot be loaded.
@@ -195,7 +193,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder, and the folder around it if that leaves it empty."""
+    """Remove a folder, and its parent folder if that is then empty."""
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):  # something else is in it
         folder.parent.rmdir()

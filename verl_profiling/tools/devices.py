@@ -1,6 +1,6 @@
-"""Which device a process computes on, and what may keep torch from recording its kernels.
+"""Finds the devices of a process, and obstacles to recording kernels with torch.
 
-Nothing here starts a device: a process that has not used one says so.
+No function initializes a device; a process that has used no device has none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "NVTX_INJECTION64_PATH"
 NO_INJECTION = "/nonexistent/verl-profiling-no-nvtx-injection.so"
-"""A value that is set, so that no start-up hook fills it in, and that NVTX cannot load."""
+"""A path that NVTX cannot load; a set value also keeps start-up hooks from setting the variable."""
 
 _VARIABLES = {
     "npu": ("ASCEND_RT_VISIBLE_DEVICES",),
@@ -33,7 +33,7 @@ _UUID = re.compile(r"(?:gpu-)?((?:mig-)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{
 
 
 def used_devices() -> list[Device]:
-    """Return the accelerators that this process has used; empty if none, or if nothing says so."""
+    """Return the accelerators that this process has used, as far as known."""
     torch: Any = sys.modules.get("torch")
     found: list[Device] = []
     try:
@@ -50,7 +50,7 @@ def used_devices() -> list[Device]:
                     found.append(msgspec.structs.replace(device, uuid=_uuid(uuid) or device.uuid))
             break
     except Exception as error:  # of a driver or a device, whose state nobody here has caused
-        logger.debug("the devices of this process are not known: %s: %s", type(error).__name__, error)
+        logger.debug("the devices of this process are unknown: %s: %s", type(error).__name__, error)
         return []
     return found
 
@@ -58,7 +58,7 @@ def used_devices() -> list[Device]:
 def given_devices() -> list[Device]:
     """Return the accelerators that Ray reserved for this process, which may compute on a CPU.
 
-    Not while the process exits: Ray, which is asked, would not answer any more.
+    The result is empty at process exit, when Ray no longer replies.
     """
     ray: Any = sys.modules.get("ray")
     try:
@@ -68,7 +68,7 @@ def given_devices() -> list[Device]:
         ids = next((ids for ids in given.values() if ids), ())
         return [_device("cpu", index, str(id)) for index, id in enumerate(ids)]
     except Exception as error:
-        logger.debug("Ray does not say what it gave this process: %s: %s", type(error).__name__, error)
+        logger.debug("Ray does not report the devices of this process: %s: %s", type(error).__name__, error)
         return []
 
 
@@ -76,11 +76,11 @@ def engine_devices(kind: str, ranks: int, numbers: Sequence[int], ids: Sequence[
     """Return the devices of an engine that computes in processes of its own, in order of rank.
 
     Args:
-        kind: What the engine runs on.
-        ranks: Number of its ranks.
-        numbers: Which of the engine's devices each of its first ranks uses; nothing is known of the others.
-        ids: The engine's devices, numbers on this host or UUIDs; ``None`` for those that this process's
-            environment leaves visible, in which case an engine on CPUs has none.
+        kind: Device type of the engine.
+        ranks: Number of ranks of the engine.
+        numbers: Device number of each of the engine's first ranks; the devices of other ranks are unknown.
+        ids: Numbers (on this host) or UUIDs of the engine's devices; ``None`` for the visible devices of this
+            process. Then an engine on CPUs has none.
     """
     visible = (() if kind == "cpu" else _visible(kind)) if ids is None else ids
     every = ids is None and not visible and kind != "cpu"
@@ -107,22 +107,23 @@ def _uuid(text: str) -> str:
 
 
 def injected_cupti() -> str:
-    """Return what is wrong with this process's environment, and the remedy; empty if nothing is.
+    """Return a sentence if the environment of this process makes NVTX load CUPTI, with the remedy; else
+    ``""``.
 
-    CUPTI serves one subscriber in a process. Some images point NVTX at libcupti, which then subscribes at
-    the first NVTX range; torch's profiler comes later, is refused, and records the host alone.
+    CUPTI serves one subscriber per process. In some images, NVTX loads libcupti, which subscribes at the
+    first NVTX range. Then torch's profiler is refused later, and records only the host.
     """
     path = os.environ.get(VARIABLE, "")
     if "cupti" not in PurePath(path).name.lower():
         return ""
     return (
-        f"{VARIABLE}={path} has NVTX take CUPTI, which serves one subscriber, and torch then records no "
-        f"kernels; set {VARIABLE}={NO_INJECTION} where workers are started"
+        f"{VARIABLE}={path} makes NVTX the only subscriber of CUPTI, so torch records no kernels; "
+        f"set {VARIABLE}={NO_INJECTION} where workers are started"
     )
 
 
 def lost_kernels() -> str:
-    """Return what may have kept torch from recording a device, as far as this process can see."""
+    """Return the possible reason why torch recorded no event of a device."""
     return injected_cupti() or (
         "another profiler may hold CUPTI (Nsight Systems, a monitor of the node, an NVTX library named by "
         f"{VARIABLE}), or nothing ran there"

@@ -64,9 +64,8 @@ class NpuOptions:
 
     Attributes:
         activities: The recorded activities.
-        level: How much of the device is recorded. ``level0``: operators; ``level1``: also CANN's
-            calls and AI core metrics; ``level2``: also CANN's runtime and caches; ``none``: mstx
-            ranges only.
+        level: Amount of recorded data of the device. ``level0``: operators; ``level1``: also CANN's calls and
+            AI core metrics; ``level2``: also CANN's runtime and caches; ``none``: mstx ranges only.
         aic_metrics: AI core metrics; by default ``PipeUtilization`` if the level has any.
         stack: Python stacks of every op. Costly.
         shapes: Shapes of the inputs of every op.
@@ -107,10 +106,9 @@ class NpuOptions:
 class NpuTool(Tool):
     """Records with ``torch_npu.profiler``.
 
-    The methods of torch_npu never raise: they print an error and continue. So this tool checks the
-    profiler's state after a start, and the folder after a stop. torch_npu's analysis forks the
-    calling process and changes how that process starts others. So the analysis runs in a separate
-    process while training continues.
+    The methods of torch_npu print errors instead of raising. So this tool checks the profiler's state after a
+    start, and the folder after a stop. torch_npu's analysis forks the calling process, and changes its start
+    method of processes. So the analysis runs in a separate process during training.
     """
 
     name: ClassVar[str] = "npu"
@@ -129,13 +127,13 @@ class NpuTool(Tool):
             )
 
     def start(self, destination: Destination) -> Recording:
-        """Start recording into the folder of this destination."""
+        """Start recording into the folder of a destination."""
         import torch
 
         if torch._C._autograd._profiler_enabled():
             raise CaptureStateError(
                 f"{destination.lane}: another profiler (torch's or torch_npu's) already records this thread, "
-                "and two destroy each other's data; stop that one, or switch one of the two off"
+                "and two destroy each other's data; stop the other one, or switch one of the two off"
             )
         folder = destination.path(self.suffix)
         folder.mkdir(parents=True)
@@ -144,8 +142,8 @@ class NpuTool(Tool):
         if self.options.mini_batches is None and not torch._C._autograd._profiler_enabled():
             profiler.stop()
             raise CaptureStateError(
-                f"{destination.lane}: torch_npu did not start recording into {folder}; it printed why, "
-                "as [ERROR]"
+                f"{destination.lane}: torch_npu did not start recording into {folder}; see the "
+                "[ERROR] that it printed"
             )
         profiler.add_metadata_json("verl_profiling", msgspec.json.encode(destination.metadata).decode())
         return _NpuRecording(profiler, destination, self.options, folder)
@@ -212,7 +210,7 @@ class _NpuRecording(Recording):
             return [output_of_recording(recorded[-1], artifact, self._options)]
         reason = f"torch_npu printed an [ERROR]: {self._folder} is empty"
         if self._options.mini_batches is not None:
-            reason = "the mini-batch window did not open; it counts calls of capture.step()"
+            reason = "the mini-batch window did not open, which counts calls of capture.step()"
         return [Output(artifact.with_status("empty", reason))]
 
     def discard(self) -> None:
@@ -221,10 +219,10 @@ class _NpuRecording(Recording):
 
 
 def output_of_recording(recorded: Path, artifact: Artifact, options: NpuOptions) -> Output:
-    """Return the output of a recording; its analysis runs in the background unless it was done before.
+    """Return the output of a recording; a missing analysis runs in the background.
 
     Args:
-        recorded: The folder that torch_npu made, ``*_ascend_pt``, in the artifact's folder.
+        recorded: The folder ``*_ascend_pt`` of torch_npu in the artifact's folder.
         artifact: The artifact as expected.
         options: Options of the tool.
     """
@@ -240,15 +238,15 @@ def output_of_recording(recorded: Path, artifact: Artifact, options: NpuOptions)
 
 
 def _has_data(recorded: Path, *parts: str) -> bool:
-    """Return whether torch_npu recorded anything of the host (``FRAMEWORK``) or the device (``PROF_*``)."""
+    """Return whether torch_npu recorded data of the host (``FRAMEWORK``) or the device (``PROF_*``)."""
     return any(folder_bytes(found) for part in parts for found in recorded.glob(part))
 
 
 def _analysed(recorded: Path, artifact: Artifact, options: NpuOptions) -> Artifact:
-    """Run torch_npu's analysis on a recording, unless it was done; return the artifact with its status.
+    """Run torch_npu's missing analysis on a recording; return the artifact with its status.
 
-    A rollout engine may have analysed its recording itself. A recording of the host alone is analysed
-    again, because torch_npu converts the host's times with the wrong clock.
+    A rollout engine may have analysed its recording itself. A recording of only the host is analysed again,
+    because torch_npu converts the host's times with the wrong clock.
     """
     results, device = recorded / _RESULTS, "npu" in options.activities
     printed, problem = "", ""
@@ -269,7 +267,7 @@ def _analysed(recorded: Path, artifact: Artifact, options: NpuOptions) -> Artifa
 
 
 def _correct_clock(recorded: Path) -> None:
-    """Give the analysis the clock reading that converts the host's times to wall-clock times.
+    """Write the clock reading with which the analysis converts the host's times to wall-clock times.
 
     The host's times come from ``CLOCK_MONOTONIC_RAW``. If CANN recorded nothing, torch_npu converts
     them with a reading of ``CLOCK_MONOTONIC``, which NTP slews: after some hours of uptime the
@@ -285,9 +283,9 @@ def _correct_clock(recorded: Path) -> None:
 
 
 def _run_analysis(recorded: Path, options: NpuOptions) -> tuple[str, str]:
-    """Run the analysis; return its output, and the reason if it did not finish.
+    """Run the analysis; return its output, and the reason of a failure.
 
-    The analysis forks its process and changes how that process starts others, so it runs in one of its own.
+    The analysis has a process of its own, because it forks and changes the start method of processes.
     """
     command = [sys.executable, "-c", _ANALYSE, str(recorded), ",".join(options.export)]
     with subprocess.Popen(

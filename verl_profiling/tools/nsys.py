@@ -1,8 +1,8 @@
 """The ``nsys`` tool: NVIDIA Nsight Systems, one report per recording.
 
-Nsight Systems has to start the process, and may write reports until the process ends. So
+Nsight Systems has to start the process, and may write reports until the end of the process. So
 :func:`nsys_runtime_env` starts the worker under Nsight Systems. The tool opens and closes ranges, and logs
-each in a file next to the reports. ``verl-profiling collect`` fetches the reports.
+each range in a file next to the reports. ``verl-profiling collect`` fetches the reports.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class NsysOptions:
 
     Attributes:
         trace: APIs that are traced.
-        ranges: Number of ranges that a process will open; by default computed from the schedule and
-            the selected stages.
-        arguments: Further arguments of ``nsys profile``, and other values for those that the tool sets:
-            ``{"gpu-metrics-devices": "all", "cuda-graph-trace": "node", "sample": "process-tree"}``.
+        ranges: Number of ranges that a process opens; by default computed from the schedule and the selected
+            stages.
+        arguments: Further arguments of ``nsys profile``, or other values for the arguments that the tool
+            sets: ``{"gpu-metrics-devices": "all", "cuda-graph-trace": "node", "sample": "process-tree"}``.
     """
 
     trace: tuple[str, ...] = ("cuda", "nvtx", "cublas")
@@ -63,8 +63,8 @@ class NsysOptions:
 class NsysTool(Tool):
     """Opens a range of Nsight Systems per recording, and shows stages as NVTX ranges.
 
-    The tool waits for the GPU when a range opens and when it closes, so that kernels are in the range
-    in which they were launched.
+    The tool waits for the GPU at the begin and end of a range, so that kernels are in the range of their
+    launch.
     """
 
     name: ClassVar[str] = "nsys"
@@ -75,7 +75,7 @@ class NsysTool(Tool):
     options: NsysOptions
 
     def check_machine(self) -> None:
-        """Check that there is an ``nsys`` here, and a CUDA device."""
+        """Check that this machine has ``nsys`` and a CUDA device."""
         if shutil.which("nsys") is None:
             raise ToolUnavailableError(_MISSING)
         self.check_device()
@@ -104,14 +104,14 @@ class NsysTool(Tool):
         return _NsysRecording(self, destination)
 
     def open_range(self) -> None:
-        """Make Nsight Systems record."""
+        """Begin a range that Nsight Systems records."""
         import torch
 
         torch.cuda.synchronize()
         torch.cuda.profiler.start()
 
     def close_range(self) -> None:
-        """Make Nsight Systems stop, and write its report."""
+        """End the range, after which Nsight Systems writes its report."""
         import torch
 
         torch.cuda.synchronize()
@@ -147,7 +147,7 @@ class _NsysRecording(Recording):
 
 
 class Ranges:
-    """The ranges of this process and its children, one at a time, numbered like Nsight Systems does."""
+    """The ranges of this process and its children, one at a time, with the numbers of Nsight Systems."""
 
     def __init__(self) -> None:
         self._opened = 0
@@ -166,7 +166,7 @@ class Ranges:
             )
 
     def check(self, who: str) -> None:
-        """Check that Nsight Systems will record another range, and that it can be recorded in a file.
+        """Check that Nsight Systems records another range, and that the file of ranges can be written.
 
         Raises:
             CaptureStateError: A range is open, or Nsight Systems expects no more ranges.
@@ -175,13 +175,13 @@ class Ranges:
         if self._open is not None:
             raise CaptureStateError(
                 f"{who}: a range is open in this process, for {self._open.artifact}, and Nsight Systems "
-                "would not see another; stop that capture first"
+                "records one range at a time; stop that capture first"
             )
         expected = int(os.environ[_RANGES_VARIABLE])
         if self._opened >= expected:
             raise CaptureStateError(
-                f"{who}: range {self._opened + 1}: Nsight Systems was told to expect {expected} and has "
-                "stopped listening; set tools.nsys.ranges to the number that this process opens"
+                f"{who}: range {self._opened + 1}: Nsight Systems expected {expected} and records no "
+                "further ranges; set tools.nsys.ranges to the number that this process opens"
             )
         self._notes = Path(f"{os.environ[_OUTPUT_VARIABLE]}.{os.getpid()}{NOTES_SUFFIX}")
         if not self._opened:  # an earlier process may have had this id
@@ -189,11 +189,11 @@ class Ranges:
         self._notes.touch()
 
     def note_opened(self, folder: Path, artifact: str) -> None:
-        """Record that a range was opened just now.
+        """Log the begin of a range.
 
         Args:
-            folder: The step folder that it belongs to.
-            artifact: Name of the artifact that its report becomes.
+            folder: Step folder of the range.
+            artifact: Name of the artifact for the report.
         """
         self._opened += 1
         root = self._notes.parent.parent
@@ -202,7 +202,7 @@ class Ranges:
         self._note(self._open)
 
     def note_closed(self, artifact: Artifact, run: Path, *, keep: bool) -> Artifact:
-        """Record that the open range was closed just now; Nsight Systems has yet to write its report.
+        """Log the end of the open range, whose report Nsight Systems writes later.
 
         Args:
             artifact: The artifact as expected.
@@ -210,7 +210,7 @@ class Ranges:
             keep: ``False`` for a warm-up.
 
         Returns:
-            The artifact, ``pending`` until it is collected.
+            The artifact, ``pending`` until the report is collected.
 
         Raises:
             OSError: The record cannot be written.
@@ -242,7 +242,7 @@ def nsys_variables(output: Path, ranges: int) -> dict[str, str]:
     """Return the environment variables with the report names and range count of Nsight Systems.
 
     Args:
-        output: Stem of its reports' names, without the process id.
+        output: Stem of the reports' names, without the process id.
         ranges: Number of ranges that Nsight Systems expects.
     """
     return {_OUTPUT_VARIABLE: str(output), _RANGES_VARIABLE: str(ranges)}
@@ -253,8 +253,8 @@ def nsys_runtime_env(
 ) -> dict[str, Any]:
     """Return the Ray runtime environment that starts a worker under Nsight Systems.
 
-    ``Worker.options(runtime_env=nsys_runtime_env(config, role="actor", last_step=100)).remote(...)``.
-    It is empty for a role that does not record with ``nsys``.
+    ``Worker.options(runtime_env=nsys_runtime_env(config, role="actor", last_step=100)).remote(...)``. The
+    environment is empty for a role without tool ``nsys``.
 
     Args:
         config: The same settings as the callback's.
@@ -298,10 +298,10 @@ def _shell_safe(path: str) -> str:
 
 
 def expected_ranges(role: RoleConfig, schedule: Schedule, last_step: int | None = None) -> int:
-    """Return how many ranges a worker will open; Nsight Systems records no range beyond that number.
+    """Return the number of ranges that a worker opens; Nsight Systems records no further ranges.
 
-    A rollout engine opens one range per step. In discrete mode it opens one per generation, and one
-    generation per step is expected.
+    A rollout engine opens one range per step. In discrete mode, an engine opens one range per generation, and
+    one generation per step is expected.
 
     Args:
         role: Settings of the worker's role.

@@ -32,8 +32,8 @@ class PrecisionOptions:
     Attributes:
         task: ``statistics``: minimum, maximum, mean and norm of every tensor. ``tensor``: the
             tensors themselves. ``structure``: the modules that ran, without values.
-        level: ``L1``: calls of torch functions; ``L0``: modules; ``mix``: both. For modules the
-            worker has to call :func:`watch_model`.
+        level: ``L1``: calls of torch functions; ``L0``: modules; ``mix``: both. To record modules, the worker
+            has to call :func:`watch_model`.
         only: Names of the calls or modules to record, as in msprobe's ``list``.
     """
 
@@ -55,7 +55,7 @@ def watch_model(model: Any) -> None:
     """Set the model whose modules the levels ``L0`` and ``mix`` record in this process.
 
     Args:
-        model: A ``torch.nn.Module``. Only a weak reference to it is kept.
+        model: A ``torch.nn.Module``. Only a weak reference to the model is kept.
     """
     global _model
     _model = weakref.ref(model)
@@ -68,8 +68,8 @@ class PrecisionTool(Tool):
     """Records with ``msprobe.pytorch.PrecisionDebugger``.
 
     A process has one debugger, which is configured once and wraps torch's functions permanently. So
-    the first recording creates it, each start sets folder and step, and each stop restores torch's
-    functions: between recordings the process runs at full speed.
+    the first recording creates the debugger, each start sets folder and step, and each stop restores torch's
+    functions. Between recordings, the process runs at full speed.
     """
 
     name: ClassVar[str] = "precision"
@@ -83,11 +83,11 @@ class PrecisionTool(Tool):
         imported("msprobe.pytorch", self.name, "mindstudio-probe")
 
     def start(self, destination: Destination) -> Recording:
-        """Start recording into the folder of this destination."""
+        """Start recording into the folder of a destination."""
         model = None if _model is None or self.options.level == "L1" else _model()
         if model is None and self.options.level != "L1":
             raise CaptureStateError(
-                f"{destination.lane}: tools.precision.level records modules, but the model is not known; "
+                f"{destination.lane}: tools.precision.level records modules, but the model is unknown; "
                 "call verl_profiling.tools.precision.watch_model(model) once, or set level to L1"
             )
         recording = _PrecisionRecording(_debugger(self.options, destination.lane), destination)
@@ -103,7 +103,7 @@ class _PrecisionRecording(Recording):
         self._file = "construct.json" if debugger.service.config.task == "structure" else "dump.json"
 
     def start(self, model: Any) -> None:
-        """Switch msprobe on; if it raises, it is off afterwards.
+        """Switch msprobe on; after an exception, msprobe is off.
 
         Raises:
             CaptureStateError: msprobe did not start.
@@ -126,7 +126,7 @@ class _PrecisionRecording(Recording):
         self._switch_off()
         artifact = self._destination.artifact(PrecisionTool)
         if not any(map(_holds_data, self._folder.glob(f"step*/*/{self._file}"))):
-            reason = "nothing that msprobe records ran, or nothing that tools.precision.only names"
+            reason = "no recorded function ran, or none in tools.precision.only"
             return [Output(artifact.with_status("empty", reason))]
         return [Output(artifact.with_status("ok", bytes=folder_bytes(self._folder)))]
 
@@ -137,7 +137,7 @@ class _PrecisionRecording(Recording):
             remove_folder(self._folder)
 
     def _switch_off(self) -> None:
-        """Stop msprobe, and clear its remaining data, which would go into the next recording."""
+        """Stop msprobe, and clear its remaining data, which would otherwise be in the next recording."""
         service = self._debugger.service
         try:
             self._debugger.stop()
@@ -147,14 +147,15 @@ class _PrecisionRecording(Recording):
 
 
 _made: tuple[Any, PrecisionOptions] | None = None
-"""The debugger of this process, if this tool made it, and the options it was made with."""
+"""The debugger of this process, if this tool created it, and its options."""
 
 
 def _debugger(options: PrecisionOptions, lane: str) -> Any:
-    """Return the debugger, which the first call creates.
+    """Return the debugger; the first call creates it.
 
     Raises:
-        CaptureStateError: The application has a debugger of its own, or this one has other options.
+        CaptureStateError: The application has a debugger of its own, or the tool's debugger has other
+            options.
     """
     global _made
     from msprobe.pytorch import PrecisionDebugger
@@ -162,7 +163,7 @@ def _debugger(options: PrecisionOptions, lane: str) -> Any:
     if _made is None:
         if PrecisionDebugger._instance is not None:
             raise CaptureStateError(
-                f"{lane}: the application has a PrecisionDebugger of its own, and a process has one; "
+                f"{lane}: the application has a PrecisionDebugger of its own, and a process can have one; "
                 "remove that one, or leave precision out of tool"
             )
         with tempfile.TemporaryDirectory() as folder:
@@ -172,14 +173,14 @@ def _debugger(options: PrecisionOptions, lane: str) -> Any:
     debugger, made_with = _made
     if made_with != options:
         raise CaptureStateError(
-            f"{lane}: this process's PrecisionDebugger was made with {made_with}, and it cannot be made "
+            f"{lane}: this process's PrecisionDebugger was created with {made_with}, and cannot be created "
             "again; give the roles that share a process the same tools.precision"
         )
     return debugger
 
 
 def _holds_data(written: Path) -> bool:
-    """Return whether a file of msprobe has any entry; msprobe writes empty files when it starts."""
+    """Return whether a file of msprobe has entries; msprobe writes empty files at its start."""
     with written.open("rb") as file:
         file.seek(max(0, written.stat().st_size - 16))
         return not file.read().endswith(_NO_DATA)

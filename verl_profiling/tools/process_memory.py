@@ -1,4 +1,4 @@
-"""Peak memory of each stage, and the memory that writing a recording may take."""
+"""Measures the peak memory of each stage, and limits the memory for writing a recording."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SET_BACK = b"5"  # proc_pid_clear_refs(5): resets the peak to the current resid
 
 
 def memory_overrun(needed: int, share: float, workers: int) -> str:
-    """Return why a recording must end because writing it needs too much memory; empty if it may go on.
+    """Return the reason why a recording must end, if writing it would need too much memory; else ``""``.
 
     Args:
-        needed: The additional bytes that writing it needs.
+        needed: The additional bytes that writing the recording needs.
         share: Share of the available memory that the recordings of a host may take.
         workers: Number of captured workers. At most 8 count for this host, unless a launcher sets its number.
     """
@@ -38,17 +38,17 @@ def memory_overrun(needed: int, share: float, workers: int) -> str:
 
 
 class StagePeaks:
-    """Determines for each stage the highest value of a high-water mark while it ran.
+    """Measures the highest value of a high-water mark (e.g. of memory) in each stage.
 
-    The mark is read and reset at the begin and end of every stage, and the value counts for every
-    stage that was open, so stages may nest and overlap.
+    The mark is read and reset at the begin and end of every stage. Each value counts for all open stages, so
+    stages may nest and overlap.
 
     Attributes:
         marks: The marks of a recording, which measure its stages.
 
     Args:
-        take: Returns the peaks by name since its last call, and resets them. Empty if they cannot
-            be reset: no numbers instead of wrong ones.
+        take: Function that returns the peaks by name since its last call, and resets them; empty if they
+            cannot be reset, because the numbers would be wrong.
     """
 
     def __init__(self, take: Callable[[], Mapping[str, int]]) -> None:
@@ -58,13 +58,13 @@ class StagePeaks:
         self._peaks: dict[str, float] = {}
 
     def begin(self, name: str) -> tuple[str, dict[str, int]]:
-        """Record that a stage begins; return its name and its peaks so far."""
+        """Record the begin of a stage; return its name and its peaks so far."""
         self._fold()
         self._open.append((name, {}))
         return self._open[-1]
 
     def end(self, stage: tuple[str, dict[str, int]]) -> None:
-        """Record that a stage ends; of several runs of a stage, the highest peaks are kept."""
+        """Record the end of a stage; of several runs of a stage, the highest peaks are kept."""
         self._fold()
         self._open = [other for other in self._open if other is not stage]
         name, peaks = stage
@@ -73,7 +73,7 @@ class StagePeaks:
             self._peaks[key] = max(self._peaks.get(key, 0.0), float(peak))
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the peaks of the stages that have ended, as ``stage/<name>/<what>``."""
+        """Return the peaks of ended stages, as ``stage/<name>/<what>``."""
         return self._peaks
 
     def _fold(self) -> None:
@@ -85,8 +85,7 @@ class StagePeaks:
 def take_host_peak() -> Mapping[str, int]:
     """Return the peak resident size of this process since the last call, and reset it.
 
-    The mark is the kernel's, so the value that ``getrusage`` returns elsewhere in the process is
-    reset too.
+    The mark belongs to the kernel, so the value of ``getrusage`` is reset for the whole process.
     """
     peak = process_peak_bytes()
     try:

@@ -1,4 +1,4 @@
-"""The ``spans`` tool: no profiler. The session's stage spans are the whole recording."""
+"""The ``spans`` tool, which runs no profiler: stage spans are the whole recording."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SpansTool(Tool):
     options: SpansOptions
 
     def start(self, destination: Destination) -> Recording:
-        """Start measuring peaks if ``peak_rss`` is set; nothing else."""
+        """Start measuring peaks, if ``peak_rss`` is set."""
         return _SpansRecording(StagePeaks(take_host_peak) if self.options.peak_rss else None)
 
 

@@ -1,4 +1,4 @@
-"""The ``torch_memory`` tool: the allocations on the accelerator, as one snapshot per recording."""
+"""The ``torch_memory`` tool: allocations on the accelerator, as one memory snapshot per recording."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ class TorchMemoryOptions:
     """Options of the ``torch_memory`` tool.
 
     Attributes:
-        max_entries: Number of allocations and frees to keep, the latest ones; each takes some
-            kilobytes.
+        max_entries: Number of the latest allocations and frees to keep; each takes some kilobytes.
         steps: Number of captured steps in one history, with the steps between them. Each captured step
             has a snapshot of the history so far. In discrete mode every stage has its own history.
-        oom_folder: Folder for a snapshot of the first allocation that fails while nothing is captured. If
-            set, the history is recorded in every step, captured or not.
+        oom_folder: Folder for a snapshot of the first allocation that fails outside captures. If set, the
+            history is recorded in every step, captured or not.
         peaks: Record the peaks of allocated and reserved bytes of each stage. This resets torch's
             peak statistics at each stage, which changes them for other readers.
     """
@@ -71,7 +70,7 @@ class TorchMemoryTool(Tool):
     options: TorchMemoryOptions
 
     def prepare(self) -> None:
-        """Look for an accelerator; begin the history if it is to be recorded in every step."""
+        """Look for an accelerator; with ``oom_folder``, begin the history of all steps."""
         accelerator = _accelerator()
         if self.options.oom_folder:
             _history.record_every_step(accelerator, self.options)
@@ -117,7 +116,7 @@ class _MemoryRecording(Recording):
         return {**self._metrics, **(self._peaks.metrics() if self._peaks is not None else {})}
 
     def on_oom(self, device: int, wanted_bytes: int) -> None:
-        """Write a snapshot of the state at the first failed allocation; later failures are ignored."""
+        """Write a snapshot at the first failed allocation; later failures are ignored."""
         if self._oom is None:
             oom = self._write(OOM_SUFFIX)
             reason = oom.reason or f"device {device} could not allocate {wanted_bytes} bytes"
@@ -142,11 +141,11 @@ class _MemoryRecording(Recording):
 
 
 class _History:
-    """The only allocation history of this process, which may go on between recordings.
+    """The only allocation history of this process, which may continue between recordings.
 
     Attributes:
         recording: The recording that gets a snapshot of a failed allocation, if any.
-        folder: Folder for that snapshot outside recordings; ``None`` for no snapshot.
+        folder: Folder for the snapshot of a failed allocation outside recordings; ``None`` for no snapshot.
     """
 
     def __init__(self) -> None:
@@ -184,19 +183,19 @@ class _History:
             self._observed = accelerator
 
     def end(self, accelerator: _Accelerator, options: TorchMemoryOptions) -> None:
-        """End the history, unless it goes on until the next recording."""
+        """End the history, unless it continues until the next recording."""
         if not (options.oom_folder or 0 < self._covered < options.steps):
             accelerator.memory._record_memory_history(enabled=None)
             self._ours = False
 
     def record_every_step(self, accelerator: _Accelerator, options: TorchMemoryOptions) -> None:
-        """Begin a history for failed allocations in any step, unless one is recorded already."""
+        """Begin a history for failed allocations in any step, unless there is a history already."""
         if not (self._ours and accelerator.history_enabled()):
             self.begin(accelerator, options, covers_step=False)
         self.folder = Path(options.oom_folder or "")
 
     def _notice(self, device: int, wanted_bytes: int, total_bytes: int, free_bytes: int) -> None:
-        """Handle a failed allocation. The allocator calls this, so it must not raise."""
+        """Handle a failed allocation, without exceptions, because the allocator is the caller."""
         recording = self.recording
         try:
             if recording is not None:
@@ -219,7 +218,7 @@ _history = _History()
 
 
 def _dump(memory: Any, path: Path) -> str:
-    """Write a snapshot, whole or not at all; return why it cannot be written, empty if it was."""
+    """Write a complete snapshot or none; return the reason of a failure, or ``""``."""
     part = path.with_name(f".{path.name}.part")
     try:
         memory._dump_snapshot(str(part))

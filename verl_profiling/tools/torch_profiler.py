@@ -23,7 +23,7 @@ _KINETO_TEXT = {'"': "'", "\\": "/"}
 
 @dataclass(frozen=True, kw_only=True)
 class MiniBatchWindow:
-    """Which mini-batches of one recording are kept, counted by ``capture.step()``.
+    """The mini-batches of a recording to keep, counted by ``capture.step()``.
 
     Attributes:
         wait: Mini-batches that are not recorded.
@@ -44,9 +44,9 @@ class TorchOptions:
         activities: The recorded activities; ``None`` for all that this machine has.
         stack: Record Python stacks of every op. Costly: about three times the events.
         shapes: Record the input shapes of every op.
-        memory: Record allocations. torch then records only the thread that starts the capture, which
-            must therefore be the one that trains: a Ray actor without concurrency has one thread,
-            but ``AsyncProfilingCallback`` calls a local object on other threads.
+        memory: Record allocations. torch then records only the thread that starts the capture, so this must
+            be the thread that trains. A Ray actor without concurrency has one thread, but
+            ``AsyncProfilingCallback`` calls a local object on other threads.
         mini_batches: Keep only a window of mini-batches; ``None`` for everything.
     """
 
@@ -58,11 +58,11 @@ class TorchOptions:
 
     def __post_init__(self) -> None:
         if self.activities is not None and not self.activities:
-            raise ConfigError("activities", "is empty; leave it out to record all that this machine has")
+            raise ConfigError("activities", "is empty; leave it out to record all activities of this machine")
 
 
 def _event_bytes(options: TorchOptions) -> tuple[int, int]:
-    """Return the memory per event in bytes: while it is recorded, and during the stop.
+    """Return the memory per event in bytes, during the recording and during the stop.
 
     Measured with torch 2.13 on a CPU (docs/performance.md). Devices' events are not measured.
     """
@@ -74,10 +74,10 @@ def _event_bytes(options: TorchOptions) -> tuple[int, int]:
 class TorchTool(Tool):
     """Records with ``torch.profiler``.
 
-    torch ties a profiler to the thread that started it: only that thread is recorded, and stopping
-    the profiler elsewhere corrupts the export. The mode ``profile_all_threads`` has neither limit,
-    and is used if torch has it. But it omits memory events, so with ``memory`` the starting thread
-    owns the recording. ``trace_only`` avoids the Python copy of every event, which a trace does not need.
+    torch ties a profiler to the thread that started it: only that thread is recorded, and stopping the
+    profiler elsewhere corrupts the export. The mode ``profile_all_threads`` has neither limit, and is used if
+    torch has this mode. But the mode omits memory events, so with ``memory`` the starting thread owns the
+    recording. ``trace_only`` avoids the Python copy of every event, which a trace does not need.
     """
 
     name: ClassVar[str] = "torch"
@@ -91,7 +91,7 @@ class TorchTool(Tool):
         return not self.options.memory and "profile_all_threads" in _experimental_options()
 
     def prepare(self) -> None:
-        """Do the imports of a profiler's first start in advance; they take seconds."""
+        """Import the modules that a profiler's first start needs, which takes seconds."""
         for module in ("torch.profiler", "torch._inductor.config"):
             imported(module, self.name)
         self._activities()
@@ -102,7 +102,7 @@ class TorchTool(Tool):
         if torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
             raise CaptureStateError(
                 f"{destination.lane}: another torch profiler already records this process, and two at once "
-                "crash it; stop that one, or switch one of the two off"
+                "crash the process; stop the other one, or switch one of the two off"
             )
         window = self.options.mini_batches
         activities = self._activities()
@@ -138,14 +138,14 @@ class TorchTool(Tool):
             have = ", ".join(sorted(activity.name.lower() for activity in supported))
             raise ToolUnavailableError(
                 f"tools.torch.activities: this torch cannot record {', '.join(missing)} here, only {have}; "
-                "leave activities out to record all that there is"
+                "leave activities out to record all of these"
             )
         return wanted
 
 
 @cache
 def _experimental_options() -> frozenset[str]:
-    """Return the experimental options used here that this torch has."""
+    """Return the used experimental options, as far as this torch has them."""
     from torch._C._profiler import _ExperimentalConfig
 
     signature = inspect.getdoc(_ExperimentalConfig.__init__) or ""
@@ -153,7 +153,7 @@ def _experimental_options() -> frozenset[str]:
 
 
 class _ShownNames(dict[str, str]):
-    """Stage names in printable ASCII: Kineto loses other characters, and a quote breaks its JSON."""
+    """Stage names in printable ASCII, because Kineto loses other characters, and a quote breaks its JSON."""
 
     def __missing__(self, name: str) -> str:
         shown = "".join(_KINETO_TEXT.get(c) or (c if " " <= c <= "~" else f"<{ord(c):x}>") for c in name)
@@ -162,11 +162,11 @@ class _ShownNames(dict[str, str]):
 
 @dataclass(eq=False)
 class _TorchRecording(Recording):
-    """Shows stages with torch's own ranges, in the cheapest suitable form.
+    """A recording of torch, which marks stages with the cheapest suitable ranges of torch.
 
-    With an accelerator these are user annotations, which torch repeats above the kernels (about
-    1.6 us each). With the CPU alone there is nothing to repeat, and a fast range is enough (about
-    0.6 us); torch writes it as an operator, and it becomes an annotation in the artifact.
+    With an accelerator, the ranges are user annotations, which torch repeats above the kernels (about 1.6 us
+    each). On CPUs, fast ranges are enough (about 0.6 us), which torch writes as operators. The artifact has
+    annotations in their place.
     """
 
     _profiler: Any
@@ -217,8 +217,8 @@ class _TorchRecording(Recording):
     def stop(self) -> list[Output]:
         if not self._stop():
             raise CaptureStateError(
-                "another torch profiler was started in this process during the capture and took the "
-                "recording over: its profile is kept, this one is lost; switch one of the two off"
+                "another torch profiler was started in this process during the capture and replaced "
+                "the recording: only its profile is kept; switch one of the two off"
             )
         expected = self._destination.artifact(TorchTool)
         window = self._options.mini_batches
@@ -249,7 +249,9 @@ class _TorchRecording(Recording):
         self._stop()
 
     def _stop(self) -> bool:
-        """Stop the profiler and return True; if another one took over, a stop would crash: return False."""
+        """Stop the profiler and return ``True``; return ``False`` if another profiler replaced it, as a stop
+        would crash.
+        """
         if self._started[0] != self._known:
             return False
         self._profiler.stop()
@@ -258,7 +260,9 @@ class _TorchRecording(Recording):
 
 @cache
 def _started_profilers() -> list[int]:
-    """Return a counter of the torch profilers that this process starts; torch reports no second one."""
+    """Return a counter of the torch profilers that this process starts, because torch does not report a
+    second profiler.
+    """
     from torch.autograd import profiler
 
     count, original = [0], profiler._run_on_profiler_start

@@ -1,4 +1,4 @@
-"""Turns the JSON trace of a profiler into a verified, compressed artifact."""
+"""Converts the JSON trace of a profiler into a verified, compressed artifact."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from verl_profiling.tools.devices import lost_kernels
 logger = logging.getLogger(__name__)
 
 CUDA = "cuda"
-"""Type of the devices that torch records with CUPTI or, on ROCm, with its counterpart."""
+"""Type of the devices that torch records with CUPTI, or with its counterpart on ROCm."""
 
 _CHUNK_BYTES = 4 << 20
 _LEVEL = 1  # isal's, from 0 (fastest) to 3 (smallest)
@@ -40,15 +40,15 @@ def output_of_trace(
 ) -> Output:
     """Move a new trace to its final name; ``finish`` of the output compresses and verifies it.
 
-    Profilers have reported success for files that were missing or cut off (a full disk, a folder
-    without write permission), so only the file itself is evidence.
+    Profilers have reported success for missing or cut off files (full disk, folder without write permission),
+    so the file itself is checked.
 
     Args:
         written: The file under its temporary name: JSON, or compressed JSON that ends in ``.gz``.
         final: Path of the compressed artifact, ending in ``.json.gz``.
         expected: The artifact as expected.
         ranges: Names of user annotations that the profiler recorded as operators.
-        device: Type of the device that was in use and must be in the trace; empty for none.
+        device: Type of the used device, whose events must be in the trace; empty for none.
 
     Returns:
         A ``pending`` output whose ``finish`` compresses and verifies, or a final one that is
@@ -77,7 +77,7 @@ def output_of_trace(
 
 
 def _tail(path: Path) -> bytes:
-    """Return the last bytes of a file; none if it cannot be read."""
+    """Return the last bytes of a file; empty for an unreadable file."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
@@ -97,7 +97,7 @@ def _why_not_writable(folder: Path) -> str:
 
 
 def _annotations(names: list[str]) -> re.Pattern[bytes] | None:
-    """Return a pattern for the operators of those names in Kineto's text."""
+    """Return a pattern that matches operators with these names in Kineto's JSON."""
     if not names:
         return None
     alternatives = b"|".join(re.escape(msgspec.json.encode(name)) for name in names)
@@ -109,7 +109,7 @@ def _compressed(
 ) -> Artifact:
     """Compress ``raw`` to ``final``, read it back, and only then remove ``raw``.
 
-    If that fails, the raw file stays and becomes the artifact, so that nothing recorded is lost.
+    After a failure, the raw file is kept and becomes the artifact.
     """
     part = final.with_name(f".{final.name}.part")
     try:
@@ -120,7 +120,7 @@ def _compressed(
                 target.write(piece)
         artifact = _read_through(part, pending, device)
         if artifact.status == "truncated":
-            raise OSError("the compressed file does not read back whole")
+            raise OSError("the compressed file cannot be read back completely")
         part.replace(final)
         raw.unlink()
     except OSError as error:
@@ -134,8 +134,8 @@ def _compressed(
 def _read_through(path: Path, pending: Artifact, device: str) -> Artifact:
     """Read a compressed trace to its end; return its artifact with status and number of events.
 
-    CUPTI, with which torch records kernels, serves one subscriber per process. If another subscriber was
-    first, torch records the host alone and reports no error.
+    torch records kernels with CUPTI, which serves one subscriber per process. If another subscriber was
+    first, torch records only the host, without an error.
     """
     events, spans, tail, lost = 0, 0, b"", device
     size = path.stat().st_size
@@ -151,19 +151,19 @@ def _read_through(path: Path, pending: Artifact, device: str) -> Artifact:
         tail = b""  # cut off inside of the compression
     artifact = pending.with_status("ok", bytes=size, events=events)
     if not _END.search(tail):
-        reason = f"cut off after {size} bytes: the engine did not write it to the end"
+        reason = f"cut off after {size} bytes: the engine did not write the end"
         return artifact.with_status("truncated", reason)
     if not spans:
         return artifact.with_status("empty", "the trace holds no spans")
     if lost:
-        reason = f"{lost} was in use, and no event of it was recorded: {lost_kernels()}"
+        reason = f"{lost} was in use, but none of its events was recorded: {lost_kernels()}"
         logger.warning("%s: %s", artifact.path, reason)
         return artifact.with_status("ok", reason, unrecorded_device=lost)
     return artifact
 
 
 def _pieces(source: BinaryIO) -> Iterator[bytes]:
-    """Yield a file in large pieces, cut before a ``"ph"``, which is the first key of Kineto's events."""
+    """Yield a file in large pieces; cuts are before ``"ph"``, the first key of Kineto's events."""
     rest = b""
     while chunk := source.read(_CHUNK_BYTES):
         events, phase, begun = (rest + chunk).rpartition(_PHASE)

@@ -19,8 +19,8 @@ class TrajectoriesOptions:
     """Options of the ``trajectories`` tool.
 
     Attributes:
-        max_spans: Limit of the spans that a process keeps in a capture, and likewise of trajectories. Each
-            takes about 400 bytes of memory. Those beyond the limit are only counted and reported.
+        max_spans: Maximum number of spans that a process keeps in a capture, and also of trajectories. Each
+            takes about 400 bytes of memory. Further ones are only counted and reported.
     """
 
     max_spans: Positive = 200_000
@@ -38,7 +38,7 @@ class TrajectoriesTool(Tool):
     options: TrajectoriesOptions
 
     def prepare(self) -> None:
-        """Keep trajectories that begin before a capture."""
+        """Remember open trajectories, for captures that begin during a trajectory."""
         keep_trajectories()
 
     def start(self, destination: Destination) -> Recording:
