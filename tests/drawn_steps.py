@@ -53,8 +53,6 @@ class Worker:
     recorded: tuple[float, float] = (0.0, 10.0)
     tool: list[tuple[str, float, float, str | None]] = field(default_factory=list)
     mode: str = "e2e"
-    host: str = ""
-    cores: int = 0
     logged: bool = False
     pending: list[float] = field(default_factory=list)
     devices: list[Device] = field(default_factory=list)
@@ -106,9 +104,7 @@ def drawn_inputs(
     """Write a capture that is drawn by hand, and return what is found of it."""
     results = []
     for worker in workers:
-        identity = WorkerIdentity(
-            role=worker.role, rank=worker.rank, replica=worker.replica, host=worker.host
-        )
+        identity = WorkerIdentity(role=worker.role, rank=worker.rank, replica=worker.replica)
         lane = identity.lane(0)
         place = {"ph": "X", "pid": 0, "tid": 7}
         events = [
@@ -133,7 +129,6 @@ def drawn_inputs(
             CaptureResult(
                 identity=identity,
                 mode=worker.mode,
-                cores=worker.cores,
                 devices=worker.devices,
                 requests_logged=worker.logged,
                 pending_since_ns=[ns(since) for since in worker.pending],

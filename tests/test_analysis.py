@@ -42,7 +42,6 @@ def test_a_step_has_a_report_lanes_and_its_manifest(folder: Path) -> None:
     for lane, row in zip(lanes, report.workers, strict=True):
         assert length(lane.observed) / 1000 == row.span_us
         assert (lane.is_engine, lane.source.rank) == (row.replica is not None, row.rank)
-        assert re.fullmatch(rf"<lane {lane.name}: busy [\d.]+ [mun]?s, observed [\d.]+ m?s>", repr(lane))
 
 
 def test_a_run_lists_its_steps_and_what_holds_for_all(tmp_path: Path) -> None:
@@ -54,7 +53,6 @@ def test_a_run_lists_its_steps_and_what_holds_for_all(tmp_path: Path) -> None:
     assert run.info() is open_run(DATA / "nccl_data.json.gz").info() is None
     assert run.check().ok
     assert not [entry for entry in run.steps()[0].check().artifacts if entry.status != "ok"]
-    assert repr(run.steps()[0]) == f"<captured step 9: 3 traces in {tmp_path / 'step_000009'}>"
 
 
 def test_a_run_has_its_settings(tmp_path: Path) -> None:

@@ -179,9 +179,6 @@ class CapturedRun:
         self.limits = limits
         self.communication = communication
 
-    def __repr__(self) -> str:
-        return f"<captured run in {self.directory}>"
-
     def steps(self) -> list[CapturedStep]:
         """Return the readable steps, in order; warn of each unreadable or incomplete step.
 
@@ -228,9 +225,6 @@ class CapturedStep:
     def __init__(self, inputs: StepInputs) -> None:
         self.inputs = inputs
         self._report: Report | None = None
-
-    def __repr__(self) -> str:
-        return f"<captured {self.inputs.title}: {len(self.inputs.sources)} traces in {self.directory}>"
 
     @property
     def directory(self) -> Path:

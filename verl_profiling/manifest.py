@@ -321,7 +321,6 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
         stages: Spans of the stages it ran, in order of their begin.
         anchors: Clock readings at start and stop.
         tool_spans: When its tools were started and stopped, in order of their end.
-        cores: CPUs of its host; 0 where that is not known.
         notes: Things a user should know, e.g. a selection that matched nothing.
         requests: Inference requests that a rollout engine served, in order of their end.
         policy_versions: Versions of a rollout engine's weights during the capture, in order, if
@@ -351,7 +350,6 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
     stages: list[StageSpan] = []
     anchors: list[ClockAnchor] = []
     tool_spans: list[ToolSpan] = []
-    cores: int = 0
     notes: list[str] = []
     requests: list[Request] = []
     policy_versions: list[int] = []

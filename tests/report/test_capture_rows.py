@@ -28,17 +28,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 
 def test_workers_have_their_numbers_cost_and_clock(report: Report) -> None:
-    """A number of no stage has none; the size of what was still compressed is read from the disk."""
+    """A number of no stage has none."""
     assert report.measures == [
         MeasureRow(worker="actor_rank0", stage="update_actor", name="process_peak_rss_bytes", value=3e9),
         MeasureRow(worker="actor_rank0", stage="", name="throughput", value=2.0),
     ]
-    sizes = {path.name.split(".")[0]: path.stat().st_size for path in Path(report.directory).glob("*.torch*")}
     costs = {row.worker: row for row in report.costs}
-    assert costs["actor_rank0"] == CostRow(
-        worker="actor_rank0", start_s=0.25, stop_s=1.5, bytes=sizes["actor_rank0"]
-    )
-    assert costs["rollout0"].bytes == sizes["rollout0_rank0"]
+    assert costs["actor_rank0"] == CostRow(worker="actor_rank0", start_s=0.25, stop_s=1.5)
     begin_us, end_us = -1e6, 1e6 + 3
     assert report.anchors == [
         AnchorRow(worker="actor_rank0", host="here", begin_us=begin_us, end_us=end_us, set_us=3.0)
@@ -49,17 +45,12 @@ def test_numbers_are_shown_in_their_units(report: Report) -> None:
     """On the terminal; TensorBoard marks the step and has the largest of the workers."""
     shown = printed(report)
     assert re.search(r"actor_rank0 +update_actor +process_peak_rss_bytes +3 GB", shown)
-    assert re.search(r"actor_rank0 +250 ms +1.50 s +\d", shown)
+    assert re.search(r"actor_rank0 +250 ms +1.50 s\b", shown)
     assert re.search(r"actor_rank0 +here +2.00 s +3.00 us", shown)
-    assert "The capture added 500 us to the loop." in " ".join(shown.split())
     found = dict(scalars(report))
     assert found["profiled"] == 1
     assert found["peak/update_actor/process_peak_rss_bytes"] == 3e9
     assert found["peak/throughput"] == 2
-    assert found["capture/added_s"] == pytest.approx(500e-6)
-    assert (found["capture/longest_start_s"], found["capture/longest_stop_s"]) == (0.25, 1.5)
-    assert found["capture/bytes"] == sum(row.bytes for row in report.costs)
-    assert found["clock/largest_set_us"] == 3
 
 
 @pytest.mark.parametrize(

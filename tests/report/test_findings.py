@@ -172,29 +172,23 @@ def test_a_late_replica_is_named(tmp_path: Path) -> None:
     assert late in finding.text
 
 
-@pytest.mark.parametrize(("launch", "advised"), [("cudaLaunchKernel", True), ("cudaGraphLaunch", False)])
-def test_graphs_are_advised_where_none_runs(launch: str, advised: bool, tmp_path: Path) -> None:
+def test_graphs_are_advised_where_the_host_is_slow(tmp_path: Path) -> None:
     kernels: list[Drawn] = [("k", second, second + 0.2) for second in range(10)]
-    calls: list[Drawn] = [(launch, second, second + 0.1) for second in range(10)]
+    calls: list[Drawn] = [("cudaLaunchKernel", second, second + 0.1) for second in range(10)]
     report = report_of(tmp_path, WHOLE, [Worker("actor", stages=WHOLE, kernels=kernels, calls=calls)])
     finding = said(report, "host_bound")
     assert "while their hosts were at work" in finding.text
-    assert ("CUDA graphs" in finding.advice) == advised
-    assert report.workers[0].graphs != advised
+    assert "CUDA graphs" in finding.advice
 
 
 def test_on_cpus_advice_speaks_of_cpus(tmp_path: Path) -> None:
     """Nothing is launched there, and there are no CUDA graphs."""
     operators: list[Drawn] = [("aten::mm", second, second + 0.5) for second in range(10)]
-    workers = [
-        Worker("actor", rank, stages=WHOLE, operators=operators, host="node1", cores=2) for rank in range(3)
-    ]
+    workers = [Worker("actor", rank, stages=WHOLE, operators=operators) for rank in range(3)]
     report = report_of(tmp_path, WHOLE, workers)
     finding = said(report, "host_bound")
     assert "ran no operator while their hosts were at work" in finding.text
     assert not {"CUDA", "launch", "device"} & set((finding.text + finding.advice).replace(".", " ").split())
-    (note,) = (note for note in report.notes if "cores" in note)
-    assert note.startswith("3 lanes share the 2 cores of node1: ")
 
 
 @pytest.mark.parametrize("on_device", [True, False])

@@ -164,7 +164,7 @@ def test_lost_is_one_quantity_with_its_unit_everywhere(tmp_path: Path) -> None:
     of_lanes = [sum(row.lost_us.values()) for row in report.workers]
     assert of_lanes == [row.idle_us + row.waiting_us for row in report.workers] == [2e6, 1e6]
     assert main(["report", str(tmp_path), "--save"]) == 0
-    page, run = ((at / name).read_text() for at, name in ((folder, "report.html"), (tmp_path, "index.html")))
+    page, run = (path.read_text() for path in (folder / "report.html", tmp_path / "index.html"))
     assert "<dt>Lost</dt><dd><strong>3.00 <small>lane-seconds</small></strong>" in page
     assert '<section id="lost">' in page
-    assert "<dt>Lost, median</dt><dd><strong>3.00 <small>lane-seconds</small></strong>" in run
+    assert "lost lane-seconds" in run

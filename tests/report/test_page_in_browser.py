@@ -65,7 +65,7 @@ def test_the_first_screen_has_four_figures_and_the_picture(seen: dict, report: R
     titles, numbers, lines = zip(*seen["figures"], strict=True)
     assert titles == ("Step", "Tokens per second", "Accelerators busy", "Lost")
     assert all(number[0].isdigit() for number in numbers)
-    assert lines[1].startswith(f"{report.throughput.tokens_per_s_per_lane:,.0f} per second and lane")
+    assert lines[1].startswith(f"{report.throughput.tokens_per_s_per_device:,.0f} per second and lane")
     assert seen["pictureFrom"] < 450
     assert {"Lanes over time", "Stages", "Lost", "Workers"} <= set(seen["sections"])
     assert {"Engines", "Stragglers", "Kernels"} <= set(seen["sections"])
@@ -97,8 +97,8 @@ def test_the_pointer_says_what_is_under_it(seen: dict) -> None:
     stage, lane, took, busy, *_ = seen["hovered"]
     assert (stage, lane) == ("old_log_prob", "actor_rank0")
     assert ", from " in took
-    assert busy.startswith("busy ")
-    assert busy.endswith("communication alone")
+    assert ": busy " in busy
+    assert "communication alone" in busy
     assert seen["left"] is None
 
 

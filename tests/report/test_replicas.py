@@ -61,9 +61,8 @@ def test_a_replica_has_its_percentiles_and_its_sums(tmp_path: Path) -> None:
     served += [request(failed=True, first_token_ns=99, cached_tokens=8, preemptions=3)]
     [row] = replicas(tmp_path, *served)
     assert (row.worker, row.requests, row.failed, row.preemptions) == ("rollout0", 101, 1, 3)
-    assert (row.queued_p50_us, row.queued_p90_us, row.queued_p99_us) == (20_000, 20_000, 20_000)
-    to_first = (row.to_first_token_p50_us, row.to_first_token_p90_us, row.to_first_token_p99_us)
-    assert to_first == pytest.approx((109_500, 149_100, 158_010))
+    assert (row.queued_p50_us, row.queued_p99_us) == (20_000, 20_000)
+    assert (row.to_first_token_p50_us, row.to_first_token_p99_us) == pytest.approx((109_500, 158_010))
     assert row.per_token_p50_us == row.per_token_p99_us == 5_000
     assert row.cache_hit_share == pytest.approx((100 * 2 + 8) / (101 * 8))
 
@@ -81,13 +80,12 @@ def test_what_the_engine_does_not_tell_is_unknown(tmp_path: Path) -> None:
     assert replicas(tmp_path) == []
 
 
-def test_the_page_says_that_the_queue_is_not_known(tmp_path: Path) -> None:
+def test_the_page_leaves_out_a_queue_that_is_not_known(tmp_path: Path) -> None:
     report = whole_step(tmp_path / "step_000001", ranks=2, replicas=2)
-    unknown = dict.fromkeys(("queued_p50_us", "queued_p90_us", "queued_p99_us"))
+    unknown = dict.fromkeys(("queued_p50_us", "queued_p99_us"))
     silent = [msgspec.structs.replace(row, **unknown) for row in report.replicas]
     page = render_html(msgspec.structs.replace(report, replicas=silent))
-    assert "The queueing time of requests is unknown" in page
-    assert "queued p90" not in page
+    assert "queued p99" not in page
     assert 'id="replicas"' not in render_html(msgspec.structs.replace(report, replicas=[]))
 
 

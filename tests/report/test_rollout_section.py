@@ -176,9 +176,8 @@ def test_tools_have_percentiles_and_the_last_are_behind_the_bend(tmp_path: Path)
     log.span("tool:search", 5, 6)
     calls = {row.name: row for row in report_with(tmp_path, log).rollout.calls}
     row = calls["tool:search"]
-    assert (row.role, row.calls, row.failed, row.most_running) == ("agent_loop", 11, 1, 10)
+    assert (row.role, row.calls, row.failed) == ("agent_loop", 11, 1)
     assert (row.p50_s, row.longest_s) == (pytest.approx(1.4), pytest.approx(1.9))
-    assert row.mean_running == pytest.approx(15.5 / 2.9)
     log = DrawnLog()
     for number in range(39):
         log.trajectory(0, 3 + number / 39, ("tool:search", 0, 2))
@@ -209,7 +208,6 @@ def test_what_blocks_a_loop_is_named_with_those_that_stood_still(tmp_path: Path)
     assert (row.blocks, row.seconds, row.longest_s) == (1, 3, 3)
     assert (row.trajectories, row.stood_still_s) == (2, pytest.approx(6))
     assert seconds(rollout.causes)["loop lag"] == 6
-    assert rollout.uncertain_lag_s == pytest.approx(6)
     found = dict(scalars(report))
     assert (found["trajectories/count"], found["trajectories/loop_lag_s"]) == (3, pytest.approx(6))
     changes = {(change.kind, change.name): change for change in compare([report], [report]).changes}
@@ -266,8 +264,8 @@ def test_versions_are_those_that_the_loop_says_or_else_those_of_the_requests(tmp
 def test_what_became_of_trajectories_has_its_cost(tmp_path: Path) -> None:
     """By status, also where it was said later; validation apart."""
     log = DrawnLog()
-    log.trajectory(0, 4, ("tool:a", 0, 1), ("tool:b", 1, 2), group="kept", response_tokens=100, turns=3)
-    log.trajectory(0, 3, group="boring", response_tokens=50)
+    log.trajectory(0, 4, ("tool:a", 0, 1), ("tool:b", 1, 2), group="kept")
+    log.trajectory(0, 3, group="boring")
     log.trajectory(0, 1, group="x", status="failed")
     log.trajectory(0, 5, group="v", validate=True)
     log.log.statuses = [StatusChange("boring", None, "filtered", ns(9))]
@@ -278,7 +276,6 @@ def test_what_became_of_trajectories_has_its_cost(tmp_path: Path) -> None:
         (False, "failed", 1, 1),
         (True, "done", 1, 5),
     ]
-    assert (rows[0].response_tokens, rows[0].turns, rows[0].tool_calls) == (100, 3, 2)
     assert [row.share for row in rows] == [0.5, 0.375, 0.125, 1]
 
 

@@ -85,11 +85,8 @@ def test_every_face_says_devices(tmp_path: Path) -> None:
 def test_what_says_that_two_lanes_are_one_device(
     tmp_path: Path, actor: list[Device], engine: list[Device], count: int
 ) -> None:
-    """The UUID, else the place; what is not known is not made up, and said."""
-    report = colocated(tmp_path, actor, engine)
-    assert len(report.devices) == count
-    unknown = not all(devices and (devices[0].uuid or devices[0].place) for devices in (actor, engine))
-    assert any("which devices" in note for note in report.notes) == unknown
+    """The UUID, else the place; what is not known is not made up."""
+    assert len(colocated(tmp_path, actor, engine).devices) == count
 
 
 def test_ranks_of_a_replica_have_the_devices_in_their_order(tmp_path: Path) -> None:

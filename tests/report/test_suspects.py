@@ -164,16 +164,16 @@ def test_who_asked_is_the_first_line(tmp_path: Path) -> None:
     demand = Trigger(kind="demand", by="root@node1", request="ab12", reason="looks slow")
     report = two_ranks(tmp_path, demand)
     line = printed(report).splitlines()[1]
-    assert line.startswith("requested on demand by root@node1 (request ab12), captured 20")
-    assert line.endswith(": looks slow")
-    assert "requested on demand by root@node1" in render_html(report)
+    assert line.startswith("captured 20")
+    assert line.endswith(" by demand of root@node1 (request ab12): looks slow")
+    assert "by demand of root@node1" in render_html(report)
     assert two_ranks(tmp_path, Trigger()).asked is None
     both = msgspec.structs.replace(SLOW_STAGE, kind="schedule", reason="schedule.every=10; it is slow")
     scheduled = two_ranks(tmp_path, both)
-    assert printed(scheduled).splitlines()[1].startswith("captured by the schedule: schedule.every=10; it")
+    assert " by schedule, slow_stage in step 41: schedule.every=10; it" in printed(scheduled).splitlines()[1]
     assert scheduled.suspects, "they are in the manifest all the same"
     shown = printed(two_ranks(tmp_path, SLOW_STAGE)).splitlines()
-    assert shown[1].startswith("requested by the watch, which detected slow_stage in step 41: update_actor")
+    assert " by anomaly, slow_stage in step 41: update_actor" in shown[1]
     assert "▅▅▄▅█ 6.00 s, median before 3.00 s" in shown
 
 

@@ -17,7 +17,7 @@ from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.processes import LANE_PIDS, TRAJECTORIES_PID
 from verl_profiling.timeline.step import Keep
 from verl_profiling.timeline.trace import Limits
-from verl_profiling.trajectory_log import Counted, Lag, StatusChange
+from verl_profiling.trajectory_log import Counted, StatusChange
 
 
 def test_trajectories_take_as_many_rows_as_ran_at_once(tmp_path: Path) -> None:
@@ -123,17 +123,15 @@ def test_the_last_word_on_a_fate_is_in_the_name(tmp_path: Path) -> None:
     assert [name for _, name, _, _ in timeline.shown("trajectory")] == ["g1/0 (filtered)", "g2 (running)"]
 
 
-def test_a_loop_shows_how_late_it_was_and_who_blocked_it(tmp_path: Path) -> None:
-    """Lag from when something was due until it ran; a block is named by its span, or its function."""
+def test_a_loop_shows_who_blocked_it(tmp_path: Path) -> None:
+    """A block is named by its span, or its function."""
     drawn = Drawn(tmp_path)
     one = drawn.trajectory(0, 90)
     drawn.span("tool:slow", 10, 80, one)
-    drawn.log.lags += [Lag(0, drawn.ns(75), 60 * MS), Lag(0, drawn.ns(80), MS // 2)]
     drawn.block(15, 70, 0, "tools.slow (tools.py:7)")
     drawn.block(80, 90, function="gc (x.py:1)")
     drawn.block(95, 92, function="backwards")
     _, timeline = drawn.merged()
-    assert timeline.counter("loop Main lag ms") == [(15, 60.0), (75, 0.0), (80, 0.0)]
     assert timeline.shown("block") == [
         ("loop Main blocked", "tool:slow", 15, 70),
         ("loop Main blocked", "gc (x.py:1)", 80, 90),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import Counter
@@ -419,6 +418,5 @@ class Capture:
             metrics=self._metrics,
             anchors=self._anchors,
             tool_spans=self._tool_spans,
-            cores=os.cpu_count() or 0,
             devices=used_devices() or self.given,
         )

@@ -205,7 +205,6 @@ class EngineRecorder:
             artifacts=artifacts,
             anchors=[window.anchor, clock.read_anchor()],
             tool_spans=tool_spans,
-            cores=os.cpu_count() or 0,
             notes=window.notes,
             devices=list(self.devices),
         )

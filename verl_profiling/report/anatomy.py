@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from statistics import fmean
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, Manifest, Rpc, StageSpan, ToolSpan
+from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, Manifest, StageSpan, ToolSpan
 from verl_profiling.report.columns import OutsideRow, RunningRow, StageRow
 from verl_profiling.report.intervals import (
     EMPTY,
@@ -63,9 +62,7 @@ def anatomy(step: Step, nobody: Spans = EMPTY) -> list[StageRow]:
     parts_ns = np.bincount(row_of, shares, len(times)).tolist()
     rows = []
     for ((name, depth), spans), time, part_ns in zip(runs.items(), times, parts_ns, strict=True):
-        beside = crowded([times[row] for row in np.flatnonzero(depths == depth)])
-        side_by_side_us, idle_us = (int(overlaps(time, of).sum()) / 1000 for of in (beside, idle))
-        more = {"depth": depth, "side_by_side_us": side_by_side_us, "idle_us": idle_us}
+        more = {"depth": depth, "idle_us": int(overlaps(time, idle).sum()) / 1000}
         rows.append(_row(name, len(spans), spans[0].begin_ns, time, part_ns, step, **more))
     outermost = [time for time, depth in zip(within_step, depths, strict=True) if depth == 0]
     rest = subtract(step.whole, union(*outermost, capture))
@@ -121,40 +118,18 @@ def capture_time(step: Step) -> Spans:
 def outside_rows(manifest: Manifest) -> list[OutsideRow]:
     """Return a row for each pause and each outermost stage around the step, sorted by begin."""
     runs: dict[str, list[StageSpan]] = {}
-    parts: dict[str, dict[str, int]] = defaultdict(Counter)  # ns
-    outermost = ""
     for span in sorted(manifest.outside, key=lambda span: (span.begin_ns, span.depth)):
         if span.depth == 0:
-            outermost = span.name
-            runs.setdefault(outermost, []).append(span)
-        elif span.depth == 1 and outermost:
-            parts[outermost][span.name] += span.end_ns - span.begin_ns
-    for name, spans in runs.items():
-        parts[name] |= _answers(manifest, name, spans[0])
+            runs.setdefault(span.name, []).append(span)
     return [
         OutsideRow(
             name=name,
             runs=len(spans),
             begin_us=(spans[0].begin_ns - manifest.begin_ns) / 1000,
             duration_us=sum(span.end_ns - span.begin_ns for span in spans) / 1000,
-            parts={part: ns / 1e9 for part, ns in Counter(parts[name]).most_common()},
         )
         for name, spans in runs.items()
     ]
-
-
-def _answers(manifest: Manifest, name: str, pause: StageSpan) -> dict[str, int]:
-    """Return, for each role, the answer time (ns) of its slowest worker in a pause."""
-    method = {CAPTURE_START: "start_capture", CAPTURE_STOP: "stop_capture"}.get(name)
-    roles = {worker.name: worker.identity.role for worker in manifest.workers}
-    calls: dict[str, list[Rpc]] = {}
-    for rpc in manifest.rpcs:
-        if rpc.method == method and pause.begin_ns <= rpc.begin_ns <= pause.end_ns:
-            calls.setdefault(roles.get(rpc.worker, rpc.worker), []).append(rpc)
-    return {
-        role: max(rpc.end_ns for rpc in made) - min(rpc.begin_ns for rpc in made)
-        for role, made in calls.items()
-    }
 
 
 def percent(spans: Spans, begin_ns: int, end_ns: int) -> list[int]:
@@ -163,25 +138,16 @@ def percent(spans: Spans, begin_ns: int, end_ns: int) -> list[int]:
 
 
 def requests_running(step: Step) -> list[RunningRow]:
-    """Return the mean number of unfinished and of queued requests of each replica, per part of the step.
-
-    A request is queued from its arrival at the engine (if unknown, from its begin) until the engine first
-    schedules it.
-    """
+    """Return the mean number of unfinished requests of each replica, per part of the step."""
     spans: defaultdict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
-    queued: defaultdict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
     for worker in step.capture.workers if step.capture else []:
         for one in worker.requests:
             spans[one.replica, worker.name].append((one.begin_ns, one.end_ns))
-            if one.scheduled_ns:
-                since_ns = one.arrival_ns or one.begin_ns
-                queued[one.replica, worker.name].append((since_ns, max(since_ns, one.scheduled_ns)))
     return [
         RunningRow(
             worker=worker,
             replica=replica,
             requests=_means(spans[replica, worker], step),
-            queued=_means(queued[replica, worker], step),
         )
         for replica, worker in sorted(spans)
     ]
@@ -201,35 +167,16 @@ def _running(spans: Spans, begin_ns: int, end_ns: int) -> NDArray[np.float64]:
 
 
 def gantt(step: Step) -> Iterator[GanttSpan]:
-    """Yield the runs of the controller's and the workers' stages, and the starts and stops of tools.
-
-    Starts and stops outside the step, as in e2e mode, are left out.
-    """
+    """Yield the runs of the controller's stages, then of each worker's."""
     yield from _stages("controller", step.stages, step)
     for worker in step.workers:
         yield from _stages(worker.name, worker.stages, step)
-        for span in worker.tool_spans:
-            begin_ns, end_ns = max(span.begin_ns, step.begin_ns), min(span.end_ns, step.end_ns)
-            if begin_ns < end_ns:
-                ran = StageSpan(name=span.stage or "", begin_ns=begin_ns, end_ns=end_ns)
-                yield _span(worker.name, ran, step, kind=span.name)
 
 
 def _stages(worker: str, spans: Sequence[StageSpan], step: Step) -> Iterator[GanttSpan]:
-    lanes = [lane for lane in step.lanes if lane.source.worker == worker]
-    busy = [lane.busy for lane in lanes]
-    communication = [subtract(lane.communication, lane.compute) for lane in lanes]
-    for one, row in stages_by_row(spans):
-        times = {"busy_us": _mean_us(busy, one), "communication_us": _mean_us(communication, one)}
-        yield _span(worker, one, step, row=row, **times)
+    return (_span(worker, one, step, row=row) for one, row in stages_by_row(spans))
 
 
 def _span(lane: str, span: StageSpan, step: Step, **more: Any) -> GanttSpan:
     begin_us, end_us = ((ns - step.begin_ns) / 1000 for ns in (span.begin_ns, span.end_ns))
     return GanttSpan(lane=lane, name=span.name, begin_us=begin_us, end_us=end_us, depth=span.depth, **more)
-
-
-def _mean_us(lanes: list[Spans], stage: StageSpan) -> float | None:
-    """Return the part of a stage (us) that spans cover, as the mean of the lanes; ``None`` without lanes."""
-    covered = [length(within(spans, stage.begin_ns, stage.end_ns)) / 1000 for spans in lanes]
-    return fmean(covered) if covered else None

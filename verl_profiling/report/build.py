@@ -14,7 +14,7 @@ from verl_profiling.manifest import MANIFEST_NAME, Manifest
 from verl_profiling.report import anatomy, capture_rows, collectives, lost, numbers
 from verl_profiling.report.activity import LaneReader
 from verl_profiling.report.findings import find
-from verl_profiling.report.intervals import EMPTY, intersection, length
+from verl_profiling.report.intervals import EMPTY, intersection
 from verl_profiling.report.lanes import Step
 from verl_profiling.report.model import Coverage, Report
 from verl_profiling.report.rollout_section import rollout_of
@@ -112,7 +112,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
             "clocks": capture_rows.clocks(manifest),
             "metrics": manifest.metrics,
             "measures": [row for worker in manifest.workers for row in capture_rows.measures_of(worker)],
-            "costs": capture_rows.costs(manifest, inputs.directory),
+            "costs": capture_rows.costs(manifest),
             "anchors": capture_rows.anchors(manifest),
             "replicas": capture_rows.replica_rows(step.requests),
             "running": anatomy.requests_running(step),
@@ -133,13 +133,11 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         collectives=collectives.collective_rows(calls),
         kernels=numbers.kernels(step),
         lost=lost.lost_total(device_rows, parts),
-        weight_sync_share=length(step.during(lost.WEIGHT_SYNC)) / max(step.span_ns, 1),
         throughput=numbers.throughput(step, engines, len(devices)),
         gantt=list(anatomy.gantt(step)),
         findings=[],
         coverage=coverage,
         notes=notes,
-        capture_us=length(anatomy.capture_time(step)) / 1000,
         captured=manifest is not None,
         rollout=rollout,
         devices=device_rows,
@@ -171,11 +169,10 @@ def _notes(manifest: Manifest, step: Step, capture: Manifest | None) -> list[str
 
     Notes of a continuous capture do not belong to a single step.
     """
-    on_cpus = [lane.source.worker for lane in step.lanes if not lane.on_device]
     noted = [*manifest.notes, *(note for worker in manifest.workers for note in worker.notes)]
     if (more := len(noted) - _MOST_NOTES) > 0:
         noted[_MOST_NOTES:] = [f"{more:,} more notes are in {MANIFEST_NAME}"]
     if capture is not None:
         noted = [f"of the whole capture, {step_list(capture.steps)}: {note}" for note in noted]
-    told = [*noted, *capture_rows.clock_notes(manifest), *capture_rows.core_notes(manifest, on_cpus)]
-    return [*told, *lost.unlogged_requests(step), *numbers.unknown_devices(step)]
+    told = [*noted, *capture_rows.clock_notes(manifest)]
+    return [*told, *lost.unlogged_requests(step)]

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import msgspec
 
-from verl_profiling.manifest import Artifact, CaptureResult, Manifest, Request
+from verl_profiling.manifest import CaptureResult, Manifest, Request
 from verl_profiling.report.columns import AnchorRow, CostRow, CounterRow, MeasureRow, ReplicaRow, RequestRow
 from verl_profiling.report.intervals import percentiles
 from verl_profiling.report.model import Clock
-from verl_profiling.timeline.inputs import located
 from verl_profiling.units import duration
 
 VALIDATE = "validate"
@@ -37,23 +34,13 @@ def measures_of(worker: CaptureResult) -> Iterator[MeasureRow]:
         yield MeasureRow(worker=worker.name, stage=stage, name=name, value=value)
 
 
-def costs(manifest: Manifest, directory: Path) -> list[CostRow]:
+def costs(manifest: Manifest) -> list[CostRow]:
     """Return the cost of the capture for each worker that was not skipped."""
     return [
-        CostRow(
-            worker=worker.name,
-            bytes=sum(_size(directory, artifact) for artifact in worker.artifacts),
-            **msgspec.structs.asdict(worker.cost),
-        )
+        CostRow(worker=worker.name, **msgspec.structs.asdict(worker.cost))
         for worker in manifest.workers
         if worker.status != "skipped"
     ]
-
-
-def _size(directory: Path, artifact: Artifact) -> int:
-    """Return an artifact's size in bytes, from the manifest or else from the disk."""
-    path = located(directory, artifact)[0] if artifact.bytes is None else None
-    return artifact.bytes or (path.stat().st_size if path and path.is_file() else 0)
 
 
 def requests(manifest: Manifest) -> list[RequestRow]:
@@ -130,24 +117,6 @@ def clock_notes(manifest: Manifest) -> Iterator[str]:
             )
 
 
-def core_notes(manifest: Manifest, on_cpus: Iterable[str]) -> Iterator[str]:
-    """Yield a note for each host that has more lanes than cores.
-
-    Args:
-        manifest: The capture.
-        on_cpus: The worker of each lane that computes on CPUs.
-    """
-    workers = {worker.name: worker for worker in manifest.workers}
-    hosts = Counter(workers[name].identity.host for name in on_cpus if name in workers)
-    for host, lanes in hosts.items():
-        cores = max(worker.cores for worker in manifest.workers if worker.identity.host == host)
-        if 0 < cores < lanes:
-            yield (
-                f"{lanes} lanes share the {cores} cores of {host or 'the host'}: lanes that wait "
-                "for a core look slow or idle"
-            )
-
-
 Counts = dict[tuple[str, str], list[tuple[int, float]]]
 """Samples (unix ns, value) of each counter, by lane and counter name."""
 
@@ -216,8 +185,8 @@ def _replica_row(requests: list[RequestRow]) -> ReplicaRow:
     times: dict[str, float | None] = {}
     for name, sample in samples.items():
         known = [max(us, 0.0) for us in sample if us is not None]
-        keys = (f"{name}_p{which}_us" for which in (50, 90, 99))
-        times |= zip(keys, percentiles(known, 50, 90, 99), strict=True)
+        keys = (f"{name}_p{which}_us" for which in (50, 99))
+        times |= zip(keys, percentiles(known, 50, 99), strict=True)
     preemptions = [request.preemptions for request in requests if request.preemptions is not None]
     return ReplicaRow(
         worker=first.worker,

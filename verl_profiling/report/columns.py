@@ -28,11 +28,10 @@ class StageRow(msgspec.Struct, frozen=True, kw_only=True):
         share: Share of the step. Time in which several stages run side by side is divided equally among
             them, so the shares of all rows with depth 0 add up to 1.
         depth: 0 for an outermost stage.
-        side_by_side_us: Part of ``duration_us`` in which another stage of the same depth ran too.
         idle_us: Part of ``duration_us`` in which every lane was idle and no worker was in a stage of its own.
     """
 
-    columns: ClassVar[str] = "stage=name, runs, time=duration_us, share, +side by side=side_by_side_us"
+    columns: ClassVar[str] = "stage=name, runs, time=duration_us, share"
 
     name: str
     runs: int
@@ -40,7 +39,6 @@ class StageRow(msgspec.Struct, frozen=True, kw_only=True):
     duration_us: float
     share: float
     depth: int = 0
-    side_by_side_us: float = 0.0
     idle_us: float = 0.0
 
 
@@ -52,15 +50,14 @@ class OutsideRow(msgspec.Struct, frozen=True, kw_only=True):
         runs: Number of runs.
         begin_us: Begin of the first run, relative to the begin of the step.
         duration_us: Time in all runs.
-        parts: Seconds by name, largest first: of a pause, the reply time of each role and the time of
-            writing; of a stage, its nested stages.
     """
+
+    columns: ClassVar[str] = "name, runs, time=duration_us"
 
     name: str
     runs: int
     begin_us: float
     duration_us: float
-    parts: dict[str, float] = {}
 
     @property
     def is_pause(self) -> bool:
@@ -89,7 +86,6 @@ class UseRow(msgspec.Struct, frozen=True, kw_only=True):
             collective later.
         host_bound_us: Idle time with the cause ``host_bound`` (also in ``lost_us``).
         lost_us: Lost time by cause; adds up to ``idle_us`` and ``waiting_us``.
-        graphs: Whether the host launched graphs (e.g. CUDA graphs) instead of single kernels.
     """
 
     name: str
@@ -106,7 +102,6 @@ class UseRow(msgspec.Struct, frozen=True, kw_only=True):
     waiting_us: float
     host_bound_us: float
     lost_us: dict[str, float]
-    graphs: bool
 
     @property
     def busy_share(self) -> float:
@@ -181,7 +176,6 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: Name of the lane.
         replica: Index of the replica.
-        busy_us: As in :class:`WorkerRow`.
         queueing_us: From the begin of the rollout to the engine's first iteration.
         iterations: Number of iterations.
         prefill_us: Time in iterations that processed prompt tokens.
@@ -198,7 +192,6 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     replica: int
-    busy_us: float
     queueing_us: float | None
     iterations: int
     prefill_us: float
@@ -376,13 +369,11 @@ class RunningRow(msgspec.Struct, frozen=True, kw_only=True):
         worker: Name of the replica, e.g. ``rollout0``.
         replica: Index of the replica.
         requests: Mean number of unfinished requests in each of 240 equal parts of the step.
-        queued: The same for requests that are not scheduled yet; empty if the engine does not report it.
     """
 
     worker: str
     replica: int
     requests: list[float]
-    queued: list[float] = []
 
 
 class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -396,13 +387,10 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
         requests: Number of requests.
         failed: Number of requests that raised or were aborted.
         queued_p50_us: Median time from arrival at the engine to scheduling.
-        queued_p90_us: The same, 90th percentile.
         queued_p99_us: The same, 99th percentile.
         to_first_token_p50_us: Median time from sending to the first token.
-        to_first_token_p90_us: The same, 90th percentile.
         to_first_token_p99_us: The same, 99th percentile.
         per_token_p50_us: Median, over requests, of the mean time per token after the first.
-        per_token_p90_us: The same, 90th percentile.
         per_token_p99_us: The same, 99th percentile.
         cache_hit_share: Share of prompt tokens that came from the prefix cache.
         preemptions: Number of preemptions.
@@ -410,10 +398,10 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     columns: ClassVar[str] = (
-        "name=worker, requests, +failed, +queued_p50_us, +queued_p90_us, queued_p99_us, "
-        "1st token p50=to_first_token_p50_us, +1st token p90=to_first_token_p90_us, "
+        "name=worker, requests, +failed, +queued_p50_us, queued_p99_us, "
+        "1st token p50=to_first_token_p50_us, "
         "1st token p99=to_first_token_p99_us, a token p50=per_token_p50_us, "
-        "+a token p90=per_token_p90_us, +a token p99=per_token_p99_us, cached=cache_hit_share, "
+        "+a token p99=per_token_p99_us, cached=cache_hit_share, "
         "preempted=preemptions, of validation besides=validation"
     )
 
@@ -422,13 +410,10 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     failed: int
     queued_p50_us: float | None
-    queued_p90_us: float | None
     queued_p99_us: float | None
     to_first_token_p50_us: float | None
-    to_first_token_p90_us: float | None
     to_first_token_p99_us: float | None
     per_token_p50_us: float | None
-    per_token_p90_us: float | None
     per_token_p99_us: float | None
     cache_hit_share: float | None
     preemptions: int | None
@@ -487,15 +472,13 @@ class CostRow(msgspec.Struct, frozen=True, kw_only=True):
         worker: Name of the worker.
         start_s: Seconds to start recording.
         stop_s: Seconds to stop recording, which includes writing.
-        bytes: Size of the worker's artifacts on disk; artifacts of unknown size count 0.
     """
 
-    columns: ClassVar[str] = "worker, start_s, stop_s, on disk=bytes"
+    columns: ClassVar[str] = "worker, start_s, stop_s"
 
     worker: str
     start_s: float
     stop_s: float
-    bytes: int
 
 
 class AnchorRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -585,14 +568,9 @@ class CallRow(msgspec.Struct, frozen=True, kw_only=True):
         p90_s: 90th percentile of the durations.
         p99_s: 99th percentile of the durations.
         longest_s: Longest duration.
-        mean_running: Mean number of concurrent spans, over the time in which at least one ran.
-        most_running: Largest number of concurrent spans.
     """
 
-    columns: ClassVar[str] = (
-        "name, +role, calls, failed, time=seconds, p50_s, p90_s, p99_s, longest_s, "
-        "+at once=mean_running, most at once=most_running"
-    )
+    columns: ClassVar[str] = "name, +role, calls, failed, time=seconds, p50_s, p90_s, p99_s, longest_s"
 
     role: str
     name: str
@@ -603,8 +581,6 @@ class CallRow(msgspec.Struct, frozen=True, kw_only=True):
     p90_s: float
     p99_s: float
     longest_s: float
-    mean_running: float
-    most_running: int
 
 
 class BlockRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -678,24 +654,15 @@ class StatusRow(msgspec.Struct, frozen=True, kw_only=True):
         trajectories: Number of trajectories.
         seconds: Total time of the trajectories.
         share: Share of the time of all training (or all validation) trajectories.
-        response_tokens: Generated tokens, as reported by the loop or the engine.
-        turns: Number of turns, as reported by the loop.
-        tool_calls: Number of tool calls.
     """
 
-    columns: ClassVar[str] = (
-        "status, validation=validate, trajectories, time=seconds, share, tokens=response_tokens, "
-        "+turns, tool_calls"
-    )
+    columns: ClassVar[str] = "status, validation=validate, trajectories, time=seconds, share"
 
     validate: bool
     status: str
     trajectories: int
     seconds: float
     share: float
-    response_tokens: int
-    turns: int
-    tool_calls: int
 
 
 class FailureRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -758,7 +725,6 @@ class LastTrajectories(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         trajectories: Number of trajectories in the tail.
         of: Number of all training trajectories.
-        begin_s: End of all other trajectories, relative to the begin of the step.
         seconds: Duration of the tail, up to the end of the last trajectory.
         share: Share of the time from the first trajectory's begin to the last one's end.
         parts: Duration of the tail by cause; an instant is divided equally among the running trajectories.
@@ -766,7 +732,6 @@ class LastTrajectories(msgspec.Struct, frozen=True, kw_only=True):
 
     trajectories: int
     of: int
-    begin_s: float
     seconds: float
     share: float
     parts: list[PartRow]
@@ -801,10 +766,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         seconds: Total time of the training trajectories.
         p50_s: Median time of the completely recorded training trajectories; ``None`` if there are none.
         p99_s: 99th percentile of the same times.
-        begin_s: Begin of the first training trajectory, relative to the begin of the step.
-        wall_s: Time from this begin to the end of the last training trajectory.
+        wall_s: Time from the begin of the first training trajectory to the end of the last one.
         causes: Time of the trajectories by cause.
-        uncertain_lag_s: Part of the training trajectories' ``loop lag`` that is an upper bound.
         time: Wall time of the rollout by cause.
         explained: Share of this wall time with a known cause.
         last: Tail of the rollout.
@@ -830,10 +793,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     p50_s: float | None
     p99_s: float | None
-    begin_s: float
     wall_s: float
     causes: list[CauseRow]
-    uncertain_lag_s: float
     time: list[PartRow]
     explained: float
     last: LastTrajectories | None

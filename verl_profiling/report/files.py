@@ -15,7 +15,6 @@ import msgspec
 
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.report.model import Report
-from verl_profiling.report.rollout_section import KEPT
 from verl_profiling.report.tables import TABLES, fields_of, flat_rows
 from verl_profiling.run_files import EventFile, naming
 
@@ -111,53 +110,19 @@ def scalars(report: Report) -> Iterator[tuple[str, float]]:
     yield "exposed_communication_share", sum(row.exposed_communication_us for row in report.devices) / span
     for lost in report.lost:
         yield f"lost/{lost.cause}_s", lost.seconds
-    yield "weight_sync_share", report.weight_sync_share
     if report.tail:
         yield "rollout/tail_ratio", report.tail.ratio
         yield "rollout/tail_share", report.tail.tail_share
-    yield from _of_trajectories(report)
+    if rollout := report.rollout:
+        yield "trajectories/count", float(rollout.trajectories)
+        for row in rollout.causes:
+            if not row.validate:
+                yield f"trajectories/{row.cause.replace(' ', '_')}_s", row.seconds
+        yield "trajectories/group_waited_s", rollout.group_waited_s
     if report.throughput:
         yield "tokens_per_s", report.throughput.tokens_per_s
-    yield from _about_the_capture(report)
-
-
-def _of_trajectories(report: Report) -> Iterator[tuple[str, float]]:
-    """Yield the time of training trajectories by cause, and the main numbers of the rollout."""
-    rollout = report.rollout
-    if rollout is None:
-        return
-    yield "trajectories/count", float(rollout.trajectories)
-    for row in rollout.causes:
-        if not row.validate:
-            yield f"trajectories/{row.cause.replace(' ', '_')}_s", row.seconds
-    yield "trajectories/explained_share", rollout.explained
-    if rollout.last:
-        yield "trajectories/last_share", rollout.last.share
-    yield "trajectories/group_waited_s", rollout.group_waited_s
-    if rollout.versioned:
-        yield "trajectories/partial_share", rollout.partial / rollout.versioned
-    lost = sum(row.share for row in rollout.statuses if not row.validate and row.status not in KEPT)
-    yield "trajectories/for_nothing_share", lost
-
-
-def _about_the_capture(report: Report) -> Iterator[tuple[str, float]]:
-    """Yield the largest peaks over the workers, the cost of the capture, and the drift of clocks."""
     peaks: dict[str, float] = {}
-    for row in report.measures:
-        name = f"peak/{row.stage}/{row.name}" if row.stage else f"peak/{row.name}"
-        peaks[name] = max(row.value, peaks.get(name, row.value))
+    for measure in report.measures:
+        name = f"peak/{measure.stage}/{measure.name}" if measure.stage else f"peak/{measure.name}"
+        peaks[name] = max(measure.value, peaks.get(name, measure.value))
     yield from peaks.items()
-    if report.outside:
-        yield "pause_s", report.pause_us / 1e6
-    for one in report.outside:
-        if not one.is_pause:
-            yield f"outside/{one.name}_s", one.duration_us / 1e6
-    if report.costs:
-        yield "capture/added_s", report.capture_us / 1e6
-        yield "capture/longest_start_s", max(row.start_s for row in report.costs)
-        yield "capture/longest_stop_s", max(row.stop_s for row in report.costs)
-        yield "capture/bytes", float(sum(row.bytes for row in report.costs))
-    if report.anchors:
-        yield "clock/largest_set_us", max(abs(row.set_us) for row in report.anchors)
-    if report.clocks:
-        yield "clock/largest_error_us", max(clock.error_us for clock in report.clocks)

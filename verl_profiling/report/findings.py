@@ -153,17 +153,14 @@ def _capture(report: Report) -> Iterator[Finding]:
 
 def _pause(report: Report) -> Iterator[Finding]:
     """Yield the time that the loop waited before and after the step for the capture."""
-    pauses = sorted((row for row in report.outside if row.is_pause), key=lambda row: -row.duration_us)
-    for pause in pauses[: 1 if report.span_us else 0]:  # a step that is recorded now has no length yet
-        share, longest = report.pause_us / _span_us(report), next(iter(pause.parts), "")
-        most = f", longest for {longest} ({duration(pause.parts[longest])})" if longest else ""
+    if report.span_us and report.pause_us:  # a step that is recorded now has no length yet
+        share = report.pause_us / _span_us(report)
         text = (
             f"The loop waited {_time(report.pause_us)} around the step ({share:.0%} of it) for the capture "
-            f"to start and stop{most}."
+            "to start and stop."
         )
-        fewer = "; of engines, fewer iterations (rollout.count)" if longest == ROLLOUT else ""
         seconds = _on_all(report, report.pause_us / 1e6)
-        yield Finding("pause", text, f"{_RECORD_LESS}{fewer}", seconds, _by_cost(report), share)
+        yield Finding("pause", text, _RECORD_LESS, seconds, _by_cost(report), share)
 
 
 def _stragglers(report: Report) -> Iterator[Finding]:
@@ -316,8 +313,6 @@ def _host_bound(report: Report) -> Iterator[Finding]:
         text = f"ran no operator {where}: the time went into Python between operators, or waits for a core"
         larger += "" if engines else ", torch.compile"
         advice = f"fewer, larger operators ({larger}), no more processes than cores"
-    elif any(row.graphs for row in rows):
-        advice = "do less on the host between the launches of graphs, or put more work into each graph"
 
     def in_common_us(row: DeviceRow) -> float:
         return min(row.host_bound_us, usual[tuple(row.roles)])
@@ -400,8 +395,7 @@ def _one_cause(report: Report, rollout: Rollout) -> Iterator[Finding]:
     for row in [row for row in rollout.causes if not row.validate and row.cause not in said][:1]:
         calls = next((call for call in rollout.calls if call.name == row.cause), None)
         each = calls and (
-            f" ({calls.calls:,} calls, p50 {duration(calls.p50_s)}, p99 {duration(calls.p99_s)}, up to "
-            f"{calls.most_running} at once)"
+            f" ({calls.calls:,} calls, p50 {duration(calls.p50_s)}, p99 {duration(calls.p99_s)})"
         )
         text = (
             f"{row.share:.0%} of the trajectories' time ({duration(row.seconds)}) is "

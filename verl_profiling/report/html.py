@@ -20,43 +20,27 @@ from verl_profiling.units import duration, listed
 
 CONTROLLER = "controller"
 _ROLE = re.compile(r"(.*?)(?:_rank)?\d*")
-_MOST_DEVICES = 8  # whose lanes are drawn together; of more, roles are, so that they can be folded
 _REASONS = {"straggler": "slower than the others", "long_tail": "last in the rollout"}  # by rule
 _CURVES = ("load", "communication", "waiting")  # one without anything in it is empty
 
 
 def picture(report: Report) -> dict[str, Any]:
     """Return the data of the picture: lanes by role with stages and load over time, and running requests."""
-    stages = {_shown(span): span for span in report.gantt}
+    stages = list(dict.fromkeys(span.name for span in report.gantt))
     found = [finding for finding in report.findings if finding.rule in _REASONS]
     reasons = {lane: _REASONS[finding.rule] for finding in found for lane in finding.lanes}
-    lanes = [_lane(owner, row, spans, list(stages), reasons) for owner, row, spans in _rows(report)]
-    shared = {name: row for row in report.devices if len(row.lanes) > 1 for name in row.lanes}
-    devices = list({row.name: row for row in shared.values()})
-    by_device = len(devices) <= _MOST_DEVICES
+    lanes = [_lane(owner, row, spans, stages, reasons) for owner, row, spans in _rows(report)]
     groups: dict[str, list[dict[str, Any]]] = {}
     for lane in lanes:
-        row = shared.get(lane["name"])
-        others = [name for name in row.lanes if name != lane["name"]] if row else []
-        lane["shares"] = f"one device with {', '.join(others)}" if others else ""
-        groups.setdefault(row.name if row and by_device else lane["role"], []).append(lane)
+        groups.setdefault(lane["role"], []).append(lane)
     return {
         "span_us": max(report.span_us, 1.0),
-        "stages": [
-            {"name": name, "colour": stage_class(name) if span.kind == "stage" else "tool"}
-            for name, span in stages.items()
-        ],
+        "stages": [{"name": name, "colour": stage_class(name)} for name in stages],
         "groups": [_group(role, members) for role, members in groups.items()],
         "running": {row.worker: row.requests for row in report.running},
-        "queued": {row.worker: row.queued for row in report.running},
         "device": any(row.device for row in report.workers),
         "timeline_begin_ns": report.timeline_begin_ns,
     }
-
-
-def _shown(span: GanttSpan) -> str:
-    """Return the shown name of a span: the stage, or the start or stop of tools."""
-    return span.name if span.kind == "stage" else f"(tool {span.kind}s)"
 
 
 def _rows(report: Report) -> Iterable[tuple[str, WorkerRow | None, list[GanttSpan]]]:
@@ -95,13 +79,11 @@ def _lane(
         "stands_out": reasons.get(owner) or reasons.get(name, ""),
         "spans": [
             {
-                "stage": stages.index(_shown(span)),
+                "stage": stages.index(span.name),
                 "begin": round(span.begin_us, 1),
                 "end": round(span.end_us, 1),
                 "row": span.row,
                 "nested": span.depth > 0,
-                "busy": span.busy_us,
-                "communication": span.communication_us,
             }
             for span in spans
         ],

@@ -310,7 +310,6 @@ _BLOCKING = re.compile(
     r"(?:AscendCL@)?(?:cuda|cu|hip|aclrt)"
     r"(?:Memcpy|Malloc|Free|MemAlloc|MemFree|HostAlloc|HostRegister|\w*Synchronize)"
 )
-_GRAPH_LAUNCH = re.compile(r"(?:cuda|cu|hip)GraphLaunch")
 
 
 def blocks_from_ns(name: str) -> int | None:
@@ -320,11 +319,6 @@ def blocks_from_ns(name: str) -> int | None:
     if "Async" not in name:
         return 0
     return LONG_COPY_NS if "Memcpy" in name else None
-
-
-def launches_graph(name: str) -> bool:
-    """Return whether a call launches a graph of kernels."""
-    return _GRAPH_LAUNCH.match(name) is not None
 
 
 # vLLM: ``execute_context_<requests>(<tokens>)_generation_<requests>(<tokens>)``; SGLang: ``step[EXTEND

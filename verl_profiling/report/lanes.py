@@ -17,14 +17,12 @@ from verl_profiling.report.intervals import (
     Spans,
     holding,
     intersection,
-    length,
     spans_of,
     time_of,
     union,
 )
 from verl_profiling.report.kinds import Group
 from verl_profiling.timeline.step import Source
-from verl_profiling.units import duration
 
 
 @dataclass(kw_only=True, eq=False)
@@ -36,7 +34,6 @@ class Lane:
         paths: All traces of the lane.
         host: Spans in which operators or runtime calls ran on the host.
         blocked: Spans of host calls that copy, allocate or wait for the device.
-        graphs: Whether the host launched graphs of kernels.
         iterations: Begin, end, prompt tokens and new tokens of each iteration of a rollout engine.
         accelerator: Name of the device in the traces; ``""`` for a CPU trace.
         on_device: Whether the work ran on a device (see :mod:`~verl_profiling.report.kinds`).
@@ -61,7 +58,6 @@ class Lane:
     paths: list[Path]
     host: Spans
     blocked: Spans
-    graphs: bool
     iterations: Ints
     accelerator: str = ""
     on_device: bool = False
@@ -79,10 +75,6 @@ class Lane:
     device: Device | None = None
     waiting: Spans = field(default_factory=lambda: EMPTY)
     idle: Mapping[str, Spans] = field(default_factory=dict)
-
-    def __repr__(self) -> str:
-        busy_s, observed_s = (length(spans) / 1e9 for spans in (self.busy, self.observed))
-        return f"<lane {self.name}: busy {duration(busy_s)}, observed {duration(observed_s)}>"
 
     @cached_property
     def busy(self) -> Spans:

@@ -188,9 +188,3 @@ def unlogged_requests(step: Step) -> Iterator[str]:
             f"requests of {', '.join(silent)} were not logged: idle time without requests cannot be told "
             "from time in which the host did not launch work"
         )
-    for worker in step.workers:
-        if worker.requests_logged and worker.pending_since_ns and not worker.requests:
-            yield (
-                f"{worker.name}: requests were logged, and none that began in the capture ended in it; "
-                f"{len(worker.pending_since_ns)} were on their way at its end"
-            )

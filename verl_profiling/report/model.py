@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from html import escape
 from importlib import import_module
-from typing import Literal
 
 import msgspec
 
@@ -86,31 +85,26 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
         tokens: Tokens of the step.
         source: Source of the number of tokens.
         tokens_per_s: Tokens per second of the step.
-        tokens_per_s_per_lane: The same, divided by the number of lanes.
         tokens_per_s_per_device: The same, divided by the number of devices.
     """
 
     tokens: float
     source: str
     tokens_per_s: float
-    tokens_per_s_per_lane: float
     tokens_per_s_per_device: float
 
 
 class GanttSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of a stage on one worker, or one start or stop of its tool.
+    """One run of a stage on one worker.
 
     Attributes:
         lane: Name of the worker, or ``controller``.
-        name: The stage; of a start or stop, the stage that is recorded, or ``""``.
+        name: The stage.
         begin_us: Begin, relative to the begin of the step.
         end_us: End, relative to the begin of the step.
         depth: 0 for an outermost stage.
         row: Row inside the lane, from 0. Concurrent stages are in different rows; a nested stage is in the
             row of its parent.
-        kind: ``stage``, or ``start`` or ``stop`` for a start or stop of the worker's tool (writing included).
-        busy_us: Busy time in the span, mean of the worker's lanes; ``None`` without a trace.
-        communication_us: Part of ``busy_us`` with communication and no computation.
     """
 
     lane: str
@@ -119,9 +113,6 @@ class GanttSpan(msgspec.Struct, frozen=True, kw_only=True):
     end_us: float
     depth: int
     row: int = 0
-    kind: Literal["stage", "start", "stop"] = "stage"
-    busy_us: float | None = None
-    communication_us: float | None = None
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -201,7 +192,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         kernels: All kernels (operators, in a CPU trace), those with most self time first.
         lost: Lane-seconds that are idle or wait for other ranks, by cause, largest first, ``unexplained``
             last; lanes that share a device count once.
-        weight_sync_share: Share of the step spent on updating the engines' weights.
         throughput: Tokens per time, if their number is known.
         gantt: Runs of stages.
         findings: At most five findings.
@@ -211,9 +201,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         notes: Notes of the capture, at most a hundred of them.
         measures: Numbers that workers recorded, such as the peak memory of their stages.
         costs: Cost of the capture for each worker.
-        capture_us: Wall time that the capture added to the loop: the pauses before and after the step, the
-            calls in it that start and stop recordings and, in discrete mode, the starts and stops of tools
-            inside stages.
         anchors: Drift of each worker's clock during the capture.
         captured: Whether the step has a manifest. Plain traces have no manifest, and so no known stages and
             workers.
@@ -245,7 +232,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     collectives: list[columns.CollectiveRow]
     kernels: list[columns.KernelRow]
     lost: list[columns.LostRow]
-    weight_sync_share: float
     throughput: Throughput | None
     gantt: list[GanttSpan]
     findings: list[Finding]
@@ -255,7 +241,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str]
     measures: list[columns.MeasureRow] = []
     costs: list[columns.CostRow] = []
-    capture_us: float = 0.0
     anchors: list[columns.AnchorRow] = []
     captured: bool = True
     running: list[columns.RunningRow] = []

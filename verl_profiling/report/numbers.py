@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,7 +45,6 @@ from verl_profiling.report.intervals import Spans, holding, intersection, length
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.lost import CAUSES, ROLLOUT, partition, working_spans
 from verl_profiling.report.model import OTHER_RANKS, Percentiles, Tail, Throughput
-from verl_profiling.units import listed
 
 _TOKEN_METRICS = ("perf/total_num_tokens", "total_num_tokens", "tokens")
 _TURNS = (
@@ -90,7 +89,6 @@ def _used(lanes: Sequence[Lane], lost: Mapping[str, Spans]) -> dict[str, Any]:
         "name": " + ".join(lane.name for lane in lanes),
         "device": any(lane.on_device for lane in lanes),
         "lost_us": {**lost_us, OTHER_RANKS: times_us["waiting_us"]},
-        "graphs": any(lane.graphs for lane in lanes),
     }
 
 
@@ -146,7 +144,6 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
     return EngineRow(
         name=lane.name,
         replica=lane.source.replica or 0,
-        busy_us=length(intersection(lane.busy, lane.observed)) / 1000,
         queueing_us=int(work[0, 0] - rollout[0, 0]) / 1000 if known else None,
         iterations=len(iterations),
         prefill_us=int(took[prefill].sum()) / 1000,
@@ -236,7 +233,6 @@ def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput
         tokens=tokens,
         source=source,
         tokens_per_s=rate,
-        tokens_per_s_per_lane=rate / max(len(step.lanes), 1),
         tokens_per_s_per_device=rate / max(devices, 1),
     )
 
@@ -265,11 +261,3 @@ def lost_of_device(lanes: Sequence[Lane]) -> Mapping[str, Spans]:
     idle = subtract(union(*(lane.observed for lane in lanes)), busy)
     found = partition(idle, {cause: union(*(lane.idle[cause] for lane in lanes)) for cause in _TURNS})
     return {cause: found[cause] for cause in CAUSES}
-
-
-def unknown_devices(step: Step) -> Iterator[str]:
-    """Yield a note on lanes with an unknown device, which other lanes may share."""
-    lanes = [lane for lane in step.lanes if lane.on_device]
-    unknown = [lane.name for lane in lanes if not (lane.device and (lane.device.uuid or lane.device.place))]
-    if unknown and len({lane.is_engine for lane in lanes}) == 2:
-        yield f"which devices {listed(unknown)} computed on is unknown: each counts as a device of its own"

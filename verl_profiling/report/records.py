@@ -20,7 +20,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +40,6 @@ from verl_profiling.report.intervals import (
 from verl_profiling.timeline.processes import shortened
 from verl_profiling.timeline.step import Source
 from verl_profiling.trajectory_log import NO_SPAN, Block, SpanRecord, TrajectoryLog, TrajectoryRecord
-
-_Default = TypeVar("_Default")
 
 UNKNOWN = "unknown"
 """Name of a block without a stack sample."""
@@ -100,10 +98,10 @@ class Trajectory(NamedTuple):
         """Final status of the trajectory."""
         return shortened(self.said.status)
 
-    def number(self, fact: str, default: _Default) -> int | _Default:
-        """Return a fact of the trajectory if it is an integer, else the default."""
+    def number(self, fact: str) -> int | None:
+        """Return a fact of the trajectory if it is an integer."""
         value = self.said.facts.get(fact)
-        return value if type(value) is int else default
+        return value if type(value) is int else None
 
 
 class SpanTable(NamedTuple):
@@ -306,7 +304,6 @@ class Pieces(NamedTuple):
         end: End (unix ns).
         cause: Index of the cause in ``causes``.
         loop: Number of the event loop, or -1.
-        uncertain: 1 if the interval is loop lag with an unknown begin (an upper bound).
         causes: Names of the causes.
     """
 
@@ -315,13 +312,12 @@ class Pieces(NamedTuple):
     end: Ints
     cause: Ints
     loop: Ints
-    uncertain: Ints
     causes: Sequence[str]
 
     @classmethod
     def made(cls, intervals: Iterable[_Interval], records: Records) -> Pieces:
         """Return intervals as columns."""
-        rows = np.fromiter(chain.from_iterable(intervals), dtype=np.int64).reshape(-1, 6)
+        rows = np.fromiter(chain.from_iterable(intervals), dtype=np.int64).reshape(-1, 5)
         return cls._make((*rows.T, records.names))
 
     def of(self, rows: Ints) -> Pieces:
@@ -383,7 +379,6 @@ class _Interval(NamedTuple):
     end: int
     cause: int
     loop: int = -1
-    uncertain: bool = False
 
 
 def _rows(*columns: Ints) -> Iterator[tuple[int, ...]]:
@@ -451,8 +446,7 @@ def _with_lag(waits: Iterable[_Interval], blocks: Blocks) -> Iterator[_Interval]
             yield wait
             continue
         for begin, end in lag:
-            uncertain = wait.cause != _NUMBERS[FROM_THE_ENGINE]
-            yield wait._replace(begin=begin, end=end, cause=_NUMBERS[LOOP_LAG], uncertain=uncertain)
+            yield wait._replace(begin=begin, end=end, cause=_NUMBERS[LOOP_LAG])
         for begin, end in _without(wait.begin, wait.end, lag):
             yield wait._replace(begin=begin, end=end)
 

@@ -103,18 +103,16 @@ def rollout_of(
         seconds=float((end - begin)[training].sum()) / 1e9,
         p50_s=p50,
         p99_s=p99,
-        begin_s=(first - step.begin_ns) / 1e9,
         wall_s=(int(end[training].max()) - first) / 1e9 if len(training) else 0.0,
         causes=[row for kind in (0, 1) for row in _causes(pieces, shares, validate, kind)],
-        uncertain_lag_s=float(shares[(pieces.uncertain > 0) & (validate[pieces.owner] == 0)].sum()) / 1e9,
         time=time,
         explained=sum(part.share for part in time if part.cause not in (BEFORE, UNEXPLAINED)),
-        last=_last_trajectories(training, begin[training], end[training], pieces, step.begin_ns),
+        last=_last_trajectories(training, begin[training], end[training], pieces),
         calls=_call_rows(records),
         blocks=_block_rows(records, lag),
         **_groups(found, pieces, step.begin_ns),
         **_versions(records, served, step.manifest.policy_version),
-        statuses=_status_rows(records, served),
+        statuses=_status_rows(records),
         failures=_failure_rows(found),
         polling=_polling(step, end[training]),
     )
@@ -181,9 +179,6 @@ def _call_row(role: str, name: str, rows: Ints, records: Records) -> CallRow:
     begin, end = records.spans.begin[rows], records.spans.end[rows]
     took = (end - begin) / 1e9
     p50, p90, p99 = percentiles(took, 50, 90, 99)
-    covered = length(union(np.stack((begin, end), axis=1)))
-    ran = end > begin  # a span that begins when another ends does not overlap it
-    before = np.searchsorted(np.sort(end[ran]), np.sort(begin[ran]), side="right")
     return CallRow(
         role=role,
         name=name,
@@ -194,8 +189,6 @@ def _call_row(role: str, name: str, rows: Ints, records: Records) -> CallRow:
         p90_s=p90,
         p99_s=p99,
         longest_s=float(took.max()),
-        mean_running=float(took.sum()) * 1e9 / covered if covered else 0.0,
-        most_running=int((np.arange(1, ran.sum() + 1) - before).max(initial=0)),
     )
 
 
@@ -276,26 +269,11 @@ def _groups(trajectories: Sequence[Trajectory], pieces: Pieces, begin_ns: int) -
     }
 
 
-def _status_rows(records: Records, served: Mapping[int, Request]) -> list[StatusRow]:
-    """Return one row per status, training before validation, the largest total time first.
-
-    Counts are from the loop's facts, else from requests and spans.
-    """
-    spans = records.spans
-    tools = [number for number, name in enumerate(records.names) if name.startswith("tool:")]
-    calls = Counter(spans.trajectory[np.isin(spans.name, tools)].tolist())
-    generated = Counter[int]()
-    for span, request in served.items():
-        generated[int(spans.trajectory[span])] += request.response_tokens
+def _status_rows(records: Records) -> list[StatusRow]:
+    """Return one row per status, training before validation, the largest total time first."""
     counts: dict[tuple[bool, str], Any] = defaultdict(Counter)
-    for number, one in enumerate(records.trajectories):
-        counts[one.validate, one.status].update(
-            trajectories=1,
-            seconds=(one.end_ns - one.begin_ns) / 1e9,
-            response_tokens=one.number("response_tokens", generated[number]),
-            turns=one.number("turns", 0),
-            tool_calls=one.number("tool_calls", calls[number]),
-        )
+    for one in records.trajectories:
+        counts[one.validate, one.status].update(trajectories=1, seconds=(one.end_ns - one.begin_ns) / 1e9)
     whole = {
         kind: sum(of["seconds"] for key, of in counts.items() if key[0] is kind) for kind in (False, True)
     }
@@ -346,7 +324,7 @@ def _versions(records: Records, served: Mapping[int, Request], trained: int | No
     oldest, newest = Counter[int](), Counter[int]()
     partial = 0
     for number, one in enumerate(records.trajectories):
-        said = [one.number("min_version", None), one.number("max_version", None)]
+        said = [one.number("min_version"), one.number("max_version")]
         versions = {version for version in said if version is not None} or of_requests[number]
         if versions and not one.validate:
             oldest[min(versions)] += 1
@@ -366,9 +344,7 @@ def _versions(records: Records, served: Mapping[int, Request], trained: int | No
     return {"versions": rows, "versioned": oldest.total(), "partial": partial}
 
 
-def _last_trajectories(
-    numbers: Ints, begin: Ints, end: Ints, pieces: Pieces, step_ns: int
-) -> LastTrajectories | None:
+def _last_trajectories(numbers: Ints, begin: Ints, end: Ints, pieces: Pieces) -> LastTrajectories | None:
     """Return the tail: the time in which only the last ``k`` of ``n`` trajectories still ran.
 
     ``k`` is at most ``n / 2``, and maximizes the tail's share of the rollout minus ``k / n``. There, the
@@ -379,7 +355,6 @@ def _last_trajectories(
         begin: Begin of each trajectory (unix ns).
         end: End of each trajectory (unix ns).
         pieces: Time of all trajectories by cause.
-        step_ns: Begin of the step (unix ns).
     """
     if not len(numbers):
         return None
@@ -400,7 +375,6 @@ def _last_trajectories(
     return LastTrajectories(
         trajectories=size,
         of=len(ends),
-        begin_s=(since - step_ns) / 1e9,
         seconds=seconds,
         share=(until - since) / wall,
         parts=_part_rows(parts),

@@ -16,7 +16,7 @@ from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import Figure, axis_top
 from verl_profiling.report.tables import Cell, named, stage_class, timed
 from verl_profiling.report.watch_frame import IN_NO_STAGE, captures_so_far, excess, slowest
-from verl_profiling.step_summary import SpanTotal, StepSummary
+from verl_profiling.step_summary import StepSummary
 from verl_profiling.timeline.inputs import how_to_capture
 from verl_profiling.units import duration, visible
 
@@ -28,10 +28,6 @@ _FLEX = 1e6  # CSS leaves a part of a bar empty where the factors add up to less
 _THINNEST = 0.01  # part of a bar, as a share of the axis: two pixels
 _MOST_STAGES = 15
 _MOST_CAPTURES = 1000
-_MOST_SPANS = 10
-_FEWEST_BEFORE = 2  # steps, of which a range is known
-_OF_ITSELF = 0.1  # share of its median before by which a stage or a cause has to change
-_OF_THE_STEP = 0.02  # the same, as a share of the step; for a cause, of all devices' time
 
 
 class _Step(NamedTuple):
@@ -42,7 +38,6 @@ class _Step(NamedTuple):
     seconds: float
     stages: Mapping[str, float]
     captured: str = ""
-    spans: Sequence[SpanTotal] = ()
 
     @property
     def cell(self) -> Cell:
@@ -68,38 +63,23 @@ def render_run(
     by_step = {report.step: link for report, link in zip(reports, links, strict=True)}
     logged = _logged(directory, watched, by_step)
     ran = logged or steps
-    content = figures_section(_figures(reports, ran)) if ran else ""
+    content = figures_section(_figures(ran)) if ran else ""
     if steps:
-        content += f'<section id="findings" aria-label="What changed">{_story(steps, reports, ran)}</section>'
+        content += _slowest(ran)
     else:
         note = escape(visible(how_to_capture(directory)))
         content += f'<section id="findings" aria-label="Captures"><p>{note}</p></section>'
-    bars = _shown(logged)
-    content += _every_step(bars, len(logged)) if bars else ""
+    note = "Exposed time: the part of the step's duration that each stage caused."
+    content += _trend("Every step", logged[-_MOST_BARS:], note) if logged else ""
     content += "".join(_tables(steps, reports)) if steps else ""
-    content += _spent_in_spans(bars)
     count = f"{len(reports) or 'no'} captured step{'s' if len(reports) > 1 else ''}"
     return document(visible(directory.resolve().name), count, content)
 
 
-def _figures(reports: Sequence[Report], ran: Sequence[_Step]) -> Iterator[Figure]:
+def _figures(ran: Sequence[_Step]) -> Iterator[Figure]:
     took = [step.seconds for step in ran]
     spread = f"of {len(took):,} steps, from {duration(min(took))} to {duration(max(took))}"
     yield Figure("Step, median", duration(median(took)), spread)
-    alike = [reports[index] for index in _scheduled(reports)]
-    busy = [share for report in alike if (share := report.working_share) is not None]
-    if busy:
-        spread = f"from {min(busy):.0%} to {max(busy):.0%}"
-        whose = "Devices" if any(report.shares_devices for report in alike) else "Lanes"
-        yield Figure(f"{whose} busy, median", f"{median(busy):.0%}", spread)
-    lost = [sum(report.lost_s.values()) for report in alike]
-    if any(lost):
-        total = Counter[str]()
-        for report in alike:
-            total.update(report.lost_s)
-        ((most, seconds),) = total.most_common(1)
-        line = f"{seconds / sum(lost):.0%} {cause_name(most)}"
-        yield Figure("Lost, median", alike[0].lane_seconds(median(lost)), line, f"k-{most}")
     index = slowest(took)
     over = took[index] - median(took)
     line = f"{duration(took[index])}, {duration(over, signed=True)} over the median"
@@ -108,78 +88,23 @@ def _figures(reports: Sequence[Report], ran: Sequence[_Step]) -> Iterator[Figure
     yield Figure("Slowest", ran[index].title, line)
 
 
-def _story(steps: Sequence[_Step], reports: Sequence[Report], ran: Sequence[_Step]) -> str:
-    """Return sentences on the first change in the run, and on the slowest step."""
-    alike = _scheduled(reports)
-    said = "No stage and no cause of lost time changed over the run."
-    if len(alike) <= _FEWEST_BEFORE:
-        said = "Changes over the run are shown for three or more captured steps."
-    for index in range(_FEWEST_BEFORE, len(alike)):
-        if change := _changed([reports[at] for at in alike[: index + 1]]):
-            what, took, before = change
-            step = linked(steps[alike[index]].cell)
-            said = f"Changed first: {what} in {step}, {took} (median of {index} before: {before})."
-            break
-    if apart := len(steps) - len(alike):
-        captures = f"{apart} requested captures" if apart > 1 else "one requested capture"
-        said += f" Left out, because their settings may differ: {captures}."
+def _slowest(ran: Sequence[_Step]) -> str:
+    """Return a section on the excess of the slowest step over the median."""
     index = slowest([step.seconds for step in ran])
     found = excess([step.stages for step in ran], index) if len(ran) > 1 else None
-    if found:
-        name, seconds = found
-        step = linked(named(ran[index].title, ran[index].link))
-        said += (
-            f"</p><p>Slowest: {step}; most of its excess over the median is in "
-            f"<bdi>{escape(name)}</bdi> ({duration(seconds, signed=True)})."
-        )
-    return f"<p>{said}</p>"
-
-
-def _scheduled(reports: Sequence[Report]) -> list[int]:
-    """Return the indices of steps captured by the schedule; requested captures may record other things."""
-    return [
-        at for at, report in enumerate(reports) if report.asked is None or report.asked.kind == "schedule"
-    ]
+    if found is None:
+        return ""
+    name, seconds = found
+    return (
+        f'<section id="findings" aria-label="Slowest step"><p>Slowest: {linked(ran[index].cell)}; most of '
+        f"its excess over the median is in <bdi>{escape(name)}</bdi> ({duration(seconds, signed=True)})."
+        "</p></section>"
+    )
 
 
 def _stage_seconds(report: Report) -> dict[str, float]:
     """Return the time of each outermost stage of the controller, and of the rest of the step."""
     return {row.name: row.duration_us / 1e6 for row in report.stages if row.depth == 0}
-
-
-def _changed(reports: Sequence[Report]) -> tuple[str, str, str] | None:
-    """Return the stage or cause that changed in the last step, as HTML, with its time and the median before.
-
-    Stages precede causes, because lost time follows from stages. Of several changes, the largest is returned.
-    """
-    last = reports[-1]
-    lanes_s = sum(row.span_us for row in last.devices) / 1e6
-    if of_stages := _left_its_range([_stage_seconds(report) for report in reports], last.span_us / 1e6):
-        name, seconds, before = of_stages
-        return f"<bdi>{escape(name)}</bdi>", duration(seconds), duration(before)
-    if of_causes := _left_its_range([report.lost_s for report in reports], lanes_s):
-        name, seconds, before = of_causes
-        shown = f"<bdi>{escape(f'lost time, {cause_name(name)}')}</bdi>"
-        return shown, last.lane_seconds(seconds), last.lane_seconds(before)
-    return None
-
-
-def _left_its_range(rows: list[dict[str, float]], whole_s: float) -> tuple[str, float, float] | None:
-    """Return name, time and median before of the largest change of the last row.
-
-    A change leaves the range of the rows before by more than half the width of the range. A change is also
-    larger than a tenth of the median before, and than 2 % of the whole.
-    """
-    *before, last = rows
-    found = []
-    for name in dict.fromkeys(name for row in rows for name in row):
-        took, past = last.get(name, 0.0), [row.get(name, 0.0) for row in before]
-        usual = median(past)
-        margin = (max(past) - min(past)) / 2
-        outside = not min(past) - margin <= took <= max(past) + margin
-        if outside and abs(took - usual) > max(_OF_ITSELF * usual, _OF_THE_STEP * whole_s):
-            found.append((name, took, usual))
-    return max(found, key=lambda row: abs(row[1] - row[2]), default=None)
 
 
 def _tables(steps: Sequence[_Step], reports: Sequence[Report]) -> Iterator[str]:
@@ -293,49 +218,5 @@ def _logged(run: Path, steps: Sequence[StepSummary], links: Mapping[int | None, 
             stages[kept.get(name, "(other stages)")] += seconds
         link = links.get(step.step, "")
         captured = visible(asked.get(step.captured, "yes" if link else ""))
-        found.append(_Step(f"Step {step.step}", link, step.seconds, stages, captured, step.spans))
+        found.append(_Step(f"Step {step.step}", link, step.seconds, stages, captured))
     return found
-
-
-def _every_step(bars: Sequence[_Step], total: int) -> str:
-    """Return the section with a bar for each step in the log of the watch."""
-    note = "Exposed time: the part of the step's duration that each stage caused."
-    if total > len(bars):
-        note += (
-            f" {len(bars):,} of {total:,} steps are shown: those that were captured, and the "
-            "longest of every few in a row."
-        )
-    return _trend("Every step", bars, note)
-
-
-def _spent_in_spans(bars: Sequence[_Step]) -> str:
-    """Return a table of the trajectories' time in the spans with the longest sums."""
-    sums = Counter[str]()
-    for bar in bars:
-        sums.update({spans.name: spans.seconds for spans in bar.spans})
-    names = [name for name, _ in sums.most_common(_MOST_SPANS)]
-    spent = []
-    for bar in bars:
-        of_step = {spans.name: _spent(spans) for spans in bar.spans}
-        spent.append({name: of_step.get(name, Cell(None, "")) for name in names})
-    note = "All spans of a name together. Spans run side by side, so their sum may be longer than the step."
-    title = "Time of trajectories by step"
-    return section(title, _by_step(title, bars, spent), note)
-
-
-def _spent(spans: SpanTotal) -> Cell:
-    failed = f", {spans.failed:,} failed" if spans.failed else ""
-    calls = "call" if spans.runs == 1 else "calls"
-    return Cell(spans.seconds, f"{duration(spans.seconds)} in {spans.runs:,} {calls}{failed}")
-
-
-def _shown(steps: Sequence[_Step]) -> list[_Step]:
-    """Return the captured steps, and the longest step of every few others in a row."""
-    width = max(-(-len(steps) // _MOST_BARS), 1)
-    shown = []
-    for begin in range(0, len(steps), width):
-        group = steps[begin : begin + width]
-        others = [step for step in group if not step.captured]
-        longest = max(others, key=lambda step: step.seconds, default=None)
-        shown += [step for step in group if step is longest or step.captured]
-    return shown

@@ -38,8 +38,8 @@ def figures(report: Report) -> Iterator[Figure]:
     traces = f"{coverage.read} of {coverage.expected} traces read"
     yield Figure("Step" if report.captured else "Recorded", duration(report.span_us / 1e6), traces)
     if rate := report.throughput:
-        each = rate.tokens_per_s_per_device if report.shares_devices else rate.tokens_per_s_per_lane
         unit = "GPU" if any(row.kind == "cuda" for row in report.devices) else report.whose
+        each = rate.tokens_per_s_per_device
         line = f"{each:,.0f} per second and {unit}; {rate.tokens:,.0f} tokens ({rate.source})"
         yield Figure("Tokens per second", f"{rate.tokens_per_s:,.0f}", line)
     working = report.working_share
@@ -65,18 +65,10 @@ def asked_sentences(asked: Asked | None) -> Iterator[str]:
     """Yield the requester of a capture and the reason, and a bar chart of the anomaly's values."""
     if asked is None:
         return
-    why = f": {asked.reason}" if asked.reason else ""
-    if asked.kind == "demand":
-        by = f" by {asked.by}" if asked.by else ""
-        why = why.replace(f": asked for{by}", "", 1)
-        named = f" (request {asked.request})" if asked.request else ""
-        yield f"requested on demand{by}{named}, captured {asked.when}{why}"
-    elif asked.kind == "schedule":
-        yield f"captured by the schedule{why}"
-    else:
-        step = f"step {asked.noticed}"
-        noticed = "" if asked.noticed is None or asked.reason.startswith(f"{step}:") else f" in {step}"
-        yield f"requested by the watch, which detected {asked.sign or 'an anomaly'}{noticed}{why}"
+    by = f" of {asked.by}" if asked.by else ""
+    named = f" (request {asked.request})" if asked.request else ""
+    noticed = f", {asked.sign} in step {asked.noticed}" if asked.sign else ""
+    yield f"captured {asked.when} by {asked.kind}{by}{named}{noticed}: {asked.reason}"
     if asked.history:
         shown = {"memory": byte_size, "leader": "{:.1%}".format}.get(asked.sign, duration)
         last, before = shown(asked.history[-1]), shown(asked.median)
@@ -95,8 +87,6 @@ def sentences(report: Report) -> Iterator[str]:
                 f"{tail.requests:,} requests: latency p50 {duration(latency.p50)}, p99 "
                 f"{duration(latency.p99)}; response p50 {tokens.p50:.0f}, p99 {tokens.p99:.0f} tokens"
             )
-    if report.weight_sync_share:
-        yield f"weight sync: {report.weight_sync_share:.1%} of the step"
     for clock in report.clocks:
         offset, *rest = (duration(us / 1e6) for us in (clock.offset_us, clock.error_us, clock.drift_us))
         yield f"clock of {clock.host}: corrected by {offset}, accurate to {rest[0]}, drift {rest[1]}"
@@ -141,8 +131,6 @@ def rollout_sentences(rollout: Rollout) -> Iterator[str]:
     if rollout.versioned:
         made = f"{rollout.partial:,} of {counted(rollout.versioned, 'trajectory')}"
         yield f"generated with several versions of the weights: {made}"
-    if rollout.uncertain_lag_s:
-        yield f"{duration(rollout.uncertain_lag_s)} of the event loop lag are an upper bound"
 
 
 def counted(count: int, what: str) -> str:

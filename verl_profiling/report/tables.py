@@ -209,15 +209,14 @@ def flat_rows(step: int | None, found: Iterable[msgspec.Struct]) -> Iterator[dic
 
 
 class _Part(msgspec.Struct, frozen=True):
-    """A row of the tables ``lost`` and ``outside``: a cause, a pause, a stage, or one of their parts."""
+    """A row of the table ``lost``: a cause, or a part of a cause."""
 
-    columns: ClassVar[str] = "name, runs, time=seconds, of observed=share"
+    columns: ClassVar[str] = "name, time=seconds, of observed=share"
 
     name: str
     seconds: float
     share: float | None = None
     key: str = ""
-    runs: int | None = None
     depth: int = 0
 
 
@@ -245,31 +244,6 @@ def _causes(report: Report) -> list[CauseRow]:
         return causes
     lag = f"{LOOP_LAG}: {blocker}"
     return [msgspec.structs.replace(row, cause=lag) if row.cause == LOOP_LAG else row for row in causes]
-
-
-def _outside(report: Report) -> list[_Part]:
-    found = []
-    for row in report.outside:
-        found.append(_Part(row.name, row.duration_us / 1e6, runs=row.runs))
-        found += [_Part(name, seconds, depth=1) for name, seconds in row.parts.items()]
-    return found
-
-
-def _of_requests(report: Report) -> str:
-    if any(row.queued_p50_us is not None for row in report.replicas):
-        return ""
-    return (
-        "The queueing time of requests is unknown, because no engine reports both the arrival at its "
-        "scheduler (arrival_ns) and the first scheduling (scheduled_ns)."
-    )
-
-
-def _of_costs(report: Report) -> str:
-    of_all = " Sizes on disk are of all steps of the capture." if report.capture_steps else ""
-    return (
-        f"The capture added {duration(report.capture_us / 1e6)} to the loop. Writing is part of "
-        f"stopping.{of_all}"
-    )
 
 
 def _key(row: Any) -> str:
@@ -342,7 +316,7 @@ _TABLES = (
         shown=lambda report: report.devices if report.shares_devices else (),
     ),
     Table("engines", brief=64),
-    Table("replicas", _of_requests),
+    Table("replicas"),
     Table("stragglers"),
     Table("collectives"),
     Table("kernels", _on_cpus("CPU traces: the rows are operators instead of kernels."), most=40),
@@ -352,9 +326,8 @@ _TABLES = (
         "outside",
         "Time before and after the step, which no other table contains. In the pauses, the loop waits "
         "for the capture to start and to stop.",
-        shown=_outside,
     ),
-    Table("costs", _of_costs),
+    Table("costs", "Writing is part of stopping."),
     Table("anchors", "Drift of unix time against monotonic time during the capture."),
 )
 TABLES: Mapping[str, Table] = {table.name: table for table in _TABLES}

@@ -18,7 +18,6 @@ from verl_profiling.report.sentences import asked_sentences, figures, rollout_se
 from verl_profiling.report.tables import TABLES, Cell, cells, without_middle
 
 _WIDTH = 100
-_BAR_CELLS = 24
 _FINDINGS = 3
 _FIRST = {"suspects": 6, "stages": 7, "trajectory_causes": 5, "lost": 5}
 """Rows of each table of the first screen."""
@@ -133,10 +132,6 @@ def _print_table(report: Report, name: str, console: Console, *, everything: boo
     if not everything:
         found = [row for row in found if not (getattr(row, "depth", 0) or getattr(row, "validate", False))]
     headings, lines = cells(found[:brief], brief=True)
-    if name == "stages":
-        headings.append("of the step")
-        for row, line in zip(found, lines, strict=False):
-            line.append(Cell("", "█" * round(min(row.share, 1.0) * _BAR_CELLS)))
     more = f"{len(found) - brief:,} more: --csv, --json." if len(found) > brief else ""
     print_table(console, table.title, headings, lines, " ".join(filter(None, (table.note_on(report), more))))
 

@@ -210,7 +210,6 @@ def _hashed_id(index: int, old: int | str) -> int:
     return _HASHED_IDS | int.from_bytes(digest, "big") >> 12
 
 
-_LEAST_LAG_NS = 1_000_000
 _BAD = {"failed": "terrible", "cancelled": "bad"}
 
 _Record = TrajectoryRecord | SpanRecord | Block
@@ -323,12 +322,7 @@ class _Drawn:
                 yield self._span(record, row + 1)
 
     def counters(self) -> Iterator[Event]:
-        """Yield counter events: the lag of each event loop, counters of the log, and running trajectories."""
-        for lag in self._log.lags:
-            name = f"{self._loop(lag.loop)} lag"
-            if lag.late_ns >= _LEAST_LAG_NS:
-                yield self._count(name, lag.at_ns - lag.late_ns, "ms", lag.late_ns / 1e6)
-            yield self._count(name, lag.at_ns, "ms", 0.0)
+        """Yield counter events: counters of the log, and running trajectories."""
         for count in self._log.counts:
             yield self._count(count.name, count.at_ns, "count", count.value)
         changes = Counter(one.begin_ns for one in self._log.trajectories)

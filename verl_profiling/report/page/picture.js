@@ -53,7 +53,7 @@ function rowsOf(group, unfolded) {
   const rows = lanes.map((lane) => ({ ...lane, kind: "lane", group, lane }));
   if (large) rows.unshift({ ...group, kind: "group", group, spans: group.envelope });
   const running = requestsOf(group, data.running);
-  if (running.length) rows.push({ kind: "running", group, spans: [], load: [], running, queued: requestsOf(group, data.queued) });
+  if (running.length) rows.push({ kind: "running", group, spans: [], load: [], running });
   const few = d3.sum(data.groups, (each) => each.lanes.length) <= FEW_LANES;
   for (const row of rows) {
     row.levels = 1 + Math.max(-1, ...row.spans.map((span) => span.row));
@@ -83,7 +83,7 @@ function drawRow(row, svg, x, width) {
   } else if (row.kind === "running") {
     const most = Math.max(d3.max(row.running), 1);
     const y = (count) => CURVE - 2 - (count / most) * (CURVE - 6);
-    for (const name of ["running", "queued"]) drawArea(drawing, name, row[name].map(() => 0), row[name], x, y);
+    drawArea(drawing, "running", row.running.map(() => 0), row.running, x, y);
   }
 }
 
@@ -131,7 +131,6 @@ function linesAt(row, span, us) {
     const took = span.end - span.begin;
     lines.push(`${duration(took / 1e6)}, from ${duration(span.begin / 1e6)} to ${duration(span.end / 1e6)}`);
     if (span.lanes > 1) lines.push(`the first ends it at ${duration(span.first_out / 1e6)}`);
-    if (span.busy != null && took > 0) lines.push(`busy ${percent(span.busy / took)} of it, ${percent(span.communication / took)} communication alone`);
   }
   if (row.load.length) {
     const [busy, alone, waiting] = [row.load, row.communication, row.waiting].map((curve) => at(curve) / 100);
@@ -139,10 +138,9 @@ function linesAt(row, span, us) {
     lines.push(`at ${duration(us / 1e6)}: busy ${percent(busy)}, ${percent(alone)} communication alone${waits}`);
   }
   if (row.kind === "running") {
-    const [running, queued] = [row.running, row.queued].map((curve) => Math.round(10 * at(curve)) / 10);
-    lines.push(`at ${duration(us / 1e6)}: ${running} requests running${row.queued.length ? `, ${queued} of them queued` : ""}`);
+    lines.push(`at ${duration(us / 1e6)}: ${Math.round(10 * at(row.running)) / 10} requests running`);
   }
-  return [...lines, ...[row.lane?.shares, row.lane?.stands_out].filter(Boolean)];
+  return [...lines, ...[row.lane?.stands_out].filter(Boolean)];
 }
 
 // Perfetto ignores a range that begins before the first event of a timeline, or ends after its last.
@@ -158,12 +156,11 @@ function timelineAddress([begin, end]) {
 function labelOf(row, unfolded, build) {
   const label = element("div", { className: "label" });
   if (row.kind === "running") {
-    const [running, queued] = [row.running, row.queued].map((curve) => Math.round(10 * d3.max(curve)) / 10);
-    label.append(element("small", { textContent: `requests running, peak ${running}${queued ? `, queued ${queued}` : ""}` }));
+    label.append(element("small", { textContent: `requests running, peak ${Math.round(10 * d3.max(row.running)) / 10}` }));
   } else if (row.kind === "lane") {
     label.classList.toggle("standing", Boolean(row.lane.stands_out));
     label.append(element("bdi", { textContent: row.lane.name, title: row.lane.name }));
-    for (const said of [row.lane.stands_out, row.lane.shares]) if (said) label.append(element("small", { textContent: said }));
+    if (row.lane.stands_out) label.append(element("small", { textContent: row.lane.stands_out }));
   } else {
     const { role, lanes } = row.group;
     const open = unfolded.has(role);
@@ -229,7 +226,7 @@ function makePicture(container, tools) {
       const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
       svg.setAttribute("aria-hidden", "true");
       const plot = element("div", { className: "plot" }, svg);
-      const node = element("div", { className: `row ${row.kind}${row.lane?.shares ? " shared" : ""}` }, labelOf(row, unfolded, build), plot);
+      const node = element("div", { className: `row ${row.kind}` }, labelOf(row, unfolded, build), plot);
       node.setAttribute("role", "group");
       node.setAttribute("aria-label", row.lane?.name ?? row.group.role);
       return { row, svg, node, plot };
