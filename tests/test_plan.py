@@ -10,6 +10,7 @@ import pytest
 from example_loops import settings
 
 from verl_profiling.cli import main
+from verl_profiling.commands.plan import load_config
 from verl_profiling.settings.schedule import Action, planned_captures
 
 
@@ -94,22 +95,29 @@ def test_a_plan_that_captures_nothing_is_a_finding(
     assert any(word in printed for word in ("nothing is captured", "none up to", "not captured"))
 
 
+def test_settings_inside_of_a_larger_file(tmp_path: Path) -> None:
+    """A trainer's file holds them under ``profiling``, a run's ``run.json`` under ``config``."""
+    for key in ("profiling", "config"):
+        path = tmp_path / f"{key}.json"
+        path.write_text(json.dumps({"run_id": "x", key: {"enable": True, "tool": "spans"}}))
+        assert load_config(path).tool == "spans"
+
+
 def test_a_file_of_another_kind_is_one_readable_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A program in the place of its settings, or a text alone, or an unknown key; doctor says the same."""
+    """A program in the place of its settings, or a text alone, or an unknown key."""
     assert planned(tmp_path, {"enable": True, "mod": "e2e"}) == 2
     capsys.readouterr()
     (tmp_path / "text.yaml").write_text("all of it\n")
     assert main(["plan", str(tmp_path / "text.yaml")]) == 2
     assert capsys.readouterr().err.endswith(f"{tmp_path / 'text.yaml'}: must be a mapping, is str\n")
     (tmp_path / "x.py").write_text("import torch\ndef train(model: str) -> None:\n    pass\n")
-    for command in (["plan", str(tmp_path / "x.py")], ["doctor", str(tmp_path / "x.py")]):
-        assert main(command) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1
-        assert "\\n" not in error
-        assert error.startswith(f"verl-profiling: error: {tmp_path / 'x.py'}: cannot be read: ")
+    assert main(["plan", str(tmp_path / "x.py")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "\\n" not in error
+    assert error.startswith(f"verl-profiling: error: {tmp_path / 'x.py'}: cannot be read: ")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ A new command is a line of :data:`COMMANDS`, and a module of the same name in :m
 from __future__ import annotations
 
 import argparse
-import codecs
 import importlib
 import os
 import sys
@@ -28,12 +27,9 @@ COMMANDS = {
     "check": "verify that every expected artifact is there and whole",
     "plan": "print what a configuration would capture, and in how many files",
     "trigger": "ask a running job to capture its next step",
-    "doctor": "show what this machine can record, and whether a config can run here",
+    "doctor": "show what this machine can record",
 }
 """Purpose of each command, in the order of ``--help``."""
-
-_IN_ASCII = dict(zip("•…±▲▁▂▃▄▅▆▇█", "*~~^_.-:=+*#", strict=True))
-"""What is printed in the place of a character that the terminal's encoding lacks; of any other, ``?``."""
 
 _EPILOG = """\
 exit codes: 0 success; 1 success, and it found what it looks for (a damaged artifact,
@@ -45,10 +41,9 @@ input that cannot be used. The reason is one line on standard error.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    codecs.register_error("verl_profiling", _replaced)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="verl_profiling")
+            stream.reconfigure(errors="replace")
     parser = argparse.ArgumentParser(
         prog="verl-profiling",
         description="One timeline and one report for every profiled step of RL post-training.",
@@ -75,12 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted")
     return code
-
-
-def _replaced(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    return "".join(_IN_ASCII.get(c, "?") for c in error.object[error.start : error.end]), error.end
 
 
 def _fail(message: str) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.commands.doctor import load_config
+from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ROLLOUT_ROLE, step_folder_name
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig, RoleOverride
 from verl_profiling.settings.schedule import MOST_CAPTURES, planned_captures
@@ -68,6 +68,36 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"  {line}")
     some = bool(captures) or config.schedule.steps == ()  # without steps, captures can be requested
     return EXIT_OK if some and any(role.enable for role in roles) else EXIT_FINDING
+
+
+def load_config(path: Path) -> ProfilingConfig:
+    """Read a configuration: YAML or JSON, or the ``run.json`` of a run.
+
+    The settings may be under a key ``profiling`` or ``config``. Hydra's ``defaults`` list is ignored;
+    missing settings get the package's defaults.
+
+    Raises:
+        ConfigError: The file cannot be read, or the settings are wrong.
+    """
+    try:
+        values: Any = _decode(path)
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read ({error.strerror})") from error
+    except (msgspec.DecodeError, ImportError) as error:
+        raise ConfigError(str(path), f"cannot be read: {' '.join(str(error).split())}") from error
+    for key in ("profiling", "config"):
+        if isinstance(values, Mapping) and isinstance(values.get(key), Mapping):
+            values = values[key]
+    if not isinstance(values, Mapping | None):
+        raise ConfigError(str(path), f"must be a mapping, is {type(values).__name__}")
+    if values is not None:
+        values = {key: value for key, value in values.items() if key != "defaults"}
+    return ProfilingConfig.from_any(values)
+
+
+def _decode(path: Path) -> Any:
+    data = path.read_bytes()
+    return msgspec.json.decode(data) if path.suffix == ".json" else msgspec.yaml.decode(data)
 
 
 def _capture_lines(captures: Sequence[tuple[int, int]], steps: int | None, more: bool) -> Iterator[str]:
