@@ -119,7 +119,6 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         by: Who asks, e.g. ``root@node1``.
         asked_ns: When, by their clock.
         steps: How many consecutive steps.
-        at: The first of them; ``None`` for the next one that begins.
         selection: What the captures do differently from the settings.
     """
 
@@ -127,7 +126,6 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     by: Annotated[str, msgspec.Meta(max_length=200)] = ""
     asked_ns: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
     steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_STEPS)] = 1
-    at: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] | None = None
     selection: CaptureSelection = CaptureSelection()
 
 

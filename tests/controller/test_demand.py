@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,19 @@ import pytest
 import ray
 from conftest import Pool
 from example_loops import settings
-from fleet import TrainWorker, wait_for_begun
+from fleet import TrainWorker
 
 from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingConfig
 from verl_profiling.capture.session import Session
 from verl_profiling.capture_request import CaptureSelection, Demand, Trigger
 from verl_profiling.cli import main
-from verl_profiling.commands.trigger import Answer, find_job
+from verl_profiling.commands.trigger import find_job
 from verl_profiling.controller.anomalies import Anomalies
 from verl_profiling.controller.run import Run
 from verl_profiling.controller.spmd import Decision
+from verl_profiling.manifest import Manifest
 from verl_profiling.run_files import read_manifest
 from verl_profiling.settings.schedule import StepRange
-from verl_profiling.workers import RequestLog, RolloutCaptureMixin
 
 
 def wait_until(holds: Callable[[], object], seconds: float = 30.0) -> None:
@@ -45,6 +45,29 @@ def configured(tmp_path: Path, **given: Any) -> ProfilingConfig:
     """Return settings of a job that captures what it is asked for."""
     asked = {"schedule": {"steps": []}, "watch": {"enable": True}, "tool": "spans"}
     return settings(**{"save_path": str(tmp_path / "run"), **asked, **given})
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request that was sent to a run."""
+
+    run: Path
+    id: str
+
+    @property
+    def captures(self) -> list[Manifest]:
+        """The captures that were made of it, in order."""
+        found = map(read_manifest, sorted(self.run.glob("step_*")))
+        return [manifest for manifest in found if manifest.trigger.request == self.id]
+
+    @property
+    def steps(self) -> list[int]:
+        return [step for manifest in self.captures for step in manifest.steps]
+
+    @property
+    def refusal(self) -> str:
+        file = self.run / "requests" / f"{self.id}.refused"
+        return file.read_text() if file.exists() else ""
 
 
 class Job:
@@ -68,19 +91,8 @@ class Job:
                 pass
             self.callback.on_step_end()
 
-    def ask(
-        self, selection: CaptureSelection | None = None, steps: int = 1, at: int | None = None
-    ) -> Callable[[], Answer]:
-        """Ask for captures; return what returns the last answer."""
-        found = find_job(self.run)
-        demand = found.ask(selection or CaptureSelection(), steps, at)
-
-        def answer() -> Answer:
-            given = found.answer(demand)
-            assert given is not None
-            return given
-
-        return answer
+    def ask(self, selection: CaptureSelection | None = None, steps: int = 1) -> Request:
+        return Request(self.run, find_job(self.run).ask(selection or CaptureSelection(), steps))
 
     @contextlib.contextmanager
     def stepping_once_asked(self, times: int = 1) -> Iterator[None]:
@@ -112,27 +124,17 @@ def job(tmp_path: Path, session: Session) -> Iterator[Job]:
 # Asking
 
 
-def test_the_next_step_is_captured_and_the_answer_says_so(job: Job) -> None:
-    """Accepted with the folder when it begins, done with workers and policy version when it has ended."""
+def test_the_next_step_is_captured(job: Job) -> None:
+    """By whom and why is in the manifest; the file goes when it is taken."""
     job.step(2)
-    answer = job.ask()
-    job.callback.on_step_begin(3, policy_version=13)
-    wait_for_begun(job.run / "step_000003")
-    accepted = answer()
-    assert (accepted.state, accepted.folders) == ("accepted", ["step_000003"])
-    assert list((job.run / "requests").iterdir()) == [], "the file goes when it is taken"
+    request = job.ask()
+    job.callback.on_step_begin(3)
+    assert list((job.run / "requests").iterdir()) == []
     job.callback.on_step_end()
-    done = answer()
-    assert (done.state, done.folders, done.complete, done.policy_versions) == (
-        "done",
-        ["step_000003"],
-        True,
-        [13],
-    )
-    assert [(worker.name, worker.status) for worker in done.workers] == [("actor_rank0", "ok")]
-    trigger = read_manifest(job.run / "step_000003").trigger
-    assert trigger.kind == "demand"
-    assert "@" in trigger.by
+    [manifest] = request.captures
+    assert (manifest.step, manifest.complete) == (3, True)
+    assert manifest.trigger.kind == "demand"
+    assert "@" in manifest.trigger.by
 
 
 def test_who_asks_for_a_stage_that_only_the_loop_marks_reads_why_nothing_is_recorded(
@@ -140,10 +142,10 @@ def test_who_asks_for_a_stage_that_only_the_loop_marks_reads_why_nothing_is_reco
 ) -> None:
     """The loop's stages are in the manifest, but no worker's tool can record them apart."""
     job = Job(configured(tmp_path, tool="torch"))
-    answer = job.ask(CaptureSelection(stages=("update_actor",)))
+    request = job.ask(CaptureSelection(stages=("update_actor",)))
     job.step()
     job.callback.on_train_end()
-    [worker] = answer().workers
+    [worker] = request.captures[0].workers
     assert (worker.status, worker.artifacts) == ("skipped", [])
     assert worker.reason == (
         "no selected stage ran (selected: update_actor; ran: none): the loop's own stages do not count; "
@@ -155,15 +157,14 @@ def test_who_asks_for_a_stage_that_only_the_loop_marks_reads_why_nothing_is_reco
 def test_several_steps_are_captured_as_the_schedule_has_them(
     tmp_path: Path, session: Session, continuous: bool
 ) -> None:
-    """One after another from the step that is named: a folder each, or one for all."""
+    """One after another: a folder each, or one for all."""
     job = Job(configured(tmp_path, schedule={"steps": [], "continuous": continuous}))
-    answer = job.ask(steps=2, at=3)
-    job.step(3)
-    assert answer().state == "accepted"
-    job.step(3)
+    job.step(2)
+    request = job.ask(steps=2)
+    job.step(4)
     job.callback.on_train_end()
-    assert (answer().state, job.captured()) == ("done", [3] if continuous else [3, 4])
-    assert read_manifest(job.run / "step_000003").steps == ([3, 4] if continuous else [3])
+    assert request.steps == [3, 4]
+    assert job.captured() == ([3] if continuous else [3, 4])
 
 
 @pytest.mark.parametrize(
@@ -181,75 +182,47 @@ def test_what_cannot_be_had_is_refused_with_its_reason(
     job: Job, caplog: pytest.LogCaptureFixture, selection: CaptureSelection, reason: str
 ) -> None:
     """At the next step's begin; the loop goes on, and says it once."""
-    answer = job.ask(selection)
+    request = job.ask(selection)
     job.step(2)
-    assert answer().state == "refused"
-    assert reason in answer().reason
+    assert reason in request.refusal
     assert job.captured() == []
     assert len([message for message in caplog.messages if "is refused" in message]) == 1
 
 
-def test_a_step_that_is_over_or_never_comes_is_refused(job: Job) -> None:
-    """Whether it was when the request came, was left out, or lies behind the end of training."""
-    left_out = job.ask(at=2)
-    job.step()
-    job.at = 4
-    job.step()
-    assert "step 2 never came" in left_out().reason
-    later, early = job.ask(), job.ask(at=1)
-    job.step()
-    assert later().state == "done"
-    assert early().reason == "step 1 is too early: step 6 is the next that can be captured"
-    far, many = job.ask(at=100), job.ask(steps=5)
+def test_what_training_does_not_come_to_is_refused(job: Job) -> None:
+    """Also the rest of several steps, and what nobody has taken."""
+    many = job.ask(steps=5)
     job.step(2)
     late = job.ask()
     job.callback.on_train_end()
-    assert [answer().reason for answer in (far, many, late)] == ["training ended after step 8"] * 3
-    assert many().folders == ["step_000007", "step_000008"]
+    assert [many.refusal, late.refusal] == ["training ended after step 2"] * 2
+    assert many.steps == [1, 2]
 
 
 def test_requests_get_one_step_after_another(job: Job) -> None:
-    """Of two that name the same step the second is refused."""
-    answers = [
-        job.ask(at=1),
-        job.ask(),
-        job.ask(CaptureSelection(mode="discrete")),
-        job.ask(CaptureSelection(mode="e2e"), at=1),
-    ]
-    job.step(3)
-    assert [answer().state for answer in answers] == ["done", "done", "done", "refused"]
-    assert [answer().folders for answer in answers[:3]] == [[f"step_{step:06d}"] for step in (1, 2, 3)]
-    assert "was part of another capture" in answers[3]().reason
+    requests = [job.ask(), job.ask(CaptureSelection(mode="discrete")), job.ask()]
+    job.step(4)
+    assert [request.steps for request in requests] == [[1], [2], [3]]
 
 
 def test_the_schedule_comes_first_and_a_request_joins_it(tmp_path: Path, session: Session) -> None:
-    """Without a selection; one with an selection takes the next step that the schedule leaves alone."""
+    """Without a selection; one with a selection takes the next step that the schedule leaves alone."""
     job = Job(configured(tmp_path, schedule={"steps": [1, 2]}))
-    plain, aimed, named = (
-        job.ask(),
-        job.ask(CaptureSelection(mode="discrete")),
-        job.ask(CaptureSelection(mode="discrete"), at=2),
-    )
+    plain, aimed = job.ask(), job.ask(CaptureSelection(mode="discrete"))
     job.step(4)
     job.callback.on_train_end()
-    assert [answer().folders for answer in (plain, aimed, named)] == [
-        ["step_000001"],
-        ["step_000003"],
-        ["step_000002"],
-    ]
-    first, second, third = (read_manifest(job.run / f"step_{step:06d}") for step in (1, 2, 3))
-    assert [one.trigger.kind for one in (first, second, third)] == ["schedule", "schedule", "demand"]
-    assert first.trigger.request != ""
-    assert [one.workers[0].mode for one in (first, second, third)] == ["e2e", "e2e", "discrete"]
+    [joined], [other] = plain.captures, aimed.captures
+    assert (joined.step, joined.trigger.kind, joined.workers[0].mode) == (1, "schedule", "e2e")
+    assert (other.step, other.trigger.kind, other.workers[0].mode) == (3, "demand", "discrete")
 
 
 def test_a_schedule_of_every_step_starves_nobody(tmp_path: Path, session: Session) -> None:
     """What was asked for is not used where no step is left for it."""
     job = Job(configured(tmp_path, schedule={"every": 1}))
-    answer = job.ask(CaptureSelection(mode="discrete"), steps=2)
+    request = job.ask(CaptureSelection(mode="discrete"), steps=2)
     job.step(3)
     job.callback.on_train_end()
-    assert (answer().state, answer().folders) == ("done", ["step_000001", "step_000002"])
+    assert request.steps == [1, 2]
 
 
 def test_a_person_comes_before_the_watch_which_waits(
@@ -263,8 +236,9 @@ def test_a_person_comes_before_the_watch_which_waits(
     ]
     monkeypatch.setattr(Anomalies, "asks", lambda _, step, scheduled: due.pop() if step > 1 and due else None)
     job = Job(configured(tmp_path, watch={"enable": True, "trigger": {}}))
-    job.ask(at=2)
-    job.step(3)
+    job.step()
+    job.ask()
+    job.step(2)
     job.callback.on_train_end()
     found = [read_manifest(job.run / f"step_{step:06d}") for step in (2, 3)]
     assert [one.trigger.kind for one in found] == ["demand", "anomaly"]
@@ -272,26 +246,20 @@ def test_a_person_comes_before_the_watch_which_waits(
 
 
 def test_a_capture_that_goes_on_is_not_interrupted(tmp_path: Path, session: Session) -> None:
-    """Who names a step inside of it is refused; a warm-up, which would be discarded, gives way."""
+    """A request waits until it is over; a warm-up, which would be discarded, gives way."""
     job = Job(configured(tmp_path, schedule={"steps": [1, 2, 3], "continuous": True}))
-    answer = job.ask(at=2)
+    job.step()
+    request = job.ask()
     job.step(4)
     job.callback.on_train_end()
-    assert "was part of another capture" in answer().reason
+    assert request.steps == [4]
     assert read_manifest(job.run / "step_000001").steps == [1, 2, 3]
     warm = {"warmup": 1, "wait": 0, "active": 1, "repeat": 1}
     job = Job(configured(tmp_path, save_path=str(tmp_path / "warm"), schedule=warm))
-    job.ask(at=1)
+    job.ask()
     job.step(2)
     job.callback.on_train_end()
     assert job.captured() == [1, 2]
-
-
-def test_an_exception_in_the_step_is_part_of_the_answer(job: Job) -> None:
-    answer = job.ask()
-    job.callback.on_step_begin(1)
-    job.callback.on_exception(ValueError("no memory"))
-    assert (answer().state, answer().complete) == ("done", False)
 
 
 def _no_space(*given: object, **others: object) -> None:
@@ -304,7 +272,7 @@ def test_what_cannot_be_written_is_refused(
 ) -> None:
     """The capture is lost, and who asked is told at once; the loop goes on."""
     job = Job(configured(tmp_path, limits={"min_free_bytes": "1000000TB"} if at == "limit" else {}))
-    answer = job.ask()
+    request = job.ask()
     with monkeypatch.context() as full:
         if at == "begin":
             full.setattr(Path, "mkdir", _no_space)
@@ -316,7 +284,7 @@ def test_what_cannot_be_written_is_refused(
         "end": "could not be written",
         "limit": "min_free_bytes",
     }
-    assert (answer().state, reason[at] in answer().reason) == ("refused", True)
+    assert reason[at] in request.refusal
     job.step()
     job.callback.on_train_end()
     assert job.captured() == ([1] if at == "end" else [])
@@ -356,22 +324,17 @@ def test_a_handler_of_the_user_stays(tmp_path: Path, session: Session, watched: 
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
-async def test_a_loop_that_is_a_coroutine_answers_with_the_policy_version(
-    tmp_path: Path, session: Session
-) -> None:
+async def test_a_loop_that_is_a_coroutine_is_asked(tmp_path: Path, session: Session) -> None:
     config = configured(tmp_path)
     worker = TrainWorker()
     worker.set_up(config)
     callback = AsyncProfilingCallback(config)
     callback.add_workers("actor", worker)
     async with callback:
-        found = find_job(Path(config.save_path))
-        demand = found.ask(CaptureSelection(), 1, None)
-        await callback.on_step_begin(7, policy_version=41)
+        request = find_job(Path(config.save_path)).ask(CaptureSelection(), 1)
+        await callback.on_step_begin(7)
         await callback.on_step_end()
-    answer = found.answer(demand)
-    assert answer is not None
-    assert (answer.state, answer.policy_versions, answer.folders) == ("done", [41], ["step_000007"])
+    assert Request(Path(config.save_path), request).steps == [7]
 
 
 def test_ray_actors_record_what_was_asked_for(tmp_path: Path, pool: Pool) -> None:
@@ -379,15 +342,15 @@ def test_ray_actors_record_what_was_asked_for(tmp_path: Path, pool: Pool) -> Non
     config = configured(tmp_path, tool="torch")
     ray.get([worker.set_up.remote(config, "actor", rank) for rank, worker in enumerate(pool.sync)])
     job = Job(config, worker=pool.sync)
-    answer = job.ask(CaptureSelection(ranks=(1,), stages=("update_actor",)))
+    job.ask(CaptureSelection(ranks=(1,), stages=("update_actor",)))
     job.callback.on_step_begin(1)
     ray.get([worker.work.remote() for worker in pool.sync])
     job.callback.on_step_end()
     job.callback.on_train_end()
-    assert [(worker.name, worker.status) for worker in answer().workers] == [("actor_rank1", "ok")]
     manifest = read_manifest(job.run / "step_000001")
     assert manifest.trigger.stage == "update_actor"
     [result] = manifest.workers
+    assert (result.name, result.status) == ("actor_rank1", "ok")
     assert [artifact.path for artifact in result.artifacts] == ["actor_rank1.update_actor.torch.json.gz"]
 
 
@@ -412,8 +375,7 @@ def put(job: Job, name: str, data: bytes) -> Path:
         b'{"id":"0123456789ac"}',
         b'{"id":"0123456789ab","command":"rm"}',
         b'{"id":"0123456789ab","steps":1000000}',
-        b'{"id":"0123456789ab","at":-1}',
-        b'{"id":"0123456789ab","at":1e400}',
+        b'{"id":"0123456789ab","steps":1e400}',
         b'{"id":"0123456789ab","selection":{"tools":"torch"}}',
         b"\xff\xfe\x00",
     ],
@@ -426,9 +388,9 @@ def test_what_is_no_request_is_refused(job: Job, caplog: pytest.LogCaptureFixtur
     assert refusal.read_text().startswith("it is no request for a capture: ")
     assert len([message for message in caplog.messages if "is no request" in message]) == 1
     assert job.captured() == []
-    answer = job.ask()
+    request = job.ask()
     job.step()
-    assert answer().state == "done"
+    assert request.steps == [job.at]
 
 
 def test_links_pipes_and_folders_are_not_opened(job: Job, tmp_path: Path) -> None:
@@ -441,9 +403,9 @@ def test_links_pipes_and_folders_are_not_opened(job: Job, tmp_path: Path) -> Non
     (requests / "folder.json").mkdir()
     job.step(2)
     assert (job.captured(), good.exists()) == ([], True)
-    answer = job.ask()
+    request = job.ask()
     job.step()
-    assert answer().state == "done"
+    assert request.steps == [job.at]
 
 
 def test_nothing_is_removed_behind_a_link(job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -484,20 +446,21 @@ def test_a_job_is_alive_then_ended(job: Job, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "said", "code"),
     [
-        (["--tool", "nsys"], "actor_rank0: tools=nsys cannot be captured by this process: "),
-        (["--roles", "rollout", "--ranks", "7"], "no worker recorded"),
+        ([], "accepted: the captures", 0),
+        (["--roles", "actr"], "refused: roles: no workers were added as 'actr'", 1),
     ],
 )
-def test_who_could_not_record_is_in_the_answer(
-    job: Job, capsys: pytest.CaptureFixture[str], asked: list[str], said: str
+def test_the_command_waits_for_the_answer(
+    job: Job, capsys: pytest.CaptureFixture[str], asked: list[str], said: str, code: int
 ) -> None:
-    server = RolloutCaptureMixin()
-    server.init_capture(settings(tool="spans"), requests=RequestLog())
-    job.callback.add_rollout([server])
+    """Which comes when the next step begins; until then it can only say that."""
+    assert main(["trigger", str(job.run), "--wait", "0"]) == 1
+    assert "not accepted yet" in capsys.readouterr().out
+    job.step()
     with job.stepping_once_asked():
-        assert main(["trigger", str(job.run), *asked, "--wait", "20"]) == 1
+        assert main(["trigger", str(job.run), *asked, "--wait", "20"]) == code
     assert said in capsys.readouterr().out
 
 
@@ -583,11 +546,8 @@ def test_of_two_jobs_in_one_folder_one_is_named(
     assert said in capsys.readouterr().err
     assert main(["trigger", str(save_path), "--run", "c"]) == 2
     assert main(["trigger", str(save_path), "--run", "a", "--wait", "20"]) == 0
-    assert f"done: {save_path}/step_" in capsys.readouterr().out
-    assert main(["trigger", str(save_path / "run_2"), "--wait", "20", "--json"]) == 0
-    answered = json.loads(capsys.readouterr().out)["answer"]
-    assert (answered["state"], answered["complete"]) == ("done", True)
-    assert (save_path / "run_2" / answered["folders"][0] / "manifest.json").exists()
+    assert main(["trigger", str(save_path / "run_2"), "--wait", "20"]) == 0
+    wait_until(lambda: list(save_path.glob("step_*")) and list(save_path.glob("run_2/step_*")))
 
 
 def test_a_killed_loop_is_seen_at_once(
@@ -605,7 +565,6 @@ def test_a_killed_loop_is_seen_at_once(
     start_loop(run)
     wait_until((run / "run_2" / "requests").exists)
     assert main(["trigger", str(run / "run_2"), "--wait", "20"]) == 0
-    assert "done: " in capsys.readouterr().out
 
 
 def test_asking_imports_nothing_heavy(job: Job, run_python: Callable[..., Any]) -> None:
@@ -625,8 +584,9 @@ def test_asking_imports_nothing_heavy(job: Job, run_python: Callable[..., Any]) 
 def test_a_run_behind_a_url_is_asked_there(
     tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its folder is listed in the background; answers are there when the manifest is."""
+    """Its folder is listed in the background, and so are refusals written."""
     monkeypatch.setattr("verl_profiling.controller.decision.LIST_S", 0.05)
+    monkeypatch.setattr("verl_profiling.commands.trigger._URL_PAUSE_S", 1.0)
     url = f"file://{tmp_path}/store/run"
     job = Job(configured(tmp_path, save_path=url))
     stop = threading.Event()
@@ -639,7 +599,7 @@ def test_a_run_behind_a_url_is_asked_there(
     training.start()
     try:
         assert main(["trigger", url, "--wait", "60"]) == 0
-        assert f"done: {url}/step_" in capsys.readouterr().out
+        wait_until(lambda: list(tmp_path.glob("store/run/step_*/manifest.json")))
         assert main(["trigger", url, "--roles", "actr", "--wait", "60"]) == 1
         assert "did you mean 'actor'" in capsys.readouterr().out
     finally:
@@ -653,9 +613,9 @@ def test_a_worker_that_cannot_is_named_and_the_loop_goes_on(
     tmp_path: Path, session: Session, strict: bool
 ) -> None:
     job = Job(configured(tmp_path, strict=strict))
-    answer = job.ask(CaptureSelection(tools=("nsys",)))
+    job.ask(CaptureSelection(tools=("nsys",)))
     job.step(2)
     job.callback.on_train_end()
     [worker] = read_manifest(job.run / "step_000001").workers
     assert worker.reason.startswith("tools=nsys cannot be captured by this process: ")
-    assert [one.status for one in (worker, *answer().workers)] == ["skipped", "skipped"]
+    assert worker.status == "skipped"

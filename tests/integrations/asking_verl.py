@@ -30,11 +30,11 @@ def ask(when: str, step: int) -> None:
     if arguments is None:
         return
     folder = Path(requests["folder"])
-    command = [sys.executable, "-m", "verl_profiling.cli", "trigger", str(folder), *arguments, "--json"]
+    command = [sys.executable, "-m", "verl_profiling.cli", "trigger", str(folder), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     with (folder / ANSWERS).open("a") as file:
-        said = json.loads(done.stdout) if done.stdout else done.stderr
-        file.write(json.dumps({"when": when, "step": step, "code": done.returncode, "said": said}) + "\n")
+        said = {"code": done.returncode, "said": done.stdout + done.stderr}
+        file.write(json.dumps({"when": when, "step": step, **said}) + "\n")
 
 
 def asking_in_validation(module: Any) -> None:

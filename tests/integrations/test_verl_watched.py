@@ -13,10 +13,8 @@ import pytest
 from integrations.asking_verl import ANSWERS, REQUESTS, SLOW
 from integrations.verl_runs import PLUGINS, ROOT, Run, run_verl
 from verl_profiling.analysis import open_step
-from verl_profiling.capture_request import Demand
-from verl_profiling.commands.trigger import Answer, Job
-from verl_profiling.remote import LocalFolder
-from verl_profiling.run_files import read_run
+from verl_profiling.manifest import Manifest
+from verl_profiling.run_files import read_manifest
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.watch.log import PREFIX
 from verl_profiling.watch_log import WatchLogReader
@@ -46,16 +44,13 @@ class Watched:
     asked: list[dict[str, Any]]
     logged: list[tuple[int, dict[str, float]]]
 
-    def answer(self, when: str, step: int) -> Answer:
-        """Return what became of what was asked in a step."""
+    def requested(self, when: str, step: int) -> Manifest:
+        """Return the one capture of what was asked in a step."""
         (asked,) = [one for one in self.asked if (one["when"], one["step"]) == (when, step)]
         assert asked["code"] == 0, asked
-        info = read_run(self.run.save_path)
-        assert info is not None
-        job = Job(LocalFolder(self.run.save_path), info)
-        answer = job.answer(Demand(id=asked["said"]["request"]))
-        assert answer is not None
-        return answer
+        found = map(read_manifest, self.run.save_path.glob("step_*"))
+        [capture] = [one for one in found if one.trigger.request and one.trigger.request in asked["said"]]
+        return capture
 
 
 def watched(folder: Path, requests: dict[str, Any], *overrides: str, **given: Any) -> Watched:
@@ -157,12 +152,10 @@ class TestSynchronous:
 
     def test_what_is_asked_in_a_validation_waits_for_the_next_step(self, run: Watched) -> None:
         """It is answered with the step behind, as a whole, of which the validation is no part."""
-        answer = run.answer("validation", VALIDATED)
-        assert (answer.state, answer.folders, answer.complete) == ("done", ["step_000005"], True)
-        assert answer.policy_versions == [VALIDATED]
-        assert {worker.status for worker in answer.workers} == {"ok"}
-        assert len(answer.workers) == 6
-        manifest = run.run.manifest(VALIDATED + 1)
+        manifest = run.requested("validation", VALIDATED)
+        assert (manifest.step, manifest.complete, manifest.policy_version) == (VALIDATED + 1, True, VALIDATED)
+        assert {worker.status for worker in manifest.workers} == {"ok"}
+        assert len(manifest.workers) == 6
         assert "validate" not in {span.name for span in (*manifest.stages, *manifest.outside)}
         trajectories = run.run.trajectories(VALIDATED + 1).trajectories
         assert trajectories
@@ -171,10 +164,8 @@ class TestSynchronous:
 
     def test_what_is_asked_while_a_checkpoint_is_written_waits_too(self, run: Watched) -> None:
         """It saves within the step; the next one is captured, of the rank that it was aimed at."""
-        answer = run.answer("checkpoint", SAVED)
-        assert (answer.state, answer.folders, answer.complete) == ("done", ["step_000006"], True)
-        manifest = run.run.manifest(SAVED + 1)
-        assert manifest.complete
+        manifest = run.requested("checkpoint", SAVED)
+        assert (manifest.step, manifest.complete) == (SAVED + 1, True)
         assert "save_checkpoint" not in {span.name for span in manifest.stages}
         assert [(w.identity.role, w.identity.rank, w.status) for w in manifest.workers] == [
             ("actor", 1, "ok")
@@ -226,11 +217,9 @@ class TestAsynchronous:
 
     def test_a_request_is_answered_with_the_policy_version(self, run: Watched) -> None:
         """The step behind the checkpoint is captured; it trains with what the step before left."""
-        answer = run.answer("checkpoint", 2)
-        assert (answer.state, answer.folders, answer.complete) == ("done", ["step_000003"], True)
-        assert answer.policy_versions == [2]
-        assert {worker.status for worker in answer.workers} <= {"ok", "skipped"}
-        assert run.run.manifest(3).policy_version == 2
+        manifest = run.requested("checkpoint", 2)
+        assert (manifest.step, manifest.complete, manifest.policy_version) == (3, True, 2)
+        assert {worker.status for worker in manifest.workers} <= {"ok", "skipped"}
 
     def test_the_rows_of_each_step_add_up(self, run: Watched) -> None:
         """Of every version; generation has no row of its own, and does not hide the update."""

@@ -1,4 +1,4 @@
-"""``verl-profiling trigger``: sends capture requests to a running job, and follows their state.
+"""``verl-profiling trigger``: sends a capture request to a running job, until it is accepted or refused.
 
 A request is a file in the run's folder, which may be a URL.
 """
@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import argparse
 import getpass
-import json
 import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -30,34 +28,31 @@ from verl_profiling.capture_request import (
 )
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK, at_least_0, count
 from verl_profiling.errors import ConfigError, ProfilingError, TraceFormatError
-from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, CaptureResult, Manifest, RunInfo
+from verl_profiling.manifest import RUN_NAME, RunInfo
 from verl_profiling.remote import LocalFolder, RemoteFolder, is_url
-from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import is_step, runs_at
 from verl_profiling.timeline.trace import UNDECODABLE
 from verl_profiling.units import visible
 from verl_profiling.watch_log import WATCH_LOG
 
+ACCEPTED = "accepted"
 _SOON_S = 0.3
 _PAUSE_S = 0.1
-_SLOW_PAUSE_S = 5.0
-_MOST_FOLDERS = 3
+_URL_PAUSE_S = 12.0
+"""Longer than a job takes to list a folder behind a URL again."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add help and options of the command."""
     parser.description = (
-        "Requests captures from a running job with watch.enable=true: of the next step, or of the step "
-        "--at. Options change the settings for these captures only. Prints at once whether a job runs "
-        "there. Exits 1 when the request is refused, when a step ended early, when a worker recorded "
-        "nothing, and when the time of --wait is over."
+        "Requests captures of the next steps from a running job with watch.enable=true. Options change the "
+        "settings for these captures only. Prints at once whether a job runs there. Exits 1 when the request "
+        "is refused, and when the time of --wait is over."
     )
     parser.epilog = "example: verl-profiling trigger outputs/run --roles actor --ranks 0,3 --wait"
     parser.add_argument("run", metavar="RUN", help="the run's folder or URL, or its save_path")
     parser.add_argument("--run", dest="run_id", metavar="ID", help="the run, where several share the folder")
-    when = parser.add_argument_group("when")
-    when.add_argument("--steps", type=count, default=1, metavar="N", help="consecutive steps (default: 1)")
-    when.add_argument("--at", type=int, metavar="STEP", help="number of the first step")
+    parser.add_argument("--steps", type=count, default=1, metavar="N", help="consecutive steps (default: 1)")
     what = parser.add_argument_group("what, other than the settings say")
     what.add_argument("--mode", choices=("e2e", "discrete"))
     what.add_argument("--tool", type=_names, metavar="NAMES", help="e.g. torch or torch,torch_memory")
@@ -65,71 +60,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--ranks", metavar="RANKS", help="e.g. 0,8-15")
     what.add_argument("--replicas", metavar="REPLICAS", help="of the rollout, written like ranks")
     what.add_argument("--stages", type=_names, metavar="NAMES", help="e.g. update_actor; in discrete mode")
-    then = parser.add_argument_group("and then")
-    then.add_argument(
+    parser.add_argument(
         "--wait",
         type=at_least_0("a number of seconds"),
         nargs="?",
         const=math.inf,
         metavar="SECONDS",
-        help="wait for the captures, at most this time",
+        help="wait until the request is accepted or refused, at most this time",
     )
-    then.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Send a capture request, and print its state until it is done or the time is up."""
+    """Send a capture request, and print whether it is accepted, if that is known before the time is up."""
     job = find_job(arguments.run, arguments.run_id)
-    demand = job.ask(_selection(arguments), arguments.steps, arguments.at)
-    if not arguments.json:
-        print(visible(f"request {demand.id}; {job.in_words()}"), flush=True)
-    answer: Answer | None = None
-    said: list[str] = []
-    for answer in job.follow(demand, _SOON_S if arguments.wait is None else arguments.wait):
-        before, said = said, _in_words(answer, demand, job.folder.url)
-        for line in said if said != before and not arguments.json else ():
-            print(visible(line), flush=True)
-    if arguments.json:
-        asked = {"request": demand.id, "run": job.folder.url, "job": job.in_words()}
-        print(json.dumps({**asked, "answer": _as_json(answer) if answer is not None else None}))
-    elif answer is None:
-        print("not accepted yet, which happens at the begin of the next step (see --wait)")
-    if answer is None or answer.state == "accepted":
-        return EXIT_FINDING if arguments.wait is not None else EXIT_OK
-    ok = [worker.status == "ok" for worker in answer.workers]
-    return EXIT_OK if answer.state == "done" and answer.complete and ok and all(ok) else EXIT_FINDING
-
-
-def _as_json(answer: Answer) -> dict[str, object]:
-    workers = [{"name": one.name, "status": one.status, "reason": one.reason} for one in answer.workers]
-    complete = answer.complete if answer.state == "done" else None
-    return {**msgspec.structs.asdict(answer), "complete": complete, "workers": workers}
-
-
-def _in_words(answer: Answer, demand: Demand, place: str) -> list[str]:
-    """Return an answer as lines: the state, then one line per worker with a reason."""
-    if answer.state == "refused":
-        return [f"refused: {answer.reason}"]
-    folders = _folders(place, answer.folders)
-    if answer.state == "accepted":
-        waits = f"waits for step {demand.at}" if demand.at is not None else "waits for its step"
-        return [f"accepted: {folders or waits}"]
-    known = [str(version) for version in answer.policy_versions]
-    versions = f"{known[0]} to {known[-1]}" if len(known) > _MOST_FOLDERS else ", ".join(known)
-    parts = [
-        f"done: {folders}",
-        f"policy version {versions}" if versions else "",
-        "" if answer.complete else "a step was cut short",
-        ", ".join(f"{worker.name} {worker.status}" for worker in answer.workers) or "no worker recorded",
-    ]
-    reasons = [f"  {worker.name}: {worker.reason}" for worker in answer.workers if worker.reason]
-    return ["; ".join(filter(None, parts)), *reasons]
-
-
-def _folders(place: str, names: Sequence[str]) -> str:
-    if len(names) > _MOST_FOLDERS:
-        return f"{place}/{names[0]} to {names[-1]}, {len(names)} in all"
-    return ", ".join(f"{place}/{name}" for name in names)
+    request = job.ask(_selection(arguments), arguments.steps)
+    print(visible(f"request {request}; {job.in_words()}"), flush=True)
+    state = job.wait(request, _SOON_S if arguments.wait is None else arguments.wait)
+    if state == ACCEPTED:
+        print(f"{state}: the captures, or the reason why there are none, will be in {job.folder.url}")
+        return EXIT_OK
+    print(visible(state) or "not accepted yet, which happens at the begin of the next step (see --wait)")
+    return EXIT_FINDING if state or arguments.wait is not None else EXIT_OK
 
 
 def _selection(arguments: argparse.Namespace) -> CaptureSelection:
@@ -154,26 +105,6 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(","))
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a capture request.
-
-    Attributes:
-        state: ``accepted``, then ``done``; or ``refused``.
-        reason: Reason of a refusal.
-        folders: The step folders of the request's captures, in order.
-        complete: Whether all steps were recorded to their end.
-        policy_versions: Policy versions of the captured steps, if the loop reports them.
-        workers: Results of the workers in the last capture.
-    """
-
-    state: str
-    reason: str
-    folders: list[str]
-    complete: bool
-    policy_versions: list[int]
-    workers: list[CaptureResult]
-
-
 @dataclass(frozen=True)
 class Job:
     """A run that takes capture requests.
@@ -181,12 +112,10 @@ class Job:
     Attributes:
         folder: The run's folder, local or at a URL.
         info: The run's ``run.json``.
-        before: Step folders that existed before the request.
     """
 
     folder: LocalFolder | RemoteFolder
     info: RunInfo
-    before: set[str] = field(default_factory=set)
 
     def in_words(self) -> str:
         """Return a sentence on whether the job runs, and on the age of its last logged step."""
@@ -199,18 +128,15 @@ class Job:
             text += f"; its watch logged a step {max(ago_s, 0.0):.1f} s ago"
         return text
 
-    def ask(self, selection: CaptureSelection, steps: int, at: int | None) -> Demand:
-        """Write a capture request into the run's folder; return the request.
+    def ask(self, selection: CaptureSelection, steps: int) -> str:
+        """Write a capture request into the run's folder; return its id.
 
         Raises:
             ConfigError: The job would refuse the request, e.g. because of too many steps or ranks.
             OSError: The folder cannot be written; behind a URL, other errors are possible.
         """
-        self.before.update(self.folder.names())
         by = f"{_user()}@{socket.gethostname()}"[:200]
-        demand = Demand(
-            id=new_request_id(), by=by, asked_ns=time.time_ns(), steps=steps, at=at, selection=selection
-        )
+        demand = Demand(id=new_request_id(), by=by, asked_ns=time.time_ns(), steps=steps, selection=selection)
         data = msgspec.json.encode(demand)
         try:
             msgspec.json.decode(data, type=Demand)  # as the job will, which has these limits
@@ -220,70 +146,43 @@ class Job:
             option = {"tools": "tool"}.get(option, option)
             raise ConfigError(f"--{option}", f"is refused: {what}; give fewer, or leave it out") from error
         self._requests.create(f"{demand.id}{REQUEST}", data)
-        return demand
+        return demand.id
 
-    def answer(self, demand: Demand) -> Answer | None:
-        """Return the state of a request; ``None`` until the job has read the request."""
-        names, state, reason = self._requests.names(), "accepted", ""
-        captures = {name: made for name in self._new_steps() if (made := self._capture(name, demand.id))}
-        found = list(captures.values())
-        if f"{demand.id}{REFUSED}" in names:
-            state = "refused"
-            reason = self._requests.read(f"{demand.id}{REFUSED}").decode(errors="replace")
-        elif sum(len(one.steps) for one in found if one.state == "written") >= demand.steps:
-            state = "done"
-        elif not found and f"{demand.id}{REQUEST}" in names:
-            return None
-        return Answer(
-            state=state,
-            reason=reason,
-            folders=list(captures),
-            complete=all(one.complete for one in found),
-            policy_versions=[one.policy_version for one in found if one.policy_version is not None],
-            workers=found[-1].workers if found else [],
-        )
+    def wait(self, request: str, seconds: float) -> str:
+        """Wait until a request is accepted or refused, or ``seconds`` have passed.
 
-    def follow(self, demand: Demand, seconds: float) -> Iterator[Answer]:
-        """Yield each new state of a request, until the state is ``done`` or ``refused``, or after
-        ``seconds``.
+        Returns:
+            ``accepted``, or ``refused`` and why; empty if the job has not read the request.
 
         Raises:
-            ProfilingError: The job has ended before the captures of the request.
+            ProfilingError: The job has ended, and has not read the request.
         """
         deadline = time.monotonic() + seconds
-        pause_s = _PAUSE_S if isinstance(self.folder, LocalFolder) else _SLOW_PAUSE_S
-        seen: Answer | None = None
+        pause_s = _PAUSE_S if isinstance(self.folder, LocalFolder) else _URL_PAUSE_S
         while True:
             over = (_run_in(self.folder) or self.info).over  # first: a job may answer and then end
-            answer = self.answer(demand)
-            if answer is not None and answer != seen:
-                yield (seen := answer)
-                if answer.state != "accepted":
-                    return
+            if state := self._state(request):
+                break
             if over:
                 raise ProfilingError(over)
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                return
+                return ""
             time.sleep(min(pause_s, left_s))
+        if state == ACCEPTED:  # the request goes first, and a refusal comes after it
+            time.sleep(pause_s)
+            state = self._state(request)
+        return state
+
+    def _state(self, request: str) -> str:
+        names = self._requests.names()
+        if f"{request}{REFUSED}" in names:
+            return f"refused: {self._requests.read(f'{request}{REFUSED}').decode(errors='replace')}"
+        return "" if f"{request}{REQUEST}" in names else ACCEPTED
 
     @property
     def _requests(self) -> LocalFolder | RemoteFolder:
         return self.folder.child(REQUESTS)
-
-    def _new_steps(self) -> list[str]:
-        return sorted(name for name in self.folder.names() - self.before if name.startswith("step_"))
-
-    def _capture(self, name: str, request: str) -> Manifest | None:
-        """Return the manifest of a step folder if its capture belongs to the given request, else ``None``."""
-        try:
-            if isinstance(self.folder, LocalFolder):
-                manifest = read_manifest(self.folder.path / name)
-            else:
-                manifest = msgspec.json.decode(self.folder.child(name).read(MANIFEST_NAME), type=Manifest)
-        except (*UNDECODABLE, TraceFormatError, OSError):  # a new folder may have no manifest yet
-            return None
-        return manifest if manifest.trigger.request == request else None
 
 
 def find_job(place: str | Path, run_id: str | None = None) -> Job:

@@ -366,16 +366,13 @@ class Requests:
         if not (came or self._pending):
             return None
         for new in came:
-            self._accept(new, step)
-        for late in [one for one in self._pending if one.at is not None and one.at < step]:
-            why = f"step {late.at} never came, or was part of another capture; the loop is in step {step}"
-            self._refuse(late.id, late.by, why)
-        demand = next((one for one in self._pending if self._is_due(one, step, scheduled)), None)
+            self._accept(new)
+        demand = next((one for one in self._pending if self._is_due(one, scheduled)), None)
         if demand is None:
             return None
         last = step + demand.steps - 1 if self._schedule.continuous else step
         place, left = self._pending.index(demand), demand.steps - (last - step + 1)
-        rest = [msgspec.structs.replace(demand, at=None, steps=left)] if left else []
+        rest = [msgspec.structs.replace(demand, steps=left)] if left else []
         self._pending[place : place + 1] = rest
         selection = None if demand.selection == CaptureSelection() else demand.selection
         stages = demand.selection.stages or ()
@@ -402,26 +399,20 @@ class Requests:
             self._thread.join(_LAST_S)
         _replace_handler(self._handle, signal.SIG_DFL)
 
-    def _accept(self, demand: Demand, step: int) -> None:
+    def _accept(self, demand: Demand) -> None:
         try:
             self._check(demand.selection)
         except ConfigError as error:
             self._refuse(demand.id, demand.by, str(error))
             return
-        if demand.at is not None and demand.at < step:
-            why = f"step {demand.at} is too early: step {step} is the next that can be captured"
-            self._refuse(demand.id, demand.by, why)
-            return
         logger.info("request %s of %s is accepted", demand.id, visible(demand.by) or "somebody")
         self._pending.append(demand)
 
-    def _is_due(self, demand: Demand, step: int, scheduled: bool) -> bool:
+    def _is_due(self, demand: Demand, scheduled: bool) -> bool:
         """Return whether this step can serve a request.
 
         A request that overrides settings waits for an unscheduled step, unless every step is scheduled.
         """
-        if demand.at is not None:
-            return demand.at == step
         return not scheduled or demand.selection == CaptureSelection() or self._schedule.records_every_step
 
     def _refuse(self, request: str, by: str, why: str) -> None:
