@@ -26,16 +26,10 @@ def work(scenario: str, step: int, folder: Path) -> None:
     """Do what the scenario has this rank do in a step."""
     with stage("update_actor"):
         time.sleep(0.01)
-    waits = folder.with_name("rank_0_waits")
-    if RANK == 0 and step == 2:
-        waits.write_text("now")
     if RANK == LAST and step == 2 and scenario == "exits":
         sys.exit(3)
     if RANK == 1 and step == 2:
-        if scenario == "killed elsewhere":
-            wait_for(waits, "now")
-            time.sleep(1)
-        if scenario.startswith("killed"):
+        if scenario == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if scenario == "late":
             wait_for(folder / "step_000002" / "manifest.json", '"state": "written"')
@@ -111,8 +105,7 @@ def main() -> None:
         "timeouts": {"start_s": 20, "stop_s": 20, "finish_s": 20},
     }
     config = ProfilingConfig.from_any({**settings, **json.loads(given[0] if given else "{}")})
-    ahead_ns = {"clock": 5_000_000_000, "killed elsewhere": 0}.get(scenario)
-    clock = shifted_clock(ahead_ns, "elsewhere") if RANK and ahead_ns is not None else None
+    clock = shifted_clock(5_000_000_000, "elsewhere") if RANK and scenario == "clock" else None
     with clock or contextlib.nullcontext():
         if "MASTER_ADDR" in os.environ and scenario != "environment":
             dist.init_process_group("gloo")

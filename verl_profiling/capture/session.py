@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.capture import termination
 from verl_profiling.capture.capture import HANDOVER_S, Capture
 from verl_profiling.capture.messages import (
     CaptureRequest,
@@ -161,7 +160,6 @@ class Session:
             capture = Capture(request, role, identity, background, file.finished, given, log, handover_s)
             expected = capture.open()
             self._capture, self._slot.file = capture, file
-            termination.hold()
             clock.hold()
             self._pass_stages_to(capture)
             self._slot.hooks.begun(request, identity)
@@ -265,7 +263,6 @@ class Session:
         finally:
             self._capture = None
             self._pass_stages_to(None)
-            termination.release()
             clock.release()
         for complete in capture.completions:
             result = complete(result)

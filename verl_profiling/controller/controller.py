@@ -18,7 +18,6 @@ from threading import Thread, current_thread
 from typing import Any
 
 from verl_profiling import clock
-from verl_profiling.capture import termination
 from verl_profiling.capture.finishing import AfterHooks
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.stage import OpenStage, SpanLog
@@ -400,7 +399,6 @@ class Controller:
     def _set_live(self, live: OpenCapture | None) -> None:
         if (live is None) != (self.live is None):
             (clock.hold if live is not None else clock.release)()
-            (termination.hold if live is not None else termination.release)()
         self.live, self.sink = live, live.log if live is not None else self._watched_stages()
         self._driver = current_thread() if live is not None else None
         if live is not None:
@@ -431,7 +429,7 @@ class Controller:
         except Exception as error:
             self.decisions.refused(live.decision.trigger, f"the recordings could not be written: {error}")
             raise
-        finally:  # until here, SIGTERM unwinds the process
+        finally:
             self._set_live(None)
             if self.watch is not None:
                 self.watch.read()
@@ -497,8 +495,7 @@ class Controller:
             return
         error = getattr(sys, "last_value", None)
         how = f" with {in_a_line(error)}" if error is not None else ""
-        why = f"the process of the loop ended{' by SIGTERM' if termination.was_terminated() else how}"
-        why += ", without on_step_end or on_exception"
+        why = f"the process of the loop ended{how}, without on_step_end or on_exception"
         if self.live is not None:
             logger.warning("closing the capture: %s", why)
         self.roster.most_s = EXIT_S
