@@ -1,4 +1,4 @@
-"""Profile a bare SGLang engine, prefill and decode in separate traces: no training loop, no Ray."""
+"""Profile a bare SGLang engine: no training loop, no Ray."""
 
 import asyncio
 import sys
@@ -12,7 +12,7 @@ PROFILING = {
     "enable": True,
     "save_path": "outputs/rollout_only",
     "watch": {"enable": True},
-    "rollout": {"count": 10, "by_stage": True},
+    "rollout": {"count": 20},
 }
 
 

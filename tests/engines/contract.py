@@ -235,7 +235,6 @@ class WindowContract(EngineContract):
         {"start": 2, "count": 3},
         {"start": 1, "count": 1},
     )
-    unreached: dict[str, Any] = {"start": 500, "count": 2}
 
     async def test_window_holds_exactly_count_iterations(self, server: Any, tmp_path: Path) -> None:
         for step, window in enumerate(self.windows):
@@ -247,7 +246,7 @@ class WindowContract(EngineContract):
         self, server: Any, tmp_path: Path
     ) -> None:
         """A window that generation does not reach gives `empty`, and does not fire later."""
-        server.reconfigure(rollout=self.unreached)
+        server.reconfigure(rollout={"start": 500, "count": 2})
         order = request(tmp_path, 1)
         await server.start_capture(order)
         await server.generate(1, 3)

@@ -13,7 +13,7 @@ from verl_profiling import (
     ProfilingConfig,
 )
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.engines.adapter import EngineAdapter, EngineTrace, engine_tool
+from verl_profiling.engines.adapter import EngineAdapter, engine_tool
 from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
@@ -42,7 +42,7 @@ class Engine(EngineAdapter):
     async def stop(self) -> None:
         self._note("stop")
 
-    def identify(self, path: Path) -> EngineTrace | None:
+    def identify(self, path: Path) -> int | None:
         return None
 
     def _note(self, call: str) -> None:

@@ -242,19 +242,10 @@ def test_the_tool_of_the_rollout_has_to_fit_the_device(device: str, tool: str, r
         settings_of(verl_config(device=device, profiling=profiling))
 
 
-@pytest.mark.parametrize(
-    ("engine", "settings", "key"),
-    [
-        ("sglang", {"rollout": {"start": 3}}, "rollout.start: SGLang counts iterations"),
-        ("vllm", {"rollout": {"by_stage": True, "count": 4}}, "rollout.by_stage: vLLM cannot"),
-    ],
-)
-def test_what_servers_would_refuse_is_refused_before_they_start(
-    engine: str, settings: dict[str, Any], key: str
-) -> None:
+def test_what_servers_would_refuse_is_refused_before_they_start() -> None:
     """The key is named while the command is checked, not when all GPUs have been waited for."""
-    config = verl_config(engine=engine, profiling={"enable": True, **settings})
-    with pytest.raises(ConfigError, match=key):
+    config = verl_config(engine="sglang", profiling={"enable": True, "rollout": {"start": 3}})
+    with pytest.raises(ConfigError, match=r"rollout\.start: SGLang counts iterations"):
         settings_of(config)
     config.profiling.roles = {"rollout": {"enable": False}}
     assert settings_of(config) is not None

@@ -112,8 +112,6 @@ WRONG: list[tuple[Any, str, str]] = [
     ({"save_path": "$NO_SUCH_VARIABLE/x"}, "save_path", "$NO_SUCH_VARIABLE in"),
     ({"save_path": "~nobody-of-that-name/x"}, "save_path", "~ in"),
     ({"rollout": {"count": 0}}, "rollout.count", "must be at least 1, is 0"),
-    ({"rollout": {"by_stage": True}}, "rollout.by_stage", "needs rollout.count"),
-    ({"rollout": {"by_stage": True, "count": 1, "start": 1}}, "rollout.by_stage", ""),
     ({"run_id": ""}, "run_id", "is empty"),
     ({"limits": {"min_free_bytes": "much"}}, "limits.min_free_bytes", "'much' is not a size"),
     ({"limits": {"min_free_bytes": -1}}, "limits.min_free_bytes", "must be at least 0, is -1"),

@@ -18,7 +18,7 @@ from fault_tools import FAULTY
 from verl_profiling import ProfilingCallback, ProfilingConfig, stage
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.cli import main
-from verl_profiling.engines.adapter import SPOOL_PARENT, EngineAdapter, EngineTrace
+from verl_profiling.engines.adapter import SPOOL_PARENT, EngineAdapter
 from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.identity import WorkerIdentity
@@ -160,8 +160,8 @@ class StandIn(EngineAdapter):
         for rank in range(RANKS if self.fault != "no trace" else 0):
             (self.spool / f"{self._starts}.{rank}.json").write_text(TRACE)
 
-    def identify(self, path: Path) -> EngineTrace | None:
-        return EngineTrace(int(path.name.split(".")[1]))
+    def identify(self, path: Path) -> int | None:
+        return int(path.name.split(".")[1])
 
     def died(self) -> str:
         return "core ended with SIGKILL" if self.fault == "died" else ""

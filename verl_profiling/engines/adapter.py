@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import ClassVar, NamedTuple, NoReturn
+from typing import ClassVar, NoReturn
 from uuid import uuid4
 
 import msgspec
@@ -20,7 +20,7 @@ import msgspec
 from verl_profiling.capture.messages import CaptureRequest, cannot_be_had
 from verl_profiling.errors import ConfigError
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
-from verl_profiling.settings.rollout import EngineStage, RolloutOptions
+from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.tools.base import remove_folder
 from verl_profiling.tools.npu import NpuTool
 from verl_profiling.tools.nsys import NsysTool
@@ -52,18 +52,6 @@ ENGINE_OPTIONS: dict[tuple[str, str], dict[str, tuple[object, ...]]] = {
 _INFO = re.compile(r"profiler_info_(\d+)\.json")
 
 
-class EngineTrace(NamedTuple):
-    """The rank and stage of a trace, a file or a folder, that an engine wrote.
-
-    Attributes:
-        rank: Rank inside the replica.
-        stage: ``prefill`` or ``decode`` if the engine records them in separate traces.
-    """
-
-    rank: int
-    stage: EngineStage | None = None
-
-
 class EngineAdapter(ABC):
     """Starts and stops the profiler of an engine that records in processes of its own.
 
@@ -72,7 +60,6 @@ class EngineAdapter(ABC):
         window: The part of a rollout to record.
         spool: Folder into which the engine writes its traces of all steps.
         ranks: Number of ranks that write a trace.
-        stages: Stages with separate traces; ``(None,)`` for one trace per rank.
         device: Device type of the engine in torch, e.g. ``cuda``.
         device_numbers: Visible device number of each rank from rank 0 on; empty if unknown.
     """
@@ -81,7 +68,6 @@ class EngineAdapter(ABC):
     window: RolloutOptions
     spool: Path
     ranks: int
-    stages: tuple[EngineStage | None, ...] = (None,)
     device: str
     device_numbers: Sequence[int] = ()
 
@@ -101,8 +87,8 @@ class EngineAdapter(ABC):
         """
 
     @abstractmethod
-    def identify(self, path: Path) -> EngineTrace | None:
-        """Return the rank and stage of a new file or folder in the spool; ``None`` if not a trace."""
+    def identify(self, path: Path) -> int | None:
+        """Return the replica's rank that wrote a file or folder in the spool; ``None`` if not a trace."""
 
     def remove_spool(self) -> None:
         """Remove the spool with all its files, if :func:`new_spool` named it."""

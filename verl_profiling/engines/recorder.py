@@ -26,7 +26,7 @@ from verl_profiling.capture.finishing import finish
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, result_of
 from verl_profiling.capture.result_file import NOT_STOPPED, ResultFile, Slot, measured
 from verl_profiling.capture.session import process_session
-from verl_profiling.engines.adapter import EngineAdapter, EngineTool, EngineTrace, refusal
+from verl_profiling.engines.adapter import EngineAdapter, EngineTool, refusal
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity
@@ -305,24 +305,16 @@ class Window:
         self.tool_spans: list[ToolSpan] = []
         self.anchor = clock.read_anchor()
         self._before: set[Path] = set()
-        self._traces: list[EngineTrace] = []
-        lanes: list[tuple[str, str | None]] = [(self.identity.name, None)]
+        lanes = [self.identity.name]
         if isinstance(self.tool, NsysTool):
             process_ranges().check(self.identity.name)
         else:
-            self._traces = [EngineTrace(rank, part) for rank in self.ranks for part in engine.stages]
-            lanes = [(self.identity.lane(rank), part) for rank, part in self._traces]
+            lanes = [self.identity.lane(rank) for rank in self.ranks]
             engine.spool.mkdir(parents=True, exist_ok=True)
             self._before = set(engine.spool.iterdir())
         self.expected = [
-            expected_artifact(
-                lane,
-                self.tool.name,
-                self.tool.suffix,
-                "-".join(filter(None, (request.stage, part))) or None,
-                request.occurrence,
-            )
-            for lane, part in lanes
+            expected_artifact(lane, self.tool.name, self.tool.suffix, request.stage, request.occurrence)
+            for lane in lanes
         ]
 
     def opened(self) -> None:
@@ -346,10 +338,10 @@ class Window:
                 return [Output(expected[0].with_status("failed", problem) if problem else pending)]
             written = self._written() if self.request.keep else {}
             return [
-                output_of(written[trace], folder, artifact, self.tool, self.engine.device)
-                if trace in written
+                output_of(written[rank], folder, artifact, self.tool, self.engine.device)
+                if rank in written
                 else Output(self._without_file(artifact, problem))
-                for trace, artifact in zip(self._traces, expected, strict=True)
+                for rank, artifact in zip(self.ranks, expected, strict=True)
             ]
         except OSError as error:
             reason = f"the trace of {self.engine.name} cannot be moved: {error}"
@@ -360,21 +352,21 @@ class Window:
 
     def drop(self) -> None:
         """Remove the spool with its remaining files, e.g. traces of unselected ranks."""
-        if self._traces:
+        if not isinstance(self.tool, NsysTool):
             self.engine.remove_spool()
 
     def failed(self, reason: str) -> list[Artifact]:
         """Return all expected artifacts with the status ``failed``."""
         return [one.with_status("failed", reason, end_ns=self.end_ns) for one in self.expected]
 
-    def _written(self) -> dict[EngineTrace, Path]:
-        """Return the newest trace of each rank and stage that the engine wrote in this window."""
+    def _written(self) -> dict[int, Path]:
+        """Return the newest trace of each rank that the engine wrote in this window."""
         spool = self.engine.spool
         new = set(spool.iterdir() if spool.is_dir() else ()) - self._before
         found = {}
         for path in sorted(new, key=lambda path: path.stat().st_mtime_ns):
-            if (trace := self.engine.identify(path)) is not None:
-                found[trace] = path
+            if (rank := self.engine.identify(path)) is not None:
+                found[rank] = path
         return found
 
     def _without_file(self, artifact: Artifact, problem: str) -> Artifact:

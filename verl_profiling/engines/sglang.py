@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 
 from verl_profiling.engines.adapter import (
     EngineAdapter,
-    EngineTrace,
     at_least,
     how_processes_ended,
     is_recording,
@@ -32,7 +31,7 @@ from verl_profiling.engines.request_log import OpenRequest, RequestLog
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.settings.rollout import EngineStage, RolloutOptions
+from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.tools.npu import NpuTool
 from verl_profiling.tools.torch_profiler import TorchTool
 
@@ -44,11 +43,7 @@ _SERVER_ARGS = (
 )
 
 _ACTIVITIES = {"cpu": "CPU", "cuda": "GPU", "xpu": "XPU", "npu": "GPU"}
-_STAGES: dict[str, EngineStage] = {"EXTEND": "prefill", "DECODE": "decode"}
-_TRACE = re.compile(
-    r"-TP-(?P<tp>\d+)(?:-DP-(?P<dp>\d+))?(?:-PP-(?P<pp>\d+))?(?:-EP-\d+)?"
-    r"(?:-(?P<stage>EXTEND|DECODE))?\.trace\.json\.gz$"
-)
+_TRACE = re.compile(r"-TP-(?P<tp>\d+)(?:-DP-(?P<dp>\d+))?(?:-PP-(?P<pp>\d+))?(?:-EP-\d+)?\.trace\.json\.gz$")
 
 
 class SGLangAdapter(EngineAdapter):
@@ -79,8 +74,6 @@ class SGLangAdapter(EngineAdapter):
         self._manager = manager = manager_of(engine, identity)
         self._calls = HTTPCalls(engine) if manager is None else ManagerCalls(manager)
         self.spool = new_spool(config.local_folder)
-        if self.window.by_stage:
-            self.stages = ("prefill", "decode")
         server = self._calls.server_args
         self.device = str(server.get("device") or "cuda")
         self._tp, self._pp = int(server.get("tp_size") or 1), int(server.get("pp_size") or 1)
@@ -102,7 +95,7 @@ class SGLangAdapter(EngineAdapter):
 
     async def stop(self) -> None:
         stopped = await self._calls.stop()
-        if self.window.by_stage or (self.window.bounded and not stopped):
+        if self.window.bounded and not stopped:
             await self._disarm()
 
     def died(self) -> str:
@@ -111,15 +104,14 @@ class SGLangAdapter(EngineAdapter):
         named = zip(getattr(watchdog, "_names", ()), getattr(watchdog, "_processes", ()), strict=False)
         return how_processes_ended({name: one.exitcode for name, one in named if one.exitcode is not None})
 
-    def identify(self, path: Path) -> EngineTrace | None:
+    def identify(self, path: Path) -> int | None:
         if self._on_npu:
-            return EngineTrace(rank_of_recording(path)) if is_recording(path) else None
+            return rank_of_recording(path) if is_recording(path) else None
         found = _TRACE.search(path.name)
         if found is None:
             return None
         tp, dp, pp = (int(found[name] or 0) for name in ("tp", "dp", "pp"))
-        rank = ((dp if self._dp > 1 else 0) * self._pp + pp) * self._tp + tp
-        return EngineTrace(rank, self._stage(path, found["stage"]))
+        return ((dp if self._dp > 1 else 0) * self._pp + pp) * self._tp + tp
 
     async def _disarm(self) -> None:
         """Cancel a window that has not begun, because it could begin later, e.g. in another capture.
@@ -136,15 +128,6 @@ class SGLangAdapter(EngineAdapter):
         )
         await self._calls.stop()
 
-    def _stage(self, path: Path, stage: str | None) -> EngineStage | None:
-        """Return the stage of a trace, by its file name, or by its content if the name has no stage."""
-        if not self.window.by_stage:
-            return None
-        if stage is not None:
-            return _STAGES[stage]
-        prefill = path.with_name(path.name.replace(".trace.json.gz", "-EXTEND.trace.json.gz"))
-        return "decode" if prefill.exists() else "prefill"
-
     def _start_options(self, tool: TorchTool | NpuTool, role: str) -> dict[str, Any]:
         """Return the arguments of ``start_profile`` that are the same in every capture."""
         rollout, options = self.window, tool.options
@@ -155,15 +138,10 @@ class SGLangAdapter(EngineAdapter):
             "with_stack": options.stack,
             "record_shapes": options.shapes,
         }
-        if rollout.by_stage:
-            arguments["profile_by_stage"] = True
-            arguments["num_steps"] = rollout.count
-        elif rollout.bounded:
+        if rollout.count is not None:
             # From a start step on, num_steps is exact in every version; without one, versions
             # before 0.5.16 record one forward pass less. 1 is always the next one.
-            arguments["start_step"] = rollout.sglang.start_step or 1
-            if rollout.count is not None:
-                arguments["num_steps"] = rollout.count
+            arguments |= {"start_step": 1, "num_steps": rollout.count}
         return arguments
 
 
@@ -187,18 +165,16 @@ def check_sglang(
     Raises:
         ConfigError: SGLang does not support the settings, or would crash with them.
     """
-    if isinstance(tool, NpuTool):
-        why = "the files of torch_npu are named by rank, not by stage"
-        if window.by_stage:
-            raise ConfigError("rollout.by_stage", f"{why}; set the option to false on an NPU")
-        if dp_ranks > 1:
-            remedy = "set the tool to spans, or use enable_dp_attention"
-            raise ConfigError(f"roles.{role}.tool", f"SGLang has data-parallel ranks, and {why}; {remedy}")
+    if isinstance(tool, NpuTool) and dp_ranks > 1:
+        raise ConfigError(
+            f"roles.{role}.tool",
+            "SGLang has data-parallel ranks, and the files of torch_npu are named by rank alone; "
+            "set the tool to spans, or use enable_dp_attention",
+        )
     if window.start:
         raise ConfigError(
             "rollout.start",
-            "SGLang counts iterations from the engine's start and does not publish the count; "
-            "leave it out, or set rollout.sglang.start_step to an absolute number",
+            "SGLang counts iterations from the engine's start and does not publish the count; leave it out",
         )
     for name in _activities(tool, device):
         if isinstance(tool, TorchTool) and name not in _offered(device):

@@ -22,7 +22,6 @@ from verl_profiling import clock
 from verl_profiling.engines.adapter import (
     EngineAdapter,
     EngineTool,
-    EngineTrace,
     at_least,
     engine_tool,
     how_processes_ended,
@@ -193,10 +192,6 @@ def check_vllm(tool: EngineTool, window: RolloutOptions) -> None:
             "rollout.start",
             f"{tool.name} counts the opened ranges, and a short rollout would open none; set the option to 0",
         )
-    if window.by_stage:
-        raise ConfigError(
-            "rollout.by_stage", "vLLM cannot record prefill and decode separately; set the option to false"
-        )
 
 
 def _recording_window(rollout: RolloutOptions, tool: EngineTool) -> RolloutOptions:
@@ -272,7 +267,7 @@ class VLLMAdapter(EngineAdapter):
         self.spool = Path(folder).expanduser().absolute() if folder else new_spool(config.local_folder)
         self.device = str(getattr(vllm_config.device_config, "device_type", "") or "cuda")
         parallel = vllm_config.parallel_config
-        self._pp, self._tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+        self._pp, self._tp = int(parallel.pipeline_parallel_size), int(parallel.tensor_parallel_size)
         self.ranks = self._pp * self._tp * parallel.data_parallel_size
         if getattr(parallel, "distributed_executor_backend", None) != "ray":  # Ray places ranks itself
             self.device_numbers = range(self.ranks // max(getattr(parallel, "nnodes", 1) or 1, 1))
@@ -292,16 +287,16 @@ class VLLMAdapter(EngineAdapter):
         dead = "the engine core reports its death" if getattr(resources, "engine_dead", False) else ""
         return how_processes_ended(finished() if callable(finished) else {}) or dead
 
-    def identify(self, path: Path) -> EngineTrace | None:
+    def identify(self, path: Path) -> int | None:
         is_trace = is_recording(path) if self._on_npu else ".pt.trace.json" in path.name
         if not is_trace or "async_llm" in path.name:
             return None
         if place := _PLACE.search(path.name):
             dp, pp, tp = map(int, place.groups())
-            return EngineTrace((dp * self._pp + pp) * self._tp + tp)
+            return (dp * self._pp + pp) * self._tp + tp
         if rank := _RANK.search(path.name):
-            return EngineTrace(int(rank[1]))
-        return EngineTrace(_rank_inside(path))
+            return int(rank[1])
+        return _rank_inside(path)
 
     def _check_configured(self, configured: Any, tool: EngineTool) -> str:
         """Check that the engine was started for these settings; return the folder of its traces, if any."""

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, replace
 
-from verl_profiling.errors import ConfigError
 from verl_profiling.settings.typed_values import NotNegative, Positive, Seconds
-
-EngineStage = Literal["prefill", "decode"]
 
 _COUNT_WITH_STACKS = 10
 _MANY_WITH_STACKS = 100
-
-
-@dataclass(frozen=True, kw_only=True)
-class SGLangOptions:
-    """Options that only SGLang has.
-
-    Attributes:
-        start_step: Number of the first recorded forward pass, counted from the engine's start; the next pass,
-            if this number is over. SGLang does not publish the current number.
-    """
-
-    start_step: Positive | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,31 +21,16 @@ class RolloutOptions:
         start: Engine iterations before the begin of recording (vLLM).
         count: Engine iterations to record; ``None`` for no limit, or for 10 with stacks.
         max_window_s: Seconds after which recording ends in any case; ``None`` for no limit.
-        by_stage: Record prefill and decode in separate traces, ``count`` iterations of each (SGLang).
         stop_s: Timeout (s) of the engine's stop and of writing its traces; at most nine tenths of
             ``timeouts.stop_s``, so that the result still reaches the callback.
         requests: Log begin, first token, end and lengths of each request.
-        sglang: Options that only SGLang has.
     """
 
     start: NotNegative = 0
     count: Positive | None = None
     max_window_s: Seconds | None = 30.0
-    by_stage: bool = False
     stop_s: Seconds = 300.0
     requests: bool = True
-    sglang: SGLangOptions = field(default_factory=SGLangOptions)
-
-    def __post_init__(self) -> None:
-        if self.by_stage and self.count is None:
-            raise ConfigError(
-                "by_stage", "needs rollout.count: how many iterations of prefill and of decode to record"
-            )
-        if self.by_stage and (self.start or self.sglang.start_step is not None):
-            other = "rollout.start" if self.start else "rollout.sglang.start_step"
-            raise ConfigError(
-                "by_stage", f"excludes {other}; recording begins with the first iteration of each stage"
-            )
 
     def with_stacks(self) -> RolloutOptions:
         """Return these options with a limit on iterations, for a recording with stacks.
@@ -85,4 +54,4 @@ class RolloutOptions:
     @property
     def bounded(self) -> bool:
         """Whether recording is limited to a window of iterations, which may be beyond a short rollout."""
-        return bool(self.start or self.count is not None or self.sglang.start_step is not None)
+        return bool(self.start or self.count is not None)
