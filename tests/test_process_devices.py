@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from verl_profiling.manifest import Device
-from verl_profiling.tools.devices import engine_devices, given_devices, used_devices
+from verl_profiling.tools.devices import engine_devices, used_devices
 
 UUID = "8932f937-d72c-4106-c12f-20bd9faed9f6"
 HOST = socket.gethostname()
@@ -41,22 +41,16 @@ class Cuda:
 
 def torch_with(monkeypatch: pytest.MonkeyPatch, **kinds: Any) -> None:
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(**kinds))  # type: ignore[arg-type]
-    monkeypatch.delitem(sys.modules, "ray", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 def test_a_process_names_the_device_that_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By UUID and number on the host; one that has not used its device has none, or what Ray gave."""
+    """By UUID and number on the host; one that has not used its device has none."""
     torch_with(monkeypatch, cuda=Cuda(used=(1,)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6, 7")
     assert used_devices() == [Device(kind="cuda", index=1, uuid=f"1{UUID[1:]}", place=f"{HOST}/7")]
     torch_with(monkeypatch, cuda=Cuda(used=(0,), initialized=False))
     assert used_devices() == []
-    torch_with(monkeypatch, cuda=Cuda(used=(0,), initialized=False))
-    context = SimpleNamespace(get_accelerator_ids=lambda: {"TPU": [], "GPU": ["3"]})
-    ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
-    monkeypatch.setitem(sys.modules, "ray", ray)  # type: ignore[arg-type]
-    assert given_devices() == [Device(kind="cpu", index=0, place=f"{HOST}/3")]
 
 
 def test_an_engine_has_the_visible_devices_in_order_of_rank(monkeypatch: pytest.MonkeyPatch) -> None:

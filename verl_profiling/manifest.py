@@ -325,7 +325,8 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
         requests: Inference requests that a rollout engine served, in order of their end.
         policy_versions: Versions of a rollout engine's weights during the capture, in order, if
             known; more than one if the weights were updated meanwhile.
-        metrics: Plain numbers recorded with the capture, e.g. ``{"stage/update_actor/peak_rss_bytes": ...}``.
+        metrics: Plain numbers recorded with the capture, e.g.
+            ``{"stage/update_actor/process_peak_rss_bytes": ...}``.
         devices: Known devices that it computes on: for a replica, in order of rank; for any other worker,
             those that its process has used.
         requests_logged: Whether requests were logged. If so and there are none, the engine was idle.

@@ -192,7 +192,7 @@ def test_a_warm_up_step_runs_the_tool_and_leaves_nothing(tmp_path: Path, session
 def test_a_class_of_two_roles_is_recorded_as_what_it_was_added(
     tmp_path: Path, session: Session, added: str
 ) -> None:
-    """Whichever role its class names last; the settings are that role's, and the other's are noted."""
+    """Whichever role its class names last; the settings are that role's."""
     roles = {"actor": {"tool": "torch"}, "ref": {"mode": "discrete", "stages": ["ref_log_prob"]}}
     config = configured(tmp_path, roles=roles)
     worker = local_worker(config, "actor")
@@ -205,15 +205,6 @@ def test_a_class_of_two_roles_is_recorded_as_what_it_was_added(
     assert (result.name, result.roles) == (f"{added}_rank0", [added, other])
     assert result.identity.role == added
     assert (result.mode, result.tools) == {"actor": ("e2e", ["torch"]), "ref": ("discrete", ["spans"])}[added]
-    unused = {
-        "actor": "mode=discrete, tool=spans, stages=ref_log_prob",
-        "ref": "mode=e2e, tool=torch",
-    }[added]
-    [note] = result.notes
-    assert note == (
-        f"role {other} is recorded as {added}_rank0, whose process it shares, "
-        f"with the settings of role {added}: {unused} has no effect"
-    )
 
 
 def test_the_role_that_is_on_is_recorded_where_the_other_is_off(tmp_path: Path, session: Session) -> None:

@@ -62,20 +62,6 @@ def test_the_loops_own_error_is_seen_when_nothing_can_be_written(tmp_path: Path,
     assert not Path(config.save_path).exists()
 
 
-@pytest.mark.parametrize("enable", [True, False])
-def test_a_callback_is_entered_once_at_a_time(tmp_path: Path, session: Session, enable: bool) -> None:
-    """The inner end would be the end of training; it is refused whether or not anything is recorded."""
-    config = configured(tmp_path, enable=enable)
-    with ProfilingCallback(config) as profiling:
-        with pytest.raises(CaptureStateError, match="enter it once, around the whole loop"), profiling:
-            pytest.fail("entered twice")
-        profiling.add_workers("actor", local_worker(config))
-        profiling.on_step_begin(2)
-        profiling.on_step_end()
-    if enable:
-        assert manifest(config).complete
-
-
 async def test_a_block_that_cannot_be_entered_is_not_left_half_open(tmp_path: Path, session: Session) -> None:
     """The blocking callback is refused inside of an event loop, and works outside of it afterwards."""
     config = configured(tmp_path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
-import threading
 from collections import Counter
 from pathlib import Path
 from types import FrameType
@@ -123,30 +122,6 @@ def test_a_driver_keeps_nothing_of_captures_that_are_written(tmp_path: Path) -> 
         counts.append(kept())
     callback.on_train_end()
     assert counts[1] == counts[2]
-
-
-def test_many_local_objects_with_plain_methods_are_called_side_by_side(tmp_path: Path) -> None:
-    """Each stands for another process, so all starts are under way at once, and so are all stops."""
-    here = threading.Barrier(MANY)
-
-    class Plain:
-        def __init__(self, rank: int) -> None:
-            self.identity = WorkerIdentity(role="actor", rank=rank)
-
-        def start_capture(self, request: CaptureRequest) -> StartReply:
-            here.wait(15)
-            return StartReply(self.identity, "recording", now_ns())
-
-        def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
-            if capture_id is not None:
-                here.wait(15)
-            result = CaptureResult(identity=self.identity, capture_id=capture_id or "", status="ok", step=1)
-            return StopReply(result, received_ns=now_ns())
-
-    config = configured(tmp_path)
-    callback = following(config, [Plain(rank) for rank in range(MANY)])
-    run(callback, lambda step: None)
-    assert [worker.status for worker in manifest(config).workers] == ["ok"] * MANY
 
 
 def test_a_thousand_plain_local_objects_cost_in_proportion(tmp_path: Path) -> None:

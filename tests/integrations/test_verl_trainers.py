@@ -15,7 +15,7 @@ VALIDATED = 4
 
 
 def test_an_own_trainer_is_profiled_by_the_mixin(tmp_path: Path) -> None:
-    """Once; a capture across weight updates names every policy version, and how much ran with each."""
+    """Once; a capture across weight updates names every policy version."""
     colocate = run_verl(
         tmp_path,
         "profiling=e2e",
@@ -39,8 +39,6 @@ def test_an_own_trainer_is_profiled_by_the_mixin(tmp_path: Path) -> None:
     assert [(a.step, a.policy_versions) for a in rollout.artifacts] == [(2, [1, 2, 3])]
     assert rollout.requests
     assert {request.policy_version for request in rollout.requests} <= {1, 2, 3}
-    (note,) = rollout.notes
-    assert "rollout0: the capture spans a weight update: policy version 1" in note
     names = [span.name for span in manifest.stages]
     assert names.count("rollout") == names.count("update_weights") == 2
 

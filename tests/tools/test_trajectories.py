@@ -78,15 +78,3 @@ def test_a_process_that_had_nothing_to_do_is_skipped_and_says_so(tmp_path: Path)
         "no trajectory and no span ran in this process",
     )
     assert [path.name for path in tmp_path.iterdir()] == ["actor_rank0.result.json"]
-
-
-def test_trajectories_of_a_worker_that_does_not_record_them_are_said(tmp_path: Path) -> None:
-    with record_step({"enable": True, "tool": "spans"}, tmp_path) as step:
-        roll_out(3)
-    assert step.result.notes == [
-        "3 trajectories of this process were not recorded: inherit AgentLoopCaptureMixin, or add "
-        "trajectories to the tool of role actor"
-    ]
-    with record_step({"enable": True, "tool": "spans"}, tmp_path) as step:
-        pass
-    assert step.result.notes == []

@@ -20,13 +20,12 @@ from verl_profiling.capture.messages import CaptureRequest, result_of
 from verl_profiling.capture.result_file import measured
 from verl_profiling.capture.stage import OpenStage, SpanLog
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import Artifact, CaptureResult, Device, StageSpan, ToolSpan, worst_status
+from verl_profiling.manifest import Artifact, CaptureResult, StageSpan, ToolSpan, worst_status
 from verl_profiling.memory import process_peak_bytes
-from verl_profiling.settings.role import TRAJECTORIES, RoleConfig
+from verl_profiling.settings.role import RoleConfig
 from verl_profiling.tools import Destination, Output, Recording, Tool
 from verl_profiling.tools.devices import used_devices
 from verl_profiling.tools.process_memory import memory_overrun
-from verl_profiling.trajectories import spans as trajectories
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,6 @@ class Capture:
         identity: The worker.
         background: Compresses and uploads artifacts.
         done: Called with each artifact after its stage, and when it is finished in the background.
-        given: The devices that Ray reserved for this process.
         log: Receives the stages.
         handover_s: Seconds for which a stop on another thread waits for the owner.
     """
@@ -73,13 +71,11 @@ class Capture:
     identity: WorkerIdentity
     background: BackgroundWork
     done: Callable[[Artifact], object]
-    given: list[Device]
     log: SpanLog
     handover_s: float = HANDOVER_S
 
     def __post_init__(self) -> None:
         self.roles = [self.identity.role]
-        self.notes: list[str] = []
         self.completions: list[Callable[[CaptureResult], CaptureResult]] = []
         self.whole = self.role.mode == "e2e" or self.request.stage is not None
         self._lock = threading.RLock()
@@ -89,7 +85,6 @@ class Capture:
         self._stop_asked = False
         self._stopped = threading.Event()
         self._occurrences: Counter[str] = Counter()
-        self._skipped: set[str] = set()
         self._artifacts: dict[str, Artifact] = {}
         self._metrics: dict[str, float] = {}
         self._truncated = ""
@@ -98,7 +93,6 @@ class Capture:
         self.log.long_stage_ended = self._long_stage_ended
         self._spans: list[StageSpan] = []
         self._anchors = [clock.read_anchor()]
-        self._unrecorded = trajectories.unrecorded
 
     def open(self) -> list[Artifact]:
         """Start recording, or in discrete mode wait for a stage; return the expected artifacts.
@@ -151,8 +145,6 @@ class Capture:
             span = self.log.begin(name)
             if starts:
                 self._recorded = span
-            elif self._recorded is not None:
-                self._note_missed(span, self._recorded)
 
     def end(self, name: str, failed: bool) -> None:
         """End a stage; in discrete mode, stop the tools that the stage started."""
@@ -172,21 +164,6 @@ class Capture:
         except Exception:
             return False
         return True
-
-    def _note_missed(self, span: OpenStage, recorded: OpenStage) -> None:
-        """Add one skipped artifact for a stage that begins while another stage is recorded."""
-        outer: OpenStage | None = span
-        while outer is not None and outer is not recorded:
-            outer = outer.parent
-        name = span.name
-        if outer is not None or recorded.end_ns or name in (recorded.name, *self._skipped):
-            return
-        self._skipped.add(name)
-        self._occurrences[name] += 1
-        reason = f"stage {recorded.name!r} of another thread or task was recorded at the same time"
-        destination = self._destination(name, self._occurrences[name])
-        for tool in self.role.tools:
-            self._enter(tool, destination, status="skipped", reason=reason)
 
     def _may_stop_here(self) -> bool:
         here = self._owner == threading.get_native_id()
@@ -398,13 +375,6 @@ class Capture:
                 reason += (
                     ": the loop's own stages do not count; mark one in the worker with verl_profiling.stage"
                 )
-        notes = [*self.notes, *self.log.notes()]
-        missed = trajectories.unrecorded - self._unrecorded
-        if missed and TRAJECTORIES not in self.role.tool_names:
-            notes.append(
-                f"{missed:,} trajectories of this process were not recorded: inherit AgentLoopCaptureMixin, "
-                f"or add trajectories to the tool of role {self.identity.role}"
-            )
         return result_of(
             self.request,
             self.role,
@@ -414,9 +384,9 @@ class Capture:
             reason=reason,
             artifacts=artifacts,
             stages=stages,
-            notes=notes,
+            notes=self.log.notes(),
             metrics=self._metrics,
             anchors=self._anchors,
             tool_spans=self._tool_spans,
-            devices=used_devices() or self.given,
+            devices=used_devices(),
         )

@@ -25,14 +25,12 @@ from verl_profiling.manifest import Artifact
 from verl_profiling.remote import Upload, copy_line
 from verl_profiling.settings.limits import AfterHook
 from verl_profiling.tools import Output
-from verl_profiling.units import visible
 
 logger = logging.getLogger(__name__)
 
 _LOGS = "after"
 _LOOK_AGAIN_S = 0.25
 _GRACE_S = 5.0
-_SHOWN_BYTES = 4096
 
 
 @dataclass(eq=False)
@@ -208,7 +206,7 @@ def _run_when(is_written: Callable[[], bool], run: Callable[[], None]) -> None:
 
 
 def _run(name: str, hook: AfterHook, request: CaptureRequest, who: WorkerIdentity) -> None:
-    """Run a hook, and log its outcome and output."""
+    """Run a hook, and log its outcome."""
     path = Path(request.folder)
     written = request.folder if request.upload is None else request.upload.url
     run = written.rpartition("/")[0]
@@ -224,19 +222,14 @@ def _run(name: str, hook: AfterHook, request: CaptureRequest, who: WorkerIdentit
     begin = time.monotonic()
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        begin_byte = log.stat().st_size if log.exists() else 0
         outcome = _outcome(hook, {f"VERL_PROFILING_{key}": str(value) for key, value in values.items()}, log)
-        with log.open("rb") as file:
-            file.seek(max(begin_byte, log.stat().st_size - _SHOWN_BYTES))
-            printed = file.read(_SHOWN_BYTES).decode(errors="replace").rstrip()
     except OSError as error:
-        outcome, printed = f"could not be run: {error}", ""
-    lines = "".join(f"\n  {visible(line)}" for line in printed.splitlines())
+        outcome = f"could not be run: {error}"
     logger.log(
         logging.WARNING if outcome else logging.INFO,
-        "after.%s (%s rank %d, step %d) %s after %.1f s; output in %s%s",
+        "after.%s (%s rank %d, step %d) %s after %.1f s; output in %s",
         *(name, who.role, who.rank, request.step),
-        *(outcome or "succeeded", time.monotonic() - begin, log, lines),
+        *(outcome or "succeeded", time.monotonic() - begin, log),
     )
     if request.upload is not None and log.exists():
         try:

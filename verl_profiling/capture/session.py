@@ -32,12 +32,11 @@ from verl_profiling.capture.stage import SpanLog, Stage, StageSink
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import CaptureResult, Device
+from verl_profiling.manifest import CaptureResult
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.settings.role import TRAJECTORIES
 from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.tools import Tool
-from verl_profiling.tools.devices import given_devices
 from verl_profiling.trajectories.spans import total_spans
 from verl_profiling.watch.sums import STAGES_OF_A_STEP, Busy, StageSums, WatchQuestion, WatchReading
 
@@ -69,8 +68,6 @@ class Session:
         self._registered: dict[str, tuple[RoleConfig, bool]] = {}
         self._prepared: set[Tool] = set()
         self._lock = threading.RLock()
-        self._given: list[Device] = []
-        self._said_nothing_to_stop = False
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """Pickle as a reference, because decorated methods of a worker class refer to the session."""
@@ -91,7 +88,6 @@ class Session:
             self._configs[identity.name] = config
             if self.identity is None or (self.identity.replica is not None and identity.replica is None):
                 self.identity = identity  # of a trainer, where an engine shares its process
-            self._given = given_devices()
             self.keep_every_step(config.watch)
             if self.sums is not None and TRAJECTORIES in config.tool_names(identity.role):
                 total_spans(self.sums.spans)
@@ -156,8 +152,8 @@ class Session:
                 return self._join(capture, request, identity, received_ns)
             file = self._slot.file.opened(request, role, identity)
             handover_s = min(HANDOVER_S, self._configs[identity.name].timeouts.stop_s / 2)
-            given, background, log = self._given, self._slot.background, SpanLog(self)
-            capture = Capture(request, role, identity, background, file.finished, given, log, handover_s)
+            background, log = self._slot.background, SpanLog(self)
+            capture = Capture(request, role, identity, background, file.finished, log, handover_s)
             expected = capture.open()
             self._capture, self._slot.file = capture, file
             clock.hold()
@@ -185,10 +181,6 @@ class Session:
             else:
                 identity = capture.identity if capture else WorkerIdentity(role="unknown")
                 result = self._slot.result(capture_id, identity, capture.request if capture else None)
-                # The callback passes a capture id; without one, it only waits for artifacts.
-                if not (result.capture_id or capture_id or finish_s or self._said_nothing_to_stop):
-                    self._said_nothing_to_stop = True
-                    logger.warning("%s", result.reason)
         return StopReply(self._slot.settle(result, capture_id, finish_s), received_ns)
 
     def complete_result(self, change: Callable[[CaptureResult], CaptureResult]) -> None:
@@ -284,27 +276,7 @@ class Session:
         self._slot.hooks.begun(request, identity)
         if identity.role not in capture.roles:
             capture.roles.append(identity.role)
-            own, used = (self._role(who, request.selection) for who in (identity, capture.identity))
-            if unused := _differences(own, used):
-                capture.notes.append(
-                    f"role {identity.role} is recorded as {capture.identity.name}, whose process it shares, "
-                    f"with the settings of role {capture.identity.role}: {unused} has no effect"
-                )
         return StartReply(capture.identity, "joined", received_ns)
-
-
-def _differences(role: RoleConfig, other: RoleConfig) -> str:
-    """Return the settings of one role that differ from another's, e.g. ``mode=discrete``."""
-    found = []
-    if role.mode != other.mode:
-        found.append(f"mode={role.mode}")
-    if [(tool.name, tool.options) for tool in role.tools] != [
-        (tool.name, tool.options) for tool in other.tools
-    ]:
-        found.append(f"tool={'+'.join(role.tool_names)}")
-    if role.mode == "discrete" and role.stages != other.stages:
-        found.append(f"stages={'all' if role.stages is None else ','.join(sorted(role.stages))}")
-    return ", ".join(found)
 
 
 _session = Session()

@@ -58,7 +58,6 @@ class _Callback(Generic[Returned]):
         self.config = ProfilingConfig.from_any(config)
         self._controller = Controller(self.config) if self.config.enable else None
         self._stages: dict[str, Stage] = {}
-        self._entered = False
 
     @abstractmethod
     def _call(
@@ -135,7 +134,7 @@ class _Callback(Generic[Returned]):
             loop: Event loop on which a local object's coroutines run.
 
         Raises:
-            ConfigError: There are no workers, or one has no capture methods.
+            ConfigError: There are no workers, or a worker has no capture methods.
         """
         if self._controller is not None:
             self._controller.roster.add(role, workers, loop)
@@ -148,7 +147,7 @@ class _Callback(Generic[Returned]):
             loop: Event loop on which a local object's coroutines run.
 
         Raises:
-            ConfigError: There are no workers, or one has no capture methods.
+            ConfigError: There are no workers, or a worker has no capture methods.
         """
         self.add_workers(ROLLOUT_ROLE, replicas, loop=loop)
 
@@ -194,18 +193,10 @@ class _Callback(Generic[Returned]):
         """Step folder of the last capture that was written."""
         return self._controller.last_folder if self._controller is not None else None
 
-    def _refuse_second_with(self) -> None:
-        if self._entered:
-            raise CaptureStateError(
-                f"with profiling: this {type(self).__name__} is in use by another `with`, whose end is the "
-                "end of training; enter it once, around the whole loop"
-            )
-
     def _abandoned(self, controller: Controller, hook: str, error: Exception) -> Waits[None]:
-        """Close the open capture after a hook failed, unless the capture belongs to another thread."""
+        """Close the open capture after a hook failed."""
         try:
-            if not controller.is_refused():
-                yield from controller.close(f"{hook}: {in_a_line(error)}")
+            yield from controller.close(f"{hook}: {in_a_line(error)}")
         except Exception as second:
             logger.error("%s: the capture could not be closed: %s", hook, in_a_line(second))
 
@@ -251,18 +242,15 @@ class ProfilingCallback(_Callback[None]):
         """Begin training.
 
         Raises:
-            CaptureStateError: The callback has been entered already, or an event loop runs on this thread.
+            CaptureStateError: An event loop runs on this thread.
         """
-        self._refuse_second_with()
         self.on_train_begin()
-        self._entered = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End training; recordings are kept after an exception."""
-        self._entered = False
         try:
             if error is not None:
                 self.on_exception(error)
@@ -314,16 +302,13 @@ class AsyncProfilingCallback(_Callback[Coroutine[Any, Any, None]]):
 
     async def __aenter__(self) -> AsyncProfilingCallback:
         """See :meth:`ProfilingCallback.__enter__`."""
-        self._refuse_second_with()
         await self.on_train_begin()
-        self._entered = True
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """See :meth:`ProfilingCallback.__exit__`."""
-        self._entered = False
         try:
             if error is not None:
                 await self.on_exception(error)

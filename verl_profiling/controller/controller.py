@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from contextvars import Context
 from functools import partial
 from pathlib import Path
-from threading import Thread, current_thread
 from typing import Any
 
 from verl_profiling import clock
@@ -27,7 +26,7 @@ from verl_profiling.controller.run import Run, is_pending
 from verl_profiling.controller.spmd import Decision, in_a_line, knows_place, place_of
 from verl_profiling.controller.targets import Roster, Waits
 from verl_profiling.controller.watch import Watch
-from verl_profiling.errors import CaptureStateError, ProfilingError
+from verl_profiling.errors import ProfilingError
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CUT_SHORT, CaptureResult, StepSpan
 from verl_profiling.remote import Upload
@@ -71,8 +70,6 @@ class Controller:
         self.decisions = Decisions(config, self.roster, self.watch)
         self._order = LoopOrder()
         self._exit_of = 0
-        self._driver: Thread | None = None
-        self._refused: set[Thread] = set()
         self._written: OpenCapture | None = None
         self._after: OpenCapture | None = None
         self._rollout: OpenStage | None = None
@@ -85,9 +82,6 @@ class Controller:
 
         Args:
             begun: Number of the step, and version of the weights that generate.
-
-        Raises:
-            CaptureStateError: Another thread is in a captured step.
         """
         step, policy_version = begun
         if self._after is not None:
@@ -105,24 +99,7 @@ class Controller:
             self.watch.step_begins(step, whole_version(policy_version)[0])
         if self.live is None and decision is None:
             return None
-        self._take_over(step)
         return self._begin_step(step, policy_version, decision)
-
-    def _take_over(self, step: int) -> None:
-        """Make this thread the owner of the new capture, unless another living thread owns a capture."""
-        here = current_thread()
-        if self._driver is not None and self._driver is not here and self._driver.is_alive():
-            self._refused.add(here)
-            raise CaptureStateError(
-                f"on_step_begin(step={step}): another thread is in a step of this callback; one thread "
-                "drives a callback, so give each loop its own"
-            )
-        self._driver = here
-        self._refused.discard(here)
-
-    def is_refused(self) -> bool:
-        """Return whether this thread's last capture was refused, because another thread owns a capture."""
-        return current_thread() in self._refused
 
     def on_rollout_begin(self, beside: bool) -> Waits[None] | None:
         """Begin generation, and start the rollout engines in discrete mode.
@@ -132,7 +109,7 @@ class Controller:
         """
         self._order.in_rollout = True
         if self.live is not None:
-            return None if self.is_refused() else self._begin_recorded_rollout(self.live, beside)
+            return self._begin_recorded_rollout(self.live, beside)
         if self.sink is not None and not beside:
             self._end_rollout()
             self._rollout = self.sink.begin(ROLLOUT)
@@ -143,8 +120,6 @@ class Controller:
         if not self._order.in_rollout:
             self._order.rollout_without_begin()
         self._order.in_rollout = False
-        if self.live is not None and self.is_refused():
-            return None
         if self._rollout is not None:
             self._end_rollout()
         return None if self.live is None else self.live.end_rollout(metrics)
@@ -156,12 +131,12 @@ class Controller:
         self._order.in_step = False
         if self.watch is not None:
             self._end_watched_step(self.watch)
-        return None if self.live is None or self.is_refused() else self._end_step(self.live, metrics)
+        return None if self.live is None else self._end_step(self.live, metrics)
 
     def on_exception(self, error: BaseException) -> Waits[None] | None:
         """Close the capture, because the loop raised."""
         self._order.is_left()
-        if self.live is None or self.is_refused():
+        if self.live is None:
             return None
         logger.warning("closing the capture after %s: %s", type(error).__name__, error)
         return self.close(in_a_line(error))
@@ -255,8 +230,6 @@ class Controller:
                 self.decisions.refused(decision.trigger, f"its capture could not begin: {error}")
                 self._run.not_captured(step, f"{type(error).__name__}: {error}")
                 raise
-            finally:
-                self._driver = self._driver if self.live is not None else None
             live = self.live
             if not opened or live is None:
                 return
@@ -281,7 +254,6 @@ class Controller:
         """
         live = self.live
         if live is None:
-            self._driver = None
             return
         live.notes += [f"{CUT_SHORT}: {why}"] if why else []
         end_ns = live.step.end_ns or clock.now_ns()
@@ -400,7 +372,6 @@ class Controller:
         if (live is None) != (self.live is None):
             (clock.hold if live is not None else clock.release)()
         self.live, self.sink = live, live.log if live is not None else self._watched_stages()
-        self._driver = current_thread() if live is not None else None
         if live is not None:
             self._holds_exit(True)
 

@@ -20,7 +20,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -92,8 +91,8 @@ class Decisions:
         """Start to accept capture requests; in a loop with several ranks, only rank 0 does."""
         if self._watch is None or self._requests is not None:
             return
-        rank, ranks = place_of(self._config, self._roster.targets)
-        check = partial(self._roster.check_request, ranks=ranks if ranks > 1 else None)
+        rank, _ = place_of(self._config, self._roster.targets)
+        check = self._roster.check_request
         self._requests = Requests(self._schedule, check, _refer_to_rank_0 if rank else None)
         self._requests.handle_signal()
         if rank:

@@ -13,7 +13,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Generator, Hashable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from math import inf
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.errors import ConfigError, choices_hint
-from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity, safe_name
+from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.tools import TOOLS
 
@@ -40,7 +40,6 @@ _NOBODY = (
     "no workers and no rollout were added to the callback, so nothing is recorded: call "
     "add_workers(role, workers) or add_rollout(replicas) before the first step that is captured"
 )
-MANY_IN_TURN = 16
 
 
 class Worker:
@@ -251,7 +250,7 @@ def _to_group(group: Any, has_actors: bool, method: str, *arguments: Any) -> lis
 
 
 def _to_object(
-    worker: Any, own: asyncio.AbstractEventLoop | None, on_threads: bool, method: str, *arguments: Any
+    worker: Any, own: asyncio.AbstractEventLoop | None, method: str, *arguments: Any
 ) -> list[Future[Any]]:
     """Call an object of this process. Coroutines of several objects run concurrently.
 
@@ -260,8 +259,6 @@ def _to_object(
     Args:
         worker: The object.
         own: Event loop of the object's coroutines; by default the caller's, or a new event loop.
-        on_threads: Whether plain methods run on threads. More than ``MANY_IN_TURN`` objects of a role are
-            taken for proxies of other processes, which can reply concurrently.
         method: The method.
         *arguments: Its arguments.
     """
@@ -271,7 +268,7 @@ def _to_object(
         if loop is not None and loop.is_running():
             return [asyncio.run_coroutine_threadsafe(call(), loop)]
         return [Postponed(call, loop)]
-    return [_on_thread(call) if on_threads else settle(Future(), call)]
+    return [settle(Future(), call)]
 
 
 def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None = None) -> list[Target]:
@@ -283,7 +280,7 @@ def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None
         loop: Event loop on which local objects' coroutines run.
 
     Raises:
-        ConfigError: There are no workers, or one has no capture methods.
+        ConfigError: There are no workers, or a worker has no capture methods.
     """
     if callable(getattr(workers, "execute_all_async", None)):
         members = list(getattr(workers, "workers", None) or [workers])
@@ -294,7 +291,6 @@ def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None
     if _is_actor(workers) or hasattr(workers, "start_capture") or not isinstance(workers, Iterable):
         workers = [workers]
     targets: list[Target] = []
-    workers = list(workers)
     for index, worker in enumerate(workers):
         if not hasattr(worker, "start_capture"):
             raise ConfigError(
@@ -304,7 +300,7 @@ def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None
             )
         is_local, send = not _is_actor(worker), partial(_to_actor, worker)
         if is_local:
-            send = partial(_to_object, worker, loop, len(workers) > MANY_IN_TURN)
+            send = partial(_to_object, worker, loop)
         targets.append(Target(role, index, 1, _identity_of(worker), send, is_local))
     if not targets:
         raise ConfigError("", f"role {role!r} has no workers")
@@ -331,13 +327,6 @@ def _future_of(answer: Any) -> Future[Any]:
     return future
 
 
-def _on_thread(function: Callable[[], Any]) -> Future[Any]:
-    executor = ThreadPoolExecutor(1, thread_name_prefix="verl-profiling-call")
-    future = executor.submit(function)
-    executor.shutdown(wait=False)
-    return future
-
-
 class Roster:
     """All workers of a callback, and their selection by the settings.
 
@@ -361,14 +350,8 @@ class Roster:
         """Register the workers of a role, and replace its earlier workers; known workers get a further role.
 
         Raises:
-            ConfigError: There are no workers, a worker has no capture methods, or two roles would have the
-                same file names.
+            ConfigError: There are no workers, or a worker has no capture methods.
         """
-        for other in self.roles:
-            if other != role and safe_name(other) == safe_name(role):
-                raise ConfigError(
-                    "", f"roles {other!r} and {role!r} have files of the same names; rename one of them"
-                )
         added = make_targets(role, workers, loop)
         self._is_checked = False
         self.config.for_role(role)  # imports its tools now, not in the first captured step
@@ -410,12 +393,11 @@ class Roster:
                     break
         return found
 
-    def check_request(self, selection: CaptureSelection, ranks: int | None = None) -> None:
+    def check_request(self, selection: CaptureSelection) -> None:
         """Check that the workers can make a capture with a selection.
 
         Args:
             selection: The selection.
-            ranks: Number of ranks, including ranks in other processes.
 
         Raises:
             ConfigError: The workers cannot; the key of the error is a field of the selection.
@@ -430,19 +412,8 @@ class Roster:
                 raise ConfigError("tools", f"unknown tool {tool!r}; {choices_hint(tool, allowed)}")
         for role in roles:
             self.config.for_role(role, selection)
-        driven = self.driven(selection)
-        if not driven:
+        if not self.driven(selection):
             raise ConfigError("", "nothing would be recorded: no worker has an enabled role")
-        engines = [target for target in driven if target.is_rollout]
-        for key, numbers, having in (
-            ("replicas", selection.replicas, engines),
-            ("ranks", None if engines else selection.ranks, driven),
-        ):
-            present = [worker.number for target in having for worker in target.workers]
-            count = ranks or max(present, default=-1) + 1
-            if numbers and min(numbers) >= count:
-                have = f"0 to {count - 1}" if count else "none"
-                raise ConfigError(key, f"no worker has {', '.join(map(str, numbers))}; there are {have}")
 
     def check_selection(self, capturing: bool) -> None:
         """Warn of roles in the settings without workers; in a captured step, also if there are no workers."""

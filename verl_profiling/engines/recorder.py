@@ -210,7 +210,7 @@ class EngineRecorder:
         )
         self._window = None
         clock.release()
-        return self._slot.file.close(self.requests.end_in_result(self.identity.name, result))
+        return self._slot.file.close(self.requests.end_in_result(result))
 
 
 @dataclass(eq=False)
@@ -260,7 +260,7 @@ class SessionRecorder:
 
     def _with_requests(self, result: CaptureResult) -> CaptureResult:
         self._open = ""
-        return self.requests.end_in_result(self.identity.name, result)
+        return self.requests.end_in_result(result)
 
 
 @dataclass(eq=False)

@@ -7,8 +7,7 @@ the version that the training loop reports.
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -93,11 +92,10 @@ class RequestLog:
         self.pending_since_ns = sorted(request.begin_ns for request in list(noted.open))
         return noted.ended
 
-    def end_in_result(self, name: str, result: CaptureResult) -> CaptureResult:
+    def end_in_result(self, result: CaptureResult) -> CaptureResult:
         """Stop logging; return the capture's result with the requests.
 
         Args:
-            name: The replica's name.
             result: The result of the process that recorded the replica.
         """
         requests, versions = self.end(), list(self.policy_versions)
@@ -107,7 +105,6 @@ class RequestLog:
             policy_versions=list(dict.fromkeys([*result.policy_versions, *versions])),
             requests_logged=result.requests_logged or self.enabled,
             pending_since_ns=[*result.pending_since_ns, *self.pending_since_ns],
-            notes=[*result.notes, *_weight_updates(name, versions, requests)],
         )
 
     def watch_calls(self, engine: Any, logged: Callable[..., Any]) -> None:
@@ -190,15 +187,6 @@ def _length(response: Any, padding: int | None) -> int:
         return int(response.shape[0])
     kept = (response != padding).nonzero()
     return int(kept[-1]) + 1 if len(kept) else 0
-
-
-def _weight_updates(name: str, versions: Sequence[int], requests: Sequence[Request]) -> list[str]:
-    """Return a note if the weights changed during a capture."""
-    if len(versions) < 2:
-        return []
-    begun = Counter(request.policy_version for request in requests)
-    parts = ", then ".join(f"{version} ({begun[version]} requests)" for version in versions)
-    return [f"{name}: the capture spans a weight update: policy version {parts}"]
 
 
 class _Noted(NamedTuple):

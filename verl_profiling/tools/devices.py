@@ -55,23 +55,6 @@ def used_devices() -> list[Device]:
     return found
 
 
-def given_devices() -> list[Device]:
-    """Return the accelerators that Ray reserved for this process, which may compute on a CPU.
-
-    The result is empty at process exit, when Ray no longer replies.
-    """
-    ray: Any = sys.modules.get("ray")
-    try:
-        if ray is None or not ray.is_initialized():
-            return []
-        given = ray.get_runtime_context().get_accelerator_ids()
-        ids = next((ids for ids in given.values() if ids), ())
-        return [_device("cpu", index, str(id)) for index, id in enumerate(ids)]
-    except Exception as error:
-        logger.debug("Ray does not report the devices of this process: %s: %s", type(error).__name__, error)
-        return []
-
-
 def engine_devices(kind: str, ranks: int, numbers: Sequence[int], ids: Sequence[str] | None) -> list[Device]:
     """Return the devices of an engine that computes in processes of its own, in order of rank.
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
-from verl_profiling.memory import available_bytes, process_peak_bytes
+from verl_profiling.memory import available_bytes
 from verl_profiling.tools.base import Marks
 from verl_profiling.units import byte_size
 
 _USUAL_WORKERS_OF_A_HOST = 8
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_SET_BACK = b"5"  # proc_pid_clear_refs(5): resets the peak to the current resident size
 
 
 def memory_overrun(needed: int, share: float, workers: int) -> str:
@@ -80,16 +77,3 @@ class StagePeaks:
         for what, peak in self._take().items():
             for _, peaks in self._open:
                 peaks[what] = max(peaks.get(what, 0), peak)
-
-
-def take_host_peak() -> Mapping[str, int]:
-    """Return the peak resident size of this process since the last call, and reset it.
-
-    The mark belongs to the kernel, so the value of ``getrusage`` is reset for the whole process.
-    """
-    peak = process_peak_bytes()
-    try:
-        _CLEAR_REFS.write_bytes(_SET_BACK)
-    except OSError:
-        return {}
-    return {"peak_rss_bytes": peak}

@@ -240,6 +240,5 @@ def _accelerator() -> _Accelerator:
         return _Accelerator(device.memory, *(getattr(native, name) for name in names))
     raise ToolUnavailableError(
         f"tool 'torch_memory' records an accelerator's allocator, and torch {torch.__version__} sees no CUDA "
-        "or ROCm device and no NPU; for the peak resident memory of each stage, take tool 'spans' with "
-        "tools.spans.peak_rss=true"
+        "or ROCm device and no NPU; tool 'spans' has the process's peak resident memory after each stage"
     )

@@ -45,8 +45,7 @@ class TorchOptions:
         stack: Record Python stacks of every op. Costly: about three times the events.
         shapes: Record the input shapes of every op.
         memory: Record allocations. torch then records only the thread that starts the capture, so this must
-            be the thread that trains. A Ray actor without concurrency has one thread, but
-            ``AsyncProfilingCallback`` calls a local object on other threads.
+            be the thread that trains.
         mini_batches: Keep only a window of mini-batches; ``None`` for everything.
     """
 

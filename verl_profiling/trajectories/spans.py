@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 _log: Any = None
 _totals: Any = None
 _kept = False
-unrecorded = 0
-"""Number of trajectories of this process that were not recorded."""
 _open: dict[int, Span] = {}
 
 
@@ -184,9 +182,6 @@ def trajectory(group: object = "", sample: int | str | None = None, **facts: Any
             ``tool_calls``, ``prompt_tokens``, ``response_tokens``, ``reward``, and the policy versions
             ``min_version`` and ``max_version``.
     """
-    if _log is None:
-        global unrecorded
-        unrecorded += 1
     return Trajectory(TRAJECTORY, "", facts, group=group, sample=sample) if _kept else _IDLE
 
 

@@ -10,7 +10,6 @@ server of the policy, and to no server of a reward model or a teacher.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -257,24 +256,8 @@ async def _noted_version(set_global_steps: Callable[..., Any], self: Any, global
 
 def _set_up(server: Any, capture: RolloutCaptureMixin, engine: Any) -> None:
     if (settings := settings_of_server(server)) is not None:
-        capture.init_capture(
-            settings,
-            engine=engine,
-            replica=server.replica_rank,
-            node_rank=server.node_rank,
-            devices=_devices_of_server(),
-        )
+        capture.init_capture(settings, engine=engine, replica=server.replica_rank, node_rank=server.node_rank)
     server._verl_profiling = capture
-
-
-def _devices_of_server() -> list[str] | None:
-    """Return the devices that verl reserved for this server's engine, even if the engine computes
-    on a CPU.
-    """
-    from verl.utils.device import get_visible_devices_keyword
-
-    given = os.environ.get(get_visible_devices_keyword(), "")
-    return [device.strip() for device in given.split(",")] if given else None
 
 
 async def _capture_misfits(self: Any) -> list[str]:
