@@ -37,10 +37,7 @@ def run_script(*command: str, **environment: str) -> subprocess.CompletedProcess
         ("verl_grpo_gpu/run_e2e.sh", "e2e profile of actor, ref, rollout"),
         ("verl_grpo_gpu/run_discrete.sh", "discrete profile of actor, ref, rollout"),
         ("verl_grpo_gpu/run_megatron.sh", "e2e profile of actor, ref, rollout"),
-        (
-            "verl_grpo_gpu/run_nsys.sh",
-            "started under Nsight Systems: actor (2 ranges), ref (2 ranges), rollout (2 ranges)",
-        ),
+        ("verl_grpo_gpu/run_nsys.sh", "e2e profile of actor, ref, rollout in"),
         ("verl_grpo_npu/run_e2e.sh", "e2e profile of actor, ref, rollout, agent_loop, reward in"),
         ("verl_grpo_npu/run_discrete.sh", "discrete profile of actor, ref, rollout, agent_loop, reward in"),
     ],
@@ -61,7 +58,7 @@ def test_dry_runs_check_the_configuration(script: str, says: str, tmp_path: Path
     ],
 )
 def test_asynchronous_trainers_are_checked_too(trainer: str, main: str, roles: str, tmp_path: Path) -> None:
-    """Their own main module is printed and its hooks are, and verl's check of it finds nothing wrong."""
+    """Their own main module is printed, and verl's check of it finds nothing wrong."""
     script = str(ROOT / "recipes/verl_async_cpu/run.sh")
     run = run_script(script, f"hydra.run.dir={tmp_path}", TRAINER=trainer, DRY_RUN="1")
     assert run.returncode == 0, run.stderr

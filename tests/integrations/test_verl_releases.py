@@ -21,7 +21,6 @@ HOOKED = (
     "verl.workers.engine.fsdp.transformer_impl",
     "verl.utils.tracking",
     "verl.workers.rollout.vllm_rollout.vllm_async_server",
-    "verl.experimental.teacher_loop",
 )
 
 

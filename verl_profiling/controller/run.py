@@ -225,7 +225,7 @@ class Run:
                 live.workers = _located(live.folder, live.workers, live.notes)
             manifest = self.write(live)
         for older in leaving:
-            self._remove(older)
+            self.background.submit(partial(_remove, older))
         return manifest
 
     def _leaving(self, live: OpenCapture, keep_last: int) -> list[Path]:
@@ -249,21 +249,13 @@ class Run:
             live.notes.append(note)
         return leaving
 
-    def _remove(self, folder: Path) -> None:
-        """Remove a step folder: rename the folder at once, and delete its content in the background."""
-        hidden = folder.with_name(f".{folder.name}.removed")
-        try:
-            folder.rename(hidden)
-        except OSError as error:
-            logger.warning("%s cannot be removed: %s", folder, error)
-            return
-        self.background.submit(partial(_delete, hidden))
 
-
-def _delete(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    if folder.exists():
-        logger.warning("%s cannot be removed completely; remove it by hand", folder)
+def _remove(folder: Path) -> None:
+    """Remove a step folder: hide it at once, then delete its content."""
+    try:
+        shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.removed")))
+    except OSError as error:
+        logger.warning("%s cannot be removed completely: %s", folder, error)
 
 
 def _located(folder: Path, results: list[CaptureResult], notes: list[str]) -> list[CaptureResult]:

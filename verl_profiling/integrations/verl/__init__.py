@@ -92,9 +92,6 @@ _RECORDS = {
     ("verl.workers.rollout.llm_server", EVERY): {
         "trajectories:hook_clients": "requests of trajectories",
     },
-    ("verl.experimental.teacher_loop.teacher_manager", EVERY): {
-        "trajectories:hook_teachers": "requests to teachers",
-    },
     ("verl.experimental.reward_loop.reward_loop", EVERY): {
         "trajectories:hook_reward_loops": "scoring (role reward)",
     },

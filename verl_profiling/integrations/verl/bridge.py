@@ -103,7 +103,7 @@ def settings_of(config: Any) -> ProfilingConfig | None:
     if not settings.enable:
         return None
     _check_rollout(config, settings)
-    expected_ranges(config, settings)
+    _check_nsys(config, settings)
     return dataclasses.replace(
         settings,
         save_path=settings.save_path if settings.is_remote else str(settings.local_folder),
@@ -175,13 +175,12 @@ def captured_steps(schedule: Schedule, last_step: int | None) -> str:
     return step_list(steps[:_MOST_NAMED]) + " and more" * (more or len(steps) > _MOST_NAMED)
 
 
-def expected_ranges(config: Any, settings: ProfilingConfig) -> dict[str, int]:
-    """Return the number of ranges that a process opens, for each role with tool ``nsys``.
+def _check_nsys(config: Any, settings: ProfilingConfig) -> None:
+    """Check each role that records with Nsight Systems.
 
     Raises:
         ConfigError: The number is unknown, or verl cannot start the role under Nsight Systems.
     """
-    found = {}
     for role in _EVERYWHERE:
         chosen = settings.for_role(role)
         if not chosen.enable or chosen.launched_tool is None:
@@ -189,8 +188,7 @@ def expected_ranges(config: Any, settings: ProfilingConfig) -> dict[str, int]:
         if (device := _device(config)) != "cuda":
             why = f"nsys records CUDA devices, and trainer.device is {device!r}"
             raise ConfigError(f"roles.{role}.tool", why)
-        found[role] = nsys.expected_ranges(chosen, settings.schedule)
-    return found
+        nsys.expected_ranges(chosen, settings.schedule)
 
 
 def _check_rollout(config: Any, settings: ProfilingConfig) -> None:

@@ -14,28 +14,23 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
 import hydra
 
-from verl_profiling.engines.vllm import vllm_engine_args
-from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
-from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.integrations.hooks import Hook, misfits, usable
+from verl_profiling.errors import ConfigError, ToolUnavailableError
+from verl_profiling.integrations.hooks import misfits, usable
 from verl_profiling.integrations.verl import HOOKS, parts_of
 from verl_profiling.integrations.verl.bridge import (
     captured_steps,
-    expected_ranges,
     plays,
     settings_of,
     why_nothing,
 )
-from verl_profiling.integrations.verl.launch import injection_notice
-from verl_profiling.integrations.verl.versions_and_stages import WORKER_STAGES, untested
-from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.units import step_list
+from verl_profiling.integrations.verl.versions_and_stages import untested
 
 _MAIN = "verl.trainer.main_ppo"
 _PLUGIN = "verl_profiling.integrations.verl"
@@ -114,40 +109,22 @@ def check(module: str, config: Any) -> None:
         if why := why_nothing(config):
             print(f"warning: nothing is profiled: {why}")
         return
-    _check_engine(config, settings)
     roles = [role for role in roles if settings.for_role(role).enable]
     named = ", ".join(roles) or "no role"
     print(f"config ok; {settings.mode} profile of {named} in {settings.save_path}")
-    if notice := injection_notice(settings):
-        print(notice)
-    ranges = expected_ranges(config, settings)
-    if under_nsys := [f"{role} ({ranges[role]} ranges)" for role in roles if role in ranges]:
-        print(f"started under Nsight Systems: {', '.join(under_nsys)}")
     # Steps of fully asynchronous trainers are parameter versions, and this is no number of versions.
     last_step = None if by_version else config.trainer.get("total_training_steps")
-    for text in without_effect(settings, last_step):
-        print(f"warning: {text}")
     print(f"will be captured: {captured_steps(settings.schedule, last_step)} of {named}")
 
 
-def _check_engine(config: Any, settings: ProfilingConfig) -> None:
-    """Exit with an error if the installed vLLM does not support the settings."""
-    try:
-        if config.actor_rollout_ref.rollout.name == "vllm":
-            vllm_engine_args(settings, ROLLOUT_ROLE)
-    except ToolUnavailableError as error:  # vLLM may be installed only where the run happens
-        print(f"not checked: {error}")
-    except ConfigError as error:
-        sys.exit(f"profiling: {error}")
-
-
 def _check_hooks(config: Any) -> None:
-    """Print whether this verl is tested, and the fit of each hook; exit if nothing would be recorded."""
+    """Print whether this verl is tested, and hooks that do not fit; exit if nothing would be recorded."""
     print(f"warning: {text}" if (text := untested()) else "a tested version of verl")
     parts = parts_of(config)
     for hook in HOOKS:
         if hook.part in parts:
-            print(f"{_state(hook):16} {hook.module} ({hook.name}): {hook.records}")
+            with suppress(Exception):  # of a part that is not installed here
+                import_module(hook.module)
     for text in misfits(parts):
         print(f"warning: {text}")
     program = f"import sys, verl; sys.exit({_PLUGIN!r} not in sys.modules)"
@@ -158,35 +135,6 @@ def _check_hooks(config: Any) -> None:
         )
     if not usable(parts):
         sys.exit("profiling: nothing would be recorded")
-
-
-def _state(hook: Hook) -> str:
-    """Import a hook's module, and return whether the hook fits it."""
-    try:
-        import_module(hook.module)
-    except Exception as error:
-        if hook.problem is None:
-            return f"not tried ({type(error).__name__}: {error})"
-    if hook.problem is None:
-        return "ok"
-    return "does not fit" if hook.missing else "not in this verl"
-
-
-def without_effect(settings: ProfilingConfig, last_step: int | None) -> Iterator[str]:
-    """Yield a warning for each setting with a stage or a step that the run does not have.
-
-    Args:
-        settings: What to profile.
-        last_step: Number of the run's last step, if the configuration has it.
-    """
-    chosen = {"profiling.select.stages": settings.select.stages}
-    chosen |= {f"profiling.roles.{role}.stages": override.stages for role, override in settings.roles.items()}
-    for key, stages in chosen.items():
-        for stage in sorted(set(stages or ()) - WORKER_STAGES):
-            hint = choices_hint(stage, WORKER_STAGES)
-            yield f"{key}: verl's workers have no stage {stage!r} (your own may); {hint}"
-    if never := [step for step in settings.schedule.steps or () if last_step and step > last_step]:
-        yield f"profiling.schedule.steps: {step_list(never)}: after trainer.total_training_steps={last_step}"
 
 
 if __name__ == "__main__":

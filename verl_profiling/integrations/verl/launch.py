@@ -21,7 +21,7 @@ from verl_profiling.integrations.hooks import wrap
 from verl_profiling.integrations.verl.bridge import TRAINING_ROLES, settings_without_checks
 from verl_profiling.integrations.verl.workers import settings_of_server
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.tools.devices import NO_INJECTION, VARIABLE, injected_cupti
+from verl_profiling.tools.devices import NO_INJECTION, VARIABLE
 from verl_profiling.tools.nsys import nsys_runtime_env
 
 _KEEP = "VERL_KEEP_NVTX_INJECTION"
@@ -56,16 +56,6 @@ def hook_vllm_replica(module: Any) -> None:
 def hook_runtime_env(module: Any) -> None:
     """Keep NVTX from loading CUPTI, by a variable in the runtime environment of verl's Ray job."""
     wrap(module, "get_ppo_ray_runtime_env", _without_injection)
-
-
-def injection_notice(settings: ProfilingConfig) -> str:
-    """Return a message if NVTX is kept from loading CUPTI, a warning if not, or ``""`` if irrelevant."""
-    if not _records_kernels(settings):
-        return ""
-    if not _kept():
-        return f"workers are started with {VARIABLE}={NO_INJECTION}, so that torch can record kernels"
-    wrong = injected_cupti()
-    return f"warning: {_KEEP}=1: {wrong}" if wrong else ""
 
 
 def _made_under_nsys(init: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

@@ -34,7 +34,6 @@ _STARTS_NOTHING = "verl.tools.base_tool"
 """Module of the base class of tools, whose ``create`` makes an id and starts no environment."""
 _ABORTED = ("aborted", "abort")
 
-_request_name: ContextVar[str] = ContextVar("verl_profiling_request_name", default="generate")
 _pause: ContextVar[ExitStack | None] = ContextVar("verl_profiling_pause", default=None)
 _prepared: set[type[Any]] = set()
 """Hooked classes of tools; each class, of verl or of users, is hooked at its first use."""
@@ -70,11 +69,6 @@ def hook_clients(module: Any) -> None:
     resuming = getattr(module, "FullyAsyncLLMServerClient", None)
     if resuming is not None and "generate" in vars(resuming):
         wrap(resuming, "generate", _with_pauses)
-
-
-def hook_teachers(module: Any) -> None:
-    """Record the requests to teachers, whose engines are not captured, under the name ``teacher``."""
-    mark(module.AsyncTeacherLLMServerManager, "compute_teacher_logprobs_single", _teaching)
 
 
 def hook_reward_loops(module: Any) -> None:
@@ -176,7 +170,7 @@ async def _as_request(generate: Callable[..., Any], *args: Any, **kwargs: Any) -
     pause = _pause.get()
     if pause is not None:
         pause.close()
-    with span(_request_name.get()):
+    with span("generate"):
         output = await generate(*args, **kwargs)
     aborted = getattr(output, "stop_reason", None) in _ABORTED
     if aborted and pause is not None:
@@ -202,15 +196,6 @@ def _noted_id(make_id: Callable[..., str], *args: Any, **kwargs: Any) -> str:
     if (request := current_span()) is not None:
         request.request = str(made)
     return made
-
-
-@contextmanager
-def _teaching() -> Iterator[None]:
-    token = _request_name.set("teacher")
-    try:
-        yield
-    finally:
-        _request_name.reset(token)
 
 
 async def _scored(compute_score: Callable[..., Any], self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:

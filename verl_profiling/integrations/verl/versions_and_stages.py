@@ -40,12 +40,6 @@ OFFLOADING = {
     "offload_{}_optimizer": "offload_optimizer",
 }
 
-# All stages of verl's training workers.
-WORKER_STAGES = frozenset(
-    {"old_log_prob", "mini_batch", "micro_batch"}
-    | {*ACTOR_STAGES.values(), *CRITIC_STAGES.values(), *OFFLOADING.values()}
-)
-
 
 def untested() -> str | None:
     """Return a warning if the installed version of verl is untested, else ``None``."""
