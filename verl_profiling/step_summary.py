@@ -22,6 +22,9 @@ Duration = Annotated[int, msgspec.Meta(ge=0, le=MAX_NS)]
 OTHERS = "(others)"
 """Name of the sum of all stages or spans beyond the maximum number of names."""
 
+ROLLOUT, TRAINING, NO_REQUESTS = "rollout", "training", "no requests"
+"""Causes of idle time: generation, for training processes; the other two, for the rollout."""
+
 MOST_SPANS = 64
 """Maximum number of span names in a summary."""
 
@@ -140,6 +143,21 @@ class RoleMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     held_bytes: Count | None = None
 
 
+class Idle(msgspec.Struct, frozen=True):
+    """Time in which processes had nothing open, as a mean over them.
+
+    Attributes:
+        share: Its share of the step.
+        cause: The stage, of the loop or of other roles, in which most of it lies; empty for none. One of the
+            rollout is also :data:`TRAINING` or :data:`NO_REQUESTS`.
+        cause_share: The part of ``share`` that lies in it.
+    """
+
+    share: float
+    cause: str = ""
+    cause_share: float = 0.0
+
+
 class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A step and where its time went; in the watch's log without the processes.
 
@@ -156,6 +174,9 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         spans: What the trajectories and their spans add up to, the longest first.
         beside: Names of stages of the loop that run beside its steps, as generation in an asynchronous loop.
         captured: Name of its step folder, if it was captured.
+        trainer_idle: Idle time of the training processes; ``None`` if unknown.
+        rollout_idle: Idle time of the rollout's replicas, or of the stage ``rollout``; likewise.
+        samples: How many trajectories ended in the step; without trajectories, requests.
     """
 
     step: Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
@@ -170,6 +191,9 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     spans: list[SpanTotal] = []
     beside: tuple[str, ...] = ()
     captured: str = ""
+    trainer_idle: Idle | None = None
+    rollout_idle: Idle | None = None
+    samples: Count = 0
 
     @property
     def duration_ns(self) -> int:
@@ -180,6 +204,11 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     def seconds(self) -> float:
         """How long the step took (s)."""
         return self.duration_ns / 1e9
+
+    @property
+    def samples_per_s(self) -> float:
+        """How many samples were made per second of the step."""
+        return self.samples / self.seconds if self.seconds else 0.0
 
     @property
     def exposed_s(self) -> dict[str, float]:

@@ -26,7 +26,8 @@ from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.step_summary import RankUse, StepSummary
 from verl_profiling.watch.collectives import RecorderReading, with_lateness
-from verl_profiling.watch.exposed import exposed
+from verl_profiling.watch.exposed import StepRuns, exposed
+from verl_profiling.watch.idle import idle_of, samples_of
 from verl_profiling.watch.log import Listener, log_listeners
 from verl_profiling.watch.sums import STAGES_OF_A_STEP, StageSums, WatchQuestion, WatchReading
 
@@ -183,7 +184,10 @@ class Watch:
             step.add_up()
             summary = with_lateness(step)
             summary.earlier = self.summaries[-1].workers if self.summaries else []
-            summary.exposed = exposed(summary, self._workers.has_any)
+            has_workers, runs = self._workers.has_any, StepRuns(summary)
+            summary.exposed = exposed(summary, has_workers, runs)
+            summary.trainer_idle, summary.rollout_idle = idle_of(summary, has_workers, runs)
+            summary.samples = samples_of(summary)
             self.summaries.append(summary)
             if self._options.trigger is not None:
                 self.recorders.follow(summary)

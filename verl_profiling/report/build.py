@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import reduce
 from itertools import groupby
 from typing import Any
@@ -19,11 +20,13 @@ from verl_profiling.report.lanes import Step
 from verl_profiling.report.model import Coverage, Report
 from verl_profiling.report.rollout_section import rollout_of
 from verl_profiling.report.suspects import asked_of
+from verl_profiling.step_summary import StepSummary
 from verl_profiling.timeline.member import read_logs
 from verl_profiling.timeline.merge import zero_ns
 from verl_profiling.timeline.step import Source, StepInputs
 from verl_profiling.trajectory_log import TrajectoryLog
 from verl_profiling.units import step_list, visible_text_of
+from verl_profiling.watch_log import WatchLogReader
 
 _MOST_NOTES = 100
 
@@ -144,6 +147,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         asked=asked,
         suspects=suspects,
         counters=list(capture_rows.counter_rows(counts, step.begin_ns, step.end_ns)),
+        watched=_watched(inputs),
         capture_steps=inputs.capture.steps if inputs.capture else [],
     )
     return visible_text_of(find(report))
@@ -162,6 +166,16 @@ def _logs(
                 said = counts.setdefault((source.lane, one.name), [])
                 said.append((one.at_ns - source.offset_ns, one.value))
             yield source, log
+
+
+def _watched(inputs: StepInputs) -> StepSummary | None:
+    """Return the last summary of the captured step in the log of the run's watch."""
+    found = None
+    with suppress(TraceFormatError):
+        for line in WatchLogReader(inputs.directory.parent).read():
+            if (line.step, line.captured) == (inputs.step, inputs.directory.name):
+                found = line
+    return found
 
 
 def _notes(manifest: Manifest, step: Step, capture: Manifest | None) -> list[str]:

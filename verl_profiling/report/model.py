@@ -14,6 +14,7 @@ import msgspec
 from verl_profiling.capture_request import Trigger
 from verl_profiling.report import columns
 from verl_profiling.report.columns import DeviceRow, Rollout
+from verl_profiling.step_summary import StepSummary
 from verl_profiling.units import duration, lane_seconds, step_list
 
 OTHER_RANKS = "waiting_for_other_ranks"
@@ -214,6 +215,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         asked: The request for the capture; ``None`` if the schedule chose the step.
         suspects: The suspects of a requested capture, compared with their peers.
         counters: Counters of processes that record trajectories, such as the queue of verl's rollouter.
+        watched: The watch's summary of the step, as in its log.
         capture_steps: All steps of the continuous capture, if the step is one of several. Sizes in ``costs``,
             events in ``coverage`` and some notes are of the whole capture.
     """
@@ -253,6 +255,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     asked: Asked | None = None
     suspects: list[columns.SuspectRow] = []
     counters: list[columns.CounterRow] = []
+    watched: StepSummary | None = None
     capture_steps: list[int] = []
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from verl_profiling.report.html import document, figures_section, linked, page_title, section, table
 from verl_profiling.report.lost import cause_name
 from verl_profiling.report.model import Report
-from verl_profiling.report.sentences import Figure, axis_top
+from verl_profiling.report.sentences import Figure, axis_top, waits
 from verl_profiling.report.tables import Cell, named, stage_class, timed
 from verl_profiling.report.watch_frame import IN_NO_STAGE, captures_so_far, excess, slowest
 from verl_profiling.step_summary import StepSummary
@@ -70,6 +70,11 @@ def render_run(
         note = escape(visible(how_to_capture(directory)))
         content += f'<section id="findings" aria-label="Captures"><p>{note}</p></section>'
     note = "Exposed time: the part of the step's duration that each stage caused."
+    note = (
+        " ".join([note, *(f"Step {watched[-1].step}: {one}." for one in waits(watched[-1]))])
+        if watched
+        else ""
+    )
     content += _trend("Every step", logged[-_MOST_BARS:], note) if logged else ""
     content += "".join(_tables(steps, reports)) if steps else ""
     count = f"{len(reports) or 'no'} captured step{'s' if len(reports) > 1 else ''}"

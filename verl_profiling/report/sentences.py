@@ -8,9 +8,11 @@ from typing import NamedTuple
 from verl_profiling.report.columns import Rollout
 from verl_profiling.report.lost import cause_name
 from verl_profiling.report.model import OTHER_RANKS, Asked, Report
+from verl_profiling.step_summary import ROLLOUT, TRAINING, StepSummary
 from verl_profiling.units import byte_size, duration
 
 _MOST_BARS = 60
+_LEAST_WAIT = 0.01
 _BARS = "▁▂▃▄▅▆▇█"
 _BEYOND = "▲"
 _FAR = 3.0  # times the 90th percentile from which on a value lies beyond the axis
@@ -87,6 +89,7 @@ def sentences(report: Report) -> Iterator[str]:
                 f"{tail.requests:,} requests: latency p50 {duration(latency.p50)}, p99 "
                 f"{duration(latency.p99)}; response p50 {tokens.p50:.0f}, p99 {tokens.p99:.0f} tokens"
             )
+    yield from waits(report.watched)
     for clock in report.clocks:
         offset, *rest = (duration(us / 1e6) for us in (clock.offset_us, clock.error_us, clock.drift_us))
         yield f"clock of {clock.host}: corrected by {offset}, accurate to {rest[0]}, drift {rest[1]}"
@@ -94,6 +97,23 @@ def sentences(report: Report) -> Iterator[str]:
         f"{report.coverage.read} of {report.coverage.expected} traces read, "
         f"{report.coverage.events:,} events{report.of_capture}"
     )
+
+
+def waits(summary: StepSummary | None) -> Iterator[str]:
+    """Yield for which share of a step training waited, and the rollout, for what, and samples per second."""
+    if summary is None:
+        return
+    sides = (
+        ("trainer", summary.trainer_idle, ROLLOUT, "generation makes", "training could take"),
+        ("rollout", summary.rollout_idle, TRAINING, "training takes", "generation could make"),
+    )
+    for side, idle, other, made, could in sides:
+        if idle is not None and idle.share >= _LEAST_WAIT:
+            sentence = f"{side} waits {idle.share:.0%}, mostly: {idle.cause or 'in no stage'}"
+            if idle.cause == other and (rate := summary.samples_per_s):
+                sentence = f"{side} waits {idle.share:.0%}: {made} {rate:.3g} samples/s"
+                sentence += f", {could} {rate / (1 - idle.share):.3g}" if idle.share < 1 else ""
+            yield sentence
 
 
 def rollout_sentences(rollout: Rollout) -> Iterator[str]:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from verl_profiling.report.model import Report
-from verl_profiling.report.sentences import asked_sentences, figures, rollout_sentences, sentences
+from verl_profiling.report.sentences import asked_sentences, figures, rollout_sentences, sentences, waits
 from verl_profiling.report.tables import TABLES, Cell, cells, without_middle
 
 _WIDTH = 100
@@ -71,6 +71,8 @@ def print_report(report: Report, console: Console, *, everything: bool = False) 
         console.print("[yellow]The step ended early; this report covers the recorded part.[/yellow]")
     for figure in figures(report):
         console.print(f"{figure.title}: [bold]{figure.value}[/bold], {escape(figure.line)}")
+    for line in () if everything else waits(report.watched):
+        console.print(escape(line))
     _print_findings(report, console, None if everything else _FINDINGS)
     for name in TABLES if everything else _first(report):
         _print_table(report, name, console, everything=everything)

@@ -17,7 +17,7 @@ from rich.text import Text
 from verl_profiling.capture_request import Trigger
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, ManifestState
-from verl_profiling.report.sentences import axis_top, counted, sparkline
+from verl_profiling.report.sentences import axis_top, counted, sparkline, waits
 from verl_profiling.report.terminal import table_of
 from verl_profiling.run_files import named_file
 from verl_profiling.shifts import noticed_from, spread_so_far
@@ -170,6 +170,7 @@ def _drawn(steps: Sequence[StepSummary]) -> Iterator[Text | Table]:
     yield _stages(steps)
     if led := _led(latest):
         yield _line(led)
+    yield from map(_line, waits(latest))
     if unsteady := _unsteady([step for step in steps if not step.captured]):
         yield _line(unsteady)
     if with_spans := [step for step in steps if step.spans]:

@@ -74,7 +74,9 @@ class Standing(NamedTuple):
         return dict(zip(self.lanes, self.durations.tolist(), strict=True))
 
 
-def exposed(summary: StepSummary, has_workers: bool = True) -> list[ExposedStage]:
+def exposed(
+    summary: StepSummary, has_workers: bool = True, runs: StepRuns | None = None
+) -> list[ExposedStage]:
     """Return the exposed time of the loop's stages, in order; a last row holds the time in no stage.
 
     ``C_r(s)`` is the time of process ``r`` of the loop in all stages up to ``s``. The frontier ``F(s)`` is
@@ -84,10 +86,11 @@ def exposed(summary: StepSummary, has_workers: bool = True) -> list[ExposedStage
     Args:
         summary: The summary of the step.
         has_workers: Whether the loop calls workers. Then a summary without workers has no clear leader.
+        runs: The runs of the step, if they are made already.
     """
     rows: list[ExposedStage] = []
     done_ns, step_ns = 0, summary.duration_ns
-    for name, (front_ns, [first, *_]) in _stages(summary, has_workers).items():
+    for name, (front_ns, [first, *_]) in _stages(summary, has_workers, runs or StepRuns(summary)).items():
         reached_ns = min(round(front_ns), step_ns)
         rows.append(
             ExposedStage(
@@ -108,7 +111,7 @@ def exposed(summary: StepSummary, has_workers: bool = True) -> list[ExposedStage
 
 def standings(summary: StepSummary) -> dict[str, list[Standing]]:
     """Return the standings of the working roles for each stage, first the role of the leader."""
-    return {name: found for name, (_, found) in _stages(summary, True).items()}
+    return {name: found for name, (_, found) in _stages(summary, True, StepRuns(summary)).items()}
 
 
 def alone_ns(summary: StepSummary) -> float:
@@ -119,7 +122,9 @@ def alone_ns(summary: StepSummary) -> float:
     return summary.duration_ns - busy_ns if len(summary.loop) == 1 else 0.0
 
 
-def _stages(summary: StepSummary, has_workers: bool) -> dict[str, tuple[float, list[Standing]]]:
+def _stages(
+    summary: StepSummary, has_workers: bool, runs: StepRuns
+) -> dict[str, tuple[float, list[Standing]]]:
     """Return for each stage of the loop the frontier after it (ns), and the standings of its roles."""
     if not summary.loop:
         return {}
@@ -127,16 +132,14 @@ def _stages(summary: StepSummary, has_workers: bool) -> dict[str, tuple[float, l
         alone = _alone(summary, clear=not has_workers)
         if alone is not None:
             return alone
-    stages: dict[str, int] = {}
     lanes = [use.lane for use in summary.loop]
-    loop = _runs_of(summary.loop, summary.begin_ns, {lane: at for at, lane in enumerate(lanes)}, stages)
-    names = list(stages)
     # Background stages are left out: their cost is the loop's wait for them.
-    loop = loop.at(~np.isin(loop.stage, [stages[name] for name in summary.beside if name in stages]))
+    loop = runs.loop.at(~runs.named(runs.loop, *summary.beside))
+    names = list(runs.stages)
     own = loop.own_time()
     covered = set(own.stage[own.length < loop.at(np.lexsort((loop.begin, loop.who))).length])
     calls = len(summary.loop) == 1 and bool(summary.workers or has_workers)
-    workers = _Workers(summary, loop, stages) if calls and summary.workers else None
+    workers = _Workers(summary, loop, runs) if calls and summary.workers else None
     found = {}
     for stage, front_ns, standing in _frontier(summary.loop[0].role, lanes, own):
         clear = standing.clear and stage not in covered and (workers is not None or not calls)
@@ -169,15 +172,16 @@ class _Workers:
     A worker's run belongs to the loop's stage in which the middle of the run lies.
     """
 
-    def __init__(self, summary: StepSummary, loop: _Runs, stages: dict[str, int]) -> None:
+    def __init__(self, summary: StepSummary, loop: Runs, runs: StepRuns) -> None:
         self._earlier = summary.earlier
         self._lanes: dict[str, list[str]] = {}
         for lane, role in {use.lane: use.role for use in (*summary.workers, *self._earlier)}.items():
             self._lanes.setdefault(role, []).append(lane)
         self._answered = Counter(use.role for use in summary.workers)
         self._numbers = {lane: number for number, lane in enumerate(chain(*self._lanes.values()))}
-        self._origin_ns, self._stages, self._loop = summary.begin_ns, stages, loop
-        self._runs = _runs_of(summary.workers, self._origin_ns, self._numbers, stages)
+        self._origin_ns, self._stages, self._loop = summary.begin_ns, runs.stages, loop
+        numbers = np.array([self._numbers[use.lane] for use in summary.workers], dtype=np.int64)
+        self._runs = runs.workers._replace(who=numbers[runs.workers.who])
         middle = (self._runs.begin + self._runs.end) / 2
         self._home = np.full(middle.shape, -1)
         for row in np.argsort(loop.begin, kind="stable"):
@@ -234,11 +238,11 @@ class _Workers:
         return one._replace(leader="", lead_ns=0, clear=False)
 
     @cached_property
-    def _under_way(self) -> _Runs:
+    def _under_way(self) -> Runs:
         """The runs of the workers in this step and the step before."""
         return _joined([_runs_of(self._earlier, self._origin_ns, self._numbers, self._stages), self._runs])
 
-    def _works(self, runs: _Runs, room_ns: float) -> list[Standing]:
+    def _works(self, runs: Runs, room_ns: float) -> list[Standing]:
         """Return the standing of each role; its leader is the leader in the worker stage with the largest
         lead.
 
@@ -269,7 +273,7 @@ class _Workers:
         return works
 
 
-def _by_weight(name: str, loop: _Runs, works: list[Standing]) -> list[Standing]:
+def _by_weight(name: str, loop: Runs, works: list[Standing]) -> list[Standing]:
     """Return the standings of roles in a stage of the loop; first the role that the loop waited for.
 
     If a role ran a stage of the same name, other roles are left out. The loop did not wait for a role that
@@ -292,7 +296,7 @@ def _by_weight(name: str, loop: _Runs, works: list[Standing]) -> list[Standing]:
     return [first._replace(clear=first.clear and not beside), *others]
 
 
-def _frontier(role: str, lanes: Sequence[str], runs: _Runs) -> Iterator[tuple[int, float, Standing]]:
+def _frontier(role: str, lanes: Sequence[str], runs: Runs) -> Iterator[tuple[int, float, Standing]]:
     """Yield the index of each stage, the frontier after the stage (ns), and the standing of the processes.
 
     All ranks leave a collective together, and the rank that arrives first spends the most time in it. So a
@@ -302,7 +306,7 @@ def _frontier(role: str, lanes: Sequence[str], runs: _Runs) -> Iterator[tuple[in
     Args:
         role: Role of the processes.
         lanes: Lanes of the processes.
-        runs: Stage runs of the processes, from :meth:`_Runs.own_time`.
+        runs: Stage runs of the processes, from :meth:`Runs.own_time`.
     """
     many = len(lanes)
     order, conflicts = _order(runs)
@@ -352,7 +356,7 @@ def _frontier(role: str, lanes: Sequence[str], runs: _Runs) -> Iterator[tuple[in
         )
 
 
-def _order(runs: _Runs) -> tuple[list[int], set[int]]:
+def _order(runs: Runs) -> tuple[list[int], set[int]]:
     """Return one order of all stages, and the stages that some process ran in another order.
 
     The most frequent order of the processes is used. Missing stages are inserted in the order of other
@@ -382,7 +386,7 @@ def _order(runs: _Runs) -> tuple[list[int], set[int]]:
     return order, conflicts
 
 
-class _Runs(NamedTuple):
+class Runs(NamedTuple):
     """Runs of stages, as columns: index of the process and of the stage, begin, end, time spent (ns).
 
     ``late`` is the process's total lateness to the collectives in the stage (ns).
@@ -395,36 +399,70 @@ class _Runs(NamedTuple):
     length: _Floats
     late: _Floats
 
-    def at(self, rows: NDArray[np.bool_] | _Whole) -> _Runs:
+    def at(self, rows: NDArray[np.bool_] | _Whole) -> Runs:
         """Return the rows that a mask or indices select."""
-        return _Runs(*(column[rows] for column in self))  # type: ignore[arg-type]
+        return Runs(*(column[rows] for column in self))  # type: ignore[arg-type]
 
-    def within(self, begin_ns: float, end_ns: float) -> _Runs:
+    def within(self, begin_ns: float, end_ns: float) -> Runs:
         """Return the runs clipped to an interval; runs outside of it are left out."""
         begin, end = np.maximum(self.begin, begin_ns), np.minimum(self.end, end_ns)
         return self._replace(begin=begin, end=end, length=end - begin).at(begin < end)
 
-    def own_time(self) -> _Runs:
-        """Return the runs by process and begin; ``length`` excludes overlap with earlier runs."""
+    def own_time(self) -> Runs:
+        """Return the runs by process and begin, without overlap with earlier runs."""
         runs = self.at(np.lexsort((self.begin, self.who)))
         if runs.who.size < 2:
             return runs
         width = runs.end.max() - runs.begin.min() + 1.0
         busy = np.maximum.accumulate(runs.end + runs.who * width)[:-1] - runs.who[1:] * width
         covered = np.maximum(busy - runs.begin[1:], 0.0) / np.maximum(runs.end - runs.begin, 1.0)[1:]
-        length = runs.length.copy()
+        begin, length = runs.begin.copy(), runs.length.copy()
+        begin[1:] = np.clip(busy, begin[1:], runs.end[1:])
         length[1:] *= 1.0 - np.minimum(covered, 1.0)
-        return runs._replace(length=length)
+        return runs._replace(begin=begin, length=length)
 
 
-def _joined(parts: Sequence[_Runs]) -> _Runs:
+class StepRuns:
+    """The runs of a step's processes as columns, made when they are needed.
+
+    Args:
+        summary: The summary of the step.
+
+    Attributes:
+        stages: Index of each stage, by name.
+    """
+
+    def __init__(self, summary: StepSummary) -> None:
+        self.stages: dict[str, int] = {}
+        self._summary = summary
+
+    @cached_property
+    def loop(self) -> Runs:
+        """The runs of the loop; processes have their index in the summary."""
+        return self._of(self._summary.loop)
+
+    @cached_property
+    def workers(self) -> Runs:
+        """The runs of the workers, likewise."""
+        return self._of(self._summary.workers)
+
+    def named(self, runs: Runs, *names: str) -> NDArray[np.bool_]:
+        """Return which runs are of stages of these names."""
+        return np.array([name in names for name in self.stages], dtype=bool)[runs.stage]
+
+    def _of(self, uses: Sequence[RankUse]) -> Runs:
+        numbers = {use.lane: number for number, use in enumerate(uses)}
+        return _runs_of(uses, self._summary.begin_ns, numbers, self.stages)
+
+
+def _joined(parts: Sequence[Runs]) -> Runs:
     """Concatenate tables of runs."""
-    return _Runs(*map(np.concatenate, zip(*parts, strict=True)))
+    return Runs(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def _runs_of(
     uses: Sequence[RankUse], origin_ns: int, numbers: Mapping[str, int], stages: dict[str, int]
-) -> _Runs:
+) -> Runs:
     """Return the stage runs of processes, in nanoseconds after ``origin_ns``.
 
     Args:
@@ -442,7 +480,7 @@ def _runs_of(
     begin = (np.array([one.begin_ns for one in flat], dtype=np.int64) - origin_ns).astype(float)
     length = np.maximum(np.array([one.duration_ns for one in flat], dtype=np.float64), 0.0)
     late = np.array([one.late_ns or 0 for one in flat], dtype=np.float64)
-    runs = _Runs(who, stage, begin, begin + length, length, late)
+    runs = Runs(who, stage, begin, begin + length, length, late)
     if periods := [(at, *period) for at, one in enumerate(flat) for period in one.periods]:
         at, begins, ends = np.array(periods, dtype=np.int64).T
         took = np.maximum(ends - begins, 0)

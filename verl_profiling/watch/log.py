@@ -45,6 +45,11 @@ def values_of(summary: StepSummary) -> dict[str, float]:
             values[f"{stage}/imbalance"] = row.imbalance
         if row.leader in ranks:
             values[f"{stage}/leader_rank"] = float(ranks[row.leader])
+    for side, idle in (("trainer", summary.trainer_idle), ("rollout", summary.rollout_idle)):
+        if idle is not None:
+            values[f"{PREFIX}{side}_idle"] = idle.share
+    if summary.samples:
+        values[f"{PREFIX}samples_per_s"] = summary.samples_per_s
     for role in summary.memory:
         for name, size in (("peak", role.peak_bytes), ("held", role.held_bytes)):
             if size is not None:
