@@ -83,7 +83,7 @@ def test_several_steps_are_several_timelines(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for number in (1, 2):
         build_step(run, step=number)
-    with pytest.raises(ConfigError, match=r"path: .*run holds 2 steps; name one, e\.g\. .*step_000002"):
+    with pytest.raises(ConfigError, match=r"path: .*run holds 2 steps; give one, e\.g\. .*step_000002"):
         open_step(run)
 
 

@@ -111,7 +111,7 @@ def test_a_trace_is_never_overwritten(traces: Path, capsys: pytest.CaptureFixtur
     before = files(traces)
     for target in (traces / RANKS[0], link):
         assert main(["merge", str(traces), "-o", str(target)]) == EXIT_BAD_INPUT
-        assert f"{target} is one of the traces that are read" in capsys.readouterr().err
+        assert f"{target} is one of the input traces" in capsys.readouterr().err
     assert files(traces) == before
 
 
@@ -254,9 +254,9 @@ def test_nothing_is_written_behind_a_step_folder_that_is_a_link(
     code = main([*command, str(link.parent)])
     assert files(theirs) == before
     assert code == EXIT_FINDING
-    assert f"{link}: is a link; name the folder itself, {theirs}" in capsys.readouterr().err
+    assert f"{link}: is a link; give the folder itself, {theirs}" in capsys.readouterr().err
     assert main([*command, str(link)]) == EXIT_BAD_INPUT
-    assert f"{link}: is a link; name the folder itself, {theirs}" in capsys.readouterr().err
+    assert f"{link}: is a link; give the folder itself, {theirs}" in capsys.readouterr().err
     assert files(theirs) == before
     assert main([*command, str(theirs)]) == EXIT_OK
 

@@ -1,7 +1,6 @@
 """One timeline and one report for every profiled step of RL post-training.
 
-What records is imported when its name is first used: the analysis, and each process that merges a trace,
-does without.
+Recording modules are imported at the first use of their names, because the analysis does not need them.
 """
 
 from __future__ import annotations

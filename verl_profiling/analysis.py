@@ -1,4 +1,4 @@
-"""The Python API of the analysis: what the commands do, as objects.
+"""The Python API of the analysis, with the functions of the commands.
 
 >>> from verl_profiling.analysis import open_run, open_step
 >>> step = open_step("outputs/run/step_000012")
@@ -51,7 +51,7 @@ FrameName: TypeAlias = str
 """A table of :meth:`CapturedStep.to_frame`: one of :mod:`verl_profiling.report.tables`, or ``requests``."""
 
 Progress = Callable[[object], None]
-"""Called with each trace when the work on it is done."""
+"""Function that is called with each finished trace."""
 
 
 def open_step(
@@ -60,7 +60,7 @@ def open_step(
     """Open one step.
 
     Args:
-        path: Step folder, trace, or a folder that holds one step or the traces of one.
+        path: Step folder, trace, or a folder with one step or with the traces of one step.
         limits: How much of each trace is read.
         communication: Regular expressions of further communication kernels.
 
@@ -80,7 +80,7 @@ def only_step(steps: Sequence[CapturedStep], path: str | os.PathLike[str]) -> Ca
     if len(steps) > 1:
         last = steps[-1].inputs
         named = last.directory if last.manifest else " ".join(str(source.path) for source in last.sources)
-        raise ConfigError("path", f"{os.fspath(path)} holds {len(steps)} steps; name one, e.g. {named}")
+        raise ConfigError("path", f"{os.fspath(path)} holds {len(steps)} steps; give one, e.g. {named}")
     return steps[0]
 
 
@@ -90,7 +90,7 @@ def open_run(
     """Open all steps of a run.
 
     Args:
-        path: Run folder, or anything that :func:`open_step` takes.
+        path: Run folder, or any path for :func:`open_step`.
         limits: How much of each trace is read.
         communication: Regular expressions of further communication kernels.
 
@@ -109,12 +109,12 @@ def open_steps(
     """Open the steps under several paths; plain traces from all paths form one capture.
 
     Args:
-        paths: Anything that :func:`open_run` takes.
+        paths: Paths as for :func:`open_run`.
         limits: How much of each trace is read.
         communication: Regular expressions of further communication kernels.
 
     Returns:
-        The readable steps, and one sentence per problem that makes a step incomplete or unreadable.
+        The readable steps, and one sentence per problem of incomplete or unreadable steps.
 
     Raises:
         TraceFormatError: There is nothing to analyse, or a path holds several runs.
@@ -139,7 +139,7 @@ def load_reports(path: str | os.PathLike[str]) -> list[Report]:
     """Return the report in a saved ``report.json``, or the reports of all steps under a path.
 
     Raises:
-        TraceFormatError: The path is no report and holds no step.
+        TraceFormatError: The path is neither a report nor a folder with steps.
     """
     saved = saved_report(path)
     if saved is not None:
@@ -151,7 +151,7 @@ def saved_report(path: str | os.PathLike[str]) -> Report | None:
     """Return the report in a saved ``report.json``; ``None`` for any other path.
 
     Raises:
-        TraceFormatError: The file has a report's name, but holds no report.
+        TraceFormatError: The file has the name of a report, but another content.
     """
     from verl_profiling.report.model import Report
 
@@ -199,10 +199,10 @@ class CapturedRun:
         return read_run(self.directory) if self.directory.is_dir() else None
 
     def never_came(self) -> str:
-        """Return a sentence on scheduled steps that the loop never began; empty if it began all of them.
+        """Return a sentence on scheduled steps that the loop never began; empty if there are none.
 
-        The sentence is also empty while the run trains, if the run was killed, and if ``run.json`` is
-        damaged (:meth:`check` reports the damage).
+        The sentence is also empty during training, for a killed run, and if ``run.json`` is damaged (see
+        :meth:`check`).
         """
         return visible(never_came(known_run(self.directory)))
 
@@ -216,10 +216,10 @@ class CapturedRun:
 
 
 class CapturedStep:
-    """Everything captured for one step.
+    """A captured step, with methods for its report, timeline and tables.
 
     Attributes:
-        inputs: The files of the step: its manifest, and a source for each trace.
+        inputs: The files of the step: the manifest, and a source for each trace.
     """
 
     def __init__(self, inputs: StepInputs) -> None:
@@ -247,7 +247,7 @@ class CapturedStep:
         return [self] if len(parts) == 1 else [CapturedStep(part) for part in parts]
 
     def report(self, on_progress: Progress | None = None) -> Report:
-        """Return the report, which a notebook shows as an HTML page; traces are read at the first call only.
+        """Return the report, which notebooks show as an HTML page; only the first call reads the traces.
 
         Args:
             on_progress: Called with each trace once it is read.
@@ -261,7 +261,7 @@ class CapturedStep:
         if self._report is None:
             if len(steps := self.by_step()) > 1:
                 titles = ", ".join(step.inputs.title for step in steps)
-                raise ConfigError("report", f"{self.directory} holds {titles}: ask by_step() for theirs")
+                raise ConfigError("report", f"{self.directory} holds {titles}: use by_step() for each")
             self._report = build_report(self.inputs, on_progress)
         return self._report
 
@@ -284,8 +284,8 @@ class CapturedStep:
         """Return one table of the report as a pandas data frame.
 
         Args:
-            name: The table. Its first column is the step, the others are the fields of its row class in
-                :mod:`verl_profiling.report.model`. The idle time of a worker has one column per cause,
+            name: The table. The first column is the step, the others are the fields of the row class in
+                :mod:`verl_profiling.report.columns`. The idle time of a worker has one column per cause,
                 ``lost_<cause>_us``. The table ``requests`` comes from the manifest; no trace is read for it.
 
         Raises:
@@ -324,17 +324,17 @@ class CapturedStep:
         Args:
             output: File to write; by default ``timeline.json.gz`` in the step's folder, or
                 e.g. ``timeline.ranks_0.json.gz`` for a part of the step.
-            stages: Keep only events during these stages.
-            ranks: Keep only these ranks of each role, e.g. ``0,8-15``.
-            min_us: Leave out events shorter than this (us).
-            max_bytes: Leave out the shortest events until the timeline is no larger than this.
+            stages: Stages whose events are kept; by default all.
+            ranks: Ranks to keep of each role, e.g. ``0,8-15``.
+            min_us: Minimum duration of kept events (us).
+            max_bytes: Maximum size of the timeline; the shortest events are left out.
             jobs: Number of processes. If ``jobs > 1`` and the caller has threads, its main module must be
                 importable, because ``multiprocessing`` then starts processes with ``spawn``.
-            on_progress: Called with each trace once it is in the timeline.
+            on_progress: Called with each trace after its merge.
 
         Raises:
             ConfigError: The step has no such stage or rank, or ``output`` is one of its traces.
-            TraceFormatError: There is no trace in the step that can be read.
+            TraceFormatError: The step has no readable trace.
             OSError: The timeline cannot be written.
         """
         inputs = self.inputs if ranks is None else select_ranks(self.inputs, ranks)
@@ -348,7 +348,7 @@ class CapturedStep:
         label = ".".join(f"{name}_{value}" for name, value in selection.items() if value)
         path = self.inputs.output(TIMELINE_NAME, label) if output is None else Path(output)
         if any(path.resolve() == read.path.resolve() for read in self.inputs.files):
-            raise ConfigError("output", f"{path} is one of the traces that are read")
+            raise ConfigError("output", f"{path} is one of the input traces")
         return merge(
             inputs,
             path,
@@ -367,7 +367,7 @@ class CapturedStep:
         return check(self.directory, self.inputs.limits)
 
     def output(self, name: str) -> Path:
-        """Return the default path of a result: next to the traces, with a name that no other step uses.
+        """Return the default path of a result: next to the traces, with a unique name for the step.
 
         Args:
             name: Usual file name of the result, e.g. ``report.json``.
@@ -375,6 +375,8 @@ class CapturedStep:
         return self.inputs.output(name)
 
     def _window(self) -> tuple[tuple[int, int], ...]:
-        """Return the step's begin and end (unix ns) if its traces hold several steps; else an empty tuple."""
+        """Return begin and end (unix ns) of the step if its traces hold several steps; else an
+        empty tuple.
+        """
         manifest = self.inputs.manifest if self.inputs.capture else None
         return () if manifest is None else ((manifest.begin_ns, manifest.end_ns),)

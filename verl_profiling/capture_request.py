@@ -1,8 +1,8 @@
-"""A request for captures: what it selects, who asked for it and why, and the file that it is.
+"""A request for captures: its selection of workers, its origin, and its file.
 
-A person's request is a file in ``requests/`` of the run's folder, which goes when it is taken. What becomes
-of it is in the manifests of its captures, or in a file with the reason why there are none. Whoever may write
-the folder may ask, so a request is of bounded size and a fixed schema, without paths.
+A person's request is a file in ``requests/`` of the run's folder, which the job removes when it reads the
+request. The outcome is in the manifests of the captures, or in a file with the reason of a refusal. Any user
+with write permission may request captures, so a request has bounded size and a fixed schema, without paths.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import msgspec
 from verl_profiling.errors import ConfigError
 
 REQUESTS = "requests"
-"""Name of the folder."""
+"""Name of the folder of requests."""
 REQUEST, REFUSED = ".json", ".refused"
-"""Suffixes of a request, and of the reason why it is refused; the name before them is the request's id."""
+"""Suffixes of the files of requests and of refusals; the stem is the request's id."""
 MOST_STEPS = 100
-"""How many steps one request may ask for."""
+"""Maximum number of steps of one request."""
 
 Ranks = str | int | tuple[int, ...] | None
 """Ranks as users write them: ``"0,8-15"``, a number, or a list."""
@@ -39,17 +39,17 @@ _Numbers = Annotated[
 class CaptureSelection(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """The differences of one capture from the settings. ``None``: none.
+    """Changes of the settings for one capture; ``None`` for no change.
 
-    A role that records trajectories goes on with its own tools and mode, unless ``roles`` names it.
+    A role that records trajectories keeps its own tools and mode, unless the role is in ``roles``.
 
     Attributes:
         mode: ``e2e`` or ``discrete``, in all roles.
-        tools: Names of the tools that record, in all roles.
-        roles: The roles that take part, also ones that the settings leave out.
-        ranks: Global accelerator ranks inside the role, also ones that the settings leave out.
-        replicas: Rollout replicas; ``ranks`` are those of the other roles then.
-        stages: The stages that are recorded, in discrete mode.
+        tools: Names of the recording tools, in all roles.
+        roles: The roles that take part, including roles that the settings leave out.
+        ranks: Global accelerator ranks inside the role, including ranks that the settings leave out.
+        replicas: Rollout replicas; ``ranks`` then apply to other roles only.
+        stages: The recorded stages, in discrete mode.
     """
 
     mode: Literal["e2e", "discrete"] | None = None
@@ -60,7 +60,7 @@ class CaptureSelection(
     stages: _Names | None = None
 
     def in_words(self) -> str:
-        """Return the selection as settings: ``mode=discrete, ranks=0,3``; empty if it selects nothing."""
+        """Return the selection as text: ``mode=discrete, ranks=0,3``; empty without changes."""
         said = ((name, getattr(self, name)) for name in self.__struct_fields__)
         return ", ".join(
             f"{name}={value if isinstance(value, str) else ','.join(map(str, value))}"
@@ -71,25 +71,25 @@ class CaptureSelection(
 
 TriggerKind = Literal["schedule", "demand", "anomaly"]
 Sign = Literal["", "slow_step", "slow_stage", "leader", "memory"]
-"""The anomaly that the watch detected, named as in the settings ``watch.trigger``."""
+"""The kind of an anomaly, with its name in the settings ``watch.trigger``."""
 
 
 class Trigger(msgspec.Struct, frozen=True, kw_only=True):
     """The origin of a capture: the schedule, a person, or the watch.
 
     Attributes:
-        kind: ``schedule``: the settings. ``demand``: a person, while the run went on. ``anomaly``: the watch.
-        reason: Why, as a sentence; on demand, what was asked for.
-        by: Who asked on demand, e.g. ``root@node1``, or ``SIGUSR2``.
+        kind: ``schedule``: the settings. ``demand``: a person, during the run. ``anomaly``: the watch.
+        reason: Reason as a sentence; on demand, the requested selection.
+        by: Requester of a capture on demand, e.g. ``root@node1``, or ``SIGUSR2``.
         request: Id of the request on demand.
-        sign: What the watch noticed.
-        noticed: The step that it noticed.
-        stage: The stage that was slow, if one was; on demand, the only one that was asked for.
+        sign: Kind of the anomaly that the watch detected.
+        noticed: Step with the anomaly.
+        stage: The slow stage, if there is one; on demand, the only requested stage.
         suspects: Lanes of the processes that may be the cause, e.g. ``actor_rank3``; the likeliest first.
-        peers: Lanes of processes of the same role that are captured to compare them with.
-        value: What the step that was noticed had: seconds, a share of the step, or bytes.
-        median: What the steps before it had, in the same unit.
-        history: The values of these steps and of the one that was noticed, in order.
+        peers: Lanes of processes of the same role, captured for comparison.
+        value: Value in the step with the anomaly: seconds, a share of the step, or bytes.
+        median: Median in the steps before, in the same unit.
+        history: The values of these steps and of the step with the anomaly, in order.
     """
 
     kind: TriggerKind = "schedule"
@@ -106,8 +106,8 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True):
     history: list[float] = []
 
     def in_words(self) -> str:
-        """Return why, with who asked on demand."""
-        who = f"asked for by {self.by}: " if self.by else ""
+        """Return the reason, with the requester of a capture on demand."""
+        who = f"requested by {self.by}: " if self.by else ""
         return f"{who}{self.reason}"
 
 
@@ -115,11 +115,11 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A request for captures.
 
     Attributes:
-        id: Made up by whoever asks; also the name of its file.
-        by: Who asks, e.g. ``root@node1``.
-        asked_ns: When, by their clock.
-        steps: How many consecutive steps.
-        selection: What the captures do differently from the settings.
+        id: Random id, made by the requester; also the stem of the file.
+        by: The requester, e.g. ``root@node1``.
+        asked_ns: Time of the request, on the requester's clock.
+        steps: Number of consecutive steps.
+        selection: Changes of the settings for these captures.
     """
 
     id: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{12}\Z")]
@@ -130,12 +130,12 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def new_request_id() -> str:
-    """Return an id that no other request has."""
+    """Return a unique request id."""
     return uuid.uuid4().hex[:12]
 
 
 def coordinates_in(value: Ranks, key: str) -> frozenset[int] | None:
-    """Parse like :func:`parse_ranks`, but numbers and lists may be negative, counting from the end."""
+    """Parse coordinates like :func:`parse_ranks`; negative numbers count from the end."""
     if value is None or isinstance(value, str):
         return parse_ranks(value, key)
     listed = (value,) if isinstance(value, int) else value
@@ -147,7 +147,7 @@ def parse_ranks(value: Ranks, key: str) -> frozenset[int] | None:
     """Return the ranks in ``"0,8-15"``, ``3`` or ``[0, 1]``; ``None`` stays ``None``.
 
     Raises:
-        ConfigError: The value is none of these.
+        ConfigError: The value has another form.
     """
     if value is None:
         return None

@@ -19,22 +19,22 @@ from verl_profiling.units import visible
 
 COMMANDS = {
     "merge": "write one timeline of a step, to open in Perfetto",
-    "report": "show where the time of a step went",
+    "report": "show the use of a step's time: stages, workers, idle time by cause",
     "view": "open a step's timeline and report in the browser",
-    "top": "show a running job, live: its steps, their stages, who leads, the captures so far",
+    "top": "show a running job, live: steps, stages, slow processes, captures so far",
     "diff": "compare two steps or two runs",
     "collect": "fetch reports that Nsight Systems finished after the run",
-    "check": "verify that every expected artifact is there and whole",
+    "check": "verify that every expected artifact exists and is complete",
     "plan": "print what a configuration would capture, and in how many files",
-    "trigger": "ask a running job to capture its next step",
-    "doctor": "show what this machine can record",
+    "trigger": "request a capture of the next step of a running job",
+    "doctor": "show the tools that work on this machine",
 }
 """Purpose of each command, in the order of ``--help``."""
 
 _EPILOG = """\
-exit codes: 0 success; 1 success, and it found what it looks for (a damaged artifact,
-a step that got slower), or a step among several that cannot be used; 2 wrong usage, or
-input that cannot be used. The reason is one line on standard error.
+exit codes: 0 success; 1 success with a problem (a damaged artifact, a slower step, or an
+unreadable step among several); 2 wrong usage, or unreadable input. The reason is one line
+on standard error.
 """
 
 

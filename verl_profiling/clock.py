@@ -1,7 +1,7 @@
-"""Clocks: reading them, and measuring how far a host's clock is from the controller's.
+"""Reads clocks, and measures the offset between a host's clock and the controller's.
 
-While something records in a process, its time is monotonic, whatever the wall clock is set to.
-What was measured stands in the manifest, and :meth:`verl_profiling.manifest.Manifest.offset_ns` applies it.
+During a recording, the time of a process is monotonic, even if the wall clock is set. Measured offsets are in
+the manifest, and :meth:`verl_profiling.manifest.Manifest.offset_ns` applies them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _held = 0
 
 
 def hold() -> None:
-    """Begin a recording: from now on, the time is monotonic."""
+    """Begin to use monotonic time, for a recording."""
     global now_ns, _held
     if not _held:
         monotonic_ns = time.monotonic_ns
@@ -37,7 +37,7 @@ def release() -> None:
 
 
 def follow() -> None:
-    """Read the wall clock again, unless something records."""
+    """Read the wall clock again, unless there is a recording."""
     global now_ns
     if not _held:
         now_ns = _wall_ns
@@ -57,19 +57,19 @@ _domain = _kernel_domain
 def domain() -> str:
     """Return a name shared by exactly the processes that read the same system clock.
 
-    Containers on one machine have different host names but one kernel, hence one clock. So the
-    kernel's boot id is the name; where there is none, the host name is used.
+    Containers on one machine have different host names but one kernel, hence one clock. So the name is the
+    kernel's boot id, or without one the host name.
     """
     return _domain()
 
 
 @contextmanager
 def replaced(clock: Callable[[], int], named: str) -> Iterator[None]:
-    """Read another clock while the block runs; for tests.
+    """Read another clock during the block, for tests.
 
     Args:
-        clock: Returns unix nanoseconds.
-        named: What :func:`domain` returns meanwhile.
+        clock: Function that returns unix nanoseconds.
+        named: Result of :func:`domain` meanwhile.
     """
     global now_ns, _wall_ns, _domain
     before = now_ns, _wall_ns, _domain
@@ -97,10 +97,10 @@ class Handshake:
     """One call to a worker, with the four timestamps of NTP (RFC 5905, section 8).
 
     Attributes:
-        sent_ns: When the controller called, on its clock.
-        received_ns: When the call arrived, on the worker's clock.
-        replied_ns: When the worker answered, on its clock.
-        returned_ns: When the answer arrived, on the controller's clock.
+        sent_ns: Time of the call, on the controller's clock.
+        received_ns: Arrival of the call, on the worker's clock.
+        replied_ns: Sending of the reply, on the worker's clock.
+        returned_ns: Arrival of the reply, on the controller's clock.
     """
 
     sent_ns: int
@@ -115,7 +115,7 @@ class Handshake:
 
     @property
     def offset_ns(self) -> int:
-        """How far the worker's clock is ahead: ``((t2 - t1) + (t3 - t4)) / 2``."""
+        """Worker's clock minus controller's clock: ``((t2 - t1) + (t3 - t4)) / 2``."""
         return ((self.received_ns - self.sent_ns) + (self.replied_ns - self.returned_ns)) // 2
 
     @property
@@ -128,6 +128,6 @@ def best_handshake(handshakes: Iterable[Handshake]) -> Handshake:
     """Return the handshake with the shortest round trip, which bounds the offset most tightly.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no handshake.
     """
     return min(handshakes, key=lambda handshake: handshake.round_trip_ns)

@@ -1,4 +1,4 @@
-"""The errors users can catch. Every message gives state, identity and remedy."""
+"""The exceptions that users can catch. Every message gives state, identity and remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = [
 
 
 class ProfilingError(Exception):
-    """Base of everything that ``verl_profiling`` raises on purpose."""
+    """Base class of all exceptions of ``verl_profiling``."""
 
 
 class ConfigError(ProfilingError, ValueError):

@@ -1,4 +1,4 @@
-"""Who recorded: the identity of a worker, and the file names that follow from it."""
+"""The identity of a worker, and the file names that follow from the identity."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ __all__ = [
 ]
 
 ROLLOUT_ROLE = "rollout"
-"""The role whose workers are replicas of an engine: what decides before a worker has said who it is."""
+"""The role whose workers are replicas of an engine; decisive before the first reply of a worker."""
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
 
 
 class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
-    """One process, told apart from every other on any machine.
+    """The unique identity of a process on any machine.
 
     Attributes:
         host: Host name, for people.
-        clock_domain: See :func:`verl_profiling.clock.domain`; the machine.
-        pid: Its process id.
-        namespace: Namespace that ``pid`` counts in (containers have their own), where there are any.
-        started: When it started, in the kernel's ticks: a later process may get the same id.
+        clock_domain: Identity of the machine, see :func:`verl_profiling.clock.domain`.
+        pid: Process id.
+        namespace: Namespace of ``pid`` (containers have their own), if there are namespaces.
+        started: Start time in the kernel's ticks, because a later process may get the same id.
     """
 
     host: str
@@ -48,11 +48,11 @@ class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def current(cls) -> ProcessId:
-        """Return the calling process's."""
+        """Return the identity of the calling process."""
         return _process(os.getpid())
 
     def alive(self) -> bool | None:
-        """Return whether it still runs; ``None`` where that cannot be seen from here."""
+        """Return whether the process still runs; ``None`` if this is unknown on this host."""
         if (self.clock_domain, self.namespace) != (clock.domain(), _pid_namespace()):
             return None
         try:
@@ -69,7 +69,7 @@ class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
 
 @cache
 def _process(pid: int) -> ProcessId:
-    """Return what does not change while the process lives; a fork has another ``pid``."""
+    """Return the identity of a process id, cached for the life of the process."""
     return ProcessId(
         host=socket.gethostname(),
         clock_domain=clock.domain(),
@@ -87,7 +87,7 @@ def _pid_namespace() -> str:
 
 
 def _start_ticks(pid: int) -> str:
-    """Return field 22 of ``/proc/<pid>/stat``; empty for a process that is gone, or is a zombie."""
+    """Return field 22 of ``/proc/<pid>/stat``; empty for an ended process or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -99,16 +99,16 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """One worker of one role.
 
     Attributes:
-        role: What its worker group is, e.g. ``actor``.
-        rank: Global rank inside the role; for a rollout engine, its first accelerator rank.
+        role: Role of the worker group, e.g. ``actor``.
+        rank: Global rank inside the role; for a rollout engine, the first accelerator rank.
         world_size: Number of ranks of the role.
         replica: Index of the rollout replica; ``None`` for every other role.
         node_rank: Node index inside a replica that spans several nodes.
         topology: Coordinates in named parallel dimensions, e.g. ``{"dp": 1, "tp": 0}``.
-        sizes: Number of ranks along these dimensions, where known.
-        host: Host name, to be shown.
+        sizes: Number of ranks along these dimensions, if known.
+        host: Host name, for people.
         clock_domain: See :func:`verl_profiling.clock.domain`; equal domains need no clock correction.
-        pid: Process id on ``host``; 0 for a worker that has never answered.
+        pid: Process id on ``host``; 0 before the first reply of the worker.
     """
 
     role: str
@@ -124,15 +124,15 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_engine(self) -> bool:
-        """Whether this is a replica of an engine, whose ranks are lanes of it."""
+        """Whether the worker is a replica of an engine, with a lane per rank."""
         return self.replica is not None
 
     @property
     def name(self) -> str:
-        """``actor_rank3``; a rollout replica is ``rollout0`` (its ranks are lanes of it).
+        """Name of the worker, e.g. ``actor_rank3``, or ``rollout0`` for a rollout replica.
 
-        For a rank of a model-parallel group the coordinates follow: ``actor_rank3_tp1_pp1``. The
-        data-parallel ones are left out, because the rank implies them.
+        For a rank of a model-parallel group, coordinates are appended: ``actor_rank3_tp1_pp1``. Data-parallel
+        coordinates are left out, because the rank implies them.
         """
         role = safe_name(self.role)
         if self.replica is not None:
@@ -147,22 +147,22 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         """Return the lane of one rank: ``actor_rank3``, or ``rollout0_rank1`` in a replica.
 
         Args:
-            rank: For a replica, the tensor-parallel rank inside it (default 0).
+            rank: For a replica, the tensor-parallel rank inside the replica (default 0).
         """
         return self.name if self.replica is None else f"{self.name}_rank{rank or 0}"
 
     def __str__(self) -> str:
-        process = f"pid {self.pid} on {self.host}" if self.pid else "which has never answered"
+        process = f"pid {self.pid} on {self.host}" if self.pid else "which has never replied"
         if self.replica is not None:
             return f"{self.role} replica {self.replica} node {self.node_rank} ({process})"
         return f"{self.role} rank {self.rank} ({process})"
 
 
 def process_rank() -> tuple[int, int] | None:
-    """Return rank and world size of this process, or ``None`` where nothing says so.
+    """Return rank and world size of this process; ``None`` if unknown.
 
-    ``torch.distributed`` knows them once it is initialised; else the launcher's RANK and WORLD_SIZE do.
-    It imports no torch.
+    The source is ``torch.distributed``, if initialised, else the launcher's RANK and WORLD_SIZE. torch is not
+    imported.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -175,12 +175,12 @@ def process_rank() -> tuple[int, int] | None:
 
 
 def safe_name(text: str) -> str:
-    """Return ``text`` with everything that is unsafe in a file name replaced by ``-``."""
+    """Return ``text`` with all unsafe characters for a file name replaced by ``-``."""
     return _UNSAFE.sub("-", text)[:80] or "-"
 
 
 def step_folder_name(step: int, recording: int = 1) -> str:
-    """Return the step folder's name, e.g. ``step_000012``; ``step_000012.2`` when it is recorded again."""
+    """Return the step folder's name, e.g. ``step_000012``, or ``step_000012.2`` for a second recording."""
     return f"step_{step:06d}" + (f".{recording}" if recording > 1 else "")
 
 
@@ -188,14 +188,14 @@ def artifact_name(lane: str, suffix: str, stage: str | None = None, occurrence: 
     """Return an artifact's file name.
 
     Args:
-        lane: Lane of the rank that recorded, e.g. ``actor_rank0``.
+        lane: Lane of the recording rank, e.g. ``actor_rank0``.
         suffix: The tool's suffix, e.g. ``.torch.json.gz``.
         stage: Stage, in discrete mode.
         occurrence: 1 for the first run of the stage in the step, 2 for the second, ...
 
     Returns:
-        ``actor_rank0.update_actor.2.torch.json.gz`` and the like. A stage that cannot be written as it is
-        has a checksum of its name behind it, so that ``a/b`` and ``a-b`` have files of their own.
+        For example ``actor_rank0.update_actor.2.torch.json.gz``. A stage with unsafe characters also has a
+            checksum, so that ``a/b`` and ``a-b`` have different files.
     """
     parts = [lane]
     if stage is not None:

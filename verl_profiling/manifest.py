@@ -1,8 +1,8 @@
 """The manifest: the only contract between capturing and analysing.
 
-A step folder's ``manifest.json`` lists everything that was expected of the step, with its status. All times
-are unix nanoseconds on the clock of the process that took them; :class:`HostClock` has the offset of a host's
-clock from the controller's.
+A step folder's ``manifest.json`` lists all expected artifacts of the step, with their status. Times are unix
+nanoseconds on the clock of the measuring process; :class:`HostClock` has the offset of a host's clock from
+the controller's.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ MANIFEST_NAME = "manifest.json"
 RUN_NAME = "run.json"
 
 NSYS_FOLDER = "nsys"
-"""Folder of the run in which Nsight Systems leaves its reports."""
+"""Subfolder of the run for reports of Nsight Systems."""
 
 NOTES_SUFFIX = ".ranges.jsonl"
-"""Suffix of a process's file of ranges; the stem is that of its reports' names."""
+"""Suffix of the file with a process's ranges; the reports have the same stem."""
 
 CAPTURE_START, CAPTURE_STOP = "capture_start", "capture_stop"
 """The loop's pauses before and after a captured step."""
@@ -61,7 +61,7 @@ CUT_SHORT = "the step was cut short"
 """The beginning of the note with the reason why a step ended early."""
 
 MAX_NS = 4 * 10**18
-"""Largest time in a manifest or a trace (the year 2096): the sum or the difference of two fits 64 bits."""
+"""Largest time in a manifest or a trace (the year 2096): sums and differences of two times fit 64 bits."""
 
 Ns = Annotated[int, msgspec.Meta(ge=-MAX_NS, le=MAX_NS)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
@@ -78,11 +78,11 @@ class StageSpan(msgspec.Struct, frozen=True):
 
     Attributes:
         name: Stage name, e.g. ``update_actor``.
-        begin_ns: When it began.
-        end_ns: When it ended.
-        thread: Native id of the thread it ran on (Python's own id if that thread has ended).
+        begin_ns: Begin of the run.
+        end_ns: End of the run.
+        thread: Native id of the stage's thread (Python's own id after the end of the thread).
         depth: 0 for an outermost stage, 1 for a stage inside one, ...
-        failed: User code raised inside it, or it was open when the capture ended.
+        failed: Whether user code raised inside the stage, or the stage was open at the end of the capture.
     """
 
     name: str
@@ -98,8 +98,8 @@ class StepSpan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         step: Number of the step.
-        begin_ns: When ``on_step_begin`` returned to the loop.
-        end_ns: When the loop called ``on_step_end``, or the capture ended.
+        begin_ns: Time at which ``on_step_begin`` returned to the loop.
+        end_ns: Time at which the loop called ``on_step_end``, or the capture ended.
         policy_version: Version of the weights, if the loop reports one.
         metrics: Metrics that the loop passed for this step.
     """
@@ -112,26 +112,26 @@ class StepSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Artifact(msgspec.Struct, frozen=True, kw_only=True):
-    """A file (or folder) that a tool was expected to write.
+    """An expected file (or folder) of a tool.
 
     Attributes:
         path: Path relative to the step folder.
-        lane: Lane that it fills in the timeline, e.g. ``actor_rank0`` or ``rollout0_rank1``.
+        lane: Lane of the artifact in the timeline, e.g. ``actor_rank0`` or ``rollout0_rank1``.
         tool: Name of the tool.
-        status: Its status. ``pending``: the file was still being compressed or uploaded in the background
-            when the manifest was written. It is complete once it exists at ``path``.
-        stage: Stage it holds, in discrete mode; ``None`` in e2e mode.
-        occurrence: Which run of that stage in this step, from 1.
-        begin_ns: When recording began.
-        end_ns: When recording ended.
+        status: Status. ``pending``: the file was still being compressed or uploaded in the background when
+            the manifest was written. A file at ``path`` is complete.
+        stage: Recorded stage, in discrete mode; ``None`` in e2e mode.
+        occurrence: Number of the stage's run in this step, from 1.
+        begin_ns: Begin of the recording.
+        end_ns: End of the recording.
         bytes: Size on disk, if known.
         events: Number of trace events, if known.
-        step: Step in which its recording began.
+        step: Step in which the recording began.
         policy_versions: Versions of a rollout engine's weights during its window, in order, if known;
             more than one if the weights were updated inside the window.
-        reason: Why the status is not ``ok``, or a remark.
+        reason: Reason for any status but ``ok``, or a remark.
         unrecorded_device: Kind of a device (``cuda``) that was in use but has no events in the trace.
-        where: ``host:path`` of a file that is not in the step folder, but on a host's own file system.
+        where: ``host:path`` of a file on another host's own file system.
     """
 
     path: str
@@ -151,7 +151,7 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
     where: str = ""
 
     def is_run_of(self, other: Artifact) -> bool:
-        """Return whether both describe the same recording, whatever their status."""
+        """Return whether both artifacts describe the same recording, independent of their status."""
         return (self.lane, self.tool, self.stage, self.occurrence) == (
             other.lane,
             other.tool,
@@ -160,7 +160,7 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def with_status(self, status: ArtifactStatus, reason: str = "", **fields: Any) -> Artifact:
-        """Return it with another status and reason, and with other values of further fields."""
+        """Return the artifact with another status and reason, and changes of further fields."""
         return msgspec.structs.replace(self, status=status, reason=reason, **fields)
 
 
@@ -170,11 +170,11 @@ def expected_artifact(
     """Return an expected artifact that is not written yet, with status ``missing``.
 
     Args:
-        lane: Lane of the rank that records.
+        lane: Lane of the recording rank.
         tool: Name of the tool.
         suffix: The tool's suffix of file names, e.g. ``.torch.json.gz``.
         stage: Stage, in discrete mode.
-        occurrence: Which run of that stage in this step, from 1.
+        occurrence: Number of the stage's run in this step, from 1.
     """
     path = artifact_name(lane, suffix, stage, occurrence)
     return Artifact(path=path, lane=lane, tool=tool, status="missing", stage=stage, occurrence=occurrence)
@@ -192,9 +192,9 @@ class ToolSpan(msgspec.Struct, frozen=True):
 
     Attributes:
         name: ``start``, or ``stop``, which includes writing.
-        begin_ns: When it began.
-        end_ns: When it ended.
-        stage: Stage that the recording holds, in discrete mode; ``None`` in e2e mode.
+        begin_ns: Begin of the start or stop.
+        end_ns: End of the start or stop.
+        stage: Recorded stage, in discrete mode; ``None`` in e2e mode.
     """
 
     name: Literal["start", "stop"]
@@ -204,26 +204,26 @@ class ToolSpan(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One inference request that ended while a rollout engine was captured.
+    """One inference request that ended during the capture of a rollout engine.
 
     Times are unix nanoseconds on the clock of the process that sent the request; a time that the engine does
     not report is 0.
 
     Attributes:
-        replica: Replica that served it.
-        id: Id that the engine received with it; empty if unknown.
-        begin_ns: When it was sent.
-        arrival_ns: When the engine's scheduler got it.
-        scheduled_ns: When the engine first scheduled it.
-        first_token_ns: When the engine made its first token; if unknown, when its first output arrived.
-        last_token_ns: When the engine made its last token.
-        end_ns: When its response was complete.
+        replica: Index of the serving replica.
+        id: Request id in the engine; empty if unknown.
+        begin_ns: Time of sending.
+        arrival_ns: Arrival at the engine's scheduler.
+        scheduled_ns: First scheduling by the engine.
+        first_token_ns: First token in the engine; if unknown, arrival of the first output.
+        last_token_ns: Last token in the engine.
+        end_ns: End of the response.
         prompt_tokens: Length of the prompt.
         response_tokens: Length of the response; summed over the samples of one request.
         cached_tokens: Number of prompt tokens from the engine's prefix cache, if known.
-        preemptions: How often the engine preempted and restarted it, if known.
-        policy_version: Version of the weights that it began with, if known.
-        failed: It ended with an exception, or was cancelled.
+        preemptions: Number of preemptions by the engine, if known.
+        policy_version: Policy version at the begin of the request, if known.
+        failed: Whether the request raised or was cancelled.
     """
 
     replica: int
@@ -242,9 +242,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     failed: bool = False
 
     def parts(self) -> list[tuple[RequestPart, int, int]]:
-        """Return its consecutive parts, from begin to end without gaps: name, begin, end.
+        """Return the consecutive parts of the request without gaps: name, begin, end.
 
-        Parts whose border is unknown are joined: ``first token`` is queued and prefill, and ``generate`` is
+        Parts with an unknown border are joined: ``first token`` is queued and prefill, and ``generate`` is
         queued, prefill and decode.
         """
         marks: tuple[tuple[RequestPart, int], ...] = (
@@ -271,12 +271,12 @@ class HostClock(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         host: Host name.
-        clock_domain: The workers to which it applies (see ``WorkerIdentity.clock_domain``).
-        offset_ns: Offset when the capture opened.
-        error_ns: Bound of its error: half of the shortest round trip.
-        closing_offset_ns: Offset when the capture closed (drift shows as a difference).
-        closing_error_ns: Bound of its error.
-        samples: Round trips measured; 0 where no correction is needed (same clock).
+        clock_domain: Clock domain of the workers with this clock (see ``WorkerIdentity.clock_domain``).
+        offset_ns: Offset at the begin of the capture.
+        error_ns: Error bound of ``offset_ns``: half of the shortest round trip.
+        closing_offset_ns: Offset at the end of the capture (drift shows as a difference).
+        closing_error_ns: Error bound of ``closing_offset_ns``.
+        samples: Number of measured round trips; 0 for the controller's own clock.
     """
 
     host: str
@@ -289,14 +289,14 @@ class HostClock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """One device that a worker computes on.
+    """One device of a worker.
 
     Attributes:
         kind: ``cuda``, ``npu``, ``xpu``, or ``cpu`` for a worker without an accelerator.
-        index: Its number in the process, as in the traces of the process.
-        uuid: Its UUID in lower case, without ``GPU-``; empty where it is not known.
-        place: Its host and its number there (``node7/3``). On a CPU, the share of an accelerator that Ray
-            gave to the process, which says what would be shared. Empty where it is not known.
+        index: Number of the device in the process and its traces.
+        uuid: UUID of the device in lower case, without ``GPU-``; empty if unknown.
+        place: Host, and number of the device on the host (``node7/3``); empty if unknown. On a CPU, the share
+            of an accelerator that Ray gave to the process.
     """
 
     kind: str
@@ -311,32 +311,32 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         identity: The worker.
         roles: All roles that share the worker's process and joined the capture.
-        capture_id: The capture it belongs to.
+        capture_id: The capture of this result.
         step: First step of the capture.
         mode: ``e2e`` or ``discrete``.
         tools: Names of the tools that recorded.
         status: The worst status among the artifacts; without artifacts, the status of the capture itself.
-        reason: Why the status is not ``ok``.
-        artifacts: Everything expected of this worker.
-        stages: Spans of the stages it ran, in order of their begin.
+        reason: Reason for any status but ``ok``.
+        artifacts: All expected artifacts of the worker.
+        stages: Spans of the worker's stages, in order of their begin.
         anchors: Clock readings at start and stop.
-        tool_spans: When its tools were started and stopped, in order of their end.
-        notes: Things a user should know, e.g. a selection that matched nothing.
+        tool_spans: Starts and stops of the worker's tools, in order of their end.
+        notes: Sentences for the user, e.g. on a selection that matched nothing.
         requests: Inference requests that a rollout engine served, in order of their end.
-        policy_versions: Versions of a rollout engine's weights during the capture, in order, if
-            known; more than one if the weights were updated meanwhile.
+        policy_versions: Versions of a rollout engine's weights during the capture, in order, if known;
+            several after a weight update.
         metrics: Plain numbers recorded with the capture, e.g.
             ``{"stage/update_actor/process_peak_rss_bytes": ...}``.
-        devices: Known devices that it computes on: for a replica, in order of rank; for any other worker,
-            those that its process has used.
-        requests_logged: Whether requests were logged. If so and there are none, the engine was idle.
-        pending_since_ns: For each request still open at the end of the log, when it was sent.
-        process: The process that recorded.
-        revision: How often that process has written its result; the result with the largest number is valid.
-        stopped: ``False`` in a result that the process wrote while it was still recording.
-        folder: Absolute path, or URL, of the step folder as that process sees it.
-        cut_short: Why the step ended early in that process, if it is a rank of an SPMD loop.
-        clock: The offset of its clock, if the process measured it itself.
+        devices: Known devices: of a replica, in order of rank; of any other worker, the used devices of its
+            process.
+        requests_logged: Whether requests were logged, so that an engine without requests was idle.
+        pending_since_ns: Times of sending of the requests that were open at the end of the log.
+        process: The recording process.
+        revision: Number of the result in the process; the result with the largest number is valid.
+        stopped: ``False`` in a result written during the recording.
+        folder: Absolute path or URL of the step folder in the recording process.
+        cut_short: Reason why the step ended early in this rank of an SPMD loop.
+        clock: Clock offset of the process, if measured by itself.
     """
 
     identity: WorkerIdentity
@@ -367,7 +367,7 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cost(self) -> CaptureCost:
-        """Seconds for which its tools were started and stopped; a stop includes writing."""
+        """Seconds of starting and stopping the worker's tools; a stop includes writing."""
         seconds = {"start": 0.0, "stop": 0.0}
         for span in self.tool_spans:
             seconds[span.name] += (span.end_ns - span.begin_ns) / 1e9
@@ -389,20 +389,19 @@ class Rpc(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything known about one capture.
+    """The record of one capture: steps, stages, workers and their artifacts.
 
     Attributes:
         schema_version: Version of this schema.
         run_id: Identifies the run.
         capture_id: Identifies the capture within the run.
-        state: ``begun``: what was expected when the capture began; the loop has written nothing since.
-            ``written``: the result.
-        step: First step captured; names the folder.
-        steps: All steps captured (several for a continuous capture).
-        step_spans: When each of them ran, in order.
+        state: ``begun``: written at the begin of the capture, with expected artifacts. ``written``: final.
+        step: First captured step, with whose number the folder is named.
+        steps: All captured steps (several in a continuous capture).
+        step_spans: Begin and end of each step, in order.
         policy_version: Version of the weights, if the loop reports one.
-        begin_ns: When ``on_step_begin`` returned to the loop, on the controller's clock.
-        end_ns: When the loop called ``on_step_end``. The calls that start and stop the capture are
+        begin_ns: Time at which ``on_step_begin`` returned to the loop, on the controller's clock.
+        end_ns: Time at which the loop called ``on_step_end``. The calls that start and stop the capture are
             not part of the step.
         complete: ``False`` if the step ended early (an exception, the end of the process).
         controller: The process that runs the loop.
@@ -411,12 +410,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         outside: Stages of the loop's process around the step: ``capture_start`` before it, ``capture_stop``
             after it (which includes ``write``), then the loop's own stages, such as ``validate``, until the
             next step or the end.
-        rpcs: Calls made to drive the capture.
-        workers: One entry per worker that was expected to take part.
+        rpcs: Calls of the capture to workers.
+        workers: One entry per expected worker.
         clocks: One entry per clock domain.
         metrics: Metrics that the loop passed to ``on_step_end`` and ``on_rollout_end``.
         trigger: Origin of the capture, and its reason.
-        notes: Things a user should know.
+        notes: Sentences for the user.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -450,16 +449,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NsysRange(msgspec.Struct, frozen=True, kw_only=True):
-    """One range of the ``nsys`` tool, as its process notes it beside the reports.
+    """One range of the ``nsys`` tool, as logged by its process next to the reports.
 
     Nsight Systems numbers its reports by process and range; only the process knows the step and the stage.
 
     Attributes:
-        number: Its number in the process, from 1.
-        folder: Path of the step folder it belongs to, below ``save_path``.
-        artifact: Name of the artifact that its report becomes.
-        begin_ns: When it was opened.
-        end_ns: When it was closed; 0 when the process ended before.
+        number: Number of the range in the process, from 1.
+        folder: Path of the step folder, below ``save_path``.
+        artifact: Name of the artifact for the report.
+        begin_ns: Begin of the range.
+        end_ns: End of the range; 0 if the process ended before.
         keep: ``False`` for a warm-up, whose report is discarded.
     """
 
@@ -477,15 +476,15 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         schema_version: Version of this schema.
         run_id: Identifies the run.
-        begin_ns: When it began to record.
+        begin_ns: Begin of the run's recording.
         process: The process that runs the loop.
         config: The settings as used.
-        versions: Versions of the packages that matter.
-        first_step: The first step that the loop began; like the next three fields, added when training ends.
-        last_step: The last one.
-        end_ns: When training ended; ``None`` while it runs, and for a killed run.
-        never_came: The steps that ``schedule.steps`` lists and the loop never began.
-        not_captured: Why the capture of a step could not begin, by step.
+        versions: Versions of the relevant packages.
+        first_step: The first step of the loop; like the next three fields, added at the end of training.
+        last_step: The last step of the loop.
+        end_ns: End of training; ``None`` during training, and for a killed run.
+        never_came: The steps in ``schedule.steps`` that the loop never began.
+        not_captured: Reasons why captures could not begin, by step.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -508,13 +507,13 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scheduled_steps(self) -> list[int]:
-        """The steps that ``schedule.steps`` lists."""
+        """The steps in ``schedule.steps``."""
         schedule = self.config.get("schedule")
         return (schedule.get("steps") or []) if isinstance(schedule, dict) else []
 
     @property
     def over(self) -> str:
-        """Why the run has no further step; empty while it runs, or if its process is on another host."""
+        """Reason why the run is over; empty for a running run, or a process on another host."""
         if self.end_ns is not None:
             last = f" after step {self.last_step}" if self.last_step is not None else ""
             return f"training ended{last}, at {local_time(self.end_ns)}"
@@ -522,7 +521,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def worst_status(artifacts: Iterable[Artifact]) -> tuple[CaptureStatus, str]:
-    """Return the status of a capture with these artifacts, and why it is not ``ok``."""
+    """Return the status of a capture with these artifacts, and the reason for any status but ``ok``."""
     artifacts = list(artifacts)
     worst: tuple[tuple[ArtifactStatus, CaptureStatus], ...] = (
         ("failed", "failed"),

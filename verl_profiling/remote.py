@@ -1,6 +1,6 @@
-"""Folders of this host, and behind a URL: through fsspec, which is imported only for one.
+"""Folders of this host, and folders behind a URL by fsspec, which is imported only for URLs.
 
-What is put behind a URL is verified.
+Every upload is verified.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_url(path: str) -> bool:
 
 
 def check_url(url: str) -> None:
-    """Check that there is a file system for a URL; nothing is connected.
+    """Check that there is a file system for a URL, without connecting.
 
     Raises:
         ToolUnavailableError: There is none; the message says what to install.
@@ -44,7 +44,7 @@ def check_url(url: str) -> None:
         ) from None
     protocol = url.partition("://")[0]
     if "::" in protocol:
-        raise ToolUnavailableError(f"{url} is a chain of URLs; name the store itself")
+        raise ToolUnavailableError(f"{url} is a chain of URLs; give the URL of the store itself")
     try:
         fsspec.get_filesystem_class(protocol)
     except (ImportError, ValueError) as error:
@@ -52,7 +52,7 @@ def check_url(url: str) -> None:
 
 
 def copy_line(folder: Path, url: str) -> str:
-    """Return the command that uploads what waits in a folder."""
+    """Return the command that uploads the remaining files of a folder."""
     put = f"fs, path = fsspec.url_to_fs('{url}'); fs.put('{folder}/', path, recursive=True)"
     return f'python -c "import fsspec; {put}"'
 
@@ -61,9 +61,9 @@ _of_thread = threading.local()
 
 
 def _file_system(url: str) -> AbstractFileSystem:
-    """Return the file system of a URL for this thread, which goes when the thread does.
+    """Return the file system of a URL for this thread, which is freed with the thread.
 
-    fsspec's own cache is by thread as well, and keeps what it holds, with its connections, for good.
+    fsspec's own cache is by thread as well, but keeps file systems and connections forever.
     """
     check_url(url)
     from fsspec.core import url_to_fs
@@ -79,13 +79,13 @@ def _file_system(url: str) -> AbstractFileSystem:
 class RemoteFolder:
     """One folder behind a URL.
 
-    Its methods raise what the file system raises, which may be anything.
+    The methods raise the exceptions of the file system, which may have any type.
 
     Args:
-        url: Its URL.
+        url: URL of the folder.
 
     Raises:
-        ToolUnavailableError: There is no file system for it.
+        ToolUnavailableError: There is no file system for the URL.
     """
 
     def __init__(self, url: str) -> None:
@@ -113,10 +113,10 @@ class RemoteFolder:
         return data
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a file unless it exists; return whether the file holds ``data``, or is taken already.
+        """Write a file unless it exists; return whether the file then has the content ``data``.
 
-        A store that cannot create exclusively is asked before and after: of two that write at the same
-        moment, at most one finds its own.
+        In a store without exclusive creation, the file is read before and after; of two concurrent writers,
+        at most one succeeds.
         """
         path = f"{self._path}/{name}"
         self._make_parents(path)
@@ -140,7 +140,7 @@ class RemoteFolder:
         self._fs.rm_file(f"{self._path}/{name}")
 
     def put(self, local: Path, name: str, retry_s: float) -> None:
-        """Upload a file, or a folder with all in it, and try again until the time is up.
+        """Upload a file, or a folder with its content, with retries until the timeout.
 
         Raises:
             OSError: The uploaded file is smaller than the local one.
@@ -173,18 +173,18 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True):
     """The remote step folder of a capture.
 
     Attributes:
-        url: The step folder there.
-        retry_s: How long an upload is tried again.
+        url: URL of the step folder.
+        retry_s: Seconds for which a failed upload is retried.
     """
 
     url: str
     retry_s: float
 
     def move(self, path: Path, name: str) -> None:
-        """Upload a file or folder, and remove it here; its folder stays, because others may write there.
+        """Upload a file or folder, and remove the local one; the parent folder stays for other writers.
 
         Raises:
-            Exception: What the file system raised last.
+            Exception: The last exception of the file system.
         """
         RemoteFolder(self.url).put(path, name, self.retry_s)
         if path.is_dir():
@@ -196,7 +196,7 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True):
 class LocalFolder:
     """A folder of this host, with the methods of :class:`RemoteFolder`.
 
-    All of them raise ``OSError``; none follows a link.
+    All methods raise ``OSError``, and none follows a link.
     """
 
     def __init__(self, path: Path) -> None:
@@ -225,7 +225,7 @@ class LocalFolder:
             os.close(descriptor)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a file unless it exists; return whether. One of several writers wins."""
+        """Write a file unless it exists; return whether it was written. Of several writers, one succeeds."""
         path, part = self._own(name), self._own(f".{name}.{uuid.uuid4().hex[:8]}.part")
         if not self.path.is_dir():
             self.path.mkdir(parents=True, exist_ok=True)

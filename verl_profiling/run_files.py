@@ -1,4 +1,4 @@
-"""Files of a run: written whole or not at all, and read with an error that names them."""
+"""Reads and writes the files of a run. Writing is atomic, and errors have the path of the file."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from verl_profiling.units import step_list
 
 
 def named_file(folder: Path, name: str) -> Path:
-    """Return the path of a file, or of a folder, that may not exist.
+    """Return the path of a file or folder inside another folder, whether it exists or not.
 
     Args:
-        folder: The folder that has to contain it, with links resolved.
-        name: Its path, relative to ``folder``.
+        folder: The folder that has to contain the path, with links resolved.
+        name: Path relative to ``folder``.
 
     Raises:
-        TraceFormatError: It leads out of the folder, or is neither a regular file nor a folder.
+        TraceFormatError: The path leads out of the folder, or is neither a regular file nor a folder.
     """
     path = folder / name
     try:
@@ -57,13 +57,13 @@ _OLD_S = 24 * 3600
 
 
 def part_of(path: Path) -> Path:
-    """Return the temporary name of a file that this process writes."""
+    """Return the temporary name for writing a file in this process."""
     return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}{_PART}")
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file that is renamed to ``path`` at the end, or removed on failure.
+    """Yield a temporary path that is renamed to ``path`` at the end, or removed after a failure.
 
     Raises:
         OSError: It cannot be written; the error names ``path``.
@@ -80,7 +80,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def scratch_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder for the making of a file, which is gone afterwards.
+    """Yield a temporary folder for creating a file.
 
     Raises:
         OSError: It cannot be written; the error names ``path``.
@@ -96,7 +96,7 @@ def scratch_folder(path: Path) -> Iterator[Path]:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove temporary files of killed processes: those that are older than a day."""
+    """Remove temporary files of killed processes, if they are older than a day."""
     for path in folder.glob(f".*{_PART}"):
         with suppress(OSError):
             if time.time() - path.lstat().st_mtime > _OLD_S:
@@ -104,17 +104,17 @@ def clear_leftovers(folder: Path) -> None:
 
 
 RESULT_SUFFIX = ".result.json"
-"""Suffix of a process's own part of the step folder."""
+"""Suffix of a process's result file in the step folder."""
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let write errors name what is written: not its temporary file, and not nothing, as for a full disk.
+    """Put the path of the written file into write errors, which have a temporary path or none.
 
     Raises:
-        OSError: Whatever was raised inside, with ``path`` as its file name.
+        OSError: The exception inside the block, with ``path`` as the file name.
     """
     try:
         yield
@@ -123,12 +123,12 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_json_atomically(path: Path, value: msgspec.Struct, *, durable: bool = True) -> None:
-    """Write ``value`` as indented JSON, so that readers see the old file or the new one.
+    """Write ``value`` as indented JSON, so that readers see the old or the new file.
 
     Args:
         path: The file.
-        value: Its content.
-        durable: Wait until it would outlive a crash of the machine.
+        value: Content of the file.
+        durable: Whether to wait until the file would survive a crash of the machine.
 
     Raises:
         OSError: The folder cannot be written.
@@ -141,7 +141,7 @@ def write_json_atomically(path: Path, value: msgspec.Struct, *, durable: bool = 
 
 
 def read_run(run: Path) -> RunInfo | None:
-    """Read what a run left in its folder; ``None`` if it left nothing.
+    """Read ``run.json`` of a run's folder; ``None`` if the file is missing.
 
     Raises:
         TraceFormatError: It cannot be read.
@@ -156,7 +156,7 @@ def read_run(run: Path) -> RunInfo | None:
 
 
 def known_run(run: Path) -> RunInfo | None:
-    """Return :func:`read_run` of a run; ``None`` as well if its file cannot be read."""
+    """Return :func:`read_run` of a run; also ``None`` for an unreadable file."""
     try:
         return read_run(run)
     except TraceFormatError:
@@ -164,9 +164,9 @@ def known_run(run: Path) -> RunInfo | None:
 
 
 def never_came(run: RunInfo | None) -> str:
-    """Return a sentence on the steps of the schedule that the loop never began; empty if it began all.
+    """Return a sentence on scheduled steps that the loop never began; empty if there are none.
 
-    It is empty for a run that was killed, or still trains.
+    The sentence is also empty during training, and for a killed run.
 
     Args:
         run: The result of :func:`read_run`.
@@ -178,13 +178,13 @@ def never_came(run: RunInfo | None) -> str:
 
 
 def read_manifest(step_dir: Path) -> Manifest:
-    """Read a step folder: ``manifest.json``, and each process's own result where that is newer.
+    """Read the manifest of a step folder, with newer results from the result files of the workers.
 
     Raises:
-        TraceFormatError: The manifest is missing, is none, or has a newer schema; or the folder is a link.
+        TraceFormatError: The manifest is missing, invalid, or has a newer schema; or the folder is a link.
     """
     if step_dir.is_symlink():
-        raise TraceFormatError(step_dir, f"is a link; name the folder itself, {step_dir.resolve()}")
+        raise TraceFormatError(step_dir, f"is a link; give the folder itself, {step_dir.resolve()}")
     path = step_dir / MANIFEST_NAME
     data = _read(path, "; is this a step folder?")
     try:
@@ -199,7 +199,7 @@ def read_manifest(step_dir: Path) -> Manifest:
 
 
 def write_result(folder: Path, worker: CaptureResult) -> None:
-    """Write a worker's result after the run, as the newest there is.
+    """Write a worker's result after the run, with the highest revision.
 
     Raises:
         OSError: The folder cannot be written.
@@ -210,27 +210,27 @@ def write_result(folder: Path, worker: CaptureResult) -> None:
 
 
 def _folded(folder: Path, manifest: Manifest) -> Manifest:
-    """Return a manifest in which each worker has the newer of its reply and its file."""
+    """Return a manifest with the newer of reply and result file for each worker."""
     notes = list(manifest.notes)
     results: dict[str, CaptureResult] = {}
     for path in sorted(folder.glob(f"*{RESULT_SUFFIX}")):
         try:
             result = msgspec.json.decode(_read(path), type=CaptureResult)
         except (*_UNREADABLE, TraceFormatError) as error:
-            notes.append(f"{path.name} cannot be read, so the reply holds: {error}")
+            notes.append(f"{path.name} cannot be read, so the reply is used: {error}")
             continue
         if capture_of(result.capture_id) == manifest.capture_id:
             results[result.name] = result
         else:
-            notes.append(f"{path.name} is of another capture, and ignored")
+            notes.append(f"{path.name} belongs to another capture, and is ignored")
     workers = []
     for worker in manifest.workers:
         own = results.pop(_file_of(worker, results), None)
         if own is not None and worker.process not in (None, own.process):
-            notes.append(f"{own.name}{RESULT_SUFFIX} was written by {own.process}, and ignored")
+            notes.append(f"{own.name}{RESULT_SUFFIX} was written by {own.process}, and is ignored")
             own = None
         elif own is not None and not worker.stopped and _began_after(own, manifest):
-            notes.append(f"{own.name} began to record when the step had ended")
+            notes.append(f"{own.name} began to record after the end of the step")
             own = None
         workers.append(_settled(folder, _newer(worker, own)))
     workers += [_settled(folder, result) for result in results.values()]
@@ -248,7 +248,7 @@ def _folded(folder: Path, manifest: Manifest) -> Manifest:
 
 
 def _file_of(worker: CaptureResult, results: dict[str, CaptureResult]) -> str:
-    """Return under which name a worker's file is; of one that never answered, the name is a guess."""
+    """Return the name of a worker's result file; guess the name if the worker never replied."""
     if worker.name in results or worker.revision:
         return worker.name
     who = worker.identity
@@ -284,15 +284,15 @@ def _newer(reply: CaptureResult, file: CaptureResult | None) -> CaptureResult:
 
 
 def _status(reply: CaptureResult) -> str:
-    """Return what is known of the process of a worker that has left no result."""
+    """Return a sentence on the process of a worker without a result."""
     process = reply.process
     if process is None or reply.status == "skipped" or process.alive():
         return ""
-    return f"{process} has ended" if process.alive() is False else f"{process} is not seen from here"
+    return f"{process} has ended" if process.alive() is False else f"{process} cannot be checked on this host"
 
 
 def _settled(folder: Path, worker: CaptureResult) -> CaptureResult:
-    """Return a worker with the final status of its artifacts, once no process works on them."""
+    """Return a worker with final statuses of its artifacts, if no process works on them."""
     if not worker.artifacts:
         return worker
     artifacts = [_on_disk(folder, worker, artifact) for artifact in worker.artifacts]
@@ -314,12 +314,12 @@ def _on_disk(folder: Path, worker: CaptureResult, artifact: Artifact) -> Artifac
     if not sizes:
         return artifact.with_status("failed", "never finished")
     raw = artifact.path not in sizes
-    reason = "it was not compressed by the end of training (timeouts.finish_s)" if raw else ""
+    reason = "not compressed by the end of training (timeouts.finish_s)" if raw else ""
     return artifact.with_status("ok", reason, bytes=next(iter(sizes.values())))
 
 
 def _sizes(folder: Path, artifact: Artifact) -> dict[str, int]:
-    """Return the size of an artifact, and of its raw file, where they are in the step folder."""
+    """Return the sizes of an artifact and of its raw file in the step folder."""
     found = {}
     for name in (artifact.path, artifact.path.removesuffix(".gz")):
         with suppress(TraceFormatError, OSError):
@@ -328,7 +328,7 @@ def _sizes(folder: Path, artifact: Artifact) -> dict[str, int]:
 
 
 def _is_over(folder: Path, worker: CaptureResult) -> bool:
-    """Return whether nobody works on a worker's artifacts any more."""
+    """Return whether no process works on a worker's artifacts any more."""
     if worker.process is not None and worker.process.alive() is False:
         return True
     run = known_run(folder.parent)
@@ -343,11 +343,11 @@ def _read(path: Path, hint: str = "") -> bytes:
 
 
 class EventFile:
-    """A file of TensorBoard: values by step, in tensorboard's own format, without torch and threads.
+    """An event file of TensorBoard with values by step, written without torch and threads.
 
     Args:
         logdir: Folder in which TensorBoard finds the file.
-        wanted_by: What needs it, to be named in an error.
+        wanted_by: Name of the feature that needs tensorboard, for errors.
 
     Raises:
         ToolUnavailableError: tensorboard is missing.
@@ -370,10 +370,10 @@ class EventFile:
         self._write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Add a point.
+        """Add a point to the curves.
 
         Args:
-            step: The step that it belongs to.
+            step: Step of the point.
             scalars: Numbers by tag.
 
         Raises:

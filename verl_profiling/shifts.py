@@ -1,7 +1,8 @@
-"""Shifts of a duration against its own past, in steps of a run: how much they vary, and which count.
+"""Shifts of durations against their own past, over the steps of a run: their spread, and evidence for
+changes.
 
 A shift is the logarithm of a duration over the median before it. The spread is robust: two of three shifts
-are within it. Where shifts resemble the shift before, as in a drift, the spread counts as wider.
+are within it. If successive shifts are similar, as in a drift, the spread counts as wider.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from math import exp, log, sqrt
 from statistics import median
 
 LEAST_S = 0.001
-"""Minimum excess of a slow step or stage (s); recording a capture takes longer."""
+"""Minimum excess of a slow step or stage (s), which is less than the cost of a capture."""
 
 LONG_PAST = 4
-"""Number of windows whose shifts tell the spread."""
+"""Number of windows of shifts for the spread."""
 
 _WITHIN = 0.68
 _LEAST_SPREAD = 0.05
@@ -45,7 +46,7 @@ def evidence(shifted: float, ratio: float, spread: float) -> float:
 
 
 def noticed_from(ratio: float, spread: float) -> float:
-    """Return the ratio from which a lasting change is detected within eight steps, in nineteen of twenty."""
+    """Return the ratio from which 19 of 20 lasting changes are detected within eight steps."""
     return max(ratio, exp(_least(ratio, spread) + _full(spread) / _SOON + _CHANCE * spread))
 
 

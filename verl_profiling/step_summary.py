@@ -11,13 +11,13 @@ import msgspec
 from verl_profiling.manifest import MAX_NS, Count, Ns
 
 Period = tuple[Ns, Ns]
-"""Begin and end."""
+"""Begin and end of a period (ns)."""
 
 Collectives = dict[str, dict[int, int]]
-"""When a process entered collectives (unix ns), by process group and sequence number."""
+"""Times (unix ns) at which a process entered collectives, by process group and sequence number."""
 
 Duration = Annotated[int, msgspec.Meta(ge=0, le=MAX_NS)]
-"""Nanoseconds; the bounds hold for what is read from a file."""
+"""Nanoseconds, within bounds that are checked when a file is read."""
 
 OTHERS = "(others)"
 """Name of the sum of all stages or spans beyond the maximum number of names."""
@@ -33,13 +33,13 @@ class StageUse(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """One outermost stage of one process in one step.
 
     Attributes:
-        name: Its name.
-        duration_ns: How long the process was in it, all of its runs together.
-        runs: How often it ran.
-        begin_ns: When its first run began, on the clock of the loop's process.
-        periods: Begin and end of its runs where there were several, in order. Runs that touch are one; the
-            last period has all that did not get one of their own. Empty: not known.
-        late_ns: How late the process was to the collectives in it, added up; ``None`` if unknown.
+        name: Name of the stage.
+        duration_ns: Total time of the process in the stage, over all runs.
+        runs: Number of runs.
+        begin_ns: Begin of the first run, on the clock of the loop's process.
+        periods: Begin and end of several runs, in order; empty if unknown. Runs that touch are one period,
+            and the last period covers all further runs.
+        late_ns: Total lateness of the process to the collectives in the stage; ``None`` if unknown.
     """
 
     name: str
@@ -54,11 +54,11 @@ class SpanTotal(msgspec.Struct, frozen=True, omit_defaults=True):
     """All spans of one name that ended in one step.
 
     Attributes:
-        name: Their name; ``trajectory`` for the trajectories themselves.
-        runs: How many they were.
-        duration_ns: How long they took, added up. They run side by side and inside of each other, so this
-            may be more than the step took.
-        failed: How many of them an exception ended.
+        name: Name of the spans; ``trajectory`` for whole trajectories.
+        runs: Number of spans.
+        duration_ns: Total duration of the spans. Spans overlap and nest, so the total may exceed the duration
+            of the step.
+        failed: Number of spans that raised.
     """
 
     name: str
@@ -68,11 +68,11 @@ class SpanTotal(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def seconds(self) -> float:
-        """How long they took, added up (s)."""
+        """Total duration of the spans (s)."""
         return self.duration_ns / 1e9
 
     def __add__(self, other: SpanTotal) -> SpanTotal:
-        """Return the sum of both, under the name of this one."""
+        """Return the sum of two totals, under the name of the first."""
         runs, duration_ns = self.runs + other.runs, self.duration_ns + other.duration_ns
         return SpanTotal(self.name, runs, duration_ns, self.failed + other.failed)
 
@@ -82,16 +82,15 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=Tr
 
     Attributes:
         lane: Name of the process, as in manifests: ``controller``, ``actor_rank0``, ``rollout1_rank0``.
-        role: Its role.
-        rank: Its rank in that role.
-        replica: Index of the replica, if it serves a rollout engine.
-        stages: Its outermost stages, in order of their first begin.
-        peak_bytes: The most memory that it has had by the step's end, of its device, or of the host where it
-            has none: since it began, or since the program reset torch's mark.
-        held_bytes: What it had of that memory at the end of the last stage of the step after which it was
-            read.
-        spans: What its trajectories and their spans add up to, if it runs trajectories.
-        collectives: The collectives that it entered, until those of all ranks are compared.
+        role: Role of the process.
+        rank: Rank of the process in the role.
+        replica: Index of the replica, for a process that serves a rollout engine.
+        stages: Outermost stages of the process, in order of their first begin.
+        peak_bytes: Peak memory at the end of the step, of the device or else of the host, since the begin of
+            the process or a reset of torch's peak statistics.
+        held_bytes: Memory of the same kind at the last reading in the step, after a stage.
+        spans: Totals of the process's trajectories and spans, if there are any.
+        collectives: The collectives that the process entered, until the comparison of all ranks.
     """
 
     lane: str
@@ -106,14 +105,14 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=Tr
 
 
 class ExposedStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How much longer a step took because of one stage of its loop.
+    """The exposed time of a stage: the part of the step's duration that the stage caused.
 
     Attributes:
-        name: Name of the stage; empty for the time that lies in none.
-        exposed_ns: By how much it moved the step's end. Exposed times add up to the step.
-        role: Role whose processes worked in it; that of the loop where no others did.
-        leader: Lane that was in it longest, or furthest along after it; empty where none is clear.
-        lead_ns: By how much the leader was in it longer than the median of its peers.
+        name: Name of the stage; empty for the time in no stage.
+        exposed_ns: Exposed time of the stage. All exposed times add up to the step.
+        role: Role of the processes that worked in the stage; by default the loop's role.
+        leader: Lane of the slowest process in the stage; empty if unclear.
+        lead_ns: Time of the leader in the stage minus the median of its peers.
         imbalance: Longest duration over the mean of all processes of the role; 1.0 for one process.
     """
 
@@ -130,10 +129,10 @@ class RoleMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         role: The role.
-        processes: How many of them were read.
-        lane: The process whose peak was highest.
-        peak_bytes: That peak.
-        held_bytes: The most that any of them held at the end of the step.
+        processes: Number of read processes.
+        lane: Process with the highest peak.
+        peak_bytes: Highest peak of a process.
+        held_bytes: Highest memory of a process at the end of the step.
     """
 
     role: str
@@ -144,13 +143,13 @@ class RoleMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Idle(msgspec.Struct, frozen=True):
-    """Time in which processes had nothing open, as a mean over them.
+    """Idle time of processes, i.e. time without an open stage, as a mean over the processes.
 
     Attributes:
-        share: Its share of the step.
-        cause: The stage, of the loop or of other roles, in which most of it lies; empty for none. One of the
-            rollout is also :data:`TRAINING` or :data:`NO_REQUESTS`.
-        cause_share: The part of ``share`` that lies in it.
+        share: Idle time as a share of the step.
+        cause: The stage of the loop or of other roles with most of the idle time; empty for none. For the
+            rollout, also :data:`TRAINING` or :data:`NO_REQUESTS`.
+        cause_share: The part of ``share`` in that stage.
     """
 
     share: float
@@ -159,24 +158,24 @@ class Idle(msgspec.Struct, frozen=True):
 
 
 class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A step and where its time went; in the watch's log without the processes.
+    """The summary of a step; lines of the watch's log leave out the processes.
 
     Attributes:
         step: Number of the step.
-        begin_ns: When it began, on the clock of the loop's process.
-        end_ns: When it ended; 0 until then.
+        begin_ns: Begin of the step, on the clock of the loop's process.
+        end_ns: End of the step; 0 before.
         policy_version: Version of the weights, if the loop reports one.
         loop: The processes that run the loop: the controller, or every rank of an SPMD loop.
-        workers: The processes that were called from it, as far as they were read.
-        earlier: The workers of the step before, whose runs may have lasted into this one.
-        exposed: Where the step's time went, in order of the stages.
+        workers: The processes of workers, as far as they were read.
+        earlier: The workers in the step before, whose stages may last into this step.
+        exposed: Exposed times, in order of the stages.
         memory: Memory by role.
-        spans: What the trajectories and their spans add up to, the longest first.
-        beside: Names of stages of the loop that run beside its steps, as generation in an asynchronous loop.
-        captured: Name of its step folder, if it was captured.
+        spans: Totals of trajectories and spans, the longest first.
+        beside: Names of stages that overlap the steps, such as generation in an asynchronous loop.
+        captured: Name of the step folder of a captured step.
         trainer_idle: Idle time of the training processes; ``None`` if unknown.
-        rollout_idle: Idle time of the rollout's replicas, or of the stage ``rollout``; likewise.
-        samples: How many trajectories ended in the step; without trajectories, requests.
+        rollout_idle: Idle time of the rollout's replicas, or of the stage ``rollout``; ``None`` if unknown.
+        samples: Number of trajectories that ended in the step; without trajectories, number of requests.
     """
 
     step: Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
@@ -197,17 +196,17 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def duration_ns(self) -> int:
-        """How long the step took; 0 if the clock was set back in it."""
+        """Duration of the step; 0 if the clock was set back meanwhile."""
         return max(0, self.end_ns - self.begin_ns)
 
     @property
     def seconds(self) -> float:
-        """How long the step took (s)."""
+        """Duration of the step (s)."""
         return self.duration_ns / 1e9
 
     @property
     def samples_per_s(self) -> float:
-        """How many samples were made per second of the step."""
+        """Samples per second of the step."""
         return self.samples / self.seconds if self.seconds else 0.0
 
     @property
@@ -242,8 +241,8 @@ def _memory(role: str, processes: Sequence[RankUse]) -> RoleMemory:
 def _spans(processes: Sequence[RankUse]) -> list[SpanTotal]:
     """Return the spans of all processes, the longest first; at most :data:`MOST_SPANS`.
 
-    Where two roles have spans of one name, those of the second are named after it, too: an agent loop's
-    ``reward`` is the wait for the ``reward (reward)`` of the process that scores.
+    If two roles have spans of one name, the name of the second role is appended. For example, ``reward`` of
+    an agent loop is the wait for ``reward (reward)`` of a scoring process.
     """
     found: dict[str, SpanTotal] = {}
     role_of: dict[str, str] = {}

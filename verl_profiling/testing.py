@@ -1,7 +1,7 @@
 """Helpers for tests of loops that use ``verl_profiling``, and of tools written for it.
 
-:func:`record_step` captures the test's own process like a worker, :func:`shifted_clock` makes it
-look like a host whose clock is off, and :func:`leaks` says what a test left switched on.
+:func:`record_step` captures the test's process like a worker, :func:`shifted_clock` shifts its clock like
+another host's, and :func:`leaks` lists recordings and threads that a test left behind.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RecordedStep:
 
     Attributes:
         folder: The step folder.
-        started: The answer to ``start_capture``.
+        started: The reply to ``start_capture``.
         result: The result, with finished artifacts; ``None`` until the block ends.
     """
 
@@ -47,7 +47,7 @@ class RecordedStep:
         """Path of the first artifact.
 
         Raises:
-            LookupError: There is none.
+            LookupError: There is no artifact.
         """
         if self.result is None or not self.result.artifacts:
             raise LookupError(f"no artifact was recorded: {self.result}")
@@ -64,7 +64,7 @@ def record_step(
     step: int = 1,
     keep: bool = True,
 ) -> Iterator[RecordedStep]:
-    """Capture this process while the block runs, without a callback.
+    """Capture this process during the block, without a callback.
 
     ::
 
@@ -77,13 +77,13 @@ def record_step(
         config: The settings.
         folder: The step folder.
         role: The worker's role.
-        rank: Its rank.
+        rank: Rank of the worker.
         step: Number of the step.
         keep: ``False`` for a warm-up.
 
     Raises:
         ConfigError: The settings are wrong.
-        Exception: Whatever the tool raised at its start.
+        Exception: The exception of the tool at its start.
     """
     session = process_session()
     worker = WorkerIdentity(role=role, rank=rank)
@@ -100,13 +100,13 @@ def record_step(
 
 @contextmanager
 def shifted_clock(offset_ns: int, domain: str = "shifted") -> Iterator[None]:
-    """Give this process a wall clock that is ahead, as on another host, while the block runs.
+    """Shift the wall clock of this process during the block, as on another host.
 
-    Workers that are set up inside belong to another clock domain, so that the callback
-    measures their offset. The clocks of profilers (Kineto's, for one) are not shifted.
+    Workers set up inside the block belong to another clock domain, so that the callback measures their
+    offset. The clocks of profilers, e.g. Kineto's, are not shifted.
 
     Args:
-        offset_ns: How far it is ahead, in nanoseconds.
+        offset_ns: Shift of the clock, in nanoseconds.
         domain: Name of the clock domain.
     """
     true_now_ns = clock.now_ns
@@ -115,9 +115,9 @@ def shifted_clock(offset_ns: int, domain: str = "shifted") -> Iterator[None]:
 
 
 def leaks() -> list[str]:
-    """Return what is still switched on in this process: nothing, after a clean test.
+    """Return sentences on recordings and threads that are left in this process; empty after a clean test.
 
-    A thread that finishes artifacts or runs hooks is not a leak: it ends with its work.
+    A thread that finishes artifacts or runs hooks is not a leak, because it ends with its work.
     """
     found = []
     if process_session().recording:

@@ -1,8 +1,8 @@
 """The log of a process's trajectories: a gzip file with one JSON array per line.
 
-The first line is a :class:`LogHeader`, the last a :class:`LogFooter`; a file without the last was cut.
-All times are unix nanoseconds on the clock of the process that wrote it. What records them is
-:mod:`verl_profiling.trajectories`; the analysis reads them with :func:`read_log`.
+The first line is a :class:`LogHeader`, the last a :class:`LogFooter`; a file without the footer was cut off.
+All times are unix nanoseconds on the clock of the writing process. :mod:`verl_profiling.trajectories` records
+trajectories, and the analysis reads logs with :func:`read_log`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ MAX_LINE = 1 << 20
 _CHUNK = 4096  # lines that are encoded at once, while no other thread runs
 _LOOK_EVERY = 64  # lines, each of which may unpack to megabytes
 MAX_BYTES = 1 << 27
-"""Bytes of a file, uncompressed, that are read at most."""
+"""Maximum number of uncompressed bytes to read."""
 
 Fact = str | int | float | bool | None
 Id = Annotated[int, msgspec.Meta(ge=NO_SPAN, le=1 << 53)]
 
 
 class LogHeader(msgspec.Struct, frozen=True, array_like=True, tag="log"):
-    """The first line.
+    """The first line of a trajectory log.
 
     Attributes:
         version: Version of the format.
         lane: Lane of the process, e.g. ``agent_loop_rank0``.
-        begin_ns: When recording began.
+        begin_ns: Begin of the recording.
     """
 
     version: int
@@ -51,9 +51,9 @@ class LoopRecord(msgspec.Struct, frozen=True, array_like=True, tag="loop"):
     """An event loop that ran recorded tasks.
 
     Attributes:
-        id: Its number in this file.
-        thread: Native id of the thread that it ran on.
-        name: Name of that thread.
+        id: Number of the loop in this file.
+        thread: Native id of the loop's thread.
+        name: Name of the thread.
     """
 
     id: Id
@@ -65,16 +65,16 @@ class TrajectoryRecord(msgspec.Struct, frozen=True, array_like=True, tag="t"):
     """One trajectory.
 
     Attributes:
-        id: Its number in this file.
-        group: The group that it belongs to: all samples of one prompt. Empty if not given.
-        sample: Which of the group's samples it is; ``None`` if not given.
-        begin_ns: When it began, which may be before recording did.
-        end_ns: When it ended; when recording did, for one that is still running.
-        status: ``done``, ``failed`` (an exception left it), ``cancelled``, ``running`` (recording
-            ended first), or what the loop said: ``aborted``, ``abandoned``, ``filtered``, ...
-        loop: Number of its event loop, or -1 without one.
-        error: What made it fail, in a line.
-        facts: What the loop said about it, e.g. ``validate``, ``turns``, ``min_version``, ``max_version``.
+        id: Number of the trajectory in this file.
+        group: Id of the group, i.e. all samples of one prompt; empty if not given.
+        sample: Id of the sample in the group; ``None`` if not given.
+        begin_ns: Begin of the trajectory, perhaps before the recording.
+        end_ns: End of the trajectory; for a running trajectory, end of the recording.
+        status: ``done``, ``failed`` (it raised), ``cancelled``, ``running`` (the recording ended first), or a
+            status of the loop: ``aborted``, ``abandoned``, ``filtered``, ...
+        loop: Number of the event loop; -1 without an event loop.
+        error: The error of a failed trajectory, in one line.
+        facts: Facts from the loop, e.g. ``validate``, ``turns``, ``min_version``, ``max_version``.
     """
 
     id: Id
@@ -92,18 +92,18 @@ class SpanRecord(msgspec.Struct, frozen=True, array_like=True, tag="s"):
     """One span, of a trajectory or of the process.
 
     Attributes:
-        id: Its number in this file.
-        trajectory: Number of its trajectory, or -1.
-        parent: Number of the span around it, or -1.
+        id: Number of the span in this file.
+        trajectory: Number of the span's trajectory, or -1.
+        parent: Number of the enclosing span, or -1.
         name: ``generate``, ``tool:search``, ``environment:start``, ``reward``, ...
-        begin_ns: When it began.
-        end_ns: When it ended; for one still open, when its trajectory or recording ended.
-        thread: Native id of the thread it began on.
-        loop: Number of its event loop, or -1 without one.
-        failed: An exception left it.
-        request: The engine's id of the request that it waits for; empty if not given.
-        facts: What the loop said about it.
-        open: It had not ended when its trajectory or recording did.
+        begin_ns: Begin of the span.
+        end_ns: End of the span; for an open span, end of the trajectory or of the recording.
+        thread: Native id of the thread at the begin.
+        loop: Number of the event loop; -1 without an event loop.
+        failed: Whether the span raised.
+        request: The engine's id of the awaited request; empty if not given.
+        facts: Facts from the loop.
+        open: Whether the span was open at the end of the trajectory or of the recording.
     """
 
     id: Id
@@ -125,8 +125,8 @@ class Lag(msgspec.Struct, frozen=True, array_like=True, tag="lag"):
 
     Attributes:
         loop: Number of the loop.
-        at_ns: When it ran.
-        late_ns: How long after its due time it ran.
+        at_ns: Time at which the callback ran.
+        late_ns: Delay after the due time.
     """
 
     loop: Id
@@ -139,11 +139,11 @@ class Block(msgspec.Struct, frozen=True, array_like=True, tag="block"):
 
     Attributes:
         loop: Number of the loop.
-        begin_ns: When it began, as far as that was seen.
-        end_ns: When it ended.
-        span: Number of the innermost span of the task that was seen to run, or -1.
-        task: Name of the task; empty if none was seen.
-        function: The function that was seen: ``module.function (file:line)``. Empty if none was.
+        begin_ns: Begin of the block, as far as sampled.
+        end_ns: End of the block.
+        span: Number of the innermost span of the sampled task, or -1.
+        task: Name of the sampled task; empty without a sample.
+        function: The sampled function, as ``module.function (file:line)``; empty without a sample.
     """
 
     loop: Id
@@ -155,13 +155,13 @@ class Block(msgspec.Struct, frozen=True, array_like=True, tag="block"):
 
 
 class StatusChange(msgspec.Struct, frozen=True, array_like=True, tag="status"):
-    """A status that trajectories got after their end, e.g. that their group was filtered out.
+    """A status of trajectories that was set after their end, e.g. ``filtered`` for a whole group.
 
     Attributes:
         group: The group.
-        sample: The sample; ``None`` for all of the group.
+        sample: The sample; ``None`` for all samples of the group.
         status: The new status.
-        at_ns: When the loop reported it.
+        at_ns: Time of the loop's report.
     """
 
     group: str
@@ -174,9 +174,9 @@ class Counted(msgspec.Struct, frozen=True, array_like=True, tag="count"):
     """A value of a counter, e.g. the length of a queue.
 
     Attributes:
-        name: What was counted.
-        at_ns: When.
-        value: How much.
+        name: Name of the counter.
+        at_ns: Time of the value.
+        value: Value of the counter.
     """
 
     name: str
@@ -185,12 +185,12 @@ class Counted(msgspec.Struct, frozen=True, array_like=True, tag="count"):
 
 
 class LogFooter(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """The last line.
+    """The last line of a trajectory log.
 
     Attributes:
-        end_ns: When recording ended.
-        spans_left_out: Spans that were not kept because the log was full.
-        trajectories_left_out: Trajectories that were not kept, likewise.
+        end_ns: End of the recording.
+        spans_left_out: Number of spans that were left out because the log was full.
+        trajectories_left_out: Number of trajectories that were left out for the same reason.
     """
 
     end_ns: Ns
@@ -218,20 +218,20 @@ class TrajectoryLog(msgspec.Struct, kw_only=True):
 
     Attributes:
         lane: Lane of the process.
-        begin_ns: When recording began.
-        end_ns: When it ended; the latest time found, for a file that was cut.
-        loops: Its event loops.
-        trajectories: Its trajectories.
-        spans: Their spans, and those of none.
-        lags: How late its loops were.
-        blocks: Periods in which a task blocked one of its event loops.
+        begin_ns: Begin of the recording.
+        end_ns: End of the recording; for a cut off file, the latest time in it.
+        loops: Event loops of the process.
+        trajectories: The recorded trajectories.
+        spans: Spans of trajectories, and spans outside trajectories.
+        lags: Delays of the event loops.
+        blocks: Periods in which a task blocked an event loop.
         statuses: Status changes after the end of trajectories.
-        counts: How much of something there was.
-        spans_left_out: Spans that were not kept.
-        trajectories_left_out: Trajectories that were not kept.
-        cut: The file has no end.
-        damaged: A line is none of a log's.
-        problems: What could not be read, or was not recorded, as sentences.
+        counts: Values of counters.
+        spans_left_out: Number of spans that were left out.
+        trajectories_left_out: Number of trajectories that were left out.
+        cut: Whether the end of the file is missing.
+        damaged: Whether a line is invalid.
+        problems: Sentences on unreadable or unrecorded parts.
     """
 
     lane: str
@@ -251,7 +251,7 @@ class TrajectoryLog(msgspec.Struct, kw_only=True):
     problems: list[str] = []
 
     def lines(self) -> Iterator[Line]:
-        """Yield the lines of its file."""
+        """Yield the lines of the log file."""
         yield LogHeader(LOG_VERSION, self.lane, self.begin_ns)
         for name in _PARTS.values():
             yield from getattr(self, name)
@@ -259,10 +259,10 @@ class TrajectoryLog(msgspec.Struct, kw_only=True):
 
 
 def write_log(path: Path, log: TrajectoryLog) -> int:
-    """Write a log; return the number of bytes on disk.
+    """Write a trajectory log; return the number of bytes on disk.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     encoder, lines = msgspec.json.Encoder(), list(log.lines())
     with whole_file(path) as part, gzip.open(part, "wb", compresslevel=3) as file:
@@ -272,14 +272,14 @@ def write_log(path: Path, log: TrajectoryLog) -> int:
 
 
 def read_log(path: Path, limit_reached: Callable[[int], str] = lambda lines: "") -> TrajectoryLog:
-    """Read a log; of a cut or damaged log, the lines before the damage.
+    """Read a trajectory log; of a damaged log, the lines before the damage.
 
     Args:
         path: The file.
-        limit_reached: Returns why reading ends after so many lines, or ``""``.
+        limit_reached: Function that returns why reading ends after a number of lines, or ``""``.
 
     Raises:
-        TraceFormatError: It is not a log of trajectories, or cannot be read.
+        TraceFormatError: The file is not a trajectory log, or cannot be read.
     """
     header, lines = open_log(path)
     log = TrajectoryLog(lane=header.lane, begin_ns=header.begin_ns, cut=True)
@@ -303,7 +303,7 @@ def read_log(path: Path, limit_reached: Callable[[int], str] = lambda lines: "")
         ends = (found.end_ns for part in (log.trajectories, log.spans) for found in part)
         log.end_ns = max(ends, default=log.begin_ns)
         if not log.problems:
-            log.problems.append(f"was cut behind line {number}")
+            log.problems.append(f"is cut off after line {number}")
     for count, what in ((log.trajectories_left_out, "trajectories"), (log.spans_left_out, "spans")):
         if count:
             log.problems.append(f"{what} that were not recorded, because the log was full: {count:,}")
@@ -311,16 +311,15 @@ def read_log(path: Path, limit_reached: Callable[[int], str] = lambda lines: "")
 
 
 def open_log(path: Path) -> tuple[LogHeader, Iterator[Line]]:
-    """Return the header of a log, and its other lines, which are read one by one.
+    """Return the header of a trajectory log, and an iterator of its other lines.
 
     Raises:
-        TraceFormatError: It is not a log of trajectories, or cannot be read; a line that is none is found
-            when it is read.
+        TraceFormatError: The file is not a trajectory log, or cannot be read; invalid lines raise later.
     """
     lines = _decoded(path)
     header = next(lines, None)
     if header is None:
-        raise TraceFormatError(path, "is empty, or was cut before its first line")
+        raise TraceFormatError(path, "is empty, or cut off before the end of its first line")
     if not isinstance(header, LogHeader):
         raise TraceFormatError(path, "is not a log of trajectories: it does not begin with a header")
     if header.version > LOG_VERSION:
@@ -334,12 +333,12 @@ LaterStatuses = dict[tuple[str, int | str | None], tuple[int, str]]
 
 
 def later_statuses(logs: Iterable[tuple[Path, int]]) -> LaterStatuses:
-    """Return the changes of statuses in all logs of a step.
+    """Return the status changes in all trajectory logs of a step.
 
-    The process that logs a change may be another than the one that recorded the trajectory.
+    A change may be in the log of another process than the trajectory.
 
     Args:
-        logs: The logs, each with what to subtract from its times.
+        logs: The logs, each with the clock offset to subtract from its times.
     """
     found: LaterStatuses = {}
     for path, offset_ns in logs:
@@ -352,7 +351,7 @@ def later_statuses(logs: Iterable[tuple[Path, int]]) -> LaterStatuses:
 
 
 def last_status(trajectory: TrajectoryRecord, later: LaterStatuses) -> str:
-    """Return the status of a trajectory: its own, or the last one that it got after its end."""
+    """Return the last status of a trajectory, including changes after its end."""
     keys = ((trajectory.group, trajectory.sample), (trajectory.group, None))
     return max((later[key] for key in keys if key in later), default=(0, trajectory.status))[1]
 
@@ -369,7 +368,7 @@ def _decoded(path: Path, begin: bytes = b"") -> Iterator[Line]:
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file that end in a line break; a file that was cut has half a line at its end."""
+    """Yield the lines of a file that end in a line break, because a cut off file ends with half a line."""
     left = MAX_BYTES
     try:
         with igzip.open(path, "rb") as file:

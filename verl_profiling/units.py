@@ -1,4 +1,4 @@
-"""Times, sizes, numbers of steps and foreign names as a person reads them."""
+"""Formats times, sizes, lists of steps and names from files for people."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
 
 
 def duration(seconds: float, *, signed: bool = False) -> str:
-    """Return a time in the unit that fits: ``1,234 s``, ``1.23 s``, ``12.3 ms``, ``123 us``, ``0 s``.
+    """Return a time with a suitable unit: ``1,234 s``, ``1.23 s``, ``12.3 ms``, ``123 us``, ``0 s``.
 
     Args:
         seconds: The time (s).
-        signed: Write ``+`` before a time greater than 0.
+        signed: Whether to write ``+`` before a time greater than 0.
     """
     if not seconds:
         return "0 s"
@@ -28,12 +28,12 @@ def duration(seconds: float, *, signed: bool = False) -> str:
 
 
 def lane_seconds(seconds: float, whose: str = "lane") -> str:
-    """Return time that is added up over lanes, or devices: ``4.34 lane-seconds``."""
+    """Return a total time of lanes or devices: ``4.34 lane-seconds``."""
     return f"{_three_digits(seconds)} {whose}-seconds"
 
 
 def byte_size(size: float) -> str:
-    """Return a number of bytes in the unit that fits: ``2 GB``, ``12.3 MB``, ``512 bytes``."""
+    """Return a number of bytes with a suitable unit: ``2 GB``, ``12.3 MB``, ``512 bytes``."""
     unit, scale = _unit(size, _SIZES)
     number = _three_digits(size / scale)
     return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
@@ -49,19 +49,19 @@ def step_list(steps: Sequence[int], most: int = 10) -> str:
 
     Args:
         steps: Numbers of steps.
-        most: How many are named.
+        most: Maximum number of listed steps.
     """
     return f"{'step' if len(steps) == 1 else 'steps'} {listed(list(map(str, steps)), most)}"
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Return the first names, and the number of the others: ``a, b, c and 2 more``."""
+    """Return the first names, and the number of further names: ``a, b, c and 2 more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 
 
 def _unit(value: float, units: tuple[tuple[str, float], ...]) -> tuple[str, float]:
-    """Return the largest unit of which a value is at least one, when rounded to three digits."""
+    """Return the largest unit in which a value, rounded to three digits, is at least 1."""
     return next((unit for unit in units if abs(value) >= 0.9995 * unit[1]), units[-1])
 
 
@@ -73,14 +73,14 @@ def _three_digits(value: float) -> str:
 
 
 def visible(text: str) -> str:
-    r"""Return a text with control and bidirectional characters written out: ``\x1b``, ``\u202e``."""
+    r"""Return a text with control and bidirectional characters as escapes: ``\x1b``, ``\u202e``."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def visible_text_of(value: T) -> T:
-    """Return a structure with all of its texts, keys included, as :func:`visible` shows them."""
+    """Return a structure with :func:`visible` applied to all texts, including keys."""
     shown: T = msgspec.convert(_shown(msgspec.to_builtins(value)), type(value))
     return shown
 

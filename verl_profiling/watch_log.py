@@ -1,9 +1,8 @@
-"""The file that a run writes of its watch: one step summary a line, of which there is an older part, too.
+"""Reads the log of a run's watch, which has one step summary per line, in a current and an older file.
 
-Of a step that has several lines, the last one counts.
-Both parts are bounded, so a long run keeps its latest steps. What writes them is
-:mod:`verl_profiling.watch.log`; ``top`` and the report read them with :class:`WatchLogReader`, while they
-grow and are rotated.
+If a step has several lines, the last line counts. Both files have a limited size, so a long run keeps its
+latest steps. :mod:`verl_profiling.watch.log` writes the log; ``top`` and the report read the growing files
+with :class:`WatchLogReader`.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def has_watch_log(run: Path) -> bool:
-    """Return whether a run's folder holds a log of its watch."""
+    """Return whether the folder of a run contains a watch log."""
     return (run / WATCH_LOG).exists() or (run / OLDER_WATCH_LOG).exists()
 
 
 class WatchLogReader:
-    """Reads the watch's log of a run, and follows it while it grows; lines that are no steps are left out.
+    """Reads the watch log of a run, and follows new lines; invalid lines are left out.
 
     Args:
-        run: The run's folder. A log that is not there yet is waited for.
+        run: Folder of the run; the log may appear later.
     """
 
     def __init__(self, run: Path) -> None:
@@ -64,7 +63,7 @@ class WatchLogReader:
             raise TraceFormatError(self._run / WATCH_LOG, f"cannot be read ({error.strerror})") from error
 
     def _steps(self, first: bytes, part: BinaryIO) -> Iterator[StepSummary]:
-        """Yield the steps of one part behind what was read of it."""
+        """Yield the unread steps of one of the files."""
         part.seek(self._position if first == self._first else 0)
         within_a_line = False
         while line := part.readline(MAX_LINE):

@@ -54,11 +54,11 @@ def test_the_terminal_shows_the_history_and_says_how_to_capture(
     assert not (run / "index.html").exists()
     assert main(["check", str(run)]) == EXIT_OK
     said = capsys.readouterr().out
-    assert said.startswith("No step was captured. schedule.steps names steps beforehand")
+    assert said.startswith("No step was captured. schedule.steps lists steps beforehand")
     assert said.endswith("0 artifacts, all ok\n")
     for command in (["merge", str(run)], ["diff", str(run), str(run)]):
         assert main(command) == EXIT_BAD_INPUT
-        assert "No step was captured. schedule.steps names steps" in capsys.readouterr().err
+        assert "No step was captured. schedule.steps lists steps" in capsys.readouterr().err
 
 
 def test_the_page_of_the_run_has_every_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -263,7 +263,7 @@ def test_a_log_that_is_cut_damaged_or_missing_costs_what_is_not_there(tmp_path: 
     assert 100 < shown < 5_000
     assert len(result.problems) == 3
     assert "agent_loop_rank1.trajectories.jsonl.gz is missing" in result.problems[0]
-    assert result.problems[1] == f"{path.name}: was cut behind line {shown + 3}"
+    assert result.problems[1] == f"{path.name}: is cut off after line {shown + 3}"
     assert "not a gzip file" in result.problems[2]
     inputs.limits = Limits(memory_bytes=1)
     limited = merge(inputs)

@@ -53,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="the run's folder or URL, or its save_path")
     parser.add_argument("--run", dest="run_id", metavar="ID", help="the run, where several share the folder")
     parser.add_argument("--steps", type=count, default=1, metavar="N", help="consecutive steps (default: 1)")
-    what = parser.add_argument_group("what, other than the settings say")
+    what = parser.add_argument_group("changes of the settings for these captures")
     what.add_argument("--mode", choices=("e2e", "discrete"))
     what.add_argument("--tool", type=_names, metavar="NAMES", help="e.g. torch or torch,torch_memory")
     what.add_argument("--roles", type=_names, metavar="NAMES", help="e.g. actor,rollout")

@@ -377,7 +377,7 @@ class Requests:
         stages = demand.selection.stages or ()
         trigger = Trigger(
             kind="demand",
-            reason="as the settings say" if selection is None else selection.in_words(),
+            reason="with the settings of the run" if selection is None else selection.in_words(),
             by=demand.by,
             request=demand.id,
             stage=stages[0] if len(stages) == 1 else "",
