@@ -58,6 +58,8 @@ def test_merge_options_reach_the_timeline(tmp_path: Path, capsys: pytest.Capture
     slim = ["--stage", "rollout", "--ranks", "0", "--min-us", "1", "--max-bytes", "1M"]
     assert main(["merge", str(folder), *slim]) == EXIT_OK
     assert "left out" in capsys.readouterr().out
+    [path] = folder.glob("timeline*")
+    assert path.name.startswith("timeline.ranks_0.stages_rollout.min_us_1")
     assert main(["merge", str(folder), "--max-bytes", "100"]) == EXIT_FINDING
     assert "timeline.max_bytes_100.json.gz: larger than --max-bytes 100 bytes: " in capsys.readouterr().err
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 from tests import device_report
 from verl_profiling.capture.session import Session
 
-ROOT = Path(__file__).resolve().parent.parent
 JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.gpu.test_gpu" name="test_kernels"/>
 <testcase classname="tests.gpu.test_gpu" name="test_nccl"><skipped message="one device"/></testcase>
@@ -39,20 +37,3 @@ def test_without_a_device_the_report_says_so(
         "skipped": {f"{prefix}test_nccl": "one device"},
     }
     assert find_spec("torch") is None or report["costs"]["stop_ms"] > 0
-
-
-@pytest.mark.parametrize(("target", "marker"), [("test-gpu", "gpu"), ("test-npu-device", "npu_device")])
-def test_one_command_runs_the_tests_and_makes_the_report(target: str, marker: str) -> None:
-    """It builds an environment of its own, runs the device's tests, and reports on them."""
-    done = subprocess.run(
-        ["make", "--dry-run", "--always-make", target], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    name = target.removeprefix("test-")
-    for part in (
-        f"-m venv --clear .venv-{name}",
-        f".venv-{name}/bin/python -m pytest -m {marker}",
-        f"-m tests.device_report --junit outputs/devices/{name}.xml",
-    ):
-        assert part in done.stdout
-    assert "torch==" not in done.stdout
-    assert "torch-cpu" not in done.stdout

@@ -87,7 +87,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def python_blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
 @stage("update_actor")
@@ -102,13 +102,15 @@ def test_callback_page_names_every_method() -> None:
     assert {name for name in public if name not in page} == set()
 
 
-def test_first_loop_of_the_callback_page_runs(tmp_path: Path, session: Session) -> None:
-    """With workers of one's own it captures both stages and keeps the loss."""
+@pytest.mark.parametrize("page", ["README.md", "docs/callback.md"])
+def test_the_first_loop_of_a_page_runs(page: str, tmp_path: Path, session: Session) -> None:
+    """Typed as it stands, with workers and a step of one's own, it captures the step."""
     settings = {"enable": True, "tool": "spans", "save_path": str(tmp_path), "schedule": {"steps": [2]}}
     actor, server = CaptureMixin(), CaptureMixin()
     actor.init_capture(settings, role="actor")
     server.init_capture(settings, role="rollout")
     names = {
+        "ProfilingCallback": ProfilingCallback,
         "config": SimpleNamespace(profiling=settings),
         "actors": [actor],
         "servers": [server],
@@ -116,16 +118,19 @@ def test_first_loop_of_the_callback_page_runs(tmp_path: Path, session: Session) 
         "steps": 3,
         "rollout": lambda servers, prompts: [],
         "update": update,
+        "train_step": lambda actors, servers: {"loss": update()},
     }
-    exec(python_blocks("callback.md")[0], names)
+    exec(compile(python_blocks(page)[0], page, "exec"), names)
     manifest = read_manifest(next(tmp_path.rglob("step_*")))
-    assert [span.name for span in manifest.stages] == ["rollout", "update_actor"]
-    assert manifest.metrics == {"loss": 0.5}
+    assert (manifest.complete, manifest.metrics) == (True, {"loss": 0.5})
+    assert [worker.roles for worker in manifest.workers] == [["actor", "rollout"]]
+    stages = ["rollout", "update_actor"] if page == "docs/callback.md" else []
+    assert [span.name for span in manifest.stages] == stages
 
 
 def test_notebook_cell_of_the_callback_page_runs(tmp_path: Path, session: Session) -> None:
     """Compiled like a cell and awaited on a running event loop, it captures the worker's stage."""
-    [cell] = [block for block in python_blocks("callback.md") if block.startswith("async with")]
+    [cell] = [block for block in python_blocks("docs/callback.md") if block.startswith("async with")]
     config = {"enable": True, "tool": "spans", "save_path": str(tmp_path)}
     worker = CaptureMixin()
     worker.init_capture(config, role="actor")

@@ -62,12 +62,16 @@ def photographed(step: StepInputs, folder: Path, picture: Path, *rows: str) -> l
     return list(seen["lanes"])
 
 
-def test_the_report(step: StepInputs, folder: Path, tmp_path: Path) -> None:
-    """As it is and with its parts numbered, with nothing on the browser's console."""
+def page_of(step: StepInputs, script: str, tmp_path: Path, folder: Path) -> None:
+    """Take the pictures of a step's page, with nothing on the browser's console."""
     page = tmp_path / "report.html"
     page.write_text(render_html(build_report(step)), encoding="utf-8")
-    seen = run_script("report.js", str(page), str(folder))
-    assert seen["problems"] == []
+    assert run_script(script, str(page), str(folder))["problems"] == []
+
+
+def test_the_report(step: StepInputs, folder: Path, tmp_path: Path) -> None:
+    """As it is and with its parts numbered."""
+    page_of(step, "report.js", tmp_path, folder)
     assert size_of(folder / "report-light.png")[0] == size_of(folder / "report-numbered.png")[0] == 1240
 
 
@@ -87,10 +91,7 @@ def test_the_page_of_the_run(steps: list[StepInputs], folder: Path, tmp_path: Pa
 
 def test_the_rollout(folder: Path, tmp_path: Path) -> None:
     [step] = find_steps(AGENT)
-    page = tmp_path / "report.html"
-    page.write_text(render_html(build_report(step)), encoding="utf-8")
-    seen = run_script("rollout.js", str(page), str(folder))
-    assert seen["problems"] == []
+    page_of(step, "rollout.js", tmp_path, folder)
     assert size_of(folder / "rollout.png")[0] > 1000
 
 

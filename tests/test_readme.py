@@ -7,15 +7,9 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from reader import RUNNABLE, SHARED, TRAIN, Reader, assignments
-
-from verl_profiling import ProfilingCallback, stage
-from verl_profiling.capture.session import Session
-from verl_profiling.run_files import read_manifest
-from verl_profiling.workers import CaptureMixin
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "recipes/grpo_tiny/README.md", "docs/quickstart.md")
@@ -105,31 +99,3 @@ def test_every_command_is_checked() -> None:
 @pytest.mark.parametrize(("page", "block"), blocks("python"))
 def test_snippets_compile(page: str, block: str) -> None:
     compile(block, page, "exec")
-
-
-def test_the_first_lines_of_the_readme_are_enough(tmp_path: Path, session: Session) -> None:
-    """Typed as they stand, with workers and a step of one's own, they capture the step."""
-    page, block = blocks("python")[0]
-    assert page == "README.md"
-    settings = {"enable": True, "tool": "spans", "save_path": str(tmp_path), "schedule": {"steps": [2]}}
-    actor, server = CaptureMixin(), CaptureMixin()
-    actor.init_capture(settings, role="actor")
-    server.init_capture(settings, role="rollout")
-
-    def train_step(actors: object, servers: object) -> dict[str, float]:
-        with stage("update_actor"):
-            return {"reward": 0.5}
-
-    names = {
-        "ProfilingCallback": ProfilingCallback,
-        "config": SimpleNamespace(profiling=settings),
-        "actors": [actor],
-        "servers": [server],
-        "steps": 3,
-        "train_step": train_step,
-    }
-    exec(compile(block, page, "exec"), names)
-    [folder] = tmp_path.glob("step_*")
-    manifest = read_manifest(folder)
-    assert (manifest.complete, manifest.metrics) == (True, {"reward": 0.5})
-    assert [worker.roles for worker in manifest.workers] == [["actor", "rollout"]]

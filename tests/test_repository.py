@@ -1,4 +1,4 @@
-"""What people expect of a repository: hooks, a workflow and forms that ask for what this project has."""
+"""What people expect of a repository: hooks and a workflow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 
 from tests.pythons import versions
 
@@ -47,11 +46,3 @@ def test_the_workflow_runs_what_has_to_pass() -> None:
     steps = read(".github/workflows/ci.yml")["jobs"]["pythons"]["steps"]
     [given] = [step["with"]["python-version"] for step in steps if "setup-python" in step.get("uses", "")]
     assert sorted(given.split()) == sorted(versions())
-
-
-@pytest.mark.parametrize("form", ["bug", "request"])
-def test_issues_ask_for_the_doctor(form: str) -> None:
-    """Versions and devices come with the question; a bug cannot be reported without them."""
-    fields = {field["id"]: field for field in read(f".github/ISSUE_TEMPLATE/{form}.yml")["body"]}
-    assert "verl-profiling doctor" in fields["doctor"]["attributes"]["label"]
-    assert fields["doctor"].get("validations", {}).get("required", False) == (form == "bug")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from step_folders import rewrite_worker
 
 from verl_profiling.analysis import open_step
-from verl_profiling.cli import main
+from verl_profiling.report.files import scalars
 from verl_profiling.report.model import Report
 
 DATA = Path(__file__).parents[1] / "data"
@@ -219,10 +219,9 @@ def real_rank(
     ids=["TP x DP", "EP", "PP"],
 )
 def test_the_last_rank_of_a_real_step_is_waited_for_in_both_of_its_groups(
-    collective: str, others_wait: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    collective: str, others_wait: bool, tmp_path: Path
 ) -> None:
     """Rank 3 is late for rank 2 in one group and for rank 1 in the other; nobody waits for a send."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     content = json.loads(gzip.decompress((DATA / "nccl_data.json.gz").read_bytes()))
     took: dict[str, list[float]] = {}
     for event in content["traceEvents"]:
@@ -231,18 +230,14 @@ def test_the_last_rank_of_a_real_step_is_waited_for_in_both_of_its_groups(
             event["name"] = SEND
         if event.get("cat") == "kernel" and "Collective name" in args:
             took.setdefault(args["Collective name"], []).append(min(100, event["dur"]))
-    run = tmp_path / "run"
-    run.mkdir()
     for rank in range(4):
         groups = {collective: [rank // 2 * 2, rank // 2 * 2 + 1], "broadcast": [rank % 2, rank % 2 + 2]}
-        real_rank(run, content, rank, groups, 100.0 * (rank == 3))
-    assert main(["report", str(run), "--json", "--tensorboard", str(tmp_path / "curves")]) == 0
-    waits = [row["waiting_us"] for row in json.loads(capsys.readouterr().out)["workers"]]
+        real_rank(tmp_path, content, rank, groups, 100.0 * (rank == 3))
+    report = open_step(tmp_path).report()
+    waits = [row.waiting_us for row in report.workers]
     second = sum(took[collective]) if others_wait else 0
     assert waits == [0, pytest.approx(sum(took["broadcast"]), abs=1), pytest.approx(second, abs=1), 0]
-    curves = accumulator.EventAccumulator(str(tmp_path / "curves")).Reload()
-    [point] = curves.Scalars("profiling/lost/waiting_for_other_ranks_s")
-    assert point.value == pytest.approx(sum(waits) / 1e6)
+    assert dict(scalars(report))["lost/waiting_for_other_ranks_s"] == pytest.approx(sum(waits) / 1e6)
 
 
 @pytest.mark.parametrize(("ends", "slow"), [((8.0, 8.1), []), ((8.0, 4.0), ["actor_rank0"])])

@@ -65,26 +65,12 @@ def device_events(begin_us: Decimal, *, older: bool = False) -> list[dict[str, A
     ]
     for tid, (name, spans) in enumerate(OVERLAP.items()):
         events += [event("Overlap Analysis", tid, name, *span, {}) for span in spans]
-    events.append(
-        {
-            "name": "AI Core Freq",
-            "pid": PIDS["AI Core Freq"],
-            "tid": 0,
-            "ts": str(begin_us),
-            "ph": "C",
-            "args": {"MHz": 1800},
-        }
-    )
+    frequency = {"pid": PIDS["AI Core Freq"], "tid": 0, "ts": str(begin_us), "args": {"MHz": 1800}}
+    events.append({"name": "AI Core Freq", "ph": "C", **frequency})
     for name, (label, threads) in PROCESSES.items():
         about = {"pid": PIDS[name], "ph": "M"}
-        events.append(
-            {
-                "name": "process_name",
-                "tid": 0,
-                "args": {"name": OLDER.get(name, name) if older else name},
-                **about,
-            }
-        )
+        shown = OLDER.get(name, name) if older else name
+        events.append({"name": "process_name", "tid": 0, "args": {"name": shown}, **about})
         events.append({"name": "process_labels", "tid": 0, "args": {"labels": label}, **about})
         events += [
             {"name": "thread_name", "tid": tid, "args": {"name": thread}, **about}
