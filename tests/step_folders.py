@@ -51,6 +51,17 @@ def read_events(path: Path) -> list[dict]:
     return content["traceEvents"] if isinstance(content, dict) else content
 
 
+def spans_by_lane(timeline: Path) -> dict[str, list[dict]]:
+    """Return the complete events of a timeline; a lane is the first word of its process's name."""
+    events = read_events(timeline)
+    lanes = {e["pid"]: e["args"]["name"].split()[0] for e in events if e["name"] == "process_name"}
+    found: dict[str, list[dict]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            found.setdefault(lanes[event["pid"]], []).append(event)
+    return found
+
+
 def unix_ns(trace: str) -> dict[str, list[int]]:
     """Return the begin of every complete event by name, in unix ns, with exact arithmetic."""
     content = json.loads(trace, parse_float=lambda text: text)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
-from example_loops import read_trace
+from step_folders import spans_by_lane
 
 from integrations.verl_runs import REFERENCE, Run, run_verl
 from verl_profiling.cli import main
@@ -28,17 +27,6 @@ def inside(spans: list[StageSpan], name: str, parent: str) -> int:
         for span in spans
         if span.name == name
     )
-
-
-def lanes_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the spans of a merged timeline by lane."""
-    events = read_trace(folder / "timeline.json.gz")["traceEvents"]
-    names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
-    lanes: dict[str, list[dict[str, Any]]] = {}
-    for event in events:
-        if event["ph"] == "X":
-            lanes.setdefault(names[event["pid"]].partition(" ")[0], []).append(event)
-    return lanes
 
 
 def assert_covered(spans: list[dict[str, Any]], name: str, outer: list[dict[str, Any]], around: str) -> None:
@@ -184,7 +172,7 @@ class RunContract:
         for command in (["merge", str(folder)], ["report", str(folder), "--save"], ["check", str(folder)]):
             assert main(command) == 0
         for step in (2, 3):
-            lanes = lanes_of(folder / f"step_{step:06d}")
+            lanes = spans_by_lane(folder / f"step_{step:06d}" / "timeline.json.gz")
             controller = lanes["controller"]
             assert_covered(lanes["rollout0_rank0"], self.iteration, controller, "rollout")
             for name in WORKER_STAGES:

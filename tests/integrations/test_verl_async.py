@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
+from step_folders import spans_by_lane
 
-from integrations.run_contract import lanes_of
 from integrations.verl_runs import ROOT, Run, run_verl
 from verl_profiling.cli import main
 from verl_profiling.manifest import Manifest, StageSpan
@@ -156,4 +156,7 @@ class TestFullyAsync:
             assert {span.name for span in log.spans} >= {"reset_staleness"}
             assert {span.name for span in log.spans} <= {"sample", "pause", "reset_staleness", "validate"}
         main(["merge", str(run.save_path)])
-        assert any(lane.startswith("rollouter_rank0") for lane in lanes_of(run.save_path / "step_000003"))
+        assert any(
+            lane.startswith("rollouter_rank0")
+            for lane in spans_by_lane(run.save_path / "step_000003" / "timeline.json.gz")
+        )

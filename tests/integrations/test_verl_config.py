@@ -237,7 +237,7 @@ def test_the_tool_of_the_rollout_has_to_fit_the_device(device: str, tool: str, r
     profiling = {"enable": True, "tool": "spans", "roles": {"rollout": {"tool": tool}}}
     with pytest.raises(
         ConfigError,
-        match=rf"^roles\.rollout\.tool: {tool} records nothing of vLLM on {device}; set it to {right}",
+        match=rf"^roles\.rollout\.tool: {tool} records nothing of vLLM on {device}; set tool {right}",
     ):
         settings_of(verl_config(device=device, profiling=profiling))
 

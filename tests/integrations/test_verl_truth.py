@@ -155,16 +155,8 @@ SCENARIOS = (
 ALWAYS = ("gen", "old_log_prob", "adv", "update_actor", "update_weights", "step")
 
 
-@pytest.fixture(scope="module")
-def table() -> Iterator[list[str]]:
-    """Collect a row per scenario, and print them all at the end."""
-    rows: list[str] = []
-    yield rows
-    print("\n| run | steps | timers | largest difference |\n|---|---|---|---|", *rows, sep="\n")
-
-
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-def test_stages_take_as_long_as_verl_says(scenario: Scenario, tmp_path: Path, table: list[str]) -> None:
+def test_stages_take_as_long_as_verl_says(scenario: Scenario, tmp_path: Path) -> None:
     """Every timer of verl's is a stage that is as long; the rollout begins earlier, with the prompts."""
     run = scenario.run(tmp_path)
     assert run.code == 0, run.output[-4000:]
@@ -173,18 +165,8 @@ def test_stages_take_as_long_as_verl_says(scenario: Scenario, tmp_path: Path, ta
     ]
     assert {one.step for one in found} == set(scenario.steps)
     assert {one.timer for one in found} >= {*ALWAYS, *scenario.timers}
-    table.append(row(scenario, found))
     for one in found:
         if one.timer == "gen":
             assert one.difference_s > -CLOSE_S
         elif one.timer != "step":
             assert one.difference_s == pytest.approx(0, abs=CLOSE_S), one
-
-
-def row(scenario: Scenario, found: list[Compared]) -> str:
-    stages = [one for one in found if one.timer not in ("gen", "step")]
-    worst = max(stages, key=lambda one: abs(one.difference_s))
-    timers = {one.timer for one in stages}
-    steps = ", ".join(map(str, scenario.steps))
-    difference = f"{1e3 * abs(worst.difference_s):.3f} ms ({worst.timer})"
-    return f"| {scenario.name} | {steps} | {len(timers)} | {difference} |"

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed; `make env` builds an environment")
 
 from reader import TRAIN, Reader
-from step_folders import read_events
+from step_folders import read_events, spans_by_lane
 
 from recipes.grpo_tiny import task
 from verl_profiling.cli import main
@@ -63,17 +63,6 @@ def run(request: pytest.FixtureRequest, reader: Reader) -> Run:
 
 
 pytestmark = [pytest.mark.recipes, pytest.mark.timeout(600)]
-
-
-def spans_by_lane(timeline: Path) -> dict[str, list[dict]]:
-    """Return the complete events of a timeline; a lane is the first word of its process's name."""
-    events = read_events(timeline)
-    lanes = {e["pid"]: e["args"]["name"].split()[0] for e in events if e["name"] == "process_name"}
-    found: dict[str, list[dict]] = {}
-    for event in events:
-        if event["ph"] == "X":
-            found.setdefault(lanes[event["pid"]], []).append(event)
-    return found
 
 
 def expected_artifacts(run: Run) -> set[str]:

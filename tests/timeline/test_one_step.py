@@ -214,14 +214,13 @@ def test_a_step_inside_of_another_folder_is_named_with_it(
 
 
 def test_numbers_of_the_whole_capture_are_said_to_be(tmp_path: Path) -> None:
-    """Events and notes are known of all steps together; a capture of one step says nothing."""
+    """Sizes, events and notes are known of all steps together; a capture of one step says nothing."""
     folder = capture(tmp_path)
     rewrite(folder, steps=[2, 3])
     rewrite_worker(folder, "rollout0", notes=["rollout0: 80 requests"])
     for report in load_reports(tmp_path):
         assert report.capture_steps == [2, 3]
         assert "of the whole capture, steps 2, 3: rollout0: 80 requests" in report.notes
-        text = " ".join(printed(report).split())
-        assert "events (of the whole capture, steps 2, 3)" in text
+        assert "events (of the whole capture, steps 2, 3)" in " ".join(printed(report).split())
         assert "events (of the whole capture, steps 2, 3)" in render_html(report)
     assert load_reports(capture(tmp_path / "alone", STEPS[:1]))[0].capture_steps == []
