@@ -21,7 +21,7 @@ import msgspec
 import pytest
 from drawn_summaries import MS, summary
 from rich.console import Console, RenderableType
-from step_folders import build_step
+from step_folders import build_step, rewrite
 
 from verl_profiling.capture_request import Trigger
 from verl_profiling.cli import main
@@ -29,7 +29,7 @@ from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
 from verl_profiling.report.watch_frame import Pulse, captures_so_far, logged_steps, watch_frame
-from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.run_files import write_json_atomically
 from verl_profiling.step_summary import SpanTotal, StepSummary
 from verl_profiling.watch.log import WatchLog
 from verl_profiling.watch_log import WATCH_LOG
@@ -70,11 +70,8 @@ def run(tmp_path: Path) -> Path:
     for number in range(30):
         slow = {"rollout": 9000} if number == 20 else {}
         log(summary(number, {"rollout": 5000, "update_actor": 3000, **slow}))
-    manifest = read_manifest(build_step(folder, step=12))
     asked = Trigger(kind="anomaly", reason="rollout took 9.00 s, 1.8 times its median")
-    write_json_atomically(
-        folder / "step_000012" / "manifest.json", msgspec.structs.replace(manifest, trigger=asked)
-    )
+    rewrite(build_step(folder, step=12), trigger=asked)
     return folder
 
 
@@ -302,37 +299,23 @@ class TestLive:
 
 
 class TestHistory:
-    """What lines of the log mean together."""
+    """What lines of the log mean together, and step folders of a run that goes on."""
 
     def test_a_resumed_run_replaces_what_it_runs_again(self) -> None:
-        """Steps that the start before had come to are not its future."""
+        """Steps that the start before had come to are not its future; the last line of a step counts."""
         before = logged_steps(summary(number) for number in range(10))
-        later = 10**12
-        again = [summary(number) for number in (5, 6)]
-        again = [
-            msgspec.structs.replace(step, begin_ns=step.begin_ns + later, end_ns=step.end_ns + later)
-            for step in again
-        ]
-        steps = logged_steps(again, before)
+        later = {"begin_ns": 2 * 10**18, "end_ns": 2 * 10**18 + 10**10}
+        made = (summary(5), summary(6, leader=""), summary(6))
+        steps = logged_steps([msgspec.structs.replace(step, **later) for step in made], before)
         assert [step.step for step in steps] == [0, 1, 2, 3, 4, 5, 6]
-
-    def test_the_last_line_of_a_step_counts(self) -> None:
-        """A start that goes on may run a step again."""
-        steps = logged_steps([summary(1, leader=""), summary(1)])
-        assert [step.exposed[0].leader for step in steps] == ["actor_rank2"]
-
-
-class TestCaptures:
-    """Step folders of a run that goes on."""
+        assert steps[-1].exposed[0].leader == "actor_rank2"
 
     def test_a_capture_that_goes_on_is_shown_as_such(self, tmp_path: Path) -> None:
         """And is looked at again when its manifest is written."""
         folder = build_step(tmp_path, step=3)
-        whole = read_manifest(folder)
-        write_json_atomically(folder / "manifest.json", msgspec.structs.replace(whole, state="begun"))
-        assert captures_so_far(tmp_path, 5) == (1, {folder.name: "schedule (still open)"})
-        write_json_atomically(folder / "manifest.json", whole)
-        assert captures_so_far(tmp_path, 5) == (1, {folder.name: "schedule"})
+        for state, shown in (("begun", "schedule (goes on)"), ("written", "schedule")):
+            rewrite(folder, state=state)
+            assert captures_so_far(tmp_path, 5) == (1, {folder.name: shown})
 
     def test_manifests_that_cannot_be_read_are_no_matter(self, tmp_path: Path) -> None:
         """A link that leads out, a pipe, nonsense, none at all, a run that vanished."""
