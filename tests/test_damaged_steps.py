@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,8 +56,12 @@ DAMAGES: dict[str, Damage] = {
 def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A run of three steps, of which the manifest of the second is damaged."""
     run = tmp_path / "run"
-    for step in (1, 2, 3):
-        build_step(run, step=step)
+    first = build_step(run, step=1)
+    for step in (2, 3):
+        folder = run / f"step_{step:06d}"
+        shutil.copytree(first, folder)
+        manifest = json.loads((folder / MANIFEST_NAME).read_text())
+        (folder / MANIFEST_NAME).write_text(json.dumps({**manifest, "step": step, "steps": [step]}, indent=2))
     DAMAGES[request.param](run / "step_000002" / MANIFEST_NAME)
     return run
 

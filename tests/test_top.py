@@ -313,7 +313,7 @@ class TestHistory:
     def test_a_capture_that_goes_on_is_shown_as_such(self, tmp_path: Path) -> None:
         """And is looked at again when its manifest is written."""
         folder = build_step(tmp_path, step=3)
-        for state, shown in (("begun", "schedule (goes on)"), ("written", "schedule")):
+        for state, shown in (("begun", "schedule (still open)"), ("written", "schedule")):
             rewrite(folder, state=state)
             assert captures_so_far(tmp_path, 5) == (1, {folder.name: shown})
 
