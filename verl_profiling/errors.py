@@ -41,7 +41,7 @@ class CaptureStateError(ProfilingError, RuntimeError):
 
 
 class ToolUnavailableError(ProfilingError, RuntimeError):
-    """A tool or an engine does not work on this machine; the message says what to install."""
+    """A tool or an engine does not work on this machine; the message has the remedy."""
 
 
 class TraceFormatError(ProfilingError, ValueError):

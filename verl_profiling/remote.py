@@ -33,7 +33,7 @@ def check_url(url: str) -> None:
     """Check that there is a file system for a URL, without connecting.
 
     Raises:
-        ToolUnavailableError: There is none; the message says what to install.
+        ToolUnavailableError: There is no file system for the URL; the message has the packages to install.
     """
     try:
         import fsspec
@@ -196,7 +196,7 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True):
 class LocalFolder:
     """A folder of this host, with the methods of :class:`RemoteFolder`.
 
-    All methods raise ``OSError``, and none follows a link.
+    All methods raise ``OSError``. No method follows links.
     """
 
     def __init__(self, path: Path) -> None:

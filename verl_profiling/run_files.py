@@ -66,7 +66,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Yield a temporary path that is renamed to ``path`` at the end, or removed after a failure.
 
     Raises:
-        OSError: It cannot be written; the error names ``path``.
+        OSError: The file cannot be written; ``path`` is its file name in the error.
     """
     part = part_of(path)
     try:
@@ -83,7 +83,7 @@ def scratch_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder for creating a file.
 
     Raises:
-        OSError: It cannot be written; the error names ``path``.
+        OSError: The file cannot be written; ``path`` is its file name in the error.
     """
     folder = part_of(path)
     with naming(path):
@@ -144,7 +144,7 @@ def read_run(run: Path) -> RunInfo | None:
     """Read ``run.json`` of a run's folder; ``None`` if the file is missing.
 
     Raises:
-        TraceFormatError: It cannot be read.
+        TraceFormatError: ``run.json`` cannot be read.
     """
     path = run / RUN_NAME
     if not path.exists():

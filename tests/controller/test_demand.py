@@ -383,7 +383,7 @@ def test_what_is_no_request_is_refused(job: Job, caplog: pytest.LogCaptureFixtur
     job.step(3)
     [refusal] = (job.run / "requests").iterdir()
     assert refusal.name == "0123456789ab.refused"
-    assert refusal.read_text().startswith("it is no request for a capture: ")
+    assert refusal.read_text().startswith("the file is no request for a capture: ")
     assert len([message for message in caplog.messages if "is no request" in message]) == 1
     assert job.captured() == []
     request = job.ask()

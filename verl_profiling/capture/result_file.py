@@ -133,7 +133,7 @@ class ResultFile:
         return stopped and capture_id in (None, self.request.capture_id)
 
     def is_settled(self) -> bool:
-        """Return whether all artifacts are finished, except those left to ``verl-profiling collect``."""
+        """Return whether all artifacts are finished, except artifacts for ``verl-profiling collect``."""
         return not any(one.status == "pending" and not one.reason for one in self.result.artifacts)
 
     def close(self, result: CaptureResult) -> CaptureResult:

@@ -122,7 +122,7 @@ class Session:
 
         Raises:
             CaptureStateError: The worker is not registered.
-            Exception: Whatever the tool raised; nothing records then.
+            Exception: The exception of a tool; nothing is recorded then.
         """
         received_ns = clock.now_ns()
         with self._lock:

@@ -71,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Send a capture request, and print whether it is accepted, if that is known before the time is up."""
+    """Send a capture request, and print whether it is accepted, if this is known before the timeout."""
     job = find_job(arguments.run, arguments.run_id)
     request = job.ask(_selection(arguments), arguments.steps)
     print(visible(f"request {request}; {job.in_words()}"), flush=True)
@@ -152,10 +152,10 @@ class Job:
         """Wait until a request is accepted or refused, or ``seconds`` have passed.
 
         Returns:
-            ``accepted``, or ``refused`` and why; empty if the job has not read the request.
+            ``accepted``, or ``refused`` with the reason; empty before the job has read the request.
 
         Raises:
-            ProfilingError: The job has ended, and has not read the request.
+            ProfilingError: The job has ended without reading the request.
         """
         deadline = time.monotonic() + seconds
         pause_s = _PAUSE_S if isinstance(self.folder, LocalFolder) else _URL_PAUSE_S

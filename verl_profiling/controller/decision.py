@@ -278,7 +278,8 @@ class LoopOrder:
         self.in_step, self._newest = False, None
 
     def train_ends(self, schedule: Schedule, resumes: bool) -> list[int]:
-        """Warn of scheduled steps that never began; return those that ``schedule.steps`` lists.
+        """Warn of scheduled steps that never began; return the steps among them that ``schedule.steps``
+        lists.
 
         Args:
             schedule: The steps to capture.
@@ -465,12 +466,12 @@ class Requests:
             folder.remove(name)
             demand = msgspec.json.decode(data, type=Demand)
             if demand.id != request:
-                raise ValueError(f"it holds request {demand.id!r}")
+                raise ValueError(f"the file holds request {demand.id!r}")
         except FileNotFoundError:
             pass
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             self._say(f"{name} is no request for a capture: {error}", once="no request")
-            self._refusals.append((request, f"it is no request for a capture: {error}"))
+            self._refusals.append((request, f"the file is no request for a capture: {error}"))
         except Exception as error:
             self._say(f"{name} cannot be read as a request for a capture: {error}")
         else:

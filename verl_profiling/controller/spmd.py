@@ -148,7 +148,7 @@ class Ranks:
             why: Why the step ended early.
 
         Returns:
-            The loop's stages with those of the worker in this process added, and the amended results.
+            The stages of the loop and of the worker in this process, and the amended results.
         """
         own = ProcessId.current()
         noted = [] if self.leads else [f"rank {self.rank}: {note}" for note in notes]

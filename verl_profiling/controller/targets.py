@@ -452,8 +452,7 @@ class Roster:
     def call(
         self, targets: Iterable[Target], method: str, *arguments: Any, timeout_s: float = 0.0
     ) -> list[Call]:
-        """Call all workers, including those that still owe the reply to an earlier call; those are not waited
-        for.
+        """Call all workers; workers that still owe the reply to an earlier call are not waited for.
 
         A capture request is sent with the roles of the target.
         """

@@ -283,7 +283,7 @@ class WatchedWorkers:
                 call.worker.identity = reading.identity
             found = reading.uses()
             if len(found) != len(times):
-                raise ValueError(f"it has {len(found)} steps instead of {len(times)}")
+                raise ValueError(f"the reply has {len(found)} steps instead of {len(times)}")
             if self.alone or reading.process != ProcessId.current():
                 uses.setdefault(reading.process, found)
             if reading.dropped:

@@ -91,7 +91,7 @@ class EngineAdapter(ABC):
         """Return the replica's rank that wrote a file or folder in the spool; ``None`` if not a trace."""
 
     def remove_spool(self) -> None:
-        """Remove the spool with all its files, if :func:`new_spool` named it."""
+        """Remove the spool with all its files, if its name is from :func:`new_spool`."""
         if self.spool.parent.name == SPOOL_PARENT:
             remove_folder(self.spool)
 

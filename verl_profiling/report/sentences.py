@@ -100,7 +100,7 @@ def sentences(report: Report) -> Iterator[str]:
 
 
 def waits(summary: StepSummary | None) -> Iterator[str]:
-    """Yield for which share of a step training waited, and the rollout, for what, and samples per second."""
+    """Yield sentences on the idle shares of training and rollout, their causes, and samples per second."""
     if summary is None:
         return
     sides = (

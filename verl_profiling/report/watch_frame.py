@@ -116,7 +116,7 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     """State of a run.
 
     Attributes:
-        says: The state as text.
+        says: State of the run as text.
         is_over: Whether the run has ended.
         is_well: ``False`` if the state is a problem, e.g. the process of the run is gone.
     """

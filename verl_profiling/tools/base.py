@@ -146,14 +146,14 @@ class Tool(ABC):
         """Do slow work, such as imports and checks, once before the first capture.
 
         Raises:
-            ToolUnavailableError: The tool cannot work here; the message says what to install.
+            ToolUnavailableError: The tool cannot work on this machine; the message has the remedy.
         """
 
     def check_machine(self) -> None:
         """Check, in any process, that the tool can work on this machine; by default :meth:`prepare`.
 
         Raises:
-            ToolUnavailableError: The tool cannot work here; the message says what to install.
+            ToolUnavailableError: The tool cannot work on this machine; the message has the remedy.
         """
         self.prepare()
 

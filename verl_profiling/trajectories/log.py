@@ -30,7 +30,7 @@ class OpenLog:
     """The recorded spans and trajectories of a process, with bounded memory and no lock per span.
 
     Args:
-        max_spans: Limit of the kept spans, and likewise of trajectories, statuses and counts.
+        max_spans: Maximum number of kept spans, and also of trajectories, statuses and counts.
     """
 
     def __init__(self, max_spans: int) -> None:

@@ -132,7 +132,7 @@ class Detector:
     """Compares the summary of every step with the summaries before it.
 
     Captured steps are skipped, because their times include the cost of the capture. Stages that run in less
-    than half of the steps, such as a checkpoint, are subtracted from the step. They are compared only with
+    than half of the steps, such as a checkpoint, are subtracted from the step. Stages are compared only with
     their own past.
 
     Args:

@@ -86,7 +86,7 @@ def exposed(
     Args:
         summary: The summary of the step.
         has_workers: Whether the loop calls workers. Then a summary without workers has no clear leader.
-        runs: The runs of the step, if they are made already.
+        runs: The runs of the step, if computed already.
     """
     rows: list[ExposedStage] = []
     done_ns, step_ns = 0, summary.duration_ns
@@ -423,7 +423,7 @@ class Runs(NamedTuple):
 
 
 class StepRuns:
-    """The runs of a step's processes as columns, made when they are needed.
+    """The runs of a step's processes as columns, computed at the first use.
 
     Args:
         summary: The summary of the step.
@@ -443,11 +443,11 @@ class StepRuns:
 
     @cached_property
     def workers(self) -> Runs:
-        """The runs of the workers, likewise."""
+        """The runs of the workers; processes have their index in the summary."""
         return self._of(self._summary.workers)
 
     def named(self, runs: Runs, *names: str) -> NDArray[np.bool_]:
-        """Return which runs are of stages of these names."""
+        """Return a mask of the runs of stages with these names."""
         return np.array([name in names for name in self.stages], dtype=bool)[runs.stage]
 
     def _of(self, uses: Sequence[RankUse]) -> Runs:

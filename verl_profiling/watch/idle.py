@@ -1,4 +1,6 @@
-"""Who waits for whom: for which share of a step training and rollout had nothing open, and why."""
+"""Computes the idle time of training and rollout in a step, i.e. time without an open stage, and
+its causes.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +29,22 @@ _Cause = tuple[str, _Floats, _Floats]
 
 
 def samples_of(summary: StepSummary) -> int:
-    """Return how many trajectories ended in a step; without any, how many requests of engines did."""
+    """Return the number of trajectories that ended in a step; without trajectories, of engine requests."""
     spans = [(use.role, one) for use in (*summary.loop, *summary.workers) for one in use.spans]
     requests = sum(one.runs for role, one in spans if role == ROLLOUT_ROLE and one.name == _GENERATE)
     return sum(one.runs for _, one in spans if one.name == TRAJECTORY) or requests
 
 
 def idle_of(summary: StepSummary, has_workers: bool, runs: StepRuns) -> tuple[Idle | None, Idle | None]:
-    """Return the idle time of training and of the rollout in a step; ``None`` where it is unknown.
+    """Return the idle time of training and of the rollout in a step; ``None`` if unknown.
 
-    Training is the workers whose role trains; without any, the loop. The rollout is its replicas; without
-    any, the training processes that generate; last the loop's stage. A role that marks no stage is left out.
+    Training are the workers with a training role, or else the loop. The rollout are the replicas, else the
+    training processes that generate, else the loop's stage ``rollout``. Roles without stages are left out.
 
     Args:
         summary: The summary of the step, with its exposed times.
-        has_workers: Whether the loop calls workers. If so, nothing is known without their replies.
+        has_workers: Whether the loop calls workers. Then the idle time is unknown without the workers'
+            replies.
         runs: The runs of the step.
     """
     step_ns = summary.duration_ns
@@ -79,7 +82,7 @@ def idle_of(summary: StepSummary, has_workers: bool, runs: StepRuns) -> tuple[Id
 
 
 def _roles(uses: Sequence[RankUse]) -> tuple[list[str], _Whole]:
-    """Return the roles of processes, and for each process the index of its role."""
+    """Return the list of roles, and the index of the role of each process."""
     numbers: dict[str, int] = {}
     role_of = [numbers.setdefault(use.role, len(numbers)) for use in uses]
     return list(numbers), np.array(role_of, dtype=np.int64)
@@ -95,13 +98,13 @@ def _by_name(runs: StepRuns, rows: Runs) -> Iterator[_Cause]:
 
 
 def _idle(role_of: _Whole, busy: Runs, causes: Sequence[_Cause], step_ns: int) -> Idle | None:
-    """Return the mean idle time of the processes whose roles were busy at all, and its largest cause.
+    """Return the mean idle time, and its largest cause, over the processes of busy roles.
 
     Args:
         role_of: The role of each process.
-        busy: Their runs, which do not overlap in a process.
-        causes: What they may have waited for.
-        step_ns: How long the step took.
+        busy: Stage runs of the processes, without overlap within a process.
+        causes: Periods of possible causes of waits.
+        step_ns: Duration of the step (ns).
     """
     if not busy.who.size:
         return None
@@ -120,7 +123,9 @@ def _idle(role_of: _Whole, busy: Runs, causes: Sequence[_Cause], step_ns: int) -
 
 
 def _alone(summary: StepSummary) -> tuple[Idle | None, Idle | None]:
-    """Return both for a loop that is one process, from its exposed times; numpy would take longer."""
+    """Return the idle time of training and of the rollout in a single-process loop, from its
+    exposed times.
+    """
     trainer, rollout = [("", 0.0)], [("", 0.0)]
     trains = generates = False
     for name, seconds in summary.exposed_s.items():
@@ -137,7 +142,7 @@ def _alone(summary: StepSummary) -> tuple[Idle | None, Idle | None]:
 
 
 def _largest(parts: Iterable[tuple[str, float]]) -> Idle:
-    """Return idle time of these causes and shares."""
+    """Return the total idle time of some causes, and the largest cause."""
     shares = defaultdict[str, float](float)
     for name, share in parts:
         shares[name] += share
@@ -146,7 +151,7 @@ def _largest(parts: Iterable[tuple[str, float]]) -> Idle:
 
 
 def _since(times: _Floats, weight: _Floats, cuts: _Floats) -> _Floats:
-    """Return for each cut the sum over earlier times of weight and distance."""
+    """Return for each cut the sum of weighted distances to earlier times."""
     order = np.argsort(times)
     sums = np.zeros((2, order.size + 1))
     np.cumsum([weight[order], (weight * times)[order]], axis=1, out=sums[:, 1:])
@@ -155,7 +160,7 @@ def _since(times: _Floats, weight: _Floats, cuts: _Floats) -> _Floats:
 
 
 def _union(begin: _Floats, end: _Floats) -> _Floats:
-    """Return begins and ends of the periods that intervals cover together."""
+    """Return begins and ends of the union of intervals."""
     if begin.size < 2:
         return np.array([begin, end])
     order = np.argsort(begin)

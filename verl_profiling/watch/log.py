@@ -34,7 +34,7 @@ MAX_PART_BYTES = 8 << 20
 def values_of(summary: StepSummary) -> dict[str, float]:
     """Return a step's duration, exposed time and leader by stage, memory by role, and span totals.
 
-    A stage without a clear leader has no ``leader_rank``, because ranks that led by chance mean nothing.
+    A stage without a clear leader has no ``leader_rank``, because a slowest rank by chance means nothing.
     """
     ranks = {process.lane: process.rank for process in (*summary.loop, *summary.workers)}
     values = {f"{PREFIX}step_s": summary.seconds}

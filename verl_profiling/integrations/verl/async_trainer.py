@@ -48,7 +48,7 @@ class AsyncTrainerProfiler(Profiler):
 
     Args:
         trainer: A ``OneStepOffRayTrainer``, a ``FullyAsyncTrainer``, or a trainer that works like them.
-        settings: What to profile.
+        settings: The profiling settings.
     """
 
     stages = ASYNC_TRAINER_STAGES

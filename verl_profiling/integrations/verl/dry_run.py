@@ -118,7 +118,7 @@ def check(module: str, config: Any) -> None:
 
 
 def _check_hooks(config: Any) -> None:
-    """Print whether this verl is tested, and hooks that do not fit; exit if nothing would be recorded."""
+    """Print whether this verl is tested, and the hooks without a fit; exit if nothing would be recorded."""
     print(f"warning: {text}" if (text := untested()) else "a tested version of verl")
     parts = parts_of(config)
     for hook in HOOKS:

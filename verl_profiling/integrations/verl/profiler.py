@@ -51,7 +51,7 @@ class Profiler:
 
     Args:
         trainer: The trainer.
-        settings: What to profile.
+        settings: The profiling settings.
         callback: The callback, asynchronous if the trainer's steps are coroutines.
 
     Raises:
@@ -59,7 +59,7 @@ class Profiler:
 
     Attributes:
         trainer: The trainer.
-        settings: What to profile.
+        settings: The profiling settings.
         summaries: Step summaries of the watch that are logged with verl's next steps.
         misfits: Sentences on the unrecorded parts of the run.
     """

@@ -72,7 +72,7 @@ class TrainerProfiler(Profiler):
 
     Args:
         trainer: A V1 ``PPOTrainer`` or a ``RayPPOTrainer``.
-        settings: What to profile.
+        settings: The profiling settings.
     """
 
     _callback: ProfilingCallback
