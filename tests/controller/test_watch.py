@@ -154,7 +154,7 @@ def test_a_worker_that_never_answers_is_named_once_and_holds_up_nothing(
         run_step(pool.sync[:2])
     assert [summary.step for summary in whole[:8]] == list(range(1, 9))
     said = "\n".join(caplog.messages)
-    assert len(re.findall("actor rank 2.* has not answered read_watch", said)) == 1, said
+    assert len(re.findall("actor rank 2.* has not replied to read_watch", said)) == 1, said
     (switches / "work").unlink()
     ray.get(hanging)
     while set(names(whole[-1].workers)) != {"actor_rank0", "actor_rank1", "actor_rank2"}:

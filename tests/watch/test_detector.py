@@ -112,7 +112,8 @@ def test_what_goes_on_is_noticed_once() -> None:
     step = quiet(detector)
     found = [detector.observe(summary(at, longer("reward", 4))) for at in range(step, step + 40)]
     assert [at for at, each in enumerate(found) if each is not None] == [1]
-    assert slow_twice(detector, step + 40, times=longer("reward", 12)) is not None
+    found = [detector.observe(summary(at, longer("reward", 12))) for at in range(step + 40, step + 48)]
+    assert len([each for each in found if each is not None]) == 1
 
 
 def test_what_is_usual_is_no_news() -> None:
@@ -150,7 +151,10 @@ def test_what_is_slow_now_and_then_is_no_news(period: int) -> None:
         late = step > 30 and step % period == 0
         assert detector.observe(summary(step, longer("update_actor", 4) if late else USUAL)) is None
     assert detector.observe(summary(200)) is None
-    assert slow_twice(detector, 201, times=longer("update_actor", 4)) is not None
+    lasting = [detector.observe(summary(at, longer("update_actor", 4))) for at in range(201, 207)]
+    assert [at for at, each in enumerate(lasting) if each is not None] == [2 if period == 60 else 5], (
+        "rare or not"
+    )
 
 
 def test_what_is_slow_in_every_third_step_is_noticed_in_the_third_time() -> None:
@@ -205,17 +209,6 @@ def test_a_stage_that_drifts_is_quiet(seed: int) -> None:
         assert detector.observe(short(step, longer("rollout", math.exp(drift)), 1.0)) is None
 
 
-def test_who_stands_out_in_one_of_two_slow_steps_is_no_suspect() -> None:
-    """The stage is slow on all; one process was late in its second step alone."""
-    detector = Detector(Anomaly())
-    step = quiet(detector)
-    slow = longer("update_actor", 2.5)
-    late = {"actor_rank1": 1.3}
-    found = twice(detector, summary(step, slow), summary(step + 1, slow, slow=late))
-    assert (found.stage, found.suspects) == ("update_actor", [])
-    assert found.reason.endswith("no process was longer there than the others")
-
-
 def test_a_large_lead_is_noticed_in_its_third_step() -> None:
     """Also where a change that was noticed before it goes on."""
     detector = Detector(Anomaly(slow_step=None, slow_stage=None))
@@ -243,8 +236,8 @@ def test_a_process_that_leads_five_times_is_noticed() -> None:
     assert first.reason.startswith("step 5: actor_rank3 was in stage update_actor")
     assert first.reason.count("actor_rank3") == 1
     assert detector.observe(summary(40, slow={"actor_rank3": 2.5})) is None
-    found = [detector.observe(summary(step, slow={"actor_rank3": 2.5})) for step in (41, 42)]
-    assert [each is not None for each in found] == [False, True]
+    found = [detector.observe(summary(step, slow={"actor_rank3": 2.5})) for step in range(41, 45)]
+    assert [each is not None for each in found] == [False, True, False, False]
 
 
 def test_memory_that_grows_is_noticed() -> None:
@@ -260,8 +253,8 @@ def test_memory_that_grows_is_noticed() -> None:
     assert (first.sign, first.suspects, first.noticed) == ("memory", ["actor_rank1"], 21)
     assert first.peers == ["actor_rank0"]
     assert first.reason == (
-        "step 21: actor_rank1 has 14.2 MB, 39% more than after step 1, and grew at each of the 20 readings "
-        "since"
+        "step 21: actor_rank1 has 14.2 MB, 39% more than 20 steps before, and grew at each of the 20 "
+        "readings since"
     )
     detector = Detector(Anomaly())
     for step in range(1, 60):
@@ -270,7 +263,7 @@ def test_memory_that_grows_is_noticed() -> None:
 
 
 def test_memory_that_grows_in_all_processes_of_a_role_is_noticed_once() -> None:
-    """They run the same code: it is one piece of news in a window, and says how many they are."""
+    """They run the same code: it is one piece of news in a window."""
     detector = Detector(Anomaly())
     found = []
     for step in range(1, 42):
@@ -278,7 +271,6 @@ def test_memory_that_grows_in_all_processes_of_a_role_is_noticed_once() -> None:
         found.append(detector.observe(summary(step, held=held)))
     [first] = [each for each in found if each is not None]
     assert (first.sign, first.suspects, first.noticed) == ("memory", ["actor_rank3"], 21)
-    assert first.reason.endswith("; the same holds for 3 more of its role")
 
 
 def short(step: int, times: Mapping[str, float], scale: float) -> StepSummary:
@@ -379,3 +371,53 @@ def test_a_span_names_its_process_instead_of_the_loop_that_waited_for_it(service
     assert found is not None
     assert (found.stage, found.suspects) == ("reward", ["reward_rank0"])
     assert "longest there: reward_rank0; reward of reward took" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("slow", "named"),
+    [("reward", "reward_rank1"), ("generate", "rollout1_rank0"), ("tool", "agent_loop_rank0")],
+)
+def test_the_process_that_does_the_work_comes_before_the_agent_loop_that_waits(slow: str, named: str) -> None:
+    """Agent loops have a span of what they wait for; an engine with more requests alone is not blamed."""
+
+    def step(number: int, ratio: float) -> StepSummary:
+        by = {"reward": 1.0, "generate": 1.0, "tool": 1.0, slow: ratio}
+        begin_ns, took_ms = number * 10**10, 100 * sum(by.values())
+        stage = StageUse("trajectories", int(took_ms * MS), 1, begin_ns)
+        spans = [SpanTotal(name, 8, int(800 * many * MS)) for name, many in by.items()]
+        spans.append(SpanTotal("trajectory", 8, int(8 * took_ms * MS)))
+        workers = [RankUse(lane="agent_loop_rank0", role="agent_loop", stages=[stage], spans=spans)]
+        for name, role, lane in (
+            ("generate", "rollout", "rollout{}_rank0"),
+            ("reward", "reward", "reward_rank{}"),
+        ):
+            for rank, (many, calls) in enumerate(((1.0, 1 if ratio == 1 else 9), (by[name], 3))):
+                did = SpanTotal(name, calls, int(100 * many * calls * MS))
+                stages = [StageUse(name, int(90 * many * MS), 1, begin_ns)] if role == "rollout" else []
+                use = RankUse(lane=lane.format(rank), role=role, rank=rank, stages=stages, spans=[did])
+                workers.append(use)
+        loop = StageUse("rollout", int(took_ms * MS), 1, begin_ns)
+        found = StepSummary(
+            step=number,
+            begin_ns=begin_ns,
+            end_ns=begin_ns + int((took_ms + 5) * MS),
+            loop=[RankUse(lane="controller", role="controller", stages=[loop])],
+            workers=workers,
+        )
+        return msgspec.structs.replace(found, exposed=exposed(found))
+
+    detector = Detector(Anomaly())
+    for number in range(1, 31):
+        assert detector.observe(step(number, 1.0)) is None
+    found = twice(detector, step(31, 5.0), step(32, 5.0))
+    assert found is not None
+    assert found.suspects[0] == named
+    assert {*found.suspects} <= {named, "agent_loop_rank0"}
+
+
+def test_a_change_that_becomes_much_larger_is_noticed_again() -> None:
+    """Soon after the small one, and once."""
+    detector = Detector(Anomaly())
+    step = quiet(detector)
+    found = [detector.observe(summary(step + at, longer("reward", 4 if at < 5 else 12))) for at in range(30)]
+    assert [at for at, each in enumerate(found) if each is not None] == [1, 6]

@@ -88,7 +88,6 @@ def test_stages_of_one_rank_or_of_two_tasks_count_once() -> None:
     assert (rows[0].leader, rows[1].leader) == ("actor_rank0", "")
     rows = exposed(summary(100, controller(("rollout", 0, 60), ("reward", 40, 40)), use("actor_rank0")))
     assert in_ms(rows) == [("rollout", 60), ("reward", 20), ("", 20)]
-    assert rows[1].leader == ""
 
 
 def test_parts_of_a_workers_stage_tell_who_was_waited_for() -> None:
@@ -118,26 +117,22 @@ def test_of_roles_side_by_side_the_row_has_the_last() -> None:
 
 
 @pytest.mark.parametrize("marked", ["", "rollout", "trajectories", "no agents"])
-def test_an_engine_is_a_suspect_if_its_requests_take_longer_too(marked: str) -> None:
-    """Whether agent loops mark a stage or none; an engine that only has more requests is not blamed."""
-
-    def engine_of(requests: int) -> str:
-        engines = [
-            msgspec.structs.replace(
-                use(f"rollout{replica}_rank0", ("generate", 5, length)),
-                spans=[SpanTotal("generate", many, 400 * length // 60 * MS)],
-            )
-            for replica, (length, many) in enumerate(((60, 8), (78, requests), (61, 8)))
-        ]
-        agents = use("agent_loop_rank0", *([(marked, 1, 88)] if marked else []), role="agent_loop")
-        agents = msgspec.structs.replace(agents, spans=[SpanTotal("trajectory", 8, 600 * MS)])
-        others = [agents] if marked != "no agents" else []
-        step = summary(100, controller(("rollout", 0, 90)), *engines, *others)
-        assert exposed(step)[0].leader.startswith("rollout") == (marked == "no agents")
-        return "".join(one.leader for one in standings(step)["rollout"] if one.role == "rollout")
-
-    assert engine_of(8) == "rollout1_rank0", "named once"
-    assert marked in ("trajectories", "no agents") or engine_of(11) == ""
+def test_an_engine_that_agent_loops_ask_leads_nowhere(marked: str) -> None:
+    """Whether they mark a stage or none: it may only have had more requests."""
+    engines = [
+        msgspec.structs.replace(
+            use(f"rollout{replica}_rank0", ("generate", 5, length)),
+            spans=[SpanTotal("generate", 8, 400 * MS)],
+        )
+        for replica, length in enumerate((60, 78, 61))
+    ]
+    agents = use("agent_loop_rank0", *([(marked, 1, 88)] if marked else []), role="agent_loop")
+    agents = msgspec.structs.replace(agents, spans=[SpanTotal("trajectory", 8, 600 * MS)])
+    others = [agents] if marked != "no agents" else []
+    step = summary(100, controller(("rollout", 0, 90)), *engines, *others)
+    assert exposed(step)[0].leader.startswith("rollout") == (marked == "no agents")
+    leaders = [one.leader for one in standings(step)["rollout"] if one.role == "rollout"]
+    assert any(leaders) == (marked == "no agents")
 
 
 def test_in_an_asynchronous_loop_rollout_is_exposed_as_the_waiting_of_the_trainer() -> None:
@@ -162,7 +157,11 @@ def test_a_loop_waits_for_what_was_under_way_since_the_step_before() -> None:
     """One step off: its batch was generated beside the last update; who was late with it leads."""
     engines = [(f"rollout{replica}_rank0", length) for replica, length in enumerate((150, 90, 92))]
     before = summary(100, controller(), *(use(lane, ("generate", 5, length)) for lane, length in engines))
-    after = summary(150, controller(("wait_rollout", 102, 54), ("update_actor", 160, 80)), use("actor_rank0"))
+    after = summary(
+        150,
+        controller(("wait_rollout", 102, 54), ("update_actor", 160, 80)),
+        *(use(lane) for lane, _ in engines),
+    )
     [wait, *_] = exposed(msgspec.structs.replace(after, earlier=before.workers))
     assert (wait.role, wait.leader, wait.lead_ns) == ("rollout", "rollout0_rank0", 53 * MS)
     assert exposed(after)[0].leader == "controller"

@@ -48,14 +48,15 @@ class TestWriting:
         assert found == list(range(100 - len(found), 100))
         assert len(found) > 4
 
-    def test_a_line_that_was_cut_off_costs_itself_alone(self, tmp_path: Path) -> None:
-        """A run that is resumed after it was killed begins a line of its own."""
+    def test_a_line_that_was_cut_off_costs_two_steps_at_most(self, tmp_path: Path) -> None:
+        """Its own, and the first of the run that is resumed after it was killed."""
         WatchLog(tmp_path)(summary(1))
         with (tmp_path / WATCH_LOG).open("ab") as file:
             file.write(b'{"step":2,"begin')
-        WatchLog(tmp_path)(summary(3))
-        reader = WatchLogReader(tmp_path)
-        assert steps(reader) == [1, 3]
+        log = WatchLog(tmp_path)
+        log(summary(3))
+        log(summary(4))
+        assert steps(WatchLogReader(tmp_path)) == [1, 4]
 
     @pytest.mark.parametrize("harm", ["no space", "no folder", "a folder is there"])
     def test_what_cannot_be_written_is_said_once(

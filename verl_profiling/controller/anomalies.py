@@ -60,8 +60,9 @@ class Anomalies:
         self._listened += 1
         if noticed is not None and noticed.stage and not (noticed.suspects or summary.captured):
             named = noticed.named_in(summary)
-            if named is not noticed and self._noticed is noticed:  # it may be captured by now
+            if self._noticed is noticed:  # it may be captured by now
                 self._noticed = named
+            if named.suspects and self._noticed is named:
                 self._detector.is_named(named, summary)
                 logger.warning("watch: %s", named.reason)
                 self._uses = {use.lane: use for use in (*summary.loop, *summary.workers)}
@@ -74,8 +75,8 @@ class Anomalies:
         if found.stage and not found.suspects:
             self._recorders.begin()
         noticed = self._noticed
-        is_named = noticed is not None and bool(found.suspects) and not noticed.suspects
-        if noticed is None or self._waits or is_named:  # of a batch, the first with suspects is captured
+        # Of a batch, the first with suspects is captured.
+        if noticed is None or self._waits or (found.suspects and not noticed.suspects):
             self._noticed, self._waits = found, False
             self._noticed_s, self._listened = time.monotonic(), 0
             self._uses = {use.lane: use for use in (*summary.loop, *summary.workers)}

@@ -286,10 +286,7 @@ class WatchedWorkers:
                 raise ValueError(f"the reply has {len(found)} steps instead of {len(times)}")
             if self.alone or reading.process != ProcessId.current():
                 uses.setdefault(reading.process, found)
-            if reading.dropped:
-                self._say(call, f"ended {reading.dropped} stages more than are kept; is one in a hot loop?")
-            else:
-                self._said.discard(call.worker)
+            self._said.discard(call.worker)
         except Exception as error:
             self._say(call, f"cannot be read: {type(error).__name__}: {error}")
         return True

@@ -20,7 +20,7 @@ from verl_profiling.manifest import MANIFEST_NAME, ManifestState
 from verl_profiling.report.sentences import axis_top, counted, sparkline, waits
 from verl_profiling.report.terminal import table_of
 from verl_profiling.run_files import named_file
-from verl_profiling.shifts import noticed_from, spread_so_far
+from verl_profiling.shifts import Past, noticed_from
 from verl_profiling.step_summary import ExposedStage, RoleMemory, StepSummary
 from verl_profiling.timeline.inputs import step_folders
 from verl_profiling.units import byte_size, duration, visible
@@ -251,7 +251,7 @@ def _unsteady(steps: Sequence[StepSummary]) -> str:
     found = {}
     for name in by_stage[-1] if by_stage else ():
         values = [times[name] for times in by_stage if name in times]
-        ratio = noticed_from(_RATIO, spread_so_far(values, _WINDOW))
+        ratio = noticed_from(_RATIO, Past(_WINDOW, values, _MATTERS * took).spread)
         if ratio > 1.1 * _RATIO and median(values) > _MATTERS * took:
             found[name or IN_NO_STAGE] = ratio
     most = nlargest(_MANY_UNSTEADY, found, key=lambda name: found[name])

@@ -27,7 +27,7 @@ tried, because ranks begin at different times."""
 MATTERS = 0.05
 """Minimum share of a step exposed as stages without a leader, for which the records are read."""
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 20, 320
+_PAUSE = 100
 _RECORDER = "torch._C._distributed_c10d"
 _GROUPS = "torch.distributed.distributed_c10d"
 _BACKEND = "gloo"
@@ -148,7 +148,7 @@ def _stages_at(use: RankUse, time_ns: int) -> Iterator[tuple[str, int]]:
 
 
 class RecorderReading:
-    """Chooses the steps in which torch's flight recorders are read: some in a row, then ever longer pauses.
+    """Chooses the steps in which torch's flight recorders are read: some in a row, then none for a while.
 
     Attributes:
         due: Whether the recorders are read in the next steps.
@@ -158,7 +158,6 @@ class RecorderReading:
     def __init__(self) -> None:
         self.due = self.exist = False
         self._left = self._most = self._pause = 0
-        self._next_pause = _FIRST_PAUSE
 
     def begin(self) -> None:
         """Read the recorders in the next steps, because a stage became slow without a slowest process."""
@@ -173,8 +172,7 @@ class RecorderReading:
             self._left -= complete
             self._most -= 1
             if not (self._left and self._most):
-                self.due, self._pause = False, self._next_pause
-                self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
+                self.due, self._pause = False, _PAUSE
             return
         self._pause = max(0, self._pause - 1)
         many = Counter(use.role for use in processes)

@@ -7,12 +7,10 @@ leader is the process at the frontier; if one process calls workers, it is a wor
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter
-from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -27,11 +25,6 @@ TIED = 0.05
 
 LATE = 0.08
 """Minimum lateness to collectives with which a process leads, as a share of the stage."""
-
-SLOW = 1.15
-"""Minimum ratio of request times, an engine's to those of other engines, for a lead beside agent loops."""
-
-_OF_A_STAGE = 0.1
 
 WAIT = "wait:"
 """Prefix of a stage in which the loop only waits for a role, e.g. ``wait:rollout``."""
@@ -137,12 +130,11 @@ def _stages(
     loop = runs.loop.at(~runs.named(runs.loop, *summary.beside))
     names = list(runs.stages)
     own = loop.own_time()
-    covered = set(own.stage[own.length < loop.at(np.lexsort((loop.begin, loop.who))).length])
     calls = len(summary.loop) == 1 and bool(summary.workers or has_workers)
     workers = _Workers(summary, loop, runs) if calls and summary.workers else None
     found = {}
     for stage, front_ns, standing in _frontier(summary.loop[0].role, lanes, own):
-        clear = standing.clear and stage not in covered and (workers is not None or not calls)
+        clear = standing.clear and (workers is not None or not calls)
         first, *others = workers.standings(stage, standing) if workers is not None else [standing]
         found[names[stage]] = front_ns, [first._replace(clear=clear and first.clear), *others]
     return found
@@ -173,12 +165,11 @@ class _Workers:
     """
 
     def __init__(self, summary: StepSummary, loop: Runs, runs: StepRuns) -> None:
-        self._earlier = summary.earlier
         self._lanes: dict[str, list[str]] = {}
-        for lane, role in {use.lane: use.role for use in (*summary.workers, *self._earlier)}.items():
-            self._lanes.setdefault(role, []).append(lane)
-        self._answered = Counter(use.role for use in summary.workers)
+        for use in summary.workers:
+            self._lanes.setdefault(use.role, []).append(use.lane)
         self._numbers = {lane: number for number, lane in enumerate(chain(*self._lanes.values()))}
+        self._earlier = [use for use in summary.earlier if use.lane in self._numbers]
         self._origin_ns, self._stages, self._loop = summary.begin_ns, runs.stages, loop
         numbers = np.array([self._numbers[use.lane] for use in summary.workers], dtype=np.int64)
         self._runs = runs.workers._replace(who=numbers[runs.workers.who])
@@ -186,17 +177,12 @@ class _Workers:
         self._home = np.full(middle.shape, -1)
         for row in np.argsort(loop.begin, kind="stable"):
             self._home[(loop.begin[row] <= middle) & (middle < loop.end[row])] = loop.stage[row]
-        # Trajectories outside of stages have no known times: engines or the loop may have waited for them.
-        hidden = any(
-            not use.stages and TRAJECTORY in (one.name for one in use.spans) for use in summary.workers
-        )
-        self._unclear = {ROLLOUT_ROLE, summary.loop[0].role} if hidden else set()
-        self._request_ns = {
-            use.lane: one.duration_ns / one.runs
-            for use in summary.workers
-            for one in use.spans
-            if use.role == ROLLOUT_ROLE and one.runs
-        }
+        # An agent loop may have sent more to an engine; without a stage, it may have kept the loop waiting.
+        agents = [use for use in summary.workers if TRAJECTORY in [one.name for one in use.spans]]
+        hidden = any(not use.stages for use in agents)
+        self._unclear = {summary.loop[0].role} if hidden else set()
+        if hidden or (agents and any(use.spans for use in summary.workers if use.role == ROLLOUT_ROLE)):
+            self._unclear.add(ROLLOUT_ROLE)
 
     def standings(self, stage: int, own: Standing) -> list[Standing]:
         """Return the standings of roles in a stage of the loop; first the role that the loop waited for.
@@ -213,42 +199,20 @@ class _Workers:
                 ended = (runs.begin < begin) & (runs.end <= end + TIED * (end - begin))
                 parts.append(runs.at(ended | is_wait).within(begin, end))
             inside = _joined(parts)
-        room_ns = loop.length.sum()
-        works = self._works(inside.own_time(), room_ns)
+        works = self._works(inside.own_time())
         found = _by_weight(name, loop, works) if works else [own]
-        first, *others = (self._known(one, one is found[0], room_ns) for one in found)
-        if self._request_ns and ROLLOUT_ROLE not in (one.role for one in found):
-            engines = [self._known(one, False, room_ns) for one in works if one.role == ROLLOUT_ROLE]
-            others += [one for one in engines if one.leader]
-        return [first, *sorted(others, key=lambda one: one.role != ROLLOUT_ROLE or not one.leader)]
-
-    def _known(self, one: Standing, is_first: bool, room_ns: float) -> Standing:
-        """Return a standing, without a leader if the watch cannot know the leader.
-
-        Beside other roles, an engine leads only with a large lead, and longer requests than other engines.
-        """
-        is_beside = bool(self._request_ns) and one.role == ROLLOUT_ROLE and not is_first
-        if one.role not in self._unclear and not is_beside:
-            return one
-        others = [each for lane, each in self._request_ns.items() if lane != one.leader]
-        own_ns = self._request_ns.get(one.leader, 0.0)
-        leads = one.clear and one.lead_ns >= _OF_A_STAGE * room_ns
-        if leads and others and own_ns >= SLOW * median(others):
-            return one._replace(clear=False)
-        return one._replace(leader="", lead_ns=0, clear=False)
+        return [
+            one._replace(leader="", lead_ns=0, clear=False) if one.role in self._unclear else one
+            for one in found
+        ]
 
     @cached_property
     def _under_way(self) -> Runs:
         """The runs of the workers in this step and the step before."""
         return _joined([_runs_of(self._earlier, self._origin_ns, self._numbers, self._stages), self._runs])
 
-    def _works(self, runs: Runs, room_ns: float) -> list[Standing]:
-        """Return the standing of each role; its leader is the leader in the worker stage with the largest
-        lead.
-
-        Concurrent runs of one process, such as requests, can add up to more than the loop's stage took. Then
-        the role's times are scaled so that the longest equals the stage.
-        """
+    def _works(self, runs: Runs) -> list[Standing]:
+        """Return the standing of each role; its leader is that of the worker stage with the largest lead."""
         works, names = [], list(self._stages)
         for role, lanes in self._lanes.items():
             first = self._numbers[lanes[0]]
@@ -256,12 +220,7 @@ class _Workers:
             if not mine.who.size:
                 continue
             mine = mine._replace(who=mine.who - first)
-            if answered := self._answered[role]:  # lanes not read in this step are unknown
-                lanes = lanes[: max(answered, int(mine.who.max()) + 1)]
             totals = np.bincount(mine.who, mine.length, len(lanes)).astype(float)
-            if totals.max() > (1 + TIED) * room_ns:
-                mine = mine._replace(length=mine.length * (room_ns / totals.max()))
-                totals *= room_ns / totals.max()
             tied_ns = TIED * totals.max()
             standing = max(
                 (standing for _, _, standing in _frontier(role, lanes, mine)),
@@ -276,17 +235,15 @@ class _Workers:
 def _by_weight(name: str, loop: Runs, works: list[Standing]) -> list[Standing]:
     """Return the standings of roles in a stage of the loop; first the role that the loop waited for.
 
-    If a role ran a stage of the same name, other roles are left out. The loop did not wait for a role that
-    went on after the stage. Of the rest, the role that worked longest comes first; of concurrent roles, the
-    role that ended last.
+    If a role ran a stage of the same name, other roles are left out. The role that worked longest comes
+    first; of concurrent roles, the role that ended last.
     """
     works = [work for work in works if name in work.ran] or works
     slack_ns = TIED * loop.length.sum()
-    awaited = [work for work in works if work.end_ns <= loop.end.max() + slack_ns] or works
-    first = max(awaited, key=lambda work: work.durations.max())
+    first = max(works, key=lambda work: work.durations.max())
     beside = [
         work
-        for work in awaited
+        for work in works
         if work is not first
         and min(work.end_ns, first.end_ns) - max(work.begin_ns, first.begin_ns) > slack_ns
     ]
@@ -309,29 +266,25 @@ def _frontier(role: str, lanes: Sequence[str], runs: Runs) -> Iterator[tuple[int
         runs: Stage runs of the processes, from :meth:`Runs.own_time`.
     """
     many = len(lanes)
-    order, conflicts = _order(runs)
-    reached, front_ns = np.zeros(many), 0.0
-    ran_all = np.ones(many, dtype=bool)
-    for stage in order:
+    reached = np.zeros(many)
+    for stage in _order(runs).tolist():
         those = runs.at(runs.stage == stage)
         here = np.bincount(those.who, those.length, many).astype(float)
         ends = np.full(many, np.nan)
         ends[those.who] = those.end
         reached += here
-        before_ns, front_ns = front_ns, float(reached.max())
+        front_ns = float(reached.max())
         near = np.flatnonzero(front_ns - reached <= TIED * here.max())
         leader = int(near[here[near].argmax()])
         lead_ns, known = 0.0, True
         if many > 1:
-            # If all are tied, they wait for each other; if stage orders differ, progress cannot be compared.
-            known = stage not in conflicts and near.size < many and bool(near.size > 1 or ran_all[leader])
+            # If all are tied, they wait for each other.
+            known = near.size < many
             lead_ns = max(0.0, float(here[leader] - np.median(np.delete(here, leader))))
             others = np.delete(ends, leader)
             others = others[~np.isnan(others)]
             if lead_ns and others.size and role != ROLLOUT_ROLE:
                 known &= bool(2 * (ends[leader] - np.median(others)) >= lead_ns)
-        if front_ns > before_ns:
-            ran_all &= ~np.isnan(ends)
         clear = known and near.size == 1
         if not clear and (late_ns := those.late.max(initial=0.0)) > LATE * here.max():
             late = np.zeros(many)
@@ -356,34 +309,15 @@ def _frontier(role: str, lanes: Sequence[str], runs: Runs) -> Iterator[tuple[int
         )
 
 
-def _order(runs: Runs) -> tuple[list[int], set[int]]:
-    """Return one order of all stages, and the stages that some process ran in another order.
-
-    The most frequent order of the processes is used. Missing stages are inserted in the order of other
-    processes.
-    """
-    if not runs.stage.size or (runs.stage == runs.stage[0]).all():
-        return runs.stage[:1].tolist(), set()
-    ways: dict[int, list[int]] = {}
-    for who, stage in dict.fromkeys(zip(runs.who.tolist(), runs.stage.tolist(), strict=True)):
-        ways.setdefault(who, []).append(stage)
-    counted = Counter(map(tuple, ways.values())).most_common()
-    order: list[int] = []
-    for way, _ in counted:
-        at = len(order)
-        for stage in reversed(way):
-            if stage in order:
-                at = order.index(stage)
-            else:
-                order.insert(at, stage)
-    place = {stage: at for at, stage in enumerate(order)}
-    conflicts: set[int] = set()
-    for way, _ in counted:
-        places = np.array([place[stage] for stage in way])
-        late = np.maximum.accumulate(places) > places
-        early = np.minimum.accumulate(places[::-1])[::-1] < places
-        conflicts.update(np.array(way)[late | early].tolist())
-    return order, conflicts
+def _order(runs: Runs) -> _Whole:
+    """Return the stages in order of their median first begin; the runs are in order of process and begin."""
+    if (runs.stage == runs.stage[:1]).all():
+        return runs.stage[:1]
+    many = int(runs.who.max()) + 1
+    pairs, at = np.unique(runs.stage * many + runs.who, return_index=True)
+    stages, first = np.unique(pairs // many, return_index=True)
+    begins = [float(np.median(one)) for one in np.split(runs.begin[at], first[1:])]
+    return stages[np.argsort(begins, kind="stable")]
 
 
 class Runs(NamedTuple):

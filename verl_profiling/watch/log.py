@@ -77,18 +77,13 @@ class WatchLog(RotatingFileHandler):
         super().__init__(folder / WATCH_LOG, maxBytes=max_part_bytes, backupCount=1, delay=True)
         self.namer = lambda name: str(folder / OLDER_WATCH_LOG)
         self._record = logging.makeLogRecord({})  # made once, as making one takes as long as the line
-        self._torn, self._complained = True, False
+        self._complained = False
 
     def __call__(self, summary: StepSummary) -> None:
         """Log the summary of a step, without the stages of single processes."""
         without = msgspec.structs.replace(summary, loop=[], workers=[], earlier=[], beside=())
         line = msgspec.json.encode(without).decode()
-        if self._torn:
-            with suppress(OSError):
-                path = Path(self.baseFilename)
-                if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
-                    line = f"\n{line}"  # an earlier write has left half a line
-        self._torn, self._record.msg = False, line
+        self._record.msg = line
         self.handle(self._record)
         with suppress(OSError):
             self.close()
@@ -99,7 +94,6 @@ class WatchLog(RotatingFileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Log the first error, and no others."""
-        self._torn = True
         if not self._complained:
             error = sys.exc_info()[1]
             logger.warning("the log of the watch cannot be written: %s: %s", self.baseFilename, error)

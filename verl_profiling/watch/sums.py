@@ -72,7 +72,6 @@ class WatchReading(msgspec.Struct, frozen=True, kw_only=True):
         process: The process; a restarted worker has another process.
         steps: A ``RankUse`` or ``null`` for each step, as msgpack; ``None`` until its clock offset is
             measured.
-        dropped: Number of ended stages that were dropped before this request, because the queue was full.
         received_ns: Arrival of the call, on the clock of the process.
         replied_ns: Sending of the reply, on the same clock.
     """
@@ -80,7 +79,6 @@ class WatchReading(msgspec.Struct, frozen=True, kw_only=True):
     identity: WorkerIdentity
     process: ProcessId
     steps: bytes | None = None
-    dropped: int = 0
     received_ns: int
     replied_ns: int
 
@@ -134,7 +132,6 @@ class StageSums:
         self._memory = memory
         self._measured_ns, self._measured_after = 0, ""
         self._since_ns = clock.now_ns()
-        self._count = self._reported = 0
 
     def end(self, stage: Begun, end_ns: int) -> None:
         """Record an outermost stage that has ended."""
@@ -146,7 +143,6 @@ class StageSums:
         if end_ns - begin_ns >= LONG_NS or waited_ns >= pause_ns:
             peak, held = self._memory()
             self._measured_ns, self._measured_after = end_ns, name
-        self._count += 1
         self._ended.append((name, begin_ns, max(begin_ns, end_ns), peak, held))
 
     def of_steps(
@@ -194,20 +190,17 @@ class StageSums:
     def read(self, identity: WorkerIdentity, question: WatchQuestion) -> WatchReading:
         """Return the reply of a worker of this process to a request of the watch."""
         clock.follow()
-        received_ns, dropped, steps = clock.now_ns(), 0, None
+        received_ns, steps = clock.now_ns(), None
         ahead_ns = question.offsets_ns.get(identity.clock_domain)
         if ahead_ns is not None:
             lane, replica = identity.lane(), identity.replica
             who = RankUse(lane=lane, role=identity.role, rank=identity.rank, replica=replica)
             uses = self.of_steps(who, question.steps, ahead_ns, question.collectives)
             steps = msgspec.msgpack.encode(uses)
-            dropped = max(0, self._count - self._reported - (self._ended.maxlen or 0))
-            self._reported = self._count
         return WatchReading(
             identity=identity,
             process=ProcessId.current(),
             steps=steps,
-            dropped=dropped,
             received_ns=received_ns,
             replied_ns=clock.now_ns(),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -22,32 +22,27 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
         everyone: Lanes of all processes that worked in the stage, if none was longer than the others.
         ran: Names of the stages that these processes ran inside the loop's stage.
         is_over: Whether only one step was slow, which is not worth a capture of the next step.
+        likely: The leader of one later step, which becomes a suspect if it leads in another one.
     """
 
     kind: TriggerKind = "anomaly"
     everyone: list[str] = []
     ran: list[str] = []
     is_over: bool = False
+    likely: str = ""
 
     def trigger(self) -> Trigger:
         """Return the trigger of a capture that this suspicion requests, for its manifest."""
         return Trigger(**{field: getattr(self, field) for field in Trigger.__struct_fields__})
 
-    def with_suspects(self, steps: Iterable[StepSummary]) -> Suspicion:
-        """Return the suspicion with its suspects: processes that were longest in the stage in all of the
-        given steps.
-
-        Args:
-            steps: The steps with the anomaly; the latest last.
-        """
-        each = [standings(summary).get(self.stage, []) for summary in steps]
-        working = each[-1]
-        always = set.intersection(*({lane for one in those for lane in stand_out(one)} for those in each))
+    def with_suspects(self, summary: StepSummary) -> Suspicion:
+        """Return the suspicion with its suspects: processes that were longest in the stage in a step."""
+        working = standings(summary).get(self.stage, [])
         suspects: list[str] = []
         peers: list[str] = []
         ran: dict[str, None] = {}
         for standing in working:
-            found = [lane for lane in stand_out(standing) if lane in always]
+            found = stand_out(standing)
             peers += healthiest(standing.by_lane(), found) if found else []
             suspects += [lane for lane in found if lane not in suspects]
             ran |= dict.fromkeys(standing.ran) if found else {}
@@ -64,16 +59,18 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
         return [f"longest there: {', '.join(self.suspects)}" if self.suspects else NOBODY]
 
     def named_in(self, summary: StepSummary) -> Suspicion:
-        """Return the suspicion with suspects from a later slow step, if they explain half of the excess."""
+        """Return the suspicion with suspects, if one explains half of the excess in two later slow steps."""
         took_s = summary.exposed_s.get(self.stage, 0.0) if self.sign == "slow_stage" else summary.seconds
         first = next(iter(standings(summary).get(self.stage, [])), None)
         lead_s = first.lead_ns / 1e9 if first is not None else 0.0
         if 2 * took_s < self.value + self.median or 2 * lead_s < self.value - self.median:
             return self
-        later = self.with_suspects([summary])
+        later = self.with_suspects(summary)
+        if later.suspects[:1] != [self.likely]:
+            return msgspec.structs.replace(self, likely="".join(later.suspects[:1]))
         who = f"longest there in step {summary.step}: {', '.join(later.suspects)}"
         reason = self.reason.replace(NOBODY, who)
-        return msgspec.structs.replace(later, reason=reason) if later.suspects else self
+        return msgspec.structs.replace(later, reason=reason)
 
 
 def stand_out(standing: Standing) -> list[str]:
