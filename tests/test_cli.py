@@ -200,7 +200,7 @@ def test_trigger_says_that_a_step_is_no_run(tmp_path: Path, capsys: pytest.Captu
     folder = build_step(tmp_path / "run")
     assert main(["trigger", str(folder)]) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
-    assert error == f"verl-profiling: error: {folder}: is a step; name its run, {folder.parent}\n"
+    assert error == f"verl-profiling: error: {folder}: is a step; give its run, {folder.parent}\n"
 
 
 def _cut(path: Path) -> None:

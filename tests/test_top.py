@@ -146,7 +146,7 @@ class TestOneFrame:
         write_run(run / "run_3", run_id="newer\n")
         assert main(["top", str(run), "--once"]) == EXIT_BAD_INPUT
         [error] = capsys.readouterr().err.splitlines()
-        assert f"holds 2 runs; name one of them: {run / 'run.json'} (1 step, run abc, started " in error
+        assert f"holds 2 runs; choose one of them: {run / 'run.json'} (1 step, run abc, started " in error
         assert rf"{run / 'run_3' / 'run.json'} (no captured step, run newer\n, started " in error
         assert error.endswith(", running)")
         (run / "run_2" / "run.json").write_text("{")

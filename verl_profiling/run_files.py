@@ -44,9 +44,9 @@ def named_file(folder: Path, name: str) -> Path:
         is_inside = path.resolve().is_relative_to(folder.resolve())
         is_special = path.exists() and not (path.is_file() or path.is_dir())
     except (OSError, ValueError, RuntimeError) as error:  # too long, with a NUL, or links in a circle
-        raise TraceFormatError(folder, f"names {name!r:.99}, not a path inside of it: {error}") from error
+        raise TraceFormatError(folder, f"lists {name!r:.99}, no path inside of it: {error}") from error
     if not (name and is_inside):
-        raise TraceFormatError(folder, f"names {name!r:.99}, which is not a path inside of it")
+        raise TraceFormatError(folder, f"lists {name!r:.99}, which is not a path inside the folder")
     if is_special:
         raise TraceFormatError(path, "is neither a regular file nor a folder")
     return path

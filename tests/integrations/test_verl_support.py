@@ -144,7 +144,7 @@ def test_a_tracker_that_fails_is_warned_of_once(caplog: pytest.LogCaptureFixture
         log_values(trackers, {"a": 1.0}, step, step)
     assert logged == [-1, 1, -2, 2]
     (record,) = caplog.records
-    assert record.getMessage() == "own: no values of step 1: OSError: no space left"
+    assert record.getMessage() == "tracker own lacks step 1: OSError: no space left"
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -67,7 +67,7 @@ WRONG: list[tuple[Any, str, str]] = [
     ({"tool": "no_such_module:Tool"}, "tool", "No module named 'no_such_module'"),
     ({"tool": "pathlib:Path"}, "tool", "is not a subclass of verl_profiling.tools.Tool"),
     ({"tool": []}, "tool", "is empty"),
-    ({"tool": ["torch", "torch"]}, "tool", "names a tool twice"),
+    ({"tool": ["torch", "torch"]}, "tool", "has a tool twice"),
     ({"tool": ["nsys", "torch"]}, "tool", "nsys cannot record together with torch"),
     ({"tool": ["torch", "precision"]}, "tool", "precision cannot record together with torch"),
     *(

@@ -48,7 +48,7 @@ def test_a_command_lists_the_runs_and_asks_for_one(
         assert main([*command, str(path)]) == 2
         error = capsys.readouterr().err
         first, second = run / "run.json", run / "run_2" / "run.json"
-        assert error.startswith(f"verl-profiling: error: {path}: holds 2 runs; name one of them: {first} (")
+        assert error.startswith(f"verl-profiling: error: {path}: holds 2 runs; choose one of them: {first} (")
         assert f"{first} (2 steps, run first, started 2023-11-" in error
         assert f", {second} (1 step, run second, started 2023-11-" in error
     assert sorted(outputs.rglob("*")) == before

@@ -136,7 +136,7 @@ class TestReading:
     @pytest.mark.parametrize(
         ("make", "said"),
         [
-            (lambda path: path.symlink_to("/etc/hostname"), "not a path inside of it"),
+            (lambda path: path.symlink_to("/etc/hostname"), "path inside"),
             (Path.mkdir, "cannot be read"),
             (os.mkfifo, "neither a regular file"),
         ],

@@ -112,7 +112,7 @@ def finish(
             if upload is not None:
                 final = _uploaded(Path(request.folder), upload, final)
         except Exception as error:
-            logger.exception("finishing %s failed", pending.path)
+            logger.exception("compression or upload of %s failed", pending.path)
             final = pending.with_status("failed", f"compression raised {type(error).__name__}: {error}")
         done(final)
 

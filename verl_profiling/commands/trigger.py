@@ -202,7 +202,7 @@ def find_job(place: str | Path, run_id: str | None = None) -> Job:
     elif not Path(place).is_dir():
         raise TraceFormatError(place, "no such folder")
     elif is_step(Path(place)):
-        raise TraceFormatError(place, f"is a step; name its run, {Path(place).absolute().parent}")
+        raise TraceFormatError(place, f"is a step; give its run, {Path(place).absolute().parent}")
     else:
         runs = [LocalFolder(run) for run in runs_at(Path(place))]
     jobs = [Job(folder, info) for folder in runs if (info := _run_in(folder)) is not None]

@@ -294,7 +294,7 @@ class ProfilingCallback(_Callback[None]):
 
 
 class AsyncProfilingCallback(_Callback[Coroutine[Any, Any, None]]):
-    """Profiles a training loop that is a coroutine: nothing in it blocks the event loop.
+    """Profiles a training loop that is a coroutine, without blocking the event loop.
 
     ``async with AsyncProfilingCallback(config) as profiling:`` works like ``with`` of
     :class:`ProfilingCallback`. Its hooks are the same, and are awaited.

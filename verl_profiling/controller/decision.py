@@ -107,7 +107,7 @@ class Decisions:
         except OSError as error:
             logger.warning("the run's folder takes no log of steps and no capture requests: %s", error)
         else:
-            logger.info("captures are requested with verl-profiling trigger %s or SIGUSR2", place)
+            logger.info("request captures with verl-profiling trigger %s or SIGUSR2", place)
 
     def find_ranks(self) -> bool:
         """Find the other ranks of the loop, if there are any, for common decisions.

@@ -105,7 +105,7 @@ class Run:
         try:
             write_json_atomically(path, self.info)
         except OSError as error:
-            logger.warning("%s is not up to date: %s", path, error)
+            logger.warning("%s cannot be updated: %s", path, error)
         self.publish()
 
     def publish(self, folder: Path | None = None) -> None:

@@ -321,7 +321,7 @@ class VLLMAdapter(EngineAdapter):
             if window != expected:
                 raise CaptureStateError(
                     f"init_capture: vLLM {_version()} was started with (delay, iterations) = {window}, and "
-                    f"rollout.start and rollout.count mean {expected}; {remedy}"
+                    f"rollout.start and rollout.count require {expected}; {remedy}"
                 )
         return folder
 

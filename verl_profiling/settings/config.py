@@ -234,7 +234,7 @@ class ProfilingConfig:
         if not names:
             raise ConfigError(key, "is empty; set enable=false to record nothing")
         if len(set(names)) < len(names):
-            raise ConfigError(key, f"names a tool twice: {', '.join(names)}")
+            raise ConfigError(key, f"has a tool twice: {', '.join(names)}")
         return names
 
     def _build_tool(self, name: str, override: RoleOverride, key: str) -> Tool:

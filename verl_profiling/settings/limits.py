@@ -121,7 +121,7 @@ class AfterHook:
 
     def __post_init__(self) -> None:
         if not self.command or "\0" in "".join(self.command):
-            raise ConfigError("command", "is a program and its arguments, as a list")
+            raise ConfigError("command", "must be a list of a program and its arguments")
         if not self.roles:
             raise ConfigError("roles", "is empty; leave it out for the controller")
         if self.ranks != EVERY_RANK:

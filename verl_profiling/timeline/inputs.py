@@ -131,7 +131,7 @@ def the_run(path: Path, run_id: str | None = None, *, live: bool = False) -> Pat
     if len(runs) > 1:
         infos = [run / RUN_NAME if (run / RUN_NAME).is_file() else run for run in runs]
         named = ", ".join(f"{info} ({described(run)})" for info, run in zip(infos, runs, strict=True))
-        raise TraceFormatError(path, f"holds {len(runs)} runs; name one of them: {named}")
+        raise TraceFormatError(path, f"holds {len(runs)} runs; choose one of them: {named}")
     return runs[0]
 
 

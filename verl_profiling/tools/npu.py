@@ -100,7 +100,7 @@ class NpuOptions:
         if has_metrics and self.level in ("none", "level0"):
             raise ConfigError("aic_metrics", f"needs level1 or level2, level is {self.level}")
         if self.level == "none" and not self.mstx:
-            raise ConfigError("level", "none records mstx ranges only, and mstx is false")
+            raise ConfigError("level", "none records only mstx ranges, but mstx is false")
 
 
 class NpuTool(Tool):

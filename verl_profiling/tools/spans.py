@@ -14,7 +14,7 @@ class SpansTool(Tool):
     suffix: ClassVar[str] = ""
 
     def start(self, destination: Destination) -> Recording:
-        """Start nothing."""
+        """Start no profiler, because the session records the stage spans."""
         return _SpansRecording()
 
 

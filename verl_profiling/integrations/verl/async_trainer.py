@@ -41,7 +41,7 @@ def awaits_its_steps(trainer: Any) -> bool:
 
 
 class AsyncTrainerProfiler(Profiler):
-    """Profiles one trainer while its ``fit`` runs; nothing in it blocks the event loop.
+    """Profiles one trainer while its ``fit`` runs, without blocking the event loop.
 
     A trainer with a ``current_param_version`` counts its steps by parameter version: one step is then several
     calls of ``fit_step``, and generation never ends.

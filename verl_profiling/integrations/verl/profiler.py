@@ -271,7 +271,7 @@ def log_values(
         except Exception as error:
             if name not in _failing:
                 _failing.add(name)
-                logger.warning("%s: no values of step %s: %s: %s", name, step, type(error).__name__, error)
+                logger.warning("tracker %s lacks step %s: %s: %s", name, step, type(error).__name__, error)
 
 
 def trainer_stage(name: str) -> AbstractContextManager[None]:
