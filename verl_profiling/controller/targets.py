@@ -24,7 +24,7 @@ from verl_profiling import clock
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.errors import ConfigError, choices_hint
-from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
+from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity, safe_name
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.tools import TOOLS
 
@@ -350,8 +350,14 @@ class Roster:
         """Register the workers of a role, and replace its earlier workers; known workers get a further role.
 
         Raises:
-            ConfigError: There are no workers, or a worker has no capture methods.
+            ConfigError: There are no workers, a worker has no capture methods, or two roles would have the
+                same file names.
         """
+        for other in self.roles:
+            if other != role and safe_name(other) == safe_name(role):
+                raise ConfigError(
+                    "", f"roles {other!r} and {role!r} have files of the same names; rename one of them"
+                )
         added = make_targets(role, workers, loop)
         self._is_checked = False
         self.config.for_role(role)  # imports its tools now, not in the first captured step
