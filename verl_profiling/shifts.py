@@ -38,11 +38,11 @@ def noticed_from(ratio: float, spread: float) -> float:
 
 
 class Past:
-    """The past of a duration (s), in which every step joins, the latest steps later: they may be a change.
+    """The past of a duration (s). The latest steps join the past with a delay, because they may be a change.
 
     Attributes:
-        before: The durations in the window before the last step.
-        usual: Their median.
+        before: Durations in the window before the last step.
+        usual: Median of the durations in the window.
     """
 
     def __init__(self, window: int, durations: Iterable[float] = (), matters_s: float = 0.0) -> None:
@@ -55,7 +55,7 @@ class Past:
             self.join(value, matters_s)
 
     def join(self, value: float, matters_s: float) -> None:
-        """Add the duration of a step; durations far below what matters vary little."""
+        """Add the duration of a step; variation of very short durations is ignored."""
         self._least_s = max(_OF_WHAT_MATTERS * matters_s, LEAST_S)
         self.before = self._earlier(self._values)
         self.usual = median(self.before) if self.before else 0.0
@@ -65,7 +65,7 @@ class Past:
 
     @property
     def spread(self) -> float:
-        """The spread of at least half a window."""
+        """The spread of the past, known after half a window."""
         shifts = self._earlier(self._shifts)
         spread, jump = _most(map(abs, shifts)), _most(abs(one - before) for before, one in pairwise(shifts))
         return spread * min(max(sqrt(2) * spread / (_ALIKE * jump), 1.0), _MOST_ALIKE)
@@ -73,7 +73,7 @@ class Past:
     def evidence(self, value: float, usual: float, ratio: float) -> float:
         """Return the evidence of a duration for a change: small at ``ratio``, negative within the spread.
 
-        It is half of what is needed at most, and less the more often the past had such a shift.
+        The evidence is at most half of a detection, and smaller if the past had such shifts often.
         """
         if len(self.before) < self._enough:
             return -1.0

@@ -148,7 +148,7 @@ def _stages_at(use: RankUse, time_ns: int) -> Iterator[tuple[str, int]]:
 
 
 class RecorderReading:
-    """Chooses the steps in which torch's flight recorders are read: some in a row, then none for a while.
+    """Chooses the steps in which torch's flight recorders are read: some in a row, then a pause.
 
     Attributes:
         due: Whether the recorders are read in the next steps.

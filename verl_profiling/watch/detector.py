@@ -46,14 +46,14 @@ _GENERATE = "generate"
 class _Series:
     """A duration (s), step by step, and the evidence that the duration grew.
 
-    Evidence adds up, and fades. A step adds at most half of what is needed, so one outlier is no change. An
-    ongoing change is detected once, and again if it becomes larger. After a normal step, and within a window
-    of such steps, a change is detected again only if it lasts longer than before.
+    Evidence is summed over steps, and fades. A step adds at most half of the evidence for a detection, so one
+    outlier is no change. An ongoing change is detected once, and again if it becomes larger. After a normal
+    step, and within a window of such steps, a change is detected again only if it lasts longer than before.
 
     Attributes:
         value: The current duration.
-        past: The durations before it.
-        score: The evidence so far, for a change that is not detected.
+        past: Durations before the current step.
+        score: Sum of the evidence for a change that is not detected yet.
     """
 
     def __init__(self, window: int) -> None:
@@ -80,7 +80,7 @@ class _Series:
         return self.past.evidence(value, usual, ratio)
 
     def add(self, amount: float) -> bool:
-        """Add the evidence of the step; return whether it completes a detection."""
+        """Add the evidence of the step; return whether a change is now detected."""
         if self._is_noticed and 2 * self.excess < median(self._open) - self.past.usual:
             self._is_noticed, self.score, self._slow = False, 0.0, 0
         is_slow = self._is_noticed or amount > _LEAST_OF_A_STEP
@@ -99,7 +99,7 @@ class _Series:
         return self.score >= _ENOUGH and (self._is_noticed or self._slow > self._lasted)
 
     def notice(self) -> None:
-        """Mark the change as detected, if there is evidence for one."""
+        """Mark the change as detected, if there is evidence."""
         if self.score > 0 and self._open:
             self._is_noticed, self.score = True, 0.0
             self._open = self._open[-2:]
@@ -334,10 +334,10 @@ class Detector:
 
 
 def _with_span(found: Suspicion, summary: StepSummary, role: str, span: str) -> Suspicion:
-    """Return the suspicion with the process first in which a span grew, without the loop, which waited.
+    """Return the suspicion with the process of a grown span as first suspect, without the waiting loop.
 
-    Calls take longer there than in other processes of the role. An agent loop's ``generate`` and whole
-    trajectories do not count, because it waits in them.
+    Calls take longer in that process than in other processes of the role. An agent loop's ``generate`` and
+    whole trajectories do not count, because an agent loop waits in them.
     """
     took = {
         one.lane: total.duration_ns / max(total.runs, 1)

@@ -22,7 +22,7 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
         everyone: Lanes of all processes that worked in the stage, if none was longer than the others.
         ran: Names of the stages that these processes ran inside the loop's stage.
         is_over: Whether only one step was slow, which is not worth a capture of the next step.
-        likely: The leader of one later step, which becomes a suspect if it leads in another one.
+        likely: Leader of one later step, a suspect if it leads in a further step.
     """
 
     kind: TriggerKind = "anomaly"
@@ -36,7 +36,7 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
         return Trigger(**{field: getattr(self, field) for field in Trigger.__struct_fields__})
 
     def with_suspects(self, summary: StepSummary) -> Suspicion:
-        """Return the suspicion with its suspects: processes that were longest in the stage in a step."""
+        """Return the suspicion with its suspects: the slowest processes in the stage of a step."""
         working = standings(summary).get(self.stage, [])
         suspects: list[str] = []
         peers: list[str] = []
@@ -59,7 +59,9 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
         return [f"longest there: {', '.join(self.suspects)}" if self.suspects else NOBODY]
 
     def named_in(self, summary: StepSummary) -> Suspicion:
-        """Return the suspicion with suspects, if one explains half of the excess in two later slow steps."""
+        """Return the suspicion with suspects, if one of them explains half of the excess in two later slow
+        steps.
+        """
         took_s = summary.exposed_s.get(self.stage, 0.0) if self.sign == "slow_stage" else summary.seconds
         first = next(iter(standings(summary).get(self.stage, [])), None)
         lead_s = first.lead_ns / 1e9 if first is not None else 0.0
