@@ -36,7 +36,7 @@ _STEADY = 0.5
 """Minimum growth in the second half of the window, as a share of the first half's; less is a warm-up."""
 
 _STEADY_LEAD, _LARGE_LEAD = 0.3, 3.0
-_LEAST_OF_A_STEP, _OF_A_QUIET_STEP = 0.1, 0.12
+_OF_A_QUIET_STEP = 0.12
 _KEPT, _ENOUGH = 0.98, 0.95
 _BESIDE_THE_WORST = 0.1
 _MOST_SPANS_NAMED = 2
@@ -57,7 +57,7 @@ class _Series:
     """
 
     def __init__(self, window: int) -> None:
-        self.value = self.score = self.slow_s = 0.0
+        self.value = self.score = 0.0
         self.past = Past(window)
         self._window = window
         self._open: list[float] = []
@@ -73,7 +73,6 @@ class _Series:
         """Set the duration of a step (s); return its evidence for a change, negative if there is none."""
         self.value = value
         self.past.join(value, matters_s)
-        self.slow_s = max(self.slow_s if self.score else 0.0, self.excess)
         usual = max(self.past.usual, median(self._open)) if self._is_noticed else self.past.usual
         if ratio is None or value - usual < matters_s:
             return -1.0
@@ -83,7 +82,7 @@ class _Series:
         """Add the evidence of the step; return whether a change is now detected."""
         if self._is_noticed and 2 * self.excess < median(self._open) - self.past.usual:
             self._is_noticed, self.score, self._slow = False, 0.0, 0
-        is_slow = self._is_noticed or amount > _LEAST_OF_A_STEP
+        is_slow = self._is_noticed or amount > 0
         self.score = max(0.0, _KEPT * self.score + max(-_OF_A_QUIET_STEP, amount))
         self._quiet = 0 if is_slow else self._quiet + 1
         if self._quiet >= self._window:
@@ -157,7 +156,7 @@ class Detector:
             stage: one.measure(times[stage], options.slow_stage, matters_s) for stage, one in every.items()
         }
         # Several roles that are slow at once may be a busy host.
-        slow_s = {stage: one.slow_s for stage, one in every.items() if amounts[stage] > 0 or one.score}
+        slow_s = {stage: one.excess for stage, one in every.items() if amounts[stage] > 0 or one.score}
         enough_s = _BESIDE_THE_WORST * max(slow_s.values(), default=0.0)
         roles = {row.role for row in summary.exposed if slow_s.get(row.name, -1.0) >= enough_s}
         among = min(max(1, len(roles)), 3)
@@ -175,9 +174,7 @@ class Detector:
         if worst is not None and not (is_slow_step and every[worst].excess < step.excess / 2):
             where = f"stage {worst}" if worst else "the time in no stage"
             took_what = f"step {summary.step}: {where} took {duration(every[worst].value)} of the step, "
-            return self._suspicion(
-                "slow_stage", worst, every[worst], summary, took_what, "of {} steps before"
-            )
+            return self._suspicion("slow_stage", worst, every[worst], summary, took_what)
         return self._slow_step(usual_stages, summary)
 
     def _slow_step(
@@ -190,11 +187,11 @@ class Detector:
         grown_s = stages[most].excess if stages else 0.0
         grew = f", by {duration(grown_s)} in {where}" if grown_s > 0 else ""
         took_what = f"step {summary.step} took {duration(step.value)}{grew}: "
-        found = self._suspicion("slow_step", most, step, summary, took_what, "of the {} steps before")
+        found = self._suspicion("slow_step", most, step, summary, took_what)
         return msgspec.structs.replace(found, is_over=is_over)
 
     def _suspicion(
-        self, sign: Sign, stage: str, series: _Series, summary: StepSummary, took: str, before: str
+        self, sign: Sign, stage: str, series: _Series, summary: StepSummary, took: str
     ) -> Suspicion:
         usual = series.past.usual
         times = f"{series.value / usual:.1f} times the median" if usual > 0 else "and the median was 0"
@@ -205,7 +202,7 @@ class Detector:
             value=series.value,
             median=usual,
             history=[*series.past.before, series.value],
-            reason=f"{took}{times} {before.format(len(series.past.before))}",
+            reason=f"{took}{times} of {len(series.past.before)} steps before",
         ).with_suspects(summary)
         return self._explained(found, summary)
 
@@ -257,9 +254,8 @@ class Detector:
         processes = (*summary.loop, *summary.workers)
         at_work = {lane for one in standings(summary).get(found.stage, ()) for lane in one.lanes}
         working = [one for one in processes if one.lane in at_work]
-        roles = {one.role for one in working}
-        if all(one.spans or one in summary.loop or one.role == ROLLOUT_ROLE for one in working):
-            roles |= {one.role for one in processes if one.spans or not (one.stages and found.stage)}
+        waits = all(one.spans or one in summary.loop or one.role == ROLLOUT_ROLE for one in working)
+        roles = {one.role for one in (processes if waits else working)}
         enough_ns = (found.value - found.median) * 1e9 / 2
         totals = _by_role(summary)
         grown: list[tuple[bool, float, tuple[str, str], str]] = []
@@ -276,17 +272,16 @@ class Detector:
                 grown.append((name == TRAJECTORY, -more_ns, (role, name), sentence))
         inside = [one for one in sorted(grown) if not one[0]] or grown
         named = [sentence for *_, sentence in inside[:_MOST_SPANS_NAMED]]
-        waited_for = inside[0][2][1] if inside else _GENERATE
-        if waited_for == TRAJECTORY:
-            waited_for = _GENERATE
+        grew = inside[0][2] if inside else ("", _GENERATE)
+        waited_for = _GENERATE if grew[1] == TRAJECTORY else grew[1]
         # Agent loops wait for the process that does the work of a span, if it has one of that name.
         do = [one for _, _, one, _ in inside if one[1] == waited_for and (one[0], TRAJECTORY) not in totals]
-        role = {_GENERATE: ROLLOUT_ROLE}.get(waited_for, waited_for)
+        role = ROLLOUT_ROLE if waited_for == _GENERATE else waited_for
         first = {one.lane for one in processes if one.role == role}
         suspects = sorted(found.suspects, key=lambda lane: lane not in first)
         found = msgspec.structs.replace(found, suspects=suspects)
         if do or (inside and {*suspects} <= {one.lane for one in summary.loop}):
-            found = _with_span(found, summary, *(do or [inside[0][2]])[0])
+            found = _with_span(found, summary, *[*do, grew][0])
         own = self._stages.get("")
         if own and not (found.stage or named) and 2e-9 * alone_ns(summary) >= own.value + own.past.usual:
             named = ["meanwhile no process was in a stage, so the loop's own code took the time"]

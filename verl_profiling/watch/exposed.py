@@ -178,7 +178,9 @@ class _Workers:
         for row in np.argsort(loop.begin, kind="stable"):
             self._home[(loop.begin[row] <= middle) & (middle < loop.end[row])] = loop.stage[row]
         # An agent loop may have sent more to an engine; without a stage, it may have kept the loop waiting.
-        agents = [use for use in summary.workers if TRAJECTORY in [one.name for one in use.spans]]
+        agents = [
+            use for use in summary.workers if use.spans and TRAJECTORY in [one.name for one in use.spans]
+        ]
         hidden = any(not use.stages for use in agents)
         self._unclear = {summary.loop[0].role} if hidden else set()
         if hidden or (agents and any(use.spans for use in summary.workers if use.role == ROLLOUT_ROLE)):
