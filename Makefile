@@ -143,7 +143,7 @@ verification: ## Run the suites behind the README's table, and print what was ve
 	done
 	.venv/bin/python -m tests.verification outputs/verification/*.xml
 
-test-engines: .venv/.ready .venv-vllm/.ready .venv-sglang/.ready ## Test every engine x version x case, and print the tables
+test-engines: .venv/.ready .venv-vllm/.ready .venv-sglang/.ready ## Test every engine x version x case
 	failed=0; \
 	for engine in vllm sglang; do \
 	  .venv-$$engine/bin/python -m pytest tests/engines -m $$engine $(PYTEST_ARGS) || failed=1; \

@@ -127,9 +127,9 @@ RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def run_python(tmp_path: Path) -> RunPython:
-    """Run code in an interpreter of its own, in the test's folder; it must exit with 0."""
+    """Run code in an interpreter of its own, in the test's folder; it must exit with that status."""
 
-    def run(code: str, *arguments: object, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    def run(code: str, *arguments: object, status: int = 0) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
         done = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
@@ -137,10 +137,10 @@ def run_python(tmp_path: Path) -> RunPython:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=timeout_s,
+            timeout=120,
             check=False,
         )
-        assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == status, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 
     return run

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -70,7 +71,14 @@ class _FaultyRecording(Recording):
             os.kill(os.getpid(), signal.SIGKILL)
         part.write_text(text)
         output = output_of_trace(part, final, self._destination.artifact(FaultyTool))
+        if fault == "finishes late":
+            return [Output(output.artifact, partial(self._late, output))]
         return [Output(output.artifact, _raise)] if fault == "export raises" else [output]
+
+    def _late(self, output: Output) -> Artifact:
+        while self._fault(self._destination) == "finishes late":
+            threading.Event().wait(0.02)
+        return output.finish()
 
     def discard(self) -> None:
         pass

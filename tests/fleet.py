@@ -17,17 +17,8 @@ from example_loops import train
 from verl_profiling import ProfilingConfig, stage, trajectory
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.capture.session import process_session
-from verl_profiling.manifest import MANIFEST_NAME
 from verl_profiling.testing import shifted_clock
 from verl_profiling.workers import AgentLoopCaptureMixin, CaptureMixin, RequestLog, RolloutCaptureMixin
-
-
-def wait_for_begun(folder: Path, seconds: float = 30.0) -> None:
-    """Wait until a capture that begins is on disk, which is written beside the loop, twice."""
-    path, deadline = folder / MANIFEST_NAME, time.monotonic() + seconds
-    while not (path.exists() and "start_capture" in path.read_text()):
-        assert time.monotonic() < deadline, path
-        time.sleep(0.002)
 
 
 def once_all_hang(switches: Path, switch: str, workers: int, do: Callable[[], object]) -> threading.Thread:
@@ -168,7 +159,6 @@ class CoroutineWorker:
     def __init__(self, config: ProfilingConfig, role: str = "rollout") -> None:
         self.inner = TrainWorker()
         self.inner.set_up(config, role)
-        self.threads: set[int] = set()
 
     async def start_capture(self, request: CaptureRequest) -> StartReply:
         await asyncio.sleep(0.01)

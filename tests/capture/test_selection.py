@@ -24,9 +24,6 @@ def names(role: RoleConfig) -> list[str]:
     return [tool.name for tool in role.tools]
 
 
-# What it asks of a role
-
-
 def test_an_aim_takes_the_place_of_what_it_names() -> None:
     """All else is as the settings say; stages mean discrete mode and leave engines out."""
     config = settings(
@@ -88,9 +85,6 @@ def test_trajectories_go_on_unless_their_role_is_named() -> None:
     assert names(named) == ["torch", "trajectories"]
 
 
-# What it asks of a session
-
-
 def test_who_runs_none_of_the_stages_that_are_asked_for_is_skipped(session: Session, tmp_path: Path) -> None:
     """Nothing is missing of it: who asks for a stage need not know who runs it."""
     session.register(settings(tool="torch"), ACTOR)
@@ -121,7 +115,6 @@ def test_a_capture_aimed_at_what_runs_side_by_side_is_of_the_whole_step(
     worker = RewardCaptureMixin()
     worker.init_capture(settings(watch={"enable": True}))
     busy = session.busy("reward")
-    assert busy is not None
     found = []
     for number, name in enumerate(("reward", "update_actor")):
         selection = CaptureSelection(mode="discrete", roles=("reward",), stages=(name,))
@@ -131,9 +124,6 @@ def test_a_capture_aimed_at_what_runs_side_by_side_is_of_the_whole_step(
         result = worker.stop_capture(f"run-{number}").result
         found.append((result.status, result.mode, len(result.artifacts) > 0))
     assert found == [("ok", "e2e", True), ("ok", "discrete", True)]
-
-
-# What it asks of an engine
 
 
 def test_a_server_records_no_engine_that_computes_elsewhere(session: Session, tmp_path: Path) -> None:

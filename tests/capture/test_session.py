@@ -42,13 +42,8 @@ def test_a_capture_goes_from_start_to_stop(spans_only: Session, tmp_path: Path) 
     stopped = spans_only.stop("run-1")
     assert (started.status, started.identity) == ("recording", ACTOR)
     result = stopped.result
-    assert (result.identity, result.capture_id, result.step, result.mode, result.status) == (
-        ACTOR,
-        "run-1",
-        1,
-        "e2e",
-        "ok",
-    )
+    assert (result.identity, result.capture_id, result.step) == (ACTOR, "run-1", 1)
+    assert (result.mode, result.status) == ("e2e", "ok")
     assert [span.name for span in result.stages] == ["update_actor"]
     times = [
         started.received_ns,
@@ -148,24 +143,6 @@ def test_discrete_mode_records_each_stage_apart(tmp_path: Path) -> None:
         assert ("inner" in names) == (artifact.stage == "update_actor")
         assert artifact.begin_ns <= own.begin_ns <= own.end_ns <= artifact.end_ns
         assert start.begin_ns <= start.end_ns <= own.begin_ns <= own.end_ns <= stop.begin_ns <= stop.end_ns
-
-
-def test_stages_of_like_names_have_files_of_their_own(tmp_path: Path) -> None:
-    """Told apart by their names, not by a number that says "the second run"."""
-    with record_step(settings(mode="discrete"), tmp_path) as recorded:
-        for name in ("reward/math", "reward math", "reward-math"):
-            with stage(name):
-                train()
-    artifacts = recorded.result.artifacts
-    assert [(artifact.stage, artifact.occurrence, artifact.status) for artifact in artifacts] == [
-        ("reward/math", 1, "ok"),
-        ("reward math", 1, "ok"),
-        ("reward-math", 1, "ok"),
-    ]
-    assert len({artifact.path for artifact in artifacts}) == 3
-    assert artifacts[2].path == "actor_rank0.reward-math.torch.json.gz"
-    for artifact in artifacts:
-        assert len(spans(tmp_path / artifact.path, artifact.stage)) == 1
 
 
 def test_discrete_mode_records_only_selected_stages(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import json
@@ -11,11 +10,12 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from fleet import TrainWorker
 
-from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingConfig, stage
+from verl_profiling import ProfilingCallback, ProfilingConfig, stage
 from verl_profiling.testing import shifted_clock
 
 RANK = int(os.environ["RANK"])
@@ -23,7 +23,6 @@ LAST = int(os.environ["WORLD_SIZE"]) - 1
 
 
 def work(scenario: str, step: int, folder: Path) -> None:
-    """Do what the scenario has this rank do in a step."""
     with stage("update_actor"):
         time.sleep(0.01)
     if RANK == LAST and step == 2 and scenario == "exits":
@@ -43,11 +42,15 @@ def wait_for(path: Path, text: str) -> None:
         time.sleep(0.01)
 
 
-def loop(config: ProfilingConfig, scenario: str) -> None:
-    profiling = ProfilingCallback(config)
+def with_worker(profiling: Any) -> Any:
     worker = TrainWorker()
-    worker.init_capture(config, role="actor")
+    worker.init_capture(profiling.config, role="actor")
     profiling.add_workers("actor", worker)
+    return profiling
+
+
+def loop(config: ProfilingConfig, scenario: str) -> None:
+    profiling = with_worker(ProfilingCallback(config))
     with profiling:
         for step in (1, 2, 3, 4):
             profiling.on_step_begin(step)
@@ -59,27 +62,10 @@ def loop(config: ProfilingConfig, scenario: str) -> None:
                 dist.barrier()
 
 
-async def async_loop(config: ProfilingConfig, scenario: str) -> None:
-    profiling = AsyncProfilingCallback(config)
-    worker = TrainWorker()
-    worker.init_capture(config, role="actor")
-    profiling.add_workers("actor", worker)
-    async with profiling:
-        for step in (1, 2, 3, 4):
-            await profiling.on_step_begin(step)
-            with profiling.stage("reward"):
-                await asyncio.sleep(0)
-            work(scenario, step, Path(config.save_path))
-            await profiling.on_step_end()
-
-
 def asked_loop(config: ProfilingConfig) -> None:
     """Run until rank 0 finds a file ``stop``; the ranks meet in every step, as in a collective."""
     folder = Path(config.save_path).parent
-    profiling = ProfilingCallback(config)
-    worker = TrainWorker()
-    worker.init_capture(config, role="actor")
-    profiling.add_workers("actor", worker)
+    profiling = with_worker(ProfilingCallback(config))
     with profiling:
         for step in itertools.count(1):
             profiling.on_step_begin(step)
@@ -113,8 +99,6 @@ def main() -> None:
             return
         if scenario.startswith("asked"):
             asked_loop(config)
-        elif scenario == "late":
-            asyncio.run(async_loop(config, scenario))
         else:
             with contextlib.suppress(ValueError):
                 loop(config, scenario)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,6 @@ from verl_profiling import AsyncProfilingCallback, ProfilingCallback
 from verl_profiling.capture.session import Session
 
 
-async def run(
-    callback: AsyncProfilingCallback, work: Callable[[int], Awaitable[object]], steps: int = 3
-) -> None:
-    await callback.on_train_begin()
-    for step in range(1, steps + 1):
-        await callback.on_step_begin(step, policy_version=step - 1)
-        await callback.on_rollout_begin()
-        await callback.on_rollout_end({"rollout/seconds": 0.5})
-        with callback.stage("update_actor"):
-            await work(step)
-        await callback.on_step_end({"reward": step / 10})
-    await callback.on_train_end()
-
-
 async def test_local_workers_of_both_kinds_are_captured(tmp_path: Path, session: Session) -> None:
     """Ordinary methods and coroutines run on the thread of the event loop."""
     config = configured(tmp_path, tool="torch")
@@ -41,10 +26,15 @@ async def test_local_workers_of_both_kinds_are_captured(tmp_path: Path, session:
     callback.add_workers("actor", actor)
     callback.add_rollout([rollout])
 
-    async def work(step: int) -> None:
-        actor.work()
-
-    await run(callback, work)
+    await callback.on_train_begin()
+    for step in (1, 2, 3):
+        await callback.on_step_begin(step)
+        await callback.on_rollout_begin()
+        await callback.on_rollout_end({"rollout/seconds": 0.5})
+        with callback.stage("update_actor"):
+            actor.work()
+        await callback.on_step_end({"reward": step / 10})
+    await callback.on_train_end()
     written = manifest(config)
     [result] = written.workers
     assert set(result.roles) == {"actor", "rollout"}
@@ -63,20 +53,18 @@ async def test_local_workers_of_both_kinds_are_captured(tmp_path: Path, session:
 async def test_the_event_loop_is_free_while_a_remote_worker_stops(tmp_path: Path, pool: Pool) -> None:
     """It is the loop that lets the worker stop, some turns later."""
     config = configured(tmp_path, tool="torch")
-    switches = tmp_path / "switches"
-    switches.mkdir()
     set_up(config, pool.sync[:2])
-    ray.get(pool.sync[1].set_up.remote(config, "actor", 1, switches=switches))
+    ray.get(pool.sync[1].set_up.remote(config, "actor", 1, switches=tmp_path))
     callback = AsyncProfilingCallback(config)
     callback.add_workers("actor", pool.sync[:2])
     await callback.on_step_begin(2)
     await asyncio.gather(*(actor.work.remote() for actor in pool.sync[:2]))
-    (switches / "stop").touch()
+    (tmp_path / "stop").touch()
 
     async def let_go() -> None:
-        while not list(switches.glob("stop_hangs_*")):
+        while not list(tmp_path.glob("stop_hangs_*")):
             await asyncio.sleep(0.01)
-        (switches / "stop").unlink()
+        (tmp_path / "stop").unlink()
 
     turns = asyncio.create_task(let_go())
     await callback.on_step_end()

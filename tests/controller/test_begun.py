@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+import re
 from pathlib import Path
 
 import pytest
@@ -17,11 +17,10 @@ from verl_profiling.manifest import Manifest
 from verl_profiling.run_files import read_manifest
 
 KILLED = """
-    import os, signal, time
-    from pathlib import Path
+    import os, signal
     from fleet import TrainWorker
     from verl_profiling import ProfilingCallback
-    config = {"enable": True, "tool": "spans", "save_path": "run", "schedule": {"steps": [1, 2]}}
+    config = {"enable": True, "tool": "spans", "save_path": "run", "schedule": {"steps": [1, 2, 9]}}
     worker = TrainWorker()
     worker.set_up(config)
     profiling = ProfilingCallback(config)
@@ -30,27 +29,15 @@ KILLED = """
         profiling.on_step_begin(step)
         worker.work()
         if step == 2:
-            path = Path("run/step_000002/manifest.json")
-            while not path.exists() or "start_capture" not in path.read_text():
-                time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGKILL)
         profiling.on_step_end()
 """
 
 
-def manifest_with(folder: Path, text: str) -> Manifest:
-    """Return the manifest of a step once it says something: it is written beside the loop."""
-    path, deadline = folder / "manifest.json", time.monotonic() + 20
-    while not (path.exists() and text in path.read_text()):
-        assert time.monotonic() < deadline, path
-        time.sleep(0.005)
-    return read_manifest(folder)
-
-
 WRITES = """
     import os, sys
     from pathlib import Path
-    from fleet import TrainWorker, wait_for_begun
+    from fleet import TrainWorker
     from verl_profiling import ProfilingCallback
 
     seen = []
@@ -73,8 +60,6 @@ WRITES = """
         for step in (1, 2):
             profiling.on_step_begin(step)
             worker.work()
-            if step == 1:
-                wait_for_begun(Path("run/of/mine/step_000001"))
             profiling.on_step_end({"loss": 1.0})
     print(*seen, sep="\\n")
 """
@@ -102,7 +87,7 @@ def test_a_capture_that_begins_is_on_disk(tmp_path: Path, session: Session, mode
 
     def look(step: int) -> None:
         if step == 2:
-            seen.append(manifest_with(Path(config.save_path) / "step_000002", "start_capture"))
+            seen.append(manifest(config))
 
     run(callback, look)
     [begun] = seen
@@ -118,8 +103,7 @@ def test_a_killed_loop_leaves_a_step_that_every_command_names(
     tmp_path: Path, run_python: RunPython, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The step before is whole; the one that was open is said, and the exit code is 1."""
-    with pytest.raises(AssertionError, match="exit status -9"):
-        run_python(KILLED)
+    run_python(KILLED, status=-9)
     folder = tmp_path / "run"
     assert [read_manifest(step).state for step in sorted(folder.glob("step_*"))] == ["written", "begun"]
     for command in ("check", "report", "merge"):
@@ -127,6 +111,7 @@ def test_a_killed_loop_leaves_a_step_that_every_command_names(
         printed = "".join(capsys.readouterr())
         assert "killed: the capture began" in printed, command
         assert "step_000002" in printed, command
+        assert command != "check" or re.search("step 9 of schedule.steps has no folder.* is gone", printed)
     assert main(["check", str(folder / "step_000002")]) == 1
 
 
@@ -138,7 +123,6 @@ def test_a_step_that_is_being_recorded_is_not_called_lost(
     callback = following(config)
     callback.on_step_begin(2)
     folder = Path(config.save_path) / "step_000002"
-    manifest_with(folder, "begun")
     assert main(["check", str(folder)]) == 1
     assert f"by pid {os.getpid()} on" in (printed := capsys.readouterr().out)
     assert "running: recorded since" in printed
@@ -156,7 +140,7 @@ def test_a_capture_of_several_steps_says_which_have_begun(tmp_path: Path, sessio
     callback.on_step_begin(2)
     callback.on_step_end()
     callback.on_step_begin(3)
-    found = manifest_with(tmp_path / "run" / "step_000002", '"step": 3')
+    found = manifest(config)
     assert found.state == "begun"
     assert [span.step for span in found.step_spans] == [2, 3]
     callback.on_step_end()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from conftest import RunPython
 
 from verl_profiling.cli import main
 from verl_profiling.run_files import read_manifest
@@ -46,20 +45,21 @@ for summary in profiling.watch.summaries if profiling.watch is not None else ():
 
 @pytest.mark.parametrize(("by_s", "watched"), [(-HOUR_S, "watched"), (HOUR_S, "captures alone")])
 def test_a_clock_that_is_set_in_a_captured_step_changes_no_duration(
-    tmp_path: Path, by_s: int, watched: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    by_s: int,
+    watched: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    run_python: RunPython,
 ) -> None:
     """Of the step, of its stages, and of what lies around it; the check finds all files whole."""
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     library, run = tmp_path / "settable_clock.so", tmp_path / "run"
     subprocess.run(["cc", "-Wall", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True)
-    done = subprocess.run(
-        [sys.executable, "-c", LOOP, run, str(by_s), watched],
-        env={**os.environ, "LD_PRELOAD": str(library)},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    done = run_python(LOOP, run, by_s, watched)
+    monkeypatch.delenv("LD_PRELOAD")
     assert abs(float(done.stdout) - by_s) < HOUR_S / 2, "the stand-in has set no clock"
     assert main(["check", str(run)]) == 0, capsys.readouterr().out
     for step in (4, 5, 6):

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import ray
-from conftest import ROOT, Pool
+from conftest import Pool, RunPython
 from fleet import once_all_hang
 from test_callback import configured, following, manifest, set_up
 
@@ -58,29 +55,13 @@ PROGRAM = """
 """
 
 
-def end(folder: Path, scenario: str) -> tuple[int, str]:
-    """Run the loop; return its exit status and what it printed."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), scenario],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    return done.returncode, done.stderr
-
-
 def read(folder: Path, step: int = 2) -> Manifest:
     return read_manifest(folder / "run" / f"step_{step:06d}")
 
 
-def test_a_forked_child_that_exits_closes_no_capture(tmp_path: Path) -> None:
+def test_a_forked_child_that_exits_closes_no_capture(tmp_path: Path, run_python: RunPython) -> None:
     """The loop goes on, and its process is the one that writes."""
-    status, said = end(tmp_path, "child exits")
-    assert (status, "closing the capture" in said) == (0, False), said
+    assert "closing the capture" not in run_python(PROGRAM, "child exits").stderr
     assert [(read(tmp_path, step).complete, read(tmp_path, step).notes) for step in (1, 2)] == [
         (True, [])
     ] * 2
@@ -96,10 +77,10 @@ def test_a_forked_child_that_exits_closes_no_capture(tmp_path: Path) -> None:
     ],
 )
 def test_what_was_recorded_is_written_and_the_manifest_says_why(
-    tmp_path: Path, scenario: str, status: int, why: str
+    tmp_path: Path, run_python: RunPython, scenario: str, status: int, why: str
 ) -> None:
     """The process ends as it would have."""
-    assert end(tmp_path, scenario)[0] == status
+    run_python(PROGRAM, scenario, status=status)
     whole, cut = read(tmp_path, 1), read(tmp_path, 2)
     assert (whole.state, whole.complete, whole.notes) == ("written", True, [])
     assert (cut.state, cut.complete) == ("written", False)
@@ -117,14 +98,12 @@ class _InterruptedError(BaseException):
 def test_a_hook_that_is_interrupted_leaves_no_worker_recording(tmp_path: Path, pool: Pool, hook: str) -> None:
     """Ctrl-C while the callback waits: who was called is stopped, and what they have is kept."""
     config = configured(tmp_path, timeouts={"start_s": 20, "stop_s": 20})
-    switches = tmp_path / "switches"
-    switches.mkdir()
     set_up(config, pool.sync[:2])
-    ray.get(pool.sync[1].set_up.remote(config, "actor", 1, switches=switches))
+    ray.get(pool.sync[1].set_up.remote(config, "actor", 1, switches=tmp_path))
     callback = following(config, pool.sync[:2])
 
     def interrupt(number: int, frame: object) -> None:
-        (switches / hook).unlink()
+        (tmp_path / hook).unlink()
         raise _InterruptedError
 
     def alarm() -> None:
@@ -134,8 +113,8 @@ def test_a_hook_that_is_interrupted_leaves_no_worker_recording(tmp_path: Path, p
     try:
         if hook == "stop":
             callback.on_step_begin(2)
-        (switches / hook).touch()
-        waiting = once_all_hang(switches, hook, 1, alarm)
+        (tmp_path / hook).touch()
+        waiting = once_all_hang(tmp_path, hook, 1, alarm)
         with pytest.raises(_InterruptedError) as raised:
             callback.on_step_begin(2) if hook == "start" else callback.on_step_end()
     finally:

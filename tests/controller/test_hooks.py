@@ -7,19 +7,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 import ray
 from conftest import Pool
-from fleet import TrainWorker
-from test_callback import following
+from fault_tools import FAULTY
+from test_callback import following, pass_steps, train_through
 
-from verl_profiling import ProfilingCallback, ProfilingConfig
+from verl_profiling import ProfilingConfig
 from verl_profiling.capture.session import Session
-from verl_profiling.manifest import Artifact
-from verl_profiling.tools import Destination, Output, Recording, Tool
 
+STEPS = range(1, 6)
 NOTE = """if True:
     import os, sys
     values = (os.environ["VERL_PROFILING_" + word] if word.isupper() else word for word in sys.argv[2:])
@@ -39,7 +37,6 @@ def settings(tmp_path: Path, **hooks: Any) -> ProfilingConfig:
 
 
 def noting(tmp_path: Path, *words: str, **more: Any) -> dict[str, Any]:
-    """Return a hook that notes what it was told."""
     return {"command": [sys.executable, "-c", NOTE, str(tmp_path / "notes"), *words], **more}
 
 
@@ -52,25 +49,10 @@ def notes(tmp_path: Path) -> list[str]:
     return sorted(path.read_text().splitlines()) if path.exists() else []
 
 
-def train(config: ProfilingConfig, workers: list[Any], work: Any = lambda: None, steps: int = 5) -> None:
-    callback = following(config, workers)
-    with callback:
-        for step in range(1, steps + 1):
-            callback.on_step_begin(step)
-            work()
-            callback.on_step_end()
-
-
-def local(config: ProfilingConfig, rank: int = 0) -> TrainWorker:
-    worker = TrainWorker()
-    worker.set_up(config, rank=rank)
-    return worker
-
-
 def test_a_command_runs_after_each_capture_once_all_is_written(tmp_path: Path, session: Session) -> None:
     """Told by environment variables, in the loop's process by default."""
     config = settings(tmp_path, note=noting(tmp_path, "STEP", "ROLE", "FOLDER", "x"))
-    train(config, [local(config)])
+    train_through(config, *STEPS)
     run = tmp_path / "run"
     assert notes(tmp_path) == [f"{step} controller {run}/step_00000{step} x" for step in (2, 4)]
 
@@ -78,12 +60,9 @@ def test_a_command_runs_after_each_capture_once_all_is_written(tmp_path: Path, s
 def test_a_hook_of_the_last_capture_runs_once(tmp_path: Path, session: Session) -> None:
     """With the run's folder, and before training ends where the schedule says which capture is the last."""
     config = settings(tmp_path, note=noting(tmp_path, "STEP", "FOLDER", when="last"))
-    callback = ProfilingCallback(config)
-    worker = local(config)
-    callback.add_workers("actor", worker)
-    for step in range(1, 6):
-        callback.on_step_begin(step)
-        callback.on_step_end()
+    callback = following(config)
+    for step in STEPS:
+        pass_steps(callback, step)
         assert step > 3 or notes(tmp_path) == []
     callback.on_train_end()
     callback.on_train_end()
@@ -93,16 +72,11 @@ def test_a_hook_of_the_last_capture_runs_once(tmp_path: Path, session: Session) 
 def test_hooks_run_one_after_another_in_order(tmp_path: Path, session: Session) -> None:
     """Also where the first takes longest: those of the captures, then what is due when training ends."""
     each = noting(tmp_path, "STEP")
-    each["command"] = [
-        "sh",
-        "-c",
-        '[ "$VERL_PROFILING_STEP" = 4 ] || sleep 0.5; "$@"',
-        "sh",
-        *each["command"],
-    ]
+    slower = 'test "$VERL_PROFILING_STEP" = 4 || sleep 0.5; "$@"'
+    each["command"] = ["sh", "-c", slower, "sh", *each["command"]]
     config = settings(tmp_path, each=each, end=noting(tmp_path, "end", when="last"))
     config = ProfilingConfig.from_any({**config.to_dict(), "schedule": {"steps": [2, 3, 4, 9]}})
-    train(config, [local(config)])
+    train_through(config, *STEPS)
     assert (tmp_path / "notes").read_text().split() == ["2", "3", "4", "end"]
 
 
@@ -116,60 +90,26 @@ def test_workers_run_hooks_on_chosen_ranks(tmp_path: Path, pool: Pool) -> None:
     )
     config = ProfilingConfig.from_any({**base.to_dict(), "select": {"ranks": [0, 1]}})
     pids = ray.get([worker.set_up.remote(config, rank=rank) for rank, worker in enumerate(pool.sync)])
-    train(config, pool.sync)
+    with following(config, pool.sync) as callback:
+        pass_steps(callback, *STEPS)
     mine = [f"mine actor {rank} {pids[rank]}" for rank in (0, 1)]
     assert notes(tmp_path) == sorted([*mine, *mine, "named 1", "named 2", "every 0", "every 1", "every 2"])
 
 
-class GatedRecording(Recording):
-    """Writes a file that is only finished when a file ``go`` is there."""
-
-    def __init__(self, destination: Destination) -> None:
-        self._path = destination.path(GatedTool.suffix)
-        self._pending = msgspec.structs.replace(destination.artifact(GatedTool), status="pending")
-
-    def stop(self) -> list[Output]:
-        return [Output(self._pending, self._finish)]
-
-    def _finish(self) -> Artifact:
-        deadline = time.monotonic() + 20
-        while not self._path.parent.with_name("go").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        self._path.write_text("whole")
-        return msgspec.structs.replace(self._pending, status="ok", bytes=5)
-
-    def discard(self) -> None:
-        """Stop."""
-
-
-class GatedTool(Tool):
-    name = "gated"
-    suffix = ".gated.txt"
-
-    def start(self, destination: Destination) -> Recording:
-        return GatedRecording(destination)
-
-
 def test_a_hook_waits_for_what_is_finished_in_the_background(tmp_path: Path, session: Session) -> None:
     """In the worker for its own artifacts, in the loop's process for all; the loop goes on meanwhile."""
-    look = {"command": ["sh", "-c", 'ls "$VERL_PROFILING_FOLDER"']}
-    config = ProfilingConfig.from_any(
-        {
-            **settings(tmp_path, mine={**look, "roles": ["actor"]}, all=look).to_dict(),
-            "tool": f"{__name__}:GatedTool",
-        }
-    )
-    callback = following(config, local(config))
+    look, plan = {"command": ["sh", "-c", 'ls "$VERL_PROFILING_FOLDER"']}, tmp_path / "plan.json"
+    plan.write_text('{"2/actor_rank0": "finishes late"}')
+    given = settings(tmp_path, mine={**look, "roles": ["actor"]}, all=look).to_dict()
+    config = ProfilingConfig.from_any({**given, "tool": FAULTY, "tools": {FAULTY: {"plan": str(plan)}}})
     logs = tmp_path / "run" / "after"
-    with callback:
-        for step in (1, 2, 3):
-            callback.on_step_begin(step)
-            callback.on_step_end()
+    with following(config) as callback:
+        pass_steps(callback, 1, 2, 3)
         time.sleep(0.3)
         assert not logs.exists()
-        (tmp_path / "run" / "go").touch()
+        plan.write_text("{}")
     for name in ("mine.actor_rank0", "all.controller_rank0"):
-        assert "actor_rank0.gated.txt" in (logs / f"step_000002.{name}.log").read_text()
+        assert "actor_rank0.faulty.json.gz" in (logs / f"step_000002.{name}.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -184,7 +124,7 @@ def test_a_hook_that_fails_is_said_and_hurts_nobody(
 ) -> None:
     """Even with strict settings; the log names the file with its output."""
     config = ProfilingConfig.from_any({**settings(tmp_path, bad=hook).to_dict(), "strict": True})
-    train(config, [local(config)])
+    train_through(config, *STEPS)
     assert f"after.bad (controller rank 0, step 2) {said}" in caplog.text
 
 
@@ -195,7 +135,7 @@ def test_a_hook_that_hangs_is_ended_with_all_it_started(
     child = "trap '' TERM; echo $$ > pid.new; mv pid.new pid; while :; do sleep 1; done"
     command = ["sh", "-c", f'cd {tmp_path}; sh -c "$1" & wait', "sh", child]
     config = settings(tmp_path, hang={"command": command, "when": "last", "timeout_s": 3})
-    train(config, [local(config)])
+    train_through(config, *STEPS)
     assert "was killed after timeout_s=3" in caplog.text
     pid = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 10

@@ -7,17 +7,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy
 import pytest
 import torch
-from fleet import TrainWorker
-from test_callback import configured, following, manifest, run
+from test_callback import configured, following, manifest
 
 from verl_profiling import ProfilingCallback
-from verl_profiling.capture.messages import StopReply
 from verl_profiling.capture.session import Session
-from verl_profiling.manifest import finite_numbers
 
 
 class Hostile:
@@ -62,10 +58,13 @@ ODD: dict[Any, Any] = {
 }
 
 
-def test_numbers_are_kept_and_what_is_not_finite_is_named() -> None:
+def test_numbers_are_kept_and_what_is_not_finite_is_named(tmp_path: Path, session: Session) -> None:
     """Names become text; values that are not numbers are left out."""
-    numbers, notes = finite_numbers(ODD)
-    assert numbers == {
+    config = configured(tmp_path)
+    callback = following(config)
+    callback.on_step_begin(2)
+    callback.on_step_end(ODD)
+    assert manifest(config).metrics == {
         "plain": 1.0,
         "7": 2.5,
         "None": 3.0,
@@ -76,8 +75,7 @@ def test_numbers_are_kept_and_what_is_not_finite_is_named() -> None:
         "fraction": 0.25,
         "?": 8.0,
     }
-    assert {type(value) for value in numbers.values()} == {float}
-    assert notes == [
+    assert manifest(config).notes == [
         "metrics that are not finite were left out: nan is nan, infinite is -inf, torch nan is nan"
     ]
 
@@ -133,23 +131,3 @@ def test_a_policy_version_that_is_no_number_is_noted(tmp_path: Path, session: Se
     written = manifest(config)
     assert written.policy_version is None
     assert written.notes == ["policy_version is a str, not a whole number: left out"]
-
-
-def test_numbers_of_a_worker_that_are_not_finite_are_named(tmp_path: Path, session: Session) -> None:
-    class Measuring(TrainWorker):
-        def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> StopReply:
-            reply = super().stop_capture(capture_id, finish_s)
-            measured = {"watts": math.nan, "volts": 12.0}
-            result = self.capture.amend(
-                reply.result.capture_id, lambda result: msgspec.structs.replace(result, metrics=measured)
-            )
-            return reply if result is None else msgspec.structs.replace(reply, result=result)
-
-    config = configured(tmp_path)
-    worker = Measuring()
-    worker.set_up(config)
-    callback = following(config, worker)
-    run(callback, lambda step: None)
-    [result] = manifest(config).workers
-    assert result.metrics["volts"] == 12.0
-    assert result.notes == ["actor_rank0: metrics that are not finite were left out: watts is nan"]

@@ -23,27 +23,21 @@ class Elsewhere(TrainWorker):
     elsewhere: Path
 
     def start_capture(self, request: CaptureRequest) -> StartReply:
-        """Start, on a file system of its own."""
         folder = str(self.elsewhere / Path(request.folder).name)
         return super().start_capture(msgspec.structs.replace(request, folder=folder))
 
 
-@pytest.mark.parametrize("shared", [False, True])
 def test_a_file_that_cannot_be_seen_is_named_with_its_host(
-    tmp_path: Path, session: Session, capsys: pytest.CaptureFixture[str], shared: bool
+    tmp_path: Path, session: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the manifest and by check, which exits with 1; of files on a shared file system nothing is said."""
-    config, worker = configured(tmp_path, tool="torch"), TrainWorker() if shared else Elsewhere()
-    if isinstance(worker, Elsewhere):
-        worker.elsewhere = tmp_path / "elsewhere"
+    """In the manifest and by check, which exits with 1."""
+    config, worker = configured(tmp_path, tool="torch"), Elsewhere()
+    worker.elsewhere = tmp_path / "elsewhere"
     worker.set_up(config)
     run(following(config, worker), lambda step: worker.work())
     folder = tmp_path / "run" / "step_000002"
     found = read_manifest(folder)
     [artifact] = found.workers[0].artifacts
-    if shared:
-        assert (artifact.where, found.notes, main(["check", str(folder)])) == ("", [], 0)
-        return
     host = found.workers[0].identity.host
     assert artifact.status in ("pending", "ok"), "as the reply said, by whether it was compressed already"
     assert artifact.where == f"{host}:{tmp_path}/elsewhere/step_000002/actor_rank0.torch.json.gz"

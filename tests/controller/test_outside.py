@@ -6,13 +6,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import ray
 from conftest import Pool
 from fleet import TrainWorker, once_all_hang
-from test_callback import configured, following, local_worker, manifest
+from test_callback import configured, following, manifest
 
-from verl_profiling import AsyncProfilingCallback, ProfilingCallback
+from verl_profiling import ProfilingCallback
 from verl_profiling.capture.messages import StopReply
 from verl_profiling.capture.session import Session
 from verl_profiling.manifest import Manifest
@@ -73,13 +74,9 @@ def test_the_pauses_and_what_followed_are_known_once_the_loop_goes_on(
     assert stop.end_ns - stop.begin_ns >= 5e7
     assert first.outside[1].end_ns <= stop.end_ns
     assert not any(span.failed for span in written.outside)
-    assert written == Manifest(**{**_fields(first), "outside": written.outside})
+    assert written == msgspec.structs.replace(first, outside=written.outside)
     callback.on_train_end()
     assert outside(manifest(config)) == VALIDATED
-
-
-def _fields(written: Manifest) -> dict[str, Any]:
-    return {name: getattr(written, name) for name in written.__struct_fields__}
 
 
 def test_numbers_that_come_meanwhile_are_kept(tmp_path: Path, session: Session) -> None:
@@ -94,45 +91,16 @@ def test_numbers_that_come_meanwhile_are_kept(tmp_path: Path, session: Session) 
 
 
 def test_stages_of_steps_that_are_not_captured_go_nowhere(tmp_path: Path, session: Session) -> None:
-    """From the begin of the next step on, a stage has no receiver; one that goes on then ends there."""
+    """One that goes on when the next step begins, ends there."""
     config = configured(tmp_path)
     callback = callback_of(config)
     callback.on_step_begin(2)
     callback.on_step_end()
     with callback.stage("prefetch"):
         callback.on_step_begin(3)
-        assert callback._controller is not None
-        assert callback._controller.sink is None
     validated_step(callback, 3)
     callback.on_train_end()
     assert outside(manifest(config)) == [*PAUSES, ("prefetch", 0)]
-
-
-def test_a_step_that_was_left_early_has_its_pauses(tmp_path: Path, session: Session) -> None:
-    """An exception, and a next step that begins before this one has ended, change nothing about them."""
-    config = configured(tmp_path, schedule={"steps": [2, 3]})
-    callback = callback_of(config)
-    callback.on_step_begin(2)
-    callback.on_step_begin(3)
-    callback.on_exception(ValueError("x"))
-    callback.on_train_end()
-    for step in (2, 3):
-        assert outside(manifest(config, step)) == PAUSES
-        assert not manifest(config, step).complete
-
-
-async def test_an_asynchronous_loop_has_the_same(tmp_path: Path, session: Session) -> None:
-    """The hooks of the asynchronous callback record what those of the other one record."""
-    config = configured(tmp_path)
-    callback = AsyncProfilingCallback(config)
-    callback.add_workers("actor", local_worker(config))
-    async with callback:
-        await callback.on_step_begin(2)
-        await callback.on_step_end()
-        with callback.stage("validate"):
-            pass
-        await callback.on_step_begin(3)
-    assert outside(manifest(config)) == [*PAUSES, ("validate", 0)]
 
 
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import TrainWorker
+from example_loops import request
+from fleet import TrainWorker, WorkerGroup
 from rank_processes import run_ranks
 from test_callback import configured, following, local_worker, manifest, run
 
 from verl_profiling import ProfilingCallback
-from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import Session
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.commands.trigger import find_job
@@ -41,7 +41,6 @@ def steps(folder: Path) -> list[Manifest]:
 
 
 def statuses(written: Manifest) -> list[tuple[str, str]]:
-    """Return name and status of each worker."""
     return [(worker.name, worker.status) for worker in written.workers]
 
 
@@ -118,7 +117,6 @@ def test_a_second_start_of_all_ranks_is_a_run_of_its_own(tmp_path: Path) -> None
     assert [statuses(written) for written in steps(tmp_path)] == [BOTH, BOTH], said
     for folder, ((_, leader), (_, follower)) in zip((".", "run_2"), said, strict=True):
         info = read_run(tmp_path / "run" / folder)
-        assert info is not None
         assert (info.last_step, info.never_came) == (4, [9])
         assert leader.count("step 9 never came") == 1
         assert "never came" not in follower
@@ -141,7 +139,7 @@ def test_a_rank_that_is_gone_is_a_failed_entry(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_late_is_taken_in(tmp_path: Path) -> None:
-    """Its result is there when it ends the step, however long after rank 0; here the loop is a coroutine."""
+    """Its result is there when it ends the step, however long after rank 0."""
     results = ranks(tmp_path, "late")
     assert [status for status, _ in results] == [0, 0], results
     first, second = steps(tmp_path)
@@ -149,27 +147,23 @@ def test_a_rank_that_is_late_is_taken_in(tmp_path: Path) -> None:
     assert [span.name for span in first.workers[1].stages] == ["reward", "update_actor"]
 
 
-def test_a_rank_whose_step_raises_keeps_what_it_recorded(tmp_path: Path) -> None:
-    """The step is incomplete, with the reason; in the next one the rank is missing."""
-    results = ranks(tmp_path, "raises")
-    assert [status for status, _ in results] == [0, 0], results
+@pytest.mark.parametrize(
+    ("scenario", "count", "status", "said"),
+    [("raises", 2, 0, "ValueError: out of memory"), ("exits", 4, 3, "SystemExit: 3")],
+)
+def test_a_rank_whose_step_raises_keeps_what_it_recorded(
+    tmp_path: Path, scenario: str, count: int, status: int, said: str
+) -> None:
+    """The step is incomplete, with the reason; in the next one the rank is missing, the others record on."""
+    results = ranks(tmp_path, scenario, count=count)
+    assert [status for status, _ in results] == [*[0] * (count - 1), status], results
     first, second = steps(tmp_path)
-    assert (statuses(first), first.complete) == (BOTH, False)
-    assert "the step was cut short: actor_rank1: ValueError: out of memory" in first.notes
-    assert statuses(second) == [("actor_rank0", "ok"), ("actor_rank1", "failed")]
+    *others, last = (f"actor_rank{rank}" for rank in range(count))
+    recorded = [(name, "ok") for name in others]
+    assert (statuses(first), first.complete) == ([*recorded, (last, "ok")], False)
+    assert f"the step was cut short: {last}: {said}" in first.notes
+    assert statuses(second) == [*recorded, (last, "failed")]
     assert not check(tmp_path / "run" / "step_000002").ok
-
-
-def test_of_four_ranks_one_exits_in_a_captured_step(tmp_path: Path) -> None:
-    """It keeps what it recorded, and the step is incomplete; the others record on."""
-    results = ranks(tmp_path, "exits", count=4)
-    assert [status for status, _ in results] == [0, 0, 0, 3], results
-    first, second = steps(tmp_path)
-    others = [(f"actor_rank{rank}", "ok") for rank in range(3)]
-    assert statuses(first) == [*others, ("actor_rank3", "ok")]
-    assert not first.complete
-    assert "the step was cut short: actor_rank3: SystemExit: 3" in first.notes
-    assert statuses(second) == [*others, ("actor_rank3", "failed")]
 
 
 def test_a_callback_on_rank_0_alone_waits_for_nobody(tmp_path: Path) -> None:
@@ -197,20 +191,11 @@ def test_the_clock_of_another_host_is_measured(tmp_path: Path) -> None:
         assert abs(begin_ns - written.begin_ns) < 4_000_000_000
 
 
-# One process
+class Group(WorkerGroup):
+    """A worker group in the manner of verl's, whose workers are called at once."""
 
-
-class Group:
-    """A worker group in the manner of verl's, of one worker."""
-
-    world_size = 1
-
-    def __init__(self, worker: TrainWorker) -> None:
-        self.workers = [worker]
-
-    def execute_all_async(self, method: str, *arguments: Any) -> list[Any]:
-        """Call all workers."""
-        return [getattr(worker, method)(*arguments) for worker in self.workers]
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return [getattr(worker, method_name)(*args) for worker in self.workers]
 
 
 def test_a_driver_of_other_processes_has_no_peers(
@@ -220,7 +205,7 @@ def test_a_driver_of_other_processes_has_no_peers(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "8")
     config = configured(tmp_path, timeouts={"start_s": 1, "stop_s": 1, "finish_s": 1})
-    callback = following(config, Group(local_worker(config)))
+    callback = following(config, Group([local_worker(config)]))
     run(callback, lambda step: None)
     assert [worker.status for worker in manifest(config).workers] == ["ok"]
 
@@ -255,8 +240,7 @@ def test_a_worker_has_the_rank_of_its_process(
     for given, expected in (({}, (3, 8)), ({"rank": 0, "world_size": 2}, (0, 2))):
         worker = TrainWorker()
         worker.init_capture(configured(tmp_path), role="actor", **given)
-        request = CaptureRequest(capture_id="c", run_id="r", step=1, folder=str(tmp_path / "step_000001"))
-        identity = worker.start_capture(request).identity
+        identity = worker.start_capture(request(tmp_path / "step_000001")).identity
         worker.stop_capture()
         session.reset()
         assert (identity.rank, identity.world_size) == expected

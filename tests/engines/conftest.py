@@ -1,10 +1,9 @@
-"""A tiny model, the environment of offline CPU engines, and a table of what ran."""
+"""A tiny model, and the environment of offline CPU engines."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -55,23 +54,3 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "tiny-qwen2"
     transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
     return folder
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print engine x case, each cell passed or with its reason."""
-    cells: dict[str, dict[str, str]] = defaultdict(dict)
-    for outcome in ("passed", "failed", "error", "skipped"):
-        for report in terminalreporter.stats.get(outcome, []):
-            engine = dict(getattr(report, "user_properties", [])).get("engine")
-            if engine is None or (report.when != "call" and outcome == "passed"):
-                continue
-            reason = ""
-            if outcome == "skipped":
-                reason = ": " + str(report.longrepr[2]).removeprefix("Skipped: ")
-            cells[report.nodeid.rsplit("::", 1)[-1].removeprefix("test_")][engine] = outcome + reason
-    if not cells:
-        return
-    terminalreporter.section("engines")
-    for case, by_engine in cells.items():
-        for engine, cell in by_engine.items():
-            terminalreporter.write_line(f"{engine:<22} {case:<62} {cell}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,8 @@ import pytest
 from tests.integrations.wheels import sources
 from tests.npu import artifacts_of, engine_sources, outcomes_of
 from verl_profiling import ConfigError, ProfilingConfig
-from verl_profiling.engines.adapter import (
-    engine_tool,
-    rank_of_recording,
-)
+from verl_profiling.engines import adapter, vllm
+from verl_profiling.engines.adapter import engine_tool, rank_of_recording
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.report.build import build_report
 from verl_profiling.settings.rollout import RolloutOptions
@@ -84,6 +83,18 @@ def test_the_tool_has_to_fit_the_device(device: str, tool: str, right: str) -> N
         SGLangCaptureMixin().init_capture(config, engine=Manager(device), requests=RequestLog())
 
 
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Have every package be of a version, or be missing."""
+
+    def look_up(version: str | None, package: str) -> str:
+        if version is None:
+            raise PackageNotFoundError(package)
+        return version
+
+    return lambda version: monkeypatch.setattr(adapter.metadata, "version", partial(look_up, version))
+
+
 @pytest.mark.parametrize(
     ("version", "daemon", "said"),
     [
@@ -93,11 +104,9 @@ def test_the_tool_has_to_fit_the_device(device: str, tool: str, right: str) -> N
     ],
 )
 def test_a_vllm_ascend_that_cannot_be_captured_is_named(
-    version: str | None, daemon: str, said: str, monkeypatch: pytest.MonkeyPatch
+    version: str | None, daemon: str, said: str, monkeypatch: pytest.MonkeyPatch, installed: Any
 ) -> None:
-    from verl_profiling.engines import adapter, vllm
-
-    monkeypatch.setattr(adapter.metadata, "version", installed(version))
+    installed(version)
     monkeypatch.setenv("MSMONITOR_USE_DAEMON", daemon)
     with pytest.raises(ToolUnavailableError, match=said):
         vllm.check_vllm_ascend()
@@ -105,11 +114,9 @@ def test_a_vllm_ascend_that_cannot_be_captured_is_named(
 
 @pytest.mark.parametrize(("version", "counts"), [("0.18.0", False), ("0.20.2rc1", True)])
 def test_a_vllm_ascend_that_counts_no_iterations_is_named(
-    version: str, counts: bool, monkeypatch: pytest.MonkeyPatch
+    version: str, counts: bool, monkeypatch: pytest.MonkeyPatch, installed: Any
 ) -> None:
-    from verl_profiling.engines import adapter, vllm
-
-    monkeypatch.setattr(adapter.metadata, "version", installed(version))
+    installed(version)
     monkeypatch.setattr(vllm, "_version", lambda: "0.20.0")
     monkeypatch.setattr(vllm, "_known_options", lambda: {"max_iterations"})
     tool = NpuTool(NpuOptions())
@@ -130,12 +137,10 @@ def test_a_vllm_ascend_that_counts_no_iterations_is_named(
     ],
 )
 def test_an_sglang_that_does_not_reach_torch_npu_is_refused(
-    names: Outcome, version: str | None, refused: bool, monkeypatch: pytest.MonkeyPatch
+    names: Outcome, version: str | None, refused: bool, monkeypatch: pytest.MonkeyPatch, installed: Any
 ) -> None:
     """Its next start of the profiler would end all its processes; a newer one is trusted."""
-    from verl_profiling.engines import adapter
-
-    monkeypatch.setattr(adapter.metadata, "version", installed(version))
+    installed(version)
     monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(__version__="2.13.0", **names))
     set_up = partial(
         SGLangCaptureMixin().init_capture, settings(), engine=Manager("npu"), requests=RequestLog()
@@ -145,17 +150,6 @@ def test_an_sglang_that_does_not_reach_torch_npu_is_refused(
             set_up()
     else:
         set_up()
-
-
-def installed(version: str | None) -> Any:
-    from importlib.metadata import PackageNotFoundError
-
-    def look_up(package: str) -> str:
-        if version is None:
-            raise PackageNotFoundError(package)
-        return version
-
-    return look_up
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -85,12 +84,9 @@ class Release:
 
 
 @pytest.fixture
-def release(request: pytest.FixtureRequest, record_property: Any) -> Release:
+def release(request: pytest.FixtureRequest) -> Release:
     package, version = request.param
-    engine = "vLLM" if package.startswith("vllm") else "SGLang"
-    record_property("engine", f"{engine} {version} (read)")
     cache = request.config.cache
-    assert cache is not None
     folder = cache.mkdir("engine-wheels") / f"{package}-{version}"
     if not list(folder.glob("*.whl")):
         if version in LARGE and not os.environ.get("VERL_PROFILING_LARGE_RELEASES"):
@@ -268,7 +264,6 @@ def test_sglang_file_names_are_understood(release: Release) -> None:
     assert ".trace.json.gz" in text
     name = "step1-12.5-TP-1-DP-0-PP-2-EP-1-DECODE.trace.json.gz"
     found = _TRACE.search(name)
-    assert found is not None
     assert found.groupdict() == {"tp": "1", "dp": "0", "pp": "2", "stage": "DECODE"}
 
 

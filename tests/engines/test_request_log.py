@@ -35,6 +35,13 @@ def test_a_request_has_its_times_its_lengths_and_its_version(log: RequestLog) ->
     assert noted.begin_ns < noted.first_token_ns <= after_first_ns < noted.end_ns
 
 
+def test_a_batch_closes_one_record_for_each_of_its_requests(log: RequestLog) -> None:
+    with log.open() as batch:
+        for length in (1, 2, 3):
+            batch.close(4, length)
+    assert [noted.response_tokens for noted in log.end()] == [1, 2, 3]
+
+
 def test_what_the_engine_tells_is_kept(log: RequestLog) -> None:
     with log.open(prompt_tokens=8, id="turn-3") as request:
         request.first_token()

@@ -29,9 +29,7 @@ from tests.engines.server import PROMPT, SGLANG_ON_CPU, EngineServer
 from verl_profiling.errors import CaptureStateError, ConfigError
 from verl_profiling.workers import SGLangCaptureMixin
 
-sglang = pytest.importorskip(
-    "sglang", reason="SGLang is not installed; make test-sglang builds its environment"
-)
+pytest.importorskip("sglang", reason="SGLang is not installed; make test-sglang builds its environment")
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -67,11 +65,6 @@ async def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     server = Server(tiny_model, tmp_path_factory.mktemp("save"))
     yield server
     server.close()
-
-
-@pytest.fixture(autouse=True)
-def engine_of_the_table(record_property: Any) -> None:
-    record_property("engine", f"SGLang {sglang.__version__}")
 
 
 class TestEngine(WindowContract):

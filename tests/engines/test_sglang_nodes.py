@@ -10,7 +10,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,9 +17,7 @@ from tests.engines.contract import spans
 from tests.engines.server import SGLANG_ON_CPU
 from verl_profiling.run_files import read_manifest
 
-sglang = pytest.importorskip(
-    "sglang", reason="SGLang is not installed; make test-sglang builds its environment"
-)
+pytest.importorskip("sglang", reason="SGLang is not installed; make test-sglang builds its environment")
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(580)]
 
@@ -83,11 +80,8 @@ if __name__ == "__main__":
 """
 
 
-def test_the_first_node_records_for_all_and_the_others_are_silent(
-    tiny_model: Path, tmp_path: Path, record_property: Any
-) -> None:
+def test_the_first_node_records_for_all_and_the_others_are_silent(tiny_model: Path, tmp_path: Path) -> None:
     """Two steps, two ranks on two nodes: node 0 has both traces; node 1 skips, writes and logs nothing."""
-    record_property("engine", f"SGLang {sglang.__version__}")
     script = tmp_path / "node.py"
     script.write_text(NODE_SCRIPT)
     port = random.randrange(20000, 30000)

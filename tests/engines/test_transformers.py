@@ -60,11 +60,6 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Server
     return Server(tiny_model, tmp_path_factory.mktemp("save"))
 
 
-@pytest.fixture(autouse=True)
-def engine_of_the_table(record_property: Any) -> None:
-    record_property("engine", f"transformers {transformers.__version__}")
-
-
 class TestTransformers(EngineContract):
     """The contract, recorded by the session of this process."""
 

@@ -86,13 +86,6 @@ async def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     server.close()
 
 
-@pytest.fixture(autouse=True)
-def engine_of_the_table(record_property: Any) -> None:
-    import vllm
-
-    record_property("engine", f"vLLM {vllm.__version__}")
-
-
 class TestAsyncLLM(WindowContract):
     """The contract, with an engine core in a separate process."""
 

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -88,13 +87,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
-def test_the_engine_opens_the_ranges_that_nsys_expects(
-    tiny_model: Path, tmp_path: Path, record_property: Any, mode: str
-) -> None:
+def test_the_engine_opens_the_ranges_that_nsys_expects(tiny_model: Path, tmp_path: Path, mode: str) -> None:
     """As many as announced, closed by the engine after two iterations; one report a replica and step."""
-    import vllm
-
-    record_property("engine", f"vLLM {vllm.__version__}")
     install(tmp_path, tmp_path / "log")
     (tmp_path / "script.py").write_text(SCRIPT)
     run = tmp_path / "run"

@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 
 import verl_profiling
 from verl_profiling import ConfigError, ProfilingConfig
-from verl_profiling.capture_request import parse_ranks
 from verl_profiling.settings.config import RoleOverride, Selection
 from verl_profiling.settings.limits import Limits, Timeouts
 from verl_profiling.settings.schedule import Schedule
@@ -34,27 +33,6 @@ def test_nothing_is_profiled_by_default() -> None:
     assert not ProfilingConfig.from_any({"enable": False, "tool": "not_installed:Tool"}).enable
     with pytest.raises(ConfigError):
         ProfilingConfig.from_any({"enable": False, "enbale": True})
-
-
-def test_a_dict_sets_every_level() -> None:
-    config = on(
-        tool=["torch", "spans"],
-        mode="discrete",
-        save_path="run",
-        strict=True,
-        schedule={"steps": [2, 3], "continuous": True},
-        select={"roles": ["actor"], "ranks": "0,8-15", "replicas": 1, "stages": ["update_actor"]},
-        roles={"rollout": {"mode": "e2e", "ranks": [0, 1]}},
-        tools={"torch": {"stack": True, "mini_batches": {"wait": 1, "active": 2}}},
-        rollout={"count": 10},
-        timeouts={"start_s": 5},
-    )
-    assert config.schedule == Schedule(steps=(2, 3), continuous=True)
-    assert config.select == Selection(roles=("actor",), ranks="0,8-15", replicas=1, stages=("update_actor",))
-    assert config.roles == {"rollout": RoleOverride(mode="e2e", ranks=(0, 1))}
-    assert config.tool == ("torch", "spans")
-    assert config.rollout.count == 10
-    assert config.timeouts == Timeouts(start_s=5.0)
 
 
 WRONG: list[tuple[Any, str, str]] = [
@@ -227,10 +205,8 @@ def test_a_worker_is_selected_by_rank_and_replica() -> None:
     assert not role.selects(8, replica=0)
     assert not role.selects(1, replica=1)
     assert not on(select={"roles": ["x"]}).for_role("actor").selects(0)
-    assert parse_ranks(" 0, 2-4 ,9", "k") == frozenset({0, 2, 3, 4, 9})
-    assert parse_ranks(3, "k") == frozenset({3})
-    assert parse_ranks((1, 2, 2), "k") == frozenset({1, 2})
-    assert parse_ranks(None, "k") is None
+    for ranks, expected in ((" 0, 2-4 ,9", {0, 2, 3, 4, 9}), (3, {3}), ((1, 2, 2), {1, 2}), (None, None)):
+        assert on(select={"ranks": ranks}).for_role("actor").ranks == expected
 
 
 def test_an_omegaconf_config_is_taken_with_its_interpolations() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from conftest import RunPython
 
-ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).with_name("nvtx_injection.c")
 
 SCRIPT = """
@@ -55,23 +53,13 @@ def injection(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
 def test_stages_are_ranges_of_our_domain_and_all_are_closed(
-    injection: Path, tmp_path: Path, mode: str
+    injection: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_python: RunPython, mode: str
 ) -> None:
     """Also those of stages that raise, and of one that is open at the stop; a user's own stay theirs."""
     log = tmp_path / "log"
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), mode],
-        capture_output=True,
-        text=True,
-        env={
-            **os.environ,
-            "NVTX_INJECTION64_PATH": str(injection),
-            "NVTX_LOG": str(log),
-            "PYTHONPATH": str(ROOT),
-        },
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    monkeypatch.setenv("NVTX_INJECTION64_PATH", str(injection))
+    monkeypatch.setenv("NVTX_LOG", str(log))
+    run_python(SCRIPT, tmp_path, mode)
     seen = [line.split(" ", 3) for line in log.read_text().splitlines()]
     ours = [
         (what, int(number), message) for what, domain, number, message in seen if domain == "verl_profiling"

@@ -44,20 +44,11 @@ def in_ms(rows: list[ExposedStage]) -> list[tuple[str, float]]:
     return [(row.name, row.exposed_ns / MS) for row in rows]
 
 
-def ranks(*durations: tuple[int, ...]) -> list[RankUse]:
-    """Return the ranks of an SPMD loop: durations of ``generate``, ``forward`` and ``backward``."""
-    names = ("generate", "forward", "backward")
+def ranks(*durations: tuple[int, int]) -> list[RankUse]:
+    """Return the ranks of an SPMD loop, from the durations of ``generate`` and ``forward``."""
     return [
-        RankUse(
-            lane=f"actor_rank{rank}",
-            role="actor",
-            rank=rank,
-            stages=[
-                StageUse(name, row[at] * MS, 1, BEGIN_NS + sum(row[:at]) * MS)
-                for at, name in enumerate(names[: len(row)])
-            ],
-        )
-        for rank, row in enumerate(durations)
+        use(f"actor_rank{rank}", ("generate", 0, first), ("forward", first, second))
+        for rank, (first, second) in enumerate(durations)
     ]
 
 

@@ -15,39 +15,37 @@ from verl_profiling.watch.log import values_of
 from verl_profiling.watch_log import WatchLogReader
 
 
-class TestValues:
-    """What a step is called in numbers."""
+def test_a_stage_has_exposed_time_leader_and_imbalance() -> None:
+    """Beside duration and memory; no leader has no rank, and a clock that was set back no time."""
+    values = values_of(summary(7))
+    assert values["profiling/watch/step_s"] == 9.5
+    assert values["profiling/watch/rollout/exposed_s"] == 5.0
+    assert values["profiling/watch/rollout/leader_rank"] == 2.0
+    assert values["profiling/watch/rollout/imbalance"] == 1.25
+    assert values["profiling/watch/in_no_stage/exposed_s"] == 0.5
+    assert "profiling/watch/in_no_stage/imbalance" not in values
+    assert values["profiling/watch/memory/actor/peak_bytes"] == 9e9
+    assert values["profiling/watch/memory/actor/held_bytes"] == 3e9
+    made = summary(7)
+    back = msgspec.structs.replace(made, end_ns=made.begin_ns - 3600 * 10**9)
+    assert values_of(back)["profiling/watch/step_s"] == 0
+    for step in (summary(1, leader=""), summary(1, leader="somebody")):
+        assert "profiling/watch/rollout/leader_rank" not in values_of(step)
 
-    def test_a_stage_has_exposed_time_leader_and_imbalance(self) -> None:
-        """Beside duration and memory; no leader has no rank, and a clock that was set back no time."""
-        values = values_of(summary(7))
-        assert values["profiling/watch/step_s"] == 9.5
-        assert values["profiling/watch/rollout/exposed_s"] == 5.0
-        assert values["profiling/watch/rollout/leader_rank"] == 2.0
-        assert values["profiling/watch/rollout/imbalance"] == 1.25
-        assert values["profiling/watch/in_no_stage/exposed_s"] == 0.5
-        assert "profiling/watch/in_no_stage/imbalance" not in values
-        assert values["profiling/watch/memory/actor/peak_bytes"] == 9e9
-        assert values["profiling/watch/memory/actor/held_bytes"] == 3e9
-        made = summary(7)
-        back = msgspec.structs.replace(made, end_ns=made.begin_ns - 3600 * 10**9)
-        assert values_of(back)["profiling/watch/step_s"] == 0
-        for step in (summary(1, leader=""), summary(1, leader="somebody")):
-            assert "profiling/watch/rollout/leader_rank" not in values_of(step)
 
-    def test_the_spans_of_trajectories_have_their_sum_and_number(self) -> None:
-        spans = [SpanTotal("tool:search", 240, 12_300 * MS, 3)]
-        one, *others = summary(7).workers
-        workers = [msgspec.structs.replace(one, spans=spans), msgspec.structs.replace(others[0], spans=spans)]
-        step = msgspec.structs.replace(summary(7), workers=workers)
-        step.add_up()
-        values = values_of(step)
-        found = {name: value for name, value in values.items() if "/spans/" in name}
-        assert found == {
-            "profiling/watch/spans/tool:search/total_s": 24.6,
-            "profiling/watch/spans/tool:search/count": 480.0,
-            "profiling/watch/spans/tool:search/failed": 6.0,
-        }
+def test_the_spans_of_trajectories_have_their_sum_and_number() -> None:
+    spans = [SpanTotal("tool:search", 240, 12_300 * MS, 3)]
+    one, *others = summary(7).workers
+    workers = [msgspec.structs.replace(one, spans=spans), msgspec.structs.replace(others[0], spans=spans)]
+    step = msgspec.structs.replace(summary(7), workers=workers)
+    step.add_up()
+    values = values_of(step)
+    found = {name: value for name, value in values.items() if "/spans/" in name}
+    assert found == {
+        "profiling/watch/spans/tool:search/total_s": 24.6,
+        "profiling/watch/spans/tool:search/count": 480.0,
+        "profiling/watch/spans/tool:search/failed": 6.0,
+    }
 
 
 def test_a_run_has_its_log_and_its_curves(tmp_path: Path) -> None:
