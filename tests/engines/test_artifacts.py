@@ -46,8 +46,8 @@ def test_events_that_lie_across_pieces_count_once(compressed: bool, tmp_path: Pa
 @pytest.mark.parametrize(
     ("content", "status", "reason"),
     [
-        (gzip.compress(kineto(100_000), 1)[:-2000], "truncated", "did not write it to the end"),
-        (kineto(100), "truncated", "did not write it to the end"),
+        (gzip.compress(kineto(100_000), 1)[:-2000], "truncated", "did not write the end"),
+        (kineto(100), "truncated", "did not write the end"),
         (gzip.compress(kineto(100, spans=False)), "empty", "holds no spans"),
     ],
     ids=["cut while compressing", "not compressed", "no spans"],
