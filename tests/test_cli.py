@@ -89,8 +89,6 @@ def test_bad_merge_options_are_one_line_and_exit_2(
         ("--min-us", ("nan", "inf", "-3", "few")),
         ("--jobs", ("0", "-1", "two")),
         ("--max-bytes", ("0", "-1", "10X", "nan")),
-        ("--max-content", ("0",)),
-        ("--max-memory", ("0G",)),
     ],
 )
 def test_a_number_that_makes_no_sense_is_refused(

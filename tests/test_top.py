@@ -103,7 +103,6 @@ class TestOneFrame:
             "step 29: 8.50 s, median of 30 8.50 s",
             "actor_rank2 +500 ms",
             "(in no stage)",
-            "in 9.4% of step 29, all others wait for one process",
             "9 GB  3 GB  actor_rank3",
             "1 capture:",
             "step_000012: anomaly: rollout took 9.00 s, 1.8 times its median",
@@ -133,24 +132,20 @@ class TestOneFrame:
     def test_of_several_runs_the_one_that_goes_on_is_shown_or_the_one_that_is_named(
         self, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """By its id; where none or several go on, they are listed."""
+        """By its path; where none or several go on, they are listed."""
         older = run / "run_2"
         write_run(older, end_ns=5, run_id="older")
         WatchLog(older)(summary(1, {"rollout": 5000}))
         assert main(["top", str(run), "--once"]) == EXIT_OK
         assert "step 29" in capsys.readouterr().out
-        assert main(["top", str(run), "--run", "older", "--once"]) == EXIT_OK
+        assert main(["top", str(older), "--once"]) == EXIT_OK
         assert "run_2: training ended" in capsys.readouterr().out
-        assert main(["top", str(run), "--run", "nobody", "--once"]) == EXIT_BAD_INPUT
-        assert "has no run 'nobody'" in capsys.readouterr().err
-        write_run(run / "run_3", run_id="newer\n")
+        write_run(run / "run_3", run_id="newer")
         assert main(["top", str(run), "--once"]) == EXIT_BAD_INPUT
         [error] = capsys.readouterr().err.splitlines()
-        assert f"holds 2 runs; choose one of them: {run / 'run.json'} (1 step, run abc, started " in error
-        assert rf"{run / 'run_3' / 'run.json'} (no captured step, run newer\n, started " in error
-        assert error.endswith(", running)")
+        assert error.endswith(f"choose one of them: {run / 'run.json'}, {run / 'run_3' / 'run.json'}")
         (run / "run_2" / "run.json").write_text("{")
-        assert main(["top", str(run), "--run", "abc", "--once"]) == EXIT_OK
+        assert main(["top", str(run / "run.json"), "--once"]) == EXIT_OK
 
     @pytest.mark.parametrize("width", [100, 300])
     def test_it_fits_the_terminal(self, width: int) -> None:
@@ -163,12 +158,11 @@ class TestOneFrame:
         assert any("5.00 s" in line for line in lines)
 
     def test_who_leads_is_shown_and_names_cannot_steer_the_terminal(self) -> None:
-        """Nobody where none is clear, and what nobody leads does not count as late."""
+        """Nobody where none is clear."""
         lines = drawn(frame_of(summary(5)))
         assert any("actor_rank2 +500 ms" in line for line in lines)
-        assert any("all others wait for one process" in line for line in lines)
         lines = drawn(frame_of(summary(5, leader="")))
-        assert not any("actor_rank2 +" in line or "all others wait" in line for line in lines)
+        assert not any("actor_rank2 +" in line for line in lines)
         lines = drawn(frame_of(summary(1, {"\x1b[2J[red]": 10}, leader="\x07[/]")))
         assert any(r"\x1b[2J[red]" in line for line in lines)
         assert not any("\x1b" in line or "\x07" in line for line in lines)

@@ -444,7 +444,6 @@ def test_the_command_waits_for_the_answer(
         (["--ranks", "0-99999"], "length <= 4096"),
         (["--ranks", "x"], "is not a list of ranks"),
         (["--stages", "a", "--mode", "e2e"], "discrete mode"),
-        (["--run", "other"], "has no run 'other'"),
     ],
 )
 def test_what_is_known_to_be_wrong_is_said_at_once(
@@ -508,22 +507,21 @@ def start_loop(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]
 def test_of_two_jobs_in_one_folder_one_is_named(
     tmp_path: Path, start_loop: Callable[..., subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By its folder or its name; without that they are listed. One that was killed is seen at once."""
+    """By its folder or its ``run.json``; without that they are listed. A killed one is seen at once."""
     save_path = tmp_path / "run"
     loop = start_loop(save_path, "a")
     wait_until((save_path / "requests").exists)
     start_loop(save_path, "b")
     wait_until((save_path / "run_2" / "requests").exists)
     assert main(["trigger", str(save_path)]) == 2
-    said = f"choose one with --run: {save_path} (run a), {save_path}/run_2 (run b)"
+    said = f"choose one: {save_path}/run.json, {save_path}/run_2/run.json"
     assert said in capsys.readouterr().err
-    assert main(["trigger", str(save_path), "--run", "c"]) == 2
-    assert main(["trigger", str(save_path), "--run", "a", "--wait", "20"]) == 0
+    assert main(["trigger", str(save_path / "run.json"), "--wait", "20"]) == 0
     assert main(["trigger", str(save_path / "run_2"), "--wait", "20"]) == 0
     wait_until(lambda: list(save_path.glob("step_*")) and list(save_path.glob("run_2/step_*")))
     loop.kill()
     loop.wait()
-    assert main(["trigger", str(save_path), "--run", "a"]) == 2
+    assert main(["trigger", str(save_path / "run.json")]) == 2
     assert "is gone" in capsys.readouterr().err, "nobody is asked in vain"
 
 

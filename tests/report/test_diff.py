@@ -36,22 +36,22 @@ def stage(diff: Diff) -> msgspec.Struct:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "step_s", "limits", "fails"),
+    ("before", "after", "step_s", "share", "fails"),
     [
-        (1.0, 1.2, 10.0, (0.05,), True),
-        (1.0, 1.2, 10.0, (0.25,), False),
-        (0.010, 0.018, 0.1, (0.05, 0.007), True),
-        (0.010, 0.018, 0.1, (0.05, 0.010), False),  # the floor, in seconds
-        (0.01, 0.09, 10.0, (0.05,), False),  # below 1% of the step
+        (1.0, 1.2, 10.0, 0.05, True),
+        (1.0, 1.2, 10.0, 0.25, False),
+        (0.010, 0.022, 0.1, 0.05, True),
+        (0.010, 0.018, 0.1, 0.05, False),  # the floor, in seconds
+        (0.01, 0.09, 10.0, 0.05, False),  # below 1% of the step
     ],
 )
 def test_a_slower_stage_fails_above_the_limits(
-    report: Report, before: float, after: float, step_s: float, limits: tuple[float, ...], fails: bool
+    report: Report, before: float, after: float, step_s: float, share: float, fails: bool
 ) -> None:
     """Of its share, and of seconds; a tiny stage is not what CI should stop for."""
     diff = compare([with_stage(report, before, step_s)], [with_stage(report, after, step_s)])
     assert stage(diff).change == pytest.approx(after / before - 1)
-    assert [change.name for change in diff.slower_than(*limits)] == ["update_actor"] * fails
+    assert [change.name for change in diff.slower_than(share)] == ["update_actor"] * fails
 
 
 def test_noise_excuses_a_change(report: Report) -> None:
@@ -70,16 +70,13 @@ def test_noise_excuses_a_change(report: Report) -> None:
 
 
 def test_a_lane_that_a_step_does_not_have_was_not_recorded(report: Report) -> None:
-    """Its median is over the steps that do; a lane of one side only is named, for sums are over lanes."""
+    """Its median is over the steps that do."""
     fewer = msgspec.structs.replace(report, workers=report.workers[:1])
     busy = {row.name: row.busy_us / 1e6 for row in report.workers}
     diff = compare([report, fewer, fewer], [report] * 2)
     lanes = {change.name: change for change in diff.changes if change.kind == "worker"}
     assert {name: change.before_s for name, change in lanes.items()} == busy
     assert (lanes["actor_rank0"].noise_s, lanes["actor_rank1"].noise_s) == (0.0, None)
-    assert diff.notes == []
-    (note,) = compare([fewer], [report]).notes
-    assert note.startswith("lanes only after: actor_rank1, rollout0_rank0; ")
 
 
 def test_reports_and_runs_can_be_loaded(tmp_path: Path, report: Report) -> None:
@@ -135,16 +132,13 @@ def test_what_fails_says_what_it_rests_on(
     output = capsys.readouterr()
     assert output.err.splitlines() == [line]
     assert len(msgspec.json.decode(output.out, type=Diff).changes) > 40
-    assert main(["diff", *sides, "--fail-above", "5%", "--min-ms", "200"]) == 0
-    assert "slower by more than 5% and 200 ms: nothing" in capsys.readouterr().out
+    assert main(["diff", *sides, "--fail-above", "20%"]) == 0
+    assert "slower by more than 20% and 10.0 ms: nothing" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("option", ["--fail-above", "--min-ms"])
 @pytest.mark.parametrize("value", ["nan", "-1", "much"])
-def test_a_limit_is_a_number_that_can_be_exceeded(
-    option: str, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_limit_is_a_number_that_can_be_exceeded(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        main(["diff", "a", "b", f"{option}={value}"])
+        main(["diff", "a", "b", f"--fail-above={value}"])
     assert left.value.code == 2
-    assert f"argument {option}: {value!r} is not a " in capsys.readouterr().err
+    assert f"argument --fail-above: {value!r} is not a " in capsys.readouterr().err

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from step_folders import build_step, read_events, rewrite, rewrite_worker
 
-from verl_profiling.analysis import open_step
+from verl_profiling.analysis import open_run, open_step
 from verl_profiling.cli import main
 from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.processes import LANE_PIDS
@@ -111,7 +111,7 @@ def test_memory_is_limited(tmp_path: Path) -> None:
     trace = Trace(bomb(tmp_path / "t.json.gz", 200_000), Limits(memory_bytes=1_000_000))
     assert 0 < sum(len(events) for events in trace.chunks()) < 200_000
     assert trace.truncated
-    assert "--max-memory raises it" in trace.warnings[-1]
+    assert "Limits.memory_bytes raises it" in trace.warnings[-1]
 
 
 def test_an_event_of_any_length_is_refused(tmp_path: Path) -> None:
@@ -122,19 +122,16 @@ def test_an_event_of_any_length_is_refused(tmp_path: Path) -> None:
     assert "no end of an event within 16 MiB" in trace.warnings[-1]
 
 
-@pytest.mark.parametrize("command", ["check", "merge", "report", "diff"])
-def test_commands_keep_what_was_read_before_a_limit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    """They say which limit it was, go on, and exit with 1; with a higher one they exit with 0."""
-    path = bomb(tmp_path / "t.json.gz", 30_000)
-    arguments = [command, str(path), *([str(path)] if command == "diff" else [])]
-    assert main([*arguments, "--max-content", "1M"]) == 1
-    printed = "".join(capsys.readouterr()).replace("\n", " ")
-    assert command == "diff" or "1,000,000 bytes of content (--max-content raises it)" in printed.replace(
-        "  ", " "
-    )
-    assert main([*arguments, "--max-content", "10M"]) == 0
+@pytest.mark.parametrize(("content_bytes", "ok"), [(1_000_000, False), (10_000_000, True)])
+def test_what_was_read_before_a_limit_is_kept(tmp_path: Path, content_bytes: int, ok: bool) -> None:
+    """The limit is named, also in the check and the report."""
+    path, limits = bomb(tmp_path / "t.json.gz", 30_000), Limits(content_bytes=content_bytes)
+    [checked] = open_run(path, limits).check().artifacts
+    assert ok or "1,000,000 bytes of content (Limits.content_bytes raises it)" in checked.reason
+    step = open_step(path, limits)
+    result, report = step.merge(), step.report()
+    assert [checked.status == "ok", not result.problems, not report.coverage.missing] == [ok] * 3
+    assert report.coverage.events > 0
 
 
 def test_a_limit_is_no_damage_for_the_other_traces(tmp_path: Path) -> None:

@@ -201,18 +201,6 @@ def test_the_last_step_of_a_killed_run_ends_with_what_was_recorded(tmp_path: Pat
     assert [report.span_us for report in load_reports(folder)] == [5e6, 2e6]
 
 
-@pytest.mark.parametrize("command", ["report", "merge", "check", "view"])
-def test_a_step_inside_of_another_folder_is_named_with_it(
-    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Step 3 has no folder of its own; the error says which one has it, for every command."""
-    folder = capture(tmp_path)
-    assert main([command, str(tmp_path / "step_000003")]) == 2
-    assert f"no such folder; {folder} has steps 2, 3" in " ".join(capsys.readouterr().err.split())
-    assert main([command, str(tmp_path / "step_000009")]) == 2
-    assert "no such file or folder" in capsys.readouterr().err
-
-
 def test_numbers_of_the_whole_capture_are_said_to_be(tmp_path: Path) -> None:
     """Sizes, events and notes are known of all steps together; a capture of one step says nothing."""
     folder = capture(tmp_path)

@@ -48,9 +48,9 @@ def test_a_command_lists_the_runs_and_asks_for_one(
         assert main([*command, str(path)]) == 2
         error = capsys.readouterr().err
         first, second = run / "run.json", run / "run_2" / "run.json"
-        assert error.startswith(f"verl-profiling: error: {path}: holds 2 runs; choose one of them: {first} (")
-        assert f"{first} (2 steps, run first, started 2023-11-" in error
-        assert f", {second} (1 step, run second, started 2023-11-" in error
+        assert (
+            error == f"verl-profiling: error: {path}: holds 2 runs; choose one of them: {first}, {second}\n"
+        )
     assert sorted(outputs.rglob("*")) == before
 
 
@@ -83,6 +83,6 @@ def test_each_run_can_be_named(outputs: Path) -> None:
 @pytest.mark.parametrize("damage", [b"", b"\xff", b"[]"])
 def test_a_run_whose_file_is_damaged_is_listed(outputs: Path, damage: bytes) -> None:
     (outputs / "run" / "run_2" / "run.json").write_bytes(damage)
-    with pytest.raises(TraceFormatError, match=r"1 step, without a readable run\.json"):
+    with pytest.raises(TraceFormatError, match=r"run_2/run\.json"):
         find_steps(outputs / "run")
     assert len(find_steps(outputs / "run" / "run_2")) == 1

@@ -267,4 +267,6 @@ def test_a_log_that_is_cut_damaged_or_missing_costs_what_is_not_there(tmp_path: 
     assert "not a gzip file" in result.problems[2]
     inputs.limits = Limits(memory_bytes=1)
     limited = merge(inputs)
-    assert any("--max-memory raises it" in problem and path.name in problem for problem in limited.problems)
+    assert any(
+        "Limits.memory_bytes raises it" in problem and path.name in problem for problem in limited.problems
+    )

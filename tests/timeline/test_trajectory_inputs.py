@@ -11,19 +11,13 @@ from step_folders import build_step
 
 from verl_profiling.cli import main
 from verl_profiling.report.check import check
-from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.merge import merge
-from verl_profiling.trajectory_log import LOG_SUFFIX, SpanRecord, TrajectoryLog, write_log
+from verl_profiling.trajectory_log import LOG_SUFFIX, SpanRecord, TrajectoryLog
 
 SPANS = [SpanRecord(i, -1, -1, "tool:x", i, i + 1, 7, -1, False, "", {}) for i in range(20_000)]
 
 
 def log_of(rank: int, **what: object) -> TrajectoryLog:
     return TrajectoryLog(lane=f"agent_loop_rank{rank}", begin_ns=1, end_ns=9, **what)
-
-
-def span(number: int, owner: int, parent: int, begin: int, end: int) -> SpanRecord:
-    return SpanRecord(number, owner, parent, "tool:x", begin, end, 7, -1, False, "", {})
 
 
 def checked(folder: Path) -> dict[str, tuple[str, str]]:
@@ -77,24 +71,3 @@ def test_check_reads_logs_to_their_end(tmp_path: Path) -> None:
     assert "spans that were not recorded" in reasons["agent_loop_rank6.trajectories.jsonl.gz"]
     for path, problem in zip(paths[7:], ("version 99", "a line of over", "with a header"), strict=True):
         assert problem in reasons[path.name]
-
-
-def test_logs_without_a_manifest_are_found_by_name(tmp_path: Path) -> None:
-    """Beside traces, or alone; those of the same lane from two processes have lanes of their own."""
-    hour = 3_600 * 10**9
-    for place, begin in (("a", hour), ("b", hour + 5)):
-        (tmp_path / place).mkdir()
-        spans = [span(number, -1, -1, begin + number, begin + 9) for number in range(2)]
-        log = TrajectoryLog(lane="agent_loop_rank3", begin_ns=begin, end_ns=begin + 9, spans=spans)
-        write_log(tmp_path / place / "x.trajectories.jsonl.gz", log)
-    (found,) = find_steps(tmp_path)
-    assert [(log.lane, log.role, log.rank) for log in found.logs] == [
-        ("agent_loop_rank3", "agent_loop", 3),
-        ("agent_loop_rank3.2", "agent_loop", 3),
-    ]
-    assert not found.sources
-    (alone,) = find_steps(tmp_path / "a" / "x.trajectories.jsonl.gz")
-    result = merge(alone)
-    assert result.events == 2
-    assert result.path.name == "timeline.x.trajectories.json.gz"
-    assert checked(tmp_path) == {f"{place}/x.trajectories.jsonl.gz": ("ok", "") for place in ("a", "b")}

@@ -8,7 +8,7 @@ import msgspec
 
 from verl_profiling.analysis import open_run
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.commands.common import add_limits, add_paths, limits_of
+from verl_profiling.commands.common import add_paths
 from verl_profiling.report.check import CheckResult
 from verl_profiling.units import visible
 
@@ -22,13 +22,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "example: verl-profiling check outputs/run && echo complete"
     add_paths(parser)
-    add_limits(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, one document per path")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the artifacts under each path."""
-    runs = [open_run(path, limits_of(arguments)) for path in dict.fromkeys(arguments.paths)]
+    runs = [open_run(path) for path in dict.fromkeys(arguments.paths)]
     results = [run.check() for run in runs]
     if arguments.json:
         for result in results:

@@ -13,10 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from verl_profiling.analysis import CapturedStep, open_steps
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK, local_path, size
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK, local_path
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.run_files import clear_leftovers
-from verl_profiling.timeline.trace import Limits
 from verl_profiling.units import visible
 
 if TYPE_CHECKING:
@@ -35,26 +34,6 @@ def add_paths(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_limits(parser: argparse.ArgumentParser) -> None:
-    """Add the options that limit how much of a trace is read."""
-    group = parser.add_argument_group(
-        "limits", "Reading a trace ends at a limit; the part before is kept, and the exit code is 1."
-    )
-    group.add_argument(
-        "--max-content",
-        type=size,
-        default=Limits().content_bytes,
-        metavar="SIZE",
-        help=f"bytes of uncompressed content of a trace (default: {Limits().content_bytes >> 30} GiB)",
-    )
-    group.add_argument(
-        "--max-memory",
-        type=size,
-        metavar="SIZE",
-        help="memory of this process, e.g. 8G (default: three quarters of the free memory)",
-    )
-
-
 def add_communication(parser: argparse.ArgumentParser) -> None:
     """Add the option for further communication kernels."""
     parser.add_argument(
@@ -64,11 +43,6 @@ def add_communication(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="regular expression of further communication kernels; repeatable",
     )
-
-
-def limits_of(arguments: argparse.Namespace) -> Limits:
-    """Return the limits from the command line."""
-    return Limits(content_bytes=arguments.max_content, memory_bytes=arguments.max_memory)
 
 
 class StepByStep:
@@ -88,7 +62,7 @@ class StepByStep:
 
     def __init__(self, paths: Sequence[Path], arguments: argparse.Namespace) -> None:
         communication = getattr(arguments, "communication", ())
-        self.steps, problems = open_steps(paths, limits_of(arguments), communication)
+        self.steps, problems = open_steps(paths, communication=communication)
         self._failures: list[TraceFormatError] = []
         self.exit_code = EXIT_FINDING if problems else EXIT_OK
         for problem in problems:

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from verl_profiling.analysis import saved_report
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK, at_least_0, local_path
-from verl_profiling.commands.common import StepByStep, add_communication, add_limits
-from verl_profiling.report.diff import Change, Diff, compare, print_diff
+from verl_profiling.commands.common import StepByStep, add_communication
+from verl_profiling.report.diff import LEAST_S, Change, Diff, compare, print_diff
 from verl_profiling.report.model import Report
 from verl_profiling.units import duration, visible
 
@@ -29,7 +29,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             side, type=local_path, metavar=side.upper(), help="step folder, run folder or report.json"
         )
-    add_limits(parser)
     add_communication(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
@@ -37,13 +36,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=_share,
         metavar="PERCENT",
         help="exit 1 when the step or a stage got slower by more than this, and than the known noise",
-    )
-    parser.add_argument(
-        "--min-ms",
-        type=at_least_0("a time in milliseconds such as 10"),
-        default=10.0,
-        metavar="MS",
-        help="with --fail-above: smallest change in milliseconds (default: %(default)g)",
     )
 
 
@@ -60,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     exit_code = max(code_before, code_after)
     if arguments.fail_above is None:
         return exit_code
-    slower = diff.slower_than(arguments.fail_above, arguments.min_ms / 1000)
+    slower = diff.slower_than(arguments.fail_above)
     print(_verdict(diff, slower, arguments), file=sys.stderr if arguments.json else sys.stdout)
     return EXIT_FINDING if slower else exit_code
 
@@ -68,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _verdict(diff: Diff, slower: list[Change], arguments: argparse.Namespace) -> str:
     """Return a sentence on the slower stages, the change of each, and the number of steps compared."""
     named = ", ".join(visible(f"{c.name} ({duration(c.change_s, signed=True)})") for c in slower) or "nothing"
-    limit = f"more than {100 * arguments.fail_above:.3g}% and {duration(arguments.min_ms / 1000)}"
+    limit = f"more than {100 * arguments.fail_above:.3g}% and {duration(LEAST_S)}"
     return f"slower by {limit}: {named} ({diff.basis})"
 
 

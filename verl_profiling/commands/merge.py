@@ -7,7 +7,7 @@ from pathlib import Path
 
 from verl_profiling.analysis import CapturedStep, Progress
 from verl_profiling.commands import at_least_0, count, size
-from verl_profiling.commands.common import StepByStep, add_limits, add_paths, progress
+from verl_profiling.commands.common import StepByStep, add_paths, progress
 from verl_profiling.errors import ConfigError
 from verl_profiling.run_files import clear_leftovers
 from verl_profiling.units import byte_size, listed
@@ -22,7 +22,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "example: verl-profiling merge outputs/run/step_000012 --stage rollout --min-us 5"
     add_paths(parser)
-    add_limits(parser)
     parser.add_argument("-o", "--output", type=Path, help="file to write (only for a single step)")
     parser.add_argument(
         "--stage",

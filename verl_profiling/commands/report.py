@@ -12,7 +12,7 @@ from rich.console import Console
 
 from verl_profiling.analysis import CapturedStep, open_run
 from verl_profiling.commands import EXIT_OK
-from verl_profiling.commands.common import StepByStep, add_communication, add_limits, add_paths, warn
+from verl_profiling.commands.common import StepByStep, add_communication, add_paths, warn
 from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.report.files import write_csv, write_tensorboard
 from verl_profiling.report.html import render_html
@@ -36,7 +36,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "example: verl-profiling report outputs/run/step_000012 --json | jq .workers"
     add_paths(parser)
-    add_limits(parser)
     add_communication(parser)
     parser.add_argument("--all", action="store_true", help="print every table, not only the first screen")
     parser.add_argument("--json", action="store_true", help="print JSON, one document per step")

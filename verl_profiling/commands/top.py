@@ -40,7 +40,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "1 its process is gone without a word; 2 there is no such run, or it has no watch"
     )
     parser.add_argument("run_dir", type=local_path, metavar="RUN_DIR", help="folder of a run")
-    parser.add_argument("--run", dest="run_id", metavar="ID", help="the run, where several share the folder")
     parser.add_argument("--once", action="store_true", help="print one frame and exit")
     parser.add_argument(
         "--interval",
@@ -53,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the run until the user quits or the run ends."""
-    run_dir = the_run(arguments.run_dir, arguments.run_id, live=True)
+    run_dir = the_run(arguments.run_dir, live=True)
     if not run_dir.is_dir():
         raise TraceFormatError(run_dir, "no such folder of a run")
     view = View(run_dir)

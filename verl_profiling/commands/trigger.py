@@ -51,7 +51,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "example: verl-profiling trigger outputs/run --roles actor --ranks 0,3 --wait"
     parser.add_argument("run", metavar="RUN", help="the run's folder or URL, or its save_path")
-    parser.add_argument("--run", dest="run_id", metavar="ID", help="the run, where several share the folder")
     parser.add_argument("--steps", type=count, default=1, metavar="N", help="consecutive steps (default: 1)")
     what = parser.add_argument_group("changes of the settings for these captures")
     what.add_argument("--mode", choices=("e2e", "discrete"))
@@ -72,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Send a capture request, and print whether it is accepted, if this is known before the timeout."""
-    job = find_job(arguments.run, arguments.run_id)
+    job = find_job(arguments.run)
     request = job.ask(_selection(arguments), arguments.steps)
     print(visible(f"request {request}; {job.in_words()}"), flush=True)
     state = job.wait(request, _SOON_S if arguments.wait is None else arguments.wait)
@@ -185,12 +184,11 @@ class Job:
         return self.folder.child(REQUESTS)
 
 
-def find_job(place: str | Path, run_id: str | None = None) -> Job:
+def find_job(place: str | Path) -> Job:
     """Return the job that runs in a folder, or at a URL.
 
     Args:
         place: Folder or URL of the run, or its ``save_path``.
-        run_id: Id of the run, if several share the folder.
 
     Raises:
         TraceFormatError: No job, or more than one, takes requests there.
@@ -199,23 +197,22 @@ def find_job(place: str | Path, run_id: str | None = None) -> Job:
     if is_url(str(place)):
         root = RemoteFolder(str(place))
         runs = [root, *(root.child(name) for name in sorted(root.names()) if name.startswith("run_"))]
-    elif not Path(place).is_dir():
+    elif not Path(place).exists():
         raise TraceFormatError(place, "no such folder")
     elif is_step(Path(place)):
         raise TraceFormatError(place, f"is a step; give its run, {Path(place).absolute().parent}")
     else:
         runs = [LocalFolder(run) for run in runs_at(Path(place))]
     jobs = [Job(folder, info) for folder in runs if (info := _run_in(folder)) is not None]
-    found = [job for job in jobs if job.info.is_watched and run_id in (None, job.info.run_id)]
+    found = [job for job in jobs if job.info.is_watched]
     if not found:
-        named = f" {run_id!r}" if run_id is not None else ""
-        raise TraceFormatError(place, f"has no run{named} that takes requests, which need watch.enable=true")
+        raise TraceFormatError(place, "has no run that takes requests, which need watch.enable=true")
     running = [job for job in found if not job.info.over]
     if not running:
         raise TraceFormatError(place, f"no job runs here: {found[-1].info.over}")
     if len(running) > 1:
-        which = ", ".join(f"{job.folder.url} (run {job.info.run_id})" for job in running)
-        raise TraceFormatError(place, f"there are several runs, choose one with --run: {which}")
+        which = ", ".join(f"{job.folder.url}/{RUN_NAME}" for job in running)
+        raise TraceFormatError(place, f"there are several runs, choose one: {which}")
     return running[0]
 
 

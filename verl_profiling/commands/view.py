@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 from verl_profiling.analysis import only_step
 from verl_profiling.commands import EXIT_OK, local_path
-from verl_profiling.commands.common import StepByStep, add_limits
+from verl_profiling.commands.common import StepByStep
 from verl_profiling.errors import ConfigError
 from verl_profiling.report.html import render_html
 from verl_profiling.timeline.step import TIMELINE_NAME
@@ -45,7 +45,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path", type=local_path, metavar="PATH", help="step folder, run folder, trace, or folder of traces"
     )
-    add_limits(parser)
     parser.add_argument(
         "--port", type=int, default=PERFETTO_PORT, help="port to serve on (default: %(default)s)"
     )

@@ -14,7 +14,6 @@ from verl_profiling.manifest import CUT_SHORT, MANIFEST_NAME, RUN_NAME, Artifact
 from verl_profiling.run_files import never_came, read_manifest, read_run
 from verl_profiling.timeline.inputs import (
     UNWRITTEN,
-    absent,
     how_to_capture,
     is_step,
     is_uncaptured,
@@ -88,7 +87,7 @@ def check(path: Path, limits: Limits | None = None) -> CheckResult:
     elif path.exists():
         checked = [_check_file(path.name, path, limits)]
     else:
-        raise absent(path)
+        raise TraceFormatError(path, "no such file or folder")
     note = how_to_capture(path) if is_uncaptured(path) else ""
     ok = all(entry.status in ("ok", "skipped") for entry in checked)
     return visible_text_of(CheckResult(directory=str(path), ok=ok, artifacts=checked, note=note))
@@ -105,11 +104,6 @@ def _check_run(run: Path) -> Iterator[Checked]:
             yield Checked(path=RUN_NAME, status="missing", reason=f"step {step} was not captured: {why}")
     if sentence := never_came(info):
         yield Checked(path=RUN_NAME, status="missing", reason=sentence)
-    if info is not None and info.end_ns is None and info.over:  # killed, or its disk could not be written
-        for step in info.scheduled_steps:
-            if not (run / step_folder_name(step)).exists():
-                reason = f"step {step} of schedule.steps has no folder, and training did not end: {info.over}"
-                yield Checked(path=RUN_NAME, status="missing", reason=reason)
 
 
 def _check_step(root: Path, folder: Path, limits: Limits) -> Iterator[Checked]:

@@ -12,15 +12,16 @@ from typing import ClassVar
 
 import msgspec
 from rich.console import Console
-from rich.markup import escape
 
 from verl_profiling.report.anatomy import CAPTURE_CALLS
 from verl_profiling.report.model import Report
 from verl_profiling.report.tables import cells, named, without_middle
 from verl_profiling.report.terminal import fitting_console, print_table
-from verl_profiling.units import duration, listed
+from verl_profiling.units import duration
 
 _SMALLEST_SHARE = 0.01
+LEAST_S = 0.01
+"""Smallest change (s) of :meth:`Diff.slower_than`."""
 _SHOWN = 12  # changes of a kind
 
 
@@ -85,13 +86,11 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         before: Number of steps of A.
         after: Number of steps of B.
         changes: One entry per number that at least one side has.
-        notes: Sentences on limits of the comparison.
     """
 
     before: int
     after: int
     changes: list[Change]
-    notes: list[str] = []
 
     @property
     def basis(self) -> str:
@@ -103,14 +102,13 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
             "because only several steps on both sides show it"
         )
 
-    def slower_than(self, share: float, min_s: float = 0.0) -> list[Change]:
+    def slower_than(self, share: float) -> list[Change]:
         """Return the step and the stages that became slower by more than a share, a time and the noise.
 
         Stages below 1 % of the step are ignored, and so is the capture's own cost.
 
         Args:
             share: Smallest change, as a fraction of the value before.
-            min_s: Smallest change (s).
         """
         step_s = next((c.before_s for c in self.changes if c.kind == "step"), None) or 0.0
         return [
@@ -120,7 +118,7 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
             and change.name != CAPTURE_CALLS
             and change.stands_out
             and (change.after_s or 0.0) >= _SMALLEST_SHARE * step_s
-            and change.change_s > min_s
+            and change.change_s > LEAST_S
             and (change.change is None or change.change > share)
         ]
 
@@ -132,7 +130,7 @@ def compare(before: Sequence[Report], after: Sequence[Report]) -> Diff:
     changes = [_change(key, left, right) for key in keys]
     order = list(_TITLES)
     changes.sort(key=lambda change: (order.index(change.kind), -abs(change.change_s)))
-    return Diff(before=len(before), after=len(after), changes=changes, notes=list(_notes(changes)))
+    return Diff(before=len(before), after=len(after), changes=changes)
 
 
 _Key = tuple[str, str]
@@ -178,22 +176,10 @@ def _values(key: _Key, steps: list[dict[_Key, float]]) -> list[float]:
     return [numbers.get(key, 0.0) for numbers in steps if key in numbers or key[0] != "worker"]
 
 
-def _notes(changes: list[Change]) -> Iterator[str]:
-    lanes = [change for change in changes if change.kind == "worker"]
-    for side, missing in (
-        ("before", sorted(lane.name for lane in lanes if lane.after_s is None)),
-        ("after", sorted(lane.name for lane in lanes if lane.before_s is None)),
-    ):
-        if missing:
-            yield f"lanes only {side}: {listed(missing)}; lost time is a sum over devices, kernels over lanes"
-
-
 def print_diff(diff: Diff, console: Console) -> None:
     """Print the largest changes of each kind; changes within the noise are dim."""
     console = fitting_console(console)
     console.print(diff.basis)
-    for note in diff.notes:
-        console.print(f"[yellow]note:[/yellow] {escape(note)}")
     for kind, title in _TITLES.items():
         rows = [change for change in diff.changes if change.kind == kind]
         headings, lines = cells(rows[:_SHOWN])

@@ -168,8 +168,6 @@ def _drawn(steps: Sequence[StepSummary]) -> Iterator[Text | Table]:
     yield _line((sparkline(took, 2 * _TREND), "cyan"))
     yield Text()
     yield _stages(steps)
-    if led := _led(latest):
-        yield _line(led)
     yield from map(_line, waits(latest))
     if unsteady := _unsteady([step for step in steps if not step.captured]):
         yield _line(unsteady)
@@ -234,14 +232,6 @@ def _leads(row: ExposedStage | None) -> str:
     if row is None or not row.leader or not row.lead_ns:
         return ""
     return f"{row.leader} {duration(row.lead_ns / 1e9, signed=True)}"
-
-
-def _led(step: StepSummary) -> str:
-    """Return a sentence on the share of a step in which other processes wait for a single one."""
-    led_ns = sum(min(row.lead_ns, row.exposed_ns) for row in step.exposed)
-    if not led_ns or not step.seconds:
-        return ""
-    return f"in {led_ns / 1e9 / step.seconds:.1%} of step {step.step}, all others wait for one process"
 
 
 def _unsteady(steps: Sequence[StepSummary]) -> str:

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from verl_profiling.run_files import known_run, named_file, read_manifest
 from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.step import Source, StepInputs, sorted_sources
 from verl_profiling.trajectory_log import LOG_SUFFIX
-from verl_profiling.units import local_time, step_list
+from verl_profiling.units import local_time
 from verl_profiling.watch_log import has_watch_log
 
 UNWRITTEN = f"holds no {MANIFEST_NAME}: the loop ended before the begin of the capture"
@@ -74,17 +73,6 @@ def steps_of(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceFormatE
     return found, damaged
 
 
-def absent(path: Path) -> TraceFormatError:
-    """Return the error for a missing path; for a missing step folder, it lists the existing steps."""
-    if match := _STEP_FOLDER.fullmatch(path.name):
-        for folder in step_folders(path.parent):
-            with suppress(TraceFormatError):
-                steps = read_manifest(folder).steps
-                if int(match[1]) in steps:
-                    return TraceFormatError(path, f"no such folder; {folder} has {step_list(steps)}")
-    return TraceFormatError(path, "no such file or folder")
-
-
 def is_step(folder: Path) -> bool:
     """Return whether a folder is a step folder: with a manifest, or a ``step_<n>`` in a run folder."""
     if (folder / MANIFEST_NAME).exists():
@@ -106,32 +94,28 @@ def unfinished(manifest: Manifest) -> str:
     return f"{state}: the capture began {began} in {process}, and has no end"
 
 
-def the_run(path: Path, run_id: str | None = None, *, live: bool = False) -> Path:
+def the_run(path: Path, *, live: bool = False) -> Path:
     """Return the folder of the only run at or below a path; a path without a run is returned unchanged.
 
     The path of a ``run.json`` selects the run in its folder, without runs in subfolders.
 
     Args:
         path: The path.
-        run_id: Id of the run, if there are several.
         live: Whether to prefer the only unfinished run.
 
     Raises:
-        TraceFormatError: The path does not exist, or holds several runs, or no run with this id.
+        TraceFormatError: The path does not exist, or holds several runs.
     """
     if not path.exists():
-        raise absent(path)
+        raise TraceFormatError(path, "no such file or folder")
     found = {run: known_run(run) for run in runs_at(path)}
-    if run_id is not None:
-        found = {run: info for run, info in found.items() if info is not None and info.run_id == run_id}
-        if not found:
-            raise TraceFormatError(path, f"has no run {run_id!r}")
     running = [run for run, info in found.items() if live and info is not None and not info.over]
     runs = running or list(found)
     if len(runs) > 1:
         infos = [run / RUN_NAME if (run / RUN_NAME).is_file() else run for run in runs]
-        named = ", ".join(f"{info} ({described(run)})" for info, run in zip(infos, runs, strict=True))
-        raise TraceFormatError(path, f"holds {len(runs)} runs; choose one of them: {named}")
+        raise TraceFormatError(
+            path, f"holds {len(runs)} runs; choose one of them: {', '.join(map(str, infos))}"
+        )
     return runs[0]
 
 
@@ -154,17 +138,6 @@ def _runs_below(path: Path) -> Iterator[Path]:
         if depth and RUN_NAME in names:
             yield Path(inside)
         folders[:] = [] if depth == 2 else [name for name in folders if not _STEP_FOLDER.fullmatch(name)]
-
-
-def described(run: Path) -> str:
-    """Return a run's number of captured steps, its id, its start, and whether it is running."""
-    steps = len(step_folders(run))
-    count = f"{steps} step{'s' if steps != 1 else ''}" if steps else "no captured step"
-    info = known_run(run)
-    if info is None:
-        return f"{count}, without a readable {RUN_NAME}: name a step folder"
-    goes_on = ", running" if info.end_ns is None and info.process.alive() else ""
-    return f"{count}, run {info.run_id}, started {local_time(info.begin_ns)}{goes_on}"
 
 
 def is_uncaptured(path: Path) -> bool:
@@ -259,7 +232,6 @@ def _shifted(worker: CaptureResult, offset_ns: int) -> CaptureResult:
 
 def _source(manifest: Manifest, worker: CaptureResult, artifact: Artifact, path: Path) -> Source:
     identity = worker.identity
-    clock = next((c for c in manifest.clocks if c.clock_domain == identity.clock_domain), None)
     lane_rank = re.search(r"_rank(\d+)$", artifact.lane)
     return Source(
         path=path,
@@ -270,7 +242,6 @@ def _source(manifest: Manifest, worker: CaptureResult, artifact: Artifact, path:
         replica=identity.replica,
         topology=identity.topology,
         offset_ns=manifest.offset_ns(identity),
-        error_ns=clock.error_ns if clock else 0,
         stage=artifact.stage,
     )
 

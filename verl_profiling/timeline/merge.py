@@ -7,7 +7,6 @@ workers' and the engines', each named and sorted. Every trace becomes one gzip m
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -125,7 +124,7 @@ def _join(
     base_ns: int,
     keep: Keep,
 ) -> MergeResult:
-    """Concatenate the controller's events, the requests, the members and the footer into one file.
+    """Concatenate the controller's events, the requests and the members into one file.
 
     Raises:
         TraceFormatError: No member could be read, and there is no manifest.
@@ -148,7 +147,7 @@ def _join(
             with job.output.open("rb") as member_file:
                 shutil.copyfileobj(member_file, timeline, 1 << 20)
             job.output.unlink()
-        timeline.write(_gzip(_footer(inputs, plan, members, problems)))
+        timeline.write(_gzip(b"\n]}\n"))
     return MergeResult(
         path=path,
         bytes=path.stat().st_size,
@@ -256,28 +255,6 @@ def _header(base_ns: int) -> bytes:
         "baseTimeNanoseconds": base_ns,
     }
     return msgspec.json.encode(head)[:-1] + b',"traceEvents":[\n'
-
-
-def _footer(inputs: StepInputs, plan: list[MemberJob], members: list[Member], problems: list[str]) -> bytes:
-    """Return the end of the file: the end of the list of events, and the list of sources."""
-    about = {
-        "schema_version": SCHEMA_VERSION,
-        "step": inputs.step,
-        "sources": [
-            {
-                "path": os.path.relpath(member.path, inputs.directory),
-                "lane": job.source.lane,
-                "offset_ns": job.source.offset_ns,
-                "error_ns": job.source.error_ns,
-                "events": member.events,
-                "left_out": member.left_out,
-                "min_us": job.keep.min_us,
-            }
-            for job, member in zip(plan, members, strict=True)
-        ],
-        "problems": problems,
-    }
-    return b'\n],"verlProfiling":' + msgspec.json.encode(about) + b"}\n"
 
 
 def _gzip(data: bytes) -> bytes:

@@ -17,7 +17,6 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.identity import safe_name
 from verl_profiling.timeline.categories import is_on_device
 from verl_profiling.timeline.step import (
     TIMELINE_MARK,
@@ -28,7 +27,6 @@ from verl_profiling.timeline.step import (
     sorted_sources,
 )
 from verl_profiling.timeline.trace import UNDECODABLE, Blocks, Event, Limits, Trace
-from verl_profiling.trajectory_log import LOG_SUFFIX, open_log
 
 _HEAD_BYTES = 1 << 14  # process names, if any, are at the beginning
 _OTHER_BYTES = 64 << 20
@@ -98,9 +96,7 @@ def _files(path: Path) -> Iterator[Path]:
     if not path.is_dir():
         yield path
         return
-    for file in sorted(
-        found for kind in ("*.json", "*.json.gz", f"*{LOG_SUFFIX}") for found in path.rglob(kind)
-    ):
+    for file in sorted(found for kind in ("*.json", "*.json.gz") for found in path.rglob(kind)):
         hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
         if file.name not in _NOT_A_TRACE and not hidden and not file.is_dir():
             yield file
@@ -152,8 +148,6 @@ def _described(path: Path, name: str) -> _PlainTrace:
     Raises:
         TraceFormatError: The file cannot be read, or is not a trace.
     """
-    if path.name.endswith(LOG_SUFFIX):
-        return _described_log(path, name)
     trace = Trace(path)
     if TIMELINE_MARK in trace.metadata:
         raise TraceFormatError(path, "is a timeline written by merge; give the original traces")
@@ -180,23 +174,6 @@ def _described(path: Path, name: str) -> _PlainTrace:
         replica=replica,
         begin_ns=trace.base_ns + round(first_us * 1000),
         process=process,
-        name=name,
-    )
-
-
-def _described_log(path: Path, name: str) -> _PlainTrace:
-    header = open_log(path)[0]
-    lane = safe_name(header.lane)
-    role, _, rank = lane.rpartition("_rank")
-    known = bool(role) and rank.isdecimal()
-    return _PlainTrace(
-        path=path,
-        lane=lane,
-        worker=lane,
-        role=role if known else lane,
-        rank=int(rank[:9]) if known else 0,
-        begin_ns=header.begin_ns,
-        process=("", name, None),
         name=name,
     )
 

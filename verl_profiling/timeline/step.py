@@ -30,7 +30,6 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         replica: Index of the rollout replica.
         topology: Coordinates in named parallel dimensions.
         offset_ns: Clock offset: time in the file minus time on the controller's clock.
-        error_ns: Error bound of ``offset_ns``.
         stage: The recorded stage, in discrete mode.
         begin_ns: Begin of the first event (unix ns), for a file without a manifest.
     """
@@ -43,7 +42,6 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     replica: int | None = None
     topology: dict[str, int] = {}
     offset_ns: int = 0
-    error_ns: int = 0
     stage: str | None = None
     begin_ns: int = 0
 

@@ -58,7 +58,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             return ""
         return (
             f"stopped after {events:,} events: the process takes {byte_size(used)} of memory, "
-            f"and the limit is {byte_size(allowed)} (--max-memory raises it)"
+            f"and the limit is {byte_size(allowed)} (Limits.memory_bytes raises it)"
         )
 
 
@@ -101,7 +101,7 @@ class Blocks:
                 for block in self._gzip(file) if is_gzip else self._plain(file):
                     if self.position + len(block) > self._limit:
                         most = f"the limit of {self._limit:,} bytes of content"
-                        self.damage = f"stopped at {most} (--max-content raises it)"
+                        self.damage = f"stopped at {most} (Limits.content_bytes raises it)"
                         return
                     self.position += len(block)
                     yield block
