@@ -252,7 +252,7 @@ class WindowContract(EngineContract):
         await server.generate(1, 3)
         result = await stop(server, order.capture_id)
         assert result.status == "empty"
-        assert "never reached" in result.reason
+        assert "never began" in result.reason
         server.reconfigure(rollout={"start": 0, "count": 2})
         paths = await self.capture(server, request(tmp_path, 2), tokens=8)
         assert server.iterations(paths[0]) == 2

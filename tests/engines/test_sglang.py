@@ -80,7 +80,7 @@ class TestEngine(WindowContract):
         order = request(tmp_path)
         await server.start_capture(order)
         result = await stop(server, order.capture_id)
-        assert (result.status, "never reached" in result.reason) == ("empty", True)
+        assert (result.status, "never began" in result.reason) == ("empty", True)
         await server.generate(1, 5)
         assert not list(server.save_path.rglob("*.gz"))
         paths = await self.capture(server, request(tmp_path, 2), tokens=8)
