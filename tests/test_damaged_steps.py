@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,12 +55,8 @@ DAMAGES: dict[str, Damage] = {
 def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A run of three steps, of which the manifest of the second is damaged."""
     run = tmp_path / "run"
-    first = build_step(run, step=1)
-    for step in (2, 3):
-        folder = run / f"step_{step:06d}"
-        shutil.copytree(first, folder)
-        manifest = json.loads((folder / MANIFEST_NAME).read_text())
-        (folder / MANIFEST_NAME).write_text(json.dumps({**manifest, "step": step, "steps": [step]}, indent=2))
+    for step in (1, 2, 3):
+        build_step(run, step=step)
     DAMAGES[request.param](run / "step_000002" / MANIFEST_NAME)
     return run
 
@@ -126,7 +121,7 @@ def test_collect_goes_on_behind_a_bad_manifest_and_a_torn_note(
         (tmp_path / "nsys" / f"actor.7.{number}.nsys-rep").write_text("report")
     assert main(["collect", str(tmp_path)]) == 1
     printed = capsys.readouterr().out
-    assert "damaged     nsys/actor.7.ranges.jsonl  a line is torn" in printed
+    assert "damaged     nsys/actor.7.ranges.jsonl  a line is incomplete" in printed
     assert "damaged     step_000001/a.nsys-rep" in printed
     assert "ok          step_000002/a.nsys-rep" in printed
     assert all((tmp_path / f"step_{number:06d}" / "a.nsys-rep").exists() for number in (1, 2))
