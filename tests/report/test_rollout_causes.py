@@ -75,6 +75,7 @@ ALL = {"arrival": 15, "scheduled": 20, "first_token": 30, "last_token": 70}
             {"to the engine": 5, "queued": 5, "prefill": 10, "decode": 40, "from the engine": 20},
         ),
         (request(12, 75), {"to the engine": 2, "generate": 63, "from the engine": 15}),
+        (request(12, 75, last_token=200), {"to the engine": 2, "generate": 63, "from the engine": 15}),
         (
             request(12, 75, first_token=30),
             {"to the engine": 2, "first token": 18, "decode": 45, "from the engine": 15},
