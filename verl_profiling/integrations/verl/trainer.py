@@ -51,7 +51,7 @@ _ATTRIBUTE = "_verl_profiler"
 _LAST_STEP = "total_training_steps"
 
 _NO_HOOK = (
-    "profiling: the configuration requests profiling, but no method of this trainer is hooked. "
+    "profiling: this run is not profiled, because no method of its trainer is hooked. "
     "A trainer class of your own inherits verl_profiling.integrations.verl.trainer.ProfilingTrainerMixin"
 )
 
