@@ -14,7 +14,7 @@ from step_folders import build_step
 from verl_profiling.analysis import load_reports, open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.report.columns import StageRow
+from verl_profiling.report.columns import LostRow, StageRow
 from verl_profiling.report.diff import Diff, compare, print_diff
 from verl_profiling.report.model import Report
 
@@ -117,16 +117,19 @@ def test_the_table_fits_the_terminal(report: Report, width: int) -> None:
 def test_what_fails_says_what_it_rests_on(
     report: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The limit, the floor, the change and the basis; on standard error beside JSON."""
+    """The limit, the floor, the change with its largest cause and the basis; with JSON on standard error."""
     sides = []
-    for name, seconds in (("report-a.json", 1.0), ("report-b.json", 1.1)):
+    for name, seconds, lost_s in (("report-a.json", 1.0, 2.0), ("report-b.json", 1.1, 3.0)):
         sides.append(str(tmp_path / name))
-        (tmp_path / name).write_bytes(msgspec.json.encode(with_stage(report, seconds)))
+        lost = [LostRow(cause="straggler_wait", seconds=lost_s, share=0.1)]
+        made = msgspec.structs.replace(with_stage(report, seconds), lost=lost)
+        (tmp_path / name).write_bytes(msgspec.json.encode(made))
     assert main(["diff", *sides, "--fail-above", "5%"]) == 1
     line = capsys.readouterr().out.splitlines()[-1]
     assert line == (
-        "slower by more than 5% and 10.0 ms: update_actor (+100 ms) (1 step(s) before and 1 after; the noise "
-        "is unknown, because only several steps on both sides show it)"
+        "slower by more than 5% and 10.0 ms: update_actor (+100 ms, +10%); most by straggler_wait "
+        "(+1.00 s, +50%) (1 step(s) before and 1 after; the noise is unknown, because only several steps on "
+        "both sides show it)"
     )
     assert main(["diff", *sides, "--fail-above", "5%", "--json"]) == 1
     output = capsys.readouterr()

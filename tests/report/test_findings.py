@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from step_folders import rewrite, rewrite_worker
 
 from verl_profiling.analysis import open_step
 from verl_profiling.capture_request import Trigger
+from verl_profiling.cli import main
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.report.findings import LIMIT
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.run_files import read_manifest
@@ -49,6 +52,22 @@ def test_a_synchronous_loop_is_no_finding(tmp_path: Path) -> None:
     actors = [Worker("actor", rank, stages=[("update_actor", 0, 9)], kernels=kernels) for rank in (0, 1)]
     report = report_of(tmp_path, [("update_actor", 0, 9)], actors)
     assert "exposed_communication" not in rules(report)
+
+
+def test_the_verdict_is_a_line_and_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of all steps, the finding with most seconds; what the capture costs is none."""
+    fast = Worker("actor", 0, stages=WHOLE, kernels=[("gemm", 0, 10)])
+    report_of(tmp_path, WHOLE, [fast, replace(fast, rank=1)])
+    assert main(["report", "--verdict", str(tmp_path)]) == EXIT_OK
+    assert capsys.readouterr().out == "1 step: nothing stands out\n"
+    slow = replace(fast, rank=1, kernels=[("gemm", 0, 4), (REDUCE, 9, 10)])
+    report_of(tmp_path, WHOLE, [replace(fast, kernels=[("gemm", 0, 4), (REDUCE, 4, 10)]), slow])
+    assert main(["report", "--verdict", "--json", str(tmp_path)]) == EXIT_FINDING
+    printed = capsys.readouterr()
+    [line] = printed.err.splitlines()
+    assert line.startswith("step 1: actor_rank1 is slow in update_actor: it worked 10.0 s")
+    assert "waiting. Try: " in line
+    assert json.loads(printed.out)["findings"][0]["lanes"] == ["actor_rank1"]
 
 
 def test_the_slow_rank_is_found_behind_a_collective(tmp_path: Path) -> None:

@@ -58,10 +58,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verdict(diff: Diff, slower: list[Change], arguments: argparse.Namespace) -> str:
-    """Return a sentence on the slower stages, the change of each, and the number of steps compared."""
-    named = ", ".join(visible(f"{c.name} ({duration(c.change_s, signed=True)})") for c in slower) or "nothing"
+    """Return a sentence on the slower stages, the change of each, its largest cause, and the steps."""
+    named = ", ".join(map(_named, slower)) or "nothing"
+    causes = [c for c in diff.changes if c.kind in ("lost", "trajectory") and c.stands_out and c.change_s > 0]
+    if slower and causes:
+        named += f"; most by {_named(max(causes, key=lambda cause: cause.change_s))}"
     limit = f"more than {100 * arguments.fail_above:.3g}% and {duration(LEAST_S)}"
     return f"slower by {limit}: {named} ({diff.basis})"
+
+
+def _named(change: Change) -> str:
+    share = f", {change.change:+.0%}" if change.change is not None else ""
+    return visible(f"{change.name} ({duration(change.change_s, signed=True)}{share})")
 
 
 def _reports(path: Path, arguments: argparse.Namespace) -> tuple[list[Report], int]:

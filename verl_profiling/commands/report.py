@@ -11,13 +11,15 @@ import msgspec
 from rich.console import Console
 
 from verl_profiling.analysis import CapturedStep, open_run
-from verl_profiling.commands import EXIT_OK
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.commands.common import StepByStep, add_communication, add_paths, warn
 from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.report.files import write_csv, write_tensorboard
+from verl_profiling.report.findings import OWN_COST
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.run_page import RUN_PAGE, render_run
+from verl_profiling.report.sentences import counted
 from verl_profiling.report.terminal import fitting_console, print_report
 from verl_profiling.report.watch_frame import Pulse, logged_steps, watch_frame, watch_sentence
 from verl_profiling.run_files import naming, whole_file
@@ -37,6 +39,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: verl-profiling report outputs/run/step_000012 --json | jq .workers"
     add_paths(parser)
     add_communication(parser)
+    parser.add_argument(
+        "--verdict", action="store_true", help="print one line; exit 1 if a finding stands out in any step"
+    )
     parser.add_argument("--all", action="store_true", help="print every table, not only the first screen")
     parser.add_argument("--json", action="store_true", help="print JSON, one document per step")
     parser.add_argument(
@@ -69,9 +74,9 @@ def _of_uncaptured(runs: Sequence[Path], arguments: argparse.Namespace, *, alone
     """Show the watch log of runs without a captured step; return the written pages.
 
     Raises:
-        ConfigError: ``--csv`` or ``--tensorboard`` is given, which need a captured step.
+        ConfigError: ``--csv``, ``--tensorboard`` or ``--verdict`` is given, which need a captured step.
     """
-    for option in ("csv", "tensorboard"):
+    for option in ("csv", "tensorboard", "verdict"):
         if alone and getattr(arguments, option):
             raise ConfigError(f"--{option}", how_to_capture(runs[0]))
     written = []
@@ -105,7 +110,7 @@ def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: lis
     for step, report in reports:
         if arguments.json:
             print(msgspec.json.encode(report).decode())
-        else:
+        elif not arguments.verdict:
             print_report(report, Console(), everything=arguments.all)
         if arguments.save:
             data = msgspec.json.format(msgspec.json.encode(report))
@@ -113,7 +118,7 @@ def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: lis
             _write(step.output("report.html"), render_html(report).encode())
             written.append(step.output("report.html"))
     for folder, history in watched.items():
-        if history and not arguments.json:
+        if history and not (arguments.json or arguments.verdict):
             print(visible(f"watch of {folder}: {watch_sentence(history)}"))
     if arguments.save:
         for folder, of_run in runs.items():
@@ -128,7 +133,19 @@ def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: lis
         with naming(arguments.tensorboard):
             write_tensorboard([report for _, report in reports], arguments.tensorboard)
         written.append(arguments.tensorboard)
-    return work.exit_code
+    stands_out = arguments.verdict and _verdict([report for _, report in reports], arguments)
+    return EXIT_FINDING if stands_out else work.exit_code
+
+
+def _verdict(reports: Sequence[Report], arguments: argparse.Namespace) -> bool:
+    """Print the finding with most seconds of all steps; return whether there is any."""
+    found = [(one, report) for report in reports for one in report.findings if one.rule not in OWN_COST]
+    text = f"{counted(len(reports), 'step')}: nothing stands out"
+    if found:
+        most, report = max(found, key=lambda one: one[0].seconds)
+        text = f"{report.title}: {most.text} Try: {most.advice}."
+    print(visible(text), file=sys.stderr if arguments.json else sys.stdout)
+    return bool(found)
 
 
 def _watched(run: Path) -> list[StepSummary]:

@@ -500,6 +500,9 @@ _RANKED: tuple[_Rule, ...] = (
 )
 _LAST: tuple[_Rule, ...] = (_capture, _pause)
 
+OWN_COST = ("capture", "pause")
+"""Rules about what the capture itself costs."""
+
 FINDINGS = {
     "loop_blocked": 0.02,  # of the trajectories' time
     "last_trajectories": 0.15,  # share of the rollout minus share of the trajectories
