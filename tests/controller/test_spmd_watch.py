@@ -18,7 +18,7 @@ from verl_profiling.cli import main
 from verl_profiling.controller.rank_summaries import RankSummaries
 from verl_profiling.controller.spmd import Ranks
 from verl_profiling.run_files import read_manifest
-from verl_profiling.step_summary import StepSummary
+from verl_profiling.step_summary import RankUse, StepSummary
 
 PROGRAM = Path(__file__).with_name("spmd_watch_program.py")
 LANES = ["actor_rank0", "actor_rank1", "actor_rank2"]
@@ -150,5 +150,21 @@ def test_a_rank_that_is_past_a_step_is_not_waited_for(monkeypatch: pytest.Monkey
         begun_s = time.monotonic()
         leader.receive([StepSummary(step=step, begin_ns=0) for step in expected], lambda: 20.0)
         assert time.monotonic() - begun_s < 10
+    for each in ranks:
+        each.end()
+
+
+def test_a_loop_that_restarts_its_step_numbers_has_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a rank had a step before that rank 0 had not."""
+    monkeypatch.setattr("verl_profiling.controller.spmd._trainings", repeat(0))
+    store = dist.HashStore()
+    ranks = [Ranks(rank, 2, store) for rank in range(2)]
+    leader, other = (RankSummaries(each, 10) for each in ranks)
+    use = RankUse(lane="actor_rank1", role="actor", rank=1)
+    for sent, expected in (((1, 2, 3), (1, 2)), ((1, 2, 3), (1, 2, 3)), ((4,), (4,))):
+        other.send([StepSummary(step=step, begin_ns=0, loop=[use]) for step in sent])
+        steps = [StepSummary(step=step, begin_ns=0) for step in expected]
+        leader.receive(steps, lambda: 20.0)
+        assert [leader.joined(step).loop for step in steps] == [[use]] * len(expected)
     for each in ranks:
         each.end()
