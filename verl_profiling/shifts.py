@@ -24,7 +24,6 @@ _LEAST_SPREAD = 0.05
 _ALIKE = 1.3
 _MOST_ALIKE = 2.5
 _OF_THE_SPREAD, _FULL = 1.3, 6.0
-_OF_A_WIDE_ONE, _WIDE = 2.1, 0.16
 _SOON, _CHANCE = 8, 1.0
 _BELOW, _FULL_SHIFT, _MOST_SHIFT = 0.16, 0.6, 1.2
 _LATEST = 8
@@ -89,7 +88,7 @@ class Past:
 
 
 def _least(ratio: float, spread: float) -> float:
-    return max(log(ratio) - _BELOW, _OF_THE_SPREAD * spread, _OF_A_WIDE_ONE * spread - _WIDE)
+    return max(log(ratio) - _BELOW, _OF_THE_SPREAD * spread)
 
 
 def _full(spread: float) -> float:
