@@ -14,7 +14,7 @@ from typing import Any
 
 from example_loops import train
 
-from verl_profiling import ProfilingConfig, stage, trajectory
+from verl_profiling import ProfilingConfig, span, stage, trajectory
 from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
 from verl_profiling.capture.session import process_session
 from verl_profiling.testing import shifted_clock
@@ -147,6 +147,15 @@ class Agents(AgentLoopCaptureMixin):
             await asyncio.gather(
                 *(self._trajectory(engine, own) for engine, own in zip(engines, seconds, strict=True))
             )
+
+    async def call_tool(self, switch: Path, blocks: bool = False) -> None:
+        """Call a tool that does not return while a file exists."""
+        async with trajectory(group="p7", sample=3), span("tool:search", turn=2):
+            while switch.exists():
+                if blocks:
+                    time.sleep(0.05)
+                else:
+                    await asyncio.sleep(0.05)
 
     async def _trajectory(self, engine: Any, seconds: float) -> None:
         async with trajectory(group="prompt"):

@@ -28,9 +28,10 @@ from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
+from verl_profiling.report.check import check
 from verl_profiling.report.watch_frame import Pulse, captures_so_far, logged_steps, watch_frame
 from verl_profiling.run_files import write_json_atomically
-from verl_profiling.step_summary import SpanTotal, StepSummary
+from verl_profiling.step_summary import Hang, SpanTotal, StepSummary
 from verl_profiling.watch.log import WatchLog
 from verl_profiling.watch_log import WATCH_LOG
 
@@ -114,6 +115,26 @@ class TestOneFrame:
         assert rollout.count("█") == 1
         assert main(["top", str(run)]) == EXIT_OK
         assert "step 29" in capsys.readouterr().out
+
+    def test_a_step_that_hangs_comes_first_until_it_goes_on(
+        self, run: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Also if the summary of an earlier step, which waited for the same worker, comes after it."""
+        log, hung = WatchLog(run), msgspec.structs.replace(summary(31), end_ns=0)
+        reason = "is in tool:search of trajectory p7, sample 3 for 30.9 s"
+        log(msgspec.structs.replace(hung, hang=Hang("rollout", 31.2, 3.1, "agent_loop_rank0", reason)))
+        log(summary(30))
+        assert main(["top", str(run), "--once"]) == EXIT_FINDING
+        printed = capsys.readouterr().out
+        assert printed.startswith(
+            "step 31 hangs: in rollout nothing has progressed for 31.2 s (usually 3.10 s)"
+        )
+        assert "\nstep 30: " in printed
+        assert any("step 31 hangs" in entry.reason for entry in check(run).artifacts)
+        log(hung)
+        assert main(["top", str(run), "--once"]) == EXIT_OK
+        assert "hangs" not in capsys.readouterr().out
+        assert not any("hangs" in entry.reason for entry in check(run).artifacts)
 
     def test_a_first_step_that_warms_up_flattens_no_line(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 
 from verl_profiling.manifest import MAX_NS, Count, Ns
+from verl_profiling.units import duration
 
 Period = tuple[Ns, Ns]
 """Begin and end of a period (ns)."""
@@ -157,6 +158,26 @@ class Idle(msgspec.Struct, frozen=True):
     cause_share: float = 0.0
 
 
+class Hang(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A step in which nothing progressed for too long.
+
+    Attributes:
+        stage: The stage that was open in the loop; empty: none.
+        quiet_s: Seconds since something progressed.
+        usual_s: Usual duration of the stage, or of a step; ``None``: unknown.
+        lane: The process that is waited for.
+        reason: The part that this process is in.
+        waiting: The other processes, with the parts that they are in.
+    """
+
+    stage: str
+    quiet_s: float
+    usual_s: float | None = None
+    lane: str = ""
+    reason: str = ""
+    waiting: list[str] = []
+
+
 class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The summary of a step; lines of the watch's log leave out the processes.
 
@@ -176,6 +197,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         trainer_idle: Idle time of the training processes; ``None`` if unknown.
         rollout_idle: Idle time of the rollout's replicas, or of the stage ``rollout``; ``None`` if unknown.
         samples: Number of trajectories that ended in the step; without trajectories, number of requests.
+        hang: The last hang in the step.
     """
 
     step: Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
@@ -193,6 +215,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     trainer_idle: Idle | None = None
     rollout_idle: Idle | None = None
     samples: Count = 0
+    hang: Hang | None = None
 
     @property
     def duration_ns(self) -> int:
@@ -208,6 +231,19 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     def samples_per_s(self) -> float:
         """Samples per second of the step."""
         return self.samples / self.seconds if self.seconds else 0.0
+
+    @property
+    def hangs(self) -> str:
+        """A sentence on the hang of a step that has not ended; empty if there is none."""
+        hang = self.hang
+        if hang is None or self.end_ns:
+            return ""
+        usual = "" if hang.usual_s is None else f" (usually {duration(hang.usual_s)})"
+        return (
+            f"step {self.step} hangs: in {hang.stage or 'no stage'} nothing has progressed for "
+            f"{duration(hang.quiet_s)}{usual}; it waits for {hang.lane}, which {hang.reason}; "
+            f"the others: {', '.join(hang.waiting) or 'none'}"
+        )
 
     @property
     def exposed_s(self) -> dict[str, float]:

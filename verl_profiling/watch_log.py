@@ -7,7 +7,7 @@ with :class:`WatchLogReader`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -27,6 +27,11 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 def has_watch_log(run: Path) -> bool:
     """Return whether the folder of a run contains a watch log."""
     return (run / WATCH_LOG).exists() or (run / OLDER_WATCH_LOG).exists()
+
+
+def latest_step(lines: Iterable[StepSummary]) -> list[StepSummary]:
+    """Return the last line of the latest step, if any: a line of an earlier step may come after it."""
+    return sorted(lines, key=lambda line: line.step)[-1:]
 
 
 class WatchLogReader:

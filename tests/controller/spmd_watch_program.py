@@ -20,7 +20,11 @@ from verl_profiling.run_files import read_manifest
 
 RANK = int(os.environ["RANK"])
 LATE = 2
-TIMES_S = {"slow": (0.1, 0.7), "inside": (0.6, 0.7)}  # so long that nothing else on the machine looks slow
+TIMES_S = {
+    "slow": (0.1, 0.7),
+    "inside": (0.6, 0.7),
+    "hangs": (0.02, 9.0),
+}  # so long that nothing else on the machine looks slow
 USUAL_S, LATE_S = 0.02, 0.2
 STEPS = {"slow": 300, "unlike": 16, "inside": 12}
 Meet = Callable[[bool], bool]
@@ -75,9 +79,10 @@ def train(config: ProfilingConfig, scenario: str, meet: Meet, said: Path) -> Non
                 profiling.add_workers("actor", worker)
             for step in range(1, STEPS.get(scenario, 8) + 1):
                 profiling.on_step_begin(step)
-                if scenario == "inside":
+                if scenario in ("inside", "hangs"):
+                    late = RANK == LATE and (scenario == "inside" or step == 8)
                     with profiling.stage("update_actor"):
-                        time.sleep(late_s if RANK == LATE else usual_s)
+                        time.sleep(late_s if late else usual_s)
                         meet(False)
                     profiling.on_step_end()
                     continue
@@ -114,7 +119,11 @@ def main() -> None:
     os.environ.update(own.get("environment", {}))
     config = ProfilingConfig.from_any({**settings, **own.get("all", {}), **own.get(str(RANK), {})})
     dist.init_process_group("gloo")
-    meet = meeting_in_a_collective() if scenario in ("slow", "inside") else meeting_through_files(folder)
+    meet = (
+        meeting_in_a_collective()
+        if scenario in ("slow", "inside", "hangs")
+        else meeting_through_files(folder)
+    )
     train(config, scenario, meet, folder)
 
 

@@ -38,6 +38,7 @@ from verl_profiling.settings.role import TRAJECTORIES
 from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.tools import Tool
 from verl_profiling.trajectories.spans import total_spans
+from verl_profiling.watch.hangs import HangReporter, in_background
 from verl_profiling.watch.sums import STAGES_OF_A_STEP, Busy, StageSums, WatchQuestion, WatchReading
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class Session:
         sink: Receives stages; ``None`` whenever nothing records and the watch is off.
         sums: The stages of every step, for the watch; ``None`` without the watch.
         identity: The first worker of this process.
+        reporter: Reports hangs of this process, once the loop has said where.
     """
 
     def __init__(self) -> None:
@@ -60,6 +62,7 @@ class Session:
         self.sink: StageSink | None = None
         self.sums: StageSums | None = None
         self.identity: WorkerIdentity | None = None
+        self.reporter: HangReporter | None = None
         total_spans(None)
         self._busy: dict[str, Busy] = {}
         self._capture: Capture | None = None
@@ -102,7 +105,16 @@ class Session:
 
     def read_watch(self, identity: WorkerIdentity, question: WatchQuestion) -> WatchReading | None:
         """Return the stages of this process in some steps, or ``None`` if the watch is off."""
-        return None if self.sums is None else self.sums.read(identity, question)
+        if self.sums is None:
+            return None
+        if question.hangs and (self.reporter is None or self.reporter.reports != question.hangs):
+            self.report_hangs(question.hangs, identity.lane(), identity.role)
+        return self.sums.read(identity, question)
+
+    def report_hangs(self, reports: tuple[str, float], lane: str, role: str) -> None:
+        """Report hangs of this process in the background from now on; see :class:`HangReporter`."""
+        self.reporter = reporter = HangReporter(reports, lane, role, lambda: filter(None, [self.sums]))
+        in_background(lambda: reporter.report(lambda: self.reporter is reporter))
 
     def busy(self, name: str, sums_requests: bool = False) -> Busy | None:
         """Return the stage that is open while any task runs in ``name``; ``None`` if the watch is off."""

@@ -19,7 +19,7 @@ from verl_profiling.run_files import read_run
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.timeline.inputs import the_run
 from verl_profiling.units import duration
-from verl_profiling.watch_log import WATCH_LOG, WatchLogReader, has_watch_log
+from verl_profiling.watch_log import WATCH_LOG, WatchLogReader, has_watch_log, latest_step
 
 _STEPS = 200
 _CAPTURES = 5
@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "example: verl-profiling top outputs/run --interval 5. exit codes: 0 quit, or the run has ended; "
-        "1 its process is gone without a word; 2 there is no such run, or it has no watch"
+        "1 its process is gone without a word, or a step hangs; 2 there is no such run, or it has no watch"
     )
     parser.add_argument("run_dir", type=local_path, metavar="RUN_DIR", help="folder of a run")
     parser.add_argument("--once", action="store_true", help="print one frame and exit")
@@ -86,6 +86,7 @@ class View:
         self._run = run_dir
         self._log = WatchLogReader(run_dir)
         self._steps: list[StepSummary] = []
+        self._latest: list[StepSummary] = []
         if not (has_watch_log(run_dir) or ((info := read_run(run_dir)) and info.is_watched)):
             raise TraceFormatError(
                 run_dir, f"has no {WATCH_LOG}; start the run with watch.enable=true to have its steps logged"
@@ -93,13 +94,15 @@ class View:
 
     def frame(self, footer: str = "") -> RenderableType:
         """Read the new steps of the watch log, and return the frame to show."""
-        self._steps = logged_steps(self._log.read(), self._steps)[-_STEPS:]
-        self.pulse = _pulse(self._run)
+        lines = [*self._log.read()]
+        self._steps = logged_steps(lines, self._steps)[-_STEPS:]
+        self._latest = latest_step([*self._latest, *lines])
+        self.pulse = _pulse(self._run, "".join(line.hangs for line in self._latest))
         captures = captures_so_far(self._run, _CAPTURES)
         return watch_frame(self._run.resolve().name, self.pulse, self._steps, *captures, footer)
 
 
-def _pulse(run: Path) -> Pulse:
+def _pulse(run: Path, hangs: str) -> Pulse:
     info, heard = read_run(run), "no step logged yet"
     with suppress(OSError):  # the log does not exist, or was just rotated
         quiet_s = time.time() - (run / WATCH_LOG).stat().st_mtime
@@ -107,5 +110,5 @@ def _pulse(run: Path) -> Pulse:
     if info is None:
         return Pulse(says=f"has no {RUN_NAME}; {heard}")
     if not info.over:
-        return Pulse(says=f"{info.process}, {heard}")
-    return Pulse(says=f"{info.over}; {heard}", is_over=True, is_well=info.end_ns is not None)
+        return Pulse(says=f"{info.process}, {heard}", hangs=hangs, is_well=not hangs)
+    return Pulse(says=f"{info.over}; {heard}", hangs=hangs, is_over=True, is_well=info.end_ns is not None)

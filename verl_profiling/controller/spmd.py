@@ -89,6 +89,7 @@ class Ranks:
         processes: On rank 0, the processes of the other registered ranks.
         clock: The offset of this host's clock to rank 0's; ``None`` unless this rank measured it.
         place: The run's folder as published by rank 0; ``None`` before.
+        ended: Set when training ends.
     """
 
     def __init__(self, rank: int, world_size: int, store: Any) -> None:
@@ -103,7 +104,7 @@ class Ranks:
         self.place: RunPlace | None = None
         self._known = threading.Event()
         self._patience = 1
-        self._ended = threading.Event()
+        self.ended = threading.Event()
         self._requests: list[Decision] = []
         self._sent = self._received = self._asked = 0
         self._thread = threading.Thread(target=self._listen, name="verl-profiling-ranks", daemon=True)
@@ -192,7 +193,7 @@ class Ranks:
 
     def end(self) -> None:
         """Stop the background thread."""
-        self._ended.set()
+        self.ended.set()
         self._thread.join(_LOOK_S)
 
     def get(self, key: str) -> bytes | None:
@@ -219,12 +220,12 @@ class Ranks:
         try:
             if not self.leads:
                 self._store.set(f"run/{self.rank}", msgspec.msgpack.encode(ProcessId.current()))
-            while not self._ended.wait(pause_s):
+            while not self.ended.wait(pause_s):
                 self._look()
                 waits = self.place is None or len(self.processes) < self.leads * len(self.others)
                 pause_s = _FIRST_LOOK_S if waits else _LOOK_S
         except PROBLEMS as error:
-            if not self._ended.is_set():
+            if not self.ended.is_set():
                 logger.warning("rank %d: the other ranks cannot be reached: %s", self.rank, in_a_line(error))
 
     def _look(self) -> None:
@@ -276,7 +277,7 @@ class Ranks:
     def _await(self, key: str) -> bytes | None:
         deadline = time.monotonic() + _HANDSHAKE_S
         while (value := self.get(key)) is None and time.monotonic() < deadline:
-            if self._ended.wait(0.0005):
+            if self.ended.wait(0.0005):
                 return None
         return value
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from verl_profiling import clock
 from verl_profiling.capture.session import process_session
 from verl_profiling.clock import Handshake, best_handshake
+from verl_profiling.controller.hangs import HangWatch, report_to_rank_0
 from verl_profiling.controller.rank_summaries import RankSummaries
 from verl_profiling.controller.spmd import Ranks
 from verl_profiling.controller.targets import Call, Postponed, Roster, Worker
@@ -52,6 +53,9 @@ class Watch:
         timeout_s: Seconds for which a step's summary waits for replies of workers.
 
     Attributes:
+        options: The settings.
+        roster: The workers.
+        who: The process that runs the loop.
         sums: The stages of the loop's process, in every step.
         summaries: The summaries of the last steps.
         listeners: Called with every summary on the watch's thread, once all workers have replied or the
@@ -59,6 +63,7 @@ class Watch:
         recorders: Whether torch's flight recorders are read.
         step: The current step of the loop; ``None`` between steps.
         beside: Stages of the loop that overlap the steps, such as generation in the background.
+        hangs: Looks whether a step hangs, where this process logs the steps.
     """
 
     def __init__(self, options: WatchOptions, roster: Roster, timeout_s: float) -> None:
@@ -66,11 +71,12 @@ class Watch:
         self.summaries: deque[StepSummary] = deque(maxlen=options.steps)
         self.listeners: list[Listener] = []
         self.recorders = RecorderReading()
-        self._options = options
+        self.options = options
         self._timeout_s, self._until_s = timeout_s, inf
-        self._workers = WatchedWorkers(roster)
+        self._workers, self.roster = WatchedWorkers(roster), roster
+        self.hangs: HangWatch | None = None
         self._ranks: RankSummaries | None = None
-        self._who = LOOP
+        self.who = LOOP
         self._log: list[Listener] = []
         self.step: StepSummary | None = None
         self._ended: deque[StepSummary] = deque()
@@ -88,19 +94,26 @@ class Watch:
             ranks: The ranks.
             own: This rank's identity in manifests.
         """
-        self._ranks = RankSummaries(ranks, self._options.steps) if self._options.every else None
-        process_session().keep_every_step(self._options)
+        self._ranks = RankSummaries(ranks, self.options.steps) if self.options.every else None
+        process_session().keep_every_step(self.options)
         self.sums = process_session().sums or self.sums
-        self._who = RankUse(lane=own.lane(), role=own.role, rank=own.rank)
+        self.who = RankUse(lane=own.lane(), role=own.role, rank=own.rank)
         self._workers.alone = False
+        if self.hangs is not None:
+            self.hangs.ranks = ranks
+        else:
+            report_to_rank_0(ranks, self.who)
 
     def log_into(self, run: Path) -> None:
         """Write the summaries into the run's folder until training ends."""
-        self._log = self._log or log_listeners(run, self._options.sinks or ())
+        self._log = self._log or log_listeners(run, self.options.sinks or ())
+        self.hangs = HangWatch(self, run / "hangs", self._log[0])
 
     def step_begins(self, step: int, policy_version: int | None = None) -> None:
         """Record the begin of a step and the end of the previous step."""
         self.step = StepSummary(step=step, begin_ns=clock.now_ns(), policy_version=policy_version)
+        if self.hangs is not None:
+            self.hangs.step_begins()
 
     def no_step(self) -> None:
         """Discard the step that began last, because the loop had no more batches."""
@@ -119,7 +132,7 @@ class Watch:
             return
         step.end_ns, step.beside = clock.now_ns(), self.beside
         self._ended.append(step)
-        most = min(self._options.every or inf, self._options.steps)
+        most = min(self.options.every or inf, self.options.steps)
         if not step.captured and (len(self._ended) >= most or time.monotonic() >= self._next_s):
             self.read()
 
@@ -134,7 +147,9 @@ class Watch:
             self._run()
         if self._ranks is not None and not self._ranks.leads:
             self._ranks.send([])
-        self._ranks, self._until_s, self._log = None, inf, []
+        if self.hangs is not None:
+            self.hangs.end()
+        self._ranks, self._until_s, self._log, self.hangs = None, inf, [], None
 
     def read(self) -> None:
         """Read the workers, and summarize the ended steps, on the background thread."""
@@ -170,8 +185,8 @@ class Watch:
 
         times = [(step.begin_ns, step.end_ns) for step in steps]
         requested = ranks is not None and ranks.collectives
-        own = self.sums.of_steps(self._who, times, collectives=requested)  # before a worker that shares them
-        if asked := [step for step in steps if self._options.every or step.captured]:
+        own = self.sums.of_steps(self.who, times, collectives=requested)  # before a worker that shares them
+        if asked := [step for step in steps if self.options.every or step.captured]:
             self._workers.read(asked, ranks is None and self.recorders.due, left_s)
         for step, use in zip(steps, own, strict=True):
             step.loop = [use] if use is not None else []
@@ -189,7 +204,7 @@ class Watch:
             summary.trainer_idle, summary.rollout_idle = idle_of(summary, has_workers, runs)
             summary.samples = samples_of(summary)
             self.summaries.append(summary)
-            if self._options.trigger is not None:
+            if self.options.trigger is not None:
                 self.recorders.follow(summary)
             for listener in [*self._log, *self.listeners]:
                 try:

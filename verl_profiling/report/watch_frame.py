@@ -40,7 +40,8 @@ IN_NO_STAGE = "(in no stage)"
 def logged_steps(lines: Iterable[StepSummary], before: Iterable[StepSummary] = ()) -> list[StepSummary]:
     """Return the steps of a run, in order.
 
-    After a run resumed from an earlier step, repeated steps replace the earlier ones.
+    After a run resumed from an earlier step, repeated steps replace the earlier ones. A line of a
+    step that has not ended is of a hang.
 
     Args:
         lines: Lines of the log, in order of logging.
@@ -48,6 +49,8 @@ def logged_steps(lines: Iterable[StepSummary], before: Iterable[StepSummary] = (
     """
     steps = [*before]
     for line in lines:
+        if not line.end_ns:
+            continue
         while steps and steps[-1].step >= line.step:
             steps.pop()
         steps.append(line)
@@ -117,11 +120,13 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         says: State of the run as text.
+        hangs: A sentence on the step that hangs; empty if none does.
         is_over: Whether the run has ended.
         is_well: ``False`` if the state is a problem, e.g. the process of the run is gone.
     """
 
     says: str
+    hangs: str = ""
     is_over: bool = False
     is_well: bool = True
 
@@ -146,6 +151,7 @@ def watch_frame(
     """
     newest = f", the latest {len(latest)}:" if captures > len(latest) else ":"
     lines: list[Text | Table] = [
+        *([Text(visible(pulse.hangs), "bold red")] if pulse.hangs else ()),
         _line((run, "bold"), ": ", (pulse.says, "green" if pulse.is_well else "red")),
         *(_drawn(steps) if steps else [_line("No step has ended yet.")]),
         Text(),

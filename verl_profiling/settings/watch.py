@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from verl_profiling.settings.typed_values import NotNegative
+from verl_profiling.settings.typed_values import NotNegative, Seconds
 
 Ratio = Annotated[float, msgspec.Meta(gt=1, le=1_000_000)]
 Share = Annotated[float, msgspec.Meta(gt=0, lt=1)]
@@ -49,6 +49,9 @@ class WatchOptions:
         every: Number of steps between readings of the workers; fewer if steps are long. Workers are also read
             after every capture; with 0, only then.
         trigger: Thresholds from which the watch requests a capture; ``null``: no requests.
+        hang_s: Minimum time without any progress after which a step hangs; longer in stages that usually take
+            more than a third of it.
+        first_hang_s: The same for stages whose usual duration is not known yet.
         sinks: Receivers of each step's numbers besides ``watch.jsonl``; add your own to ``watch.listeners``.
     """
 
@@ -56,6 +59,8 @@ class WatchOptions:
     steps: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 200
     every: NotNegative = 5
     trigger: Anomaly | None = None
+    hang_s: Seconds = 30.0
+    first_hang_s: Seconds = 600.0
     sinks: tuple[Literal["tensorboard"], ...] | None = None
 
     def cautions(self, records_every_step: bool) -> list[str]:

@@ -233,6 +233,11 @@ def current_trajectory() -> Trajectory | None:
     return node.trajectory if node is not None else None
 
 
+def open_spans() -> list[Span]:
+    """Return the open trajectories and spans of this process that are kept, in any thread or task."""
+    return [*_open.values()]
+
+
 def keep_trajectories() -> None:
     """Remember open trajectories of this process from now on, so that a later capture includes them."""
     global _kept
@@ -247,7 +252,7 @@ def start_log(log: Any) -> None:
     """
     global _log
     keep_trajectories()
-    for running in list(_open.values()):
+    for running in open_spans():
         running.loop = None
         log.add(running)
     _log = log

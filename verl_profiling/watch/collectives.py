@@ -55,14 +55,14 @@ def collectives_in(steps: Sequence[Period], ahead_ns: int) -> list[Collectives]:
         ahead_ns: Clock offset: this process's clock minus the loop's.
     """
     found: list[Collectives] = [{} for _ in steps]
-    for group, number, at_ns in _entered():
+    for group, number, at_ns in entered_collectives():
         for of_step, (begin_ns, end_ns) in zip(found, steps, strict=True):
             if begin_ns <= at_ns - ahead_ns <= end_ns:
                 of_step.setdefault(group, {})[number] = at_ns - ahead_ns
     return found
 
 
-def _entered() -> list[tuple[str, int, int]]:
+def entered_collectives() -> list[tuple[str, int, int]]:
     """Return the collectives that torch's recorder has kept: group with its size, number, and time (ns).
 
     The list is empty if the recorder is off, or of another version.

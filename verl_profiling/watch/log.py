@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -80,13 +80,14 @@ class WatchLog(RotatingFileHandler):
         self._complained = False
 
     def __call__(self, summary: StepSummary) -> None:
-        """Log the summary of a step, without the stages of single processes."""
+        """Log the summary of a step, without the stages of single processes; any thread may do so."""
         without = msgspec.structs.replace(summary, loop=[], workers=[], earlier=[], beside=())
         line = msgspec.json.encode(without).decode()
-        self._record.msg = line
-        self.handle(self._record)
-        with suppress(OSError):
-            self.close()
+        with self.lock or nullcontext():
+            self._record.msg = line
+            self.handle(self._record)
+            with suppress(OSError):
+                self.close()
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record as it is."""

@@ -57,11 +57,13 @@ class WatchQuestion(msgspec.Struct, frozen=True, kw_only=True):
         steps: Begin and end of each step, on the clock of the loop's process.
         offsets_ns: Measured clock offsets by clock domain: the domain's clock minus the loop's clock.
         collectives: Whether the collectives that the process entered are requested, too.
+        hangs: Folder of the files of hangs, and pause between two looks for the loop's file (s).
     """
 
     steps: list[Period] = []
     offsets_ns: dict[str, int] = {}
     collectives: bool = False
+    hangs: tuple[str, float] | None = None
 
 
 class WatchReading(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,6 +146,11 @@ class StageSums:
             peak, held = self._memory()
             self._measured_ns, self._measured_after = end_ns, name
         self._ended.append((name, begin_ns, max(begin_ns, end_ns), peak, held))
+
+    def last_ns(self) -> int:
+        """Return when a stage or span began or ended last; 0 if what is kept does not tell."""
+        times = [stage.begin_ns for stage in [*self.open.values()]]
+        return max([*times, *(ended[2] for ended in [*self._ended][-1:]), self.spans.last_ns()])
 
     def of_steps(
         self, who: RankUse, steps: Sequence[Period], ahead_ns: int = 0, collectives: bool = False
@@ -284,6 +291,10 @@ class SpanSums:
             numbers[0] += 1
             numbers[1] += max(0, end_ns - begin_ns)
             numbers[2] += failed
+
+    def last_ns(self) -> int:
+        """Return when a span ended last, to the end of its time slice; 0 if no span is kept."""
+        return min(clock.now_ns(), max([0, *((number + 1) * self._slice_ns for number in [*self._slices])]))
 
     def of_steps(self, steps: Sequence[Period], ahead_ns: int) -> list[list[SpanTotal]]:
         """Return the sums of the spans that ended in each step; then drop all up to the last step's end.

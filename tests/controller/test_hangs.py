@@ -1,0 +1,264 @@
+"""Steps that hang: said while they do, with the process that the others wait for."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from conftest import Pool
+from fleet import Agents, Engine, Reborn
+from test_callback import configured, set_up
+from test_spmd_watch import run as run_ranks
+from test_watch import after_a_while
+
+from verl_profiling import ProfilingCallback, ProfilingConfig
+from verl_profiling.cli import main
+from verl_profiling.step_summary import Hang, StepSummary
+from verl_profiling.watch_log import WatchLogReader, latest_step
+
+pytestmark = pytest.mark.timeout(180)
+
+QUICK = {"enable": True, "every": 1, "hang_s": 1.0, "first_hang_s": 1.0}
+Workers = tuple[str, Any]
+
+
+def watched(tmp_path: Path, **watch: Any) -> ProfilingConfig:
+    return configured(tmp_path, watch={**QUICK, **watch}, schedule={"steps": []})
+
+
+def lines(config: ProfilingConfig) -> list[StepSummary]:
+    return list(WatchLogReader(Path(config.save_path)).read())
+
+
+def hangs(config: ProfilingConfig) -> list[Hang]:
+    """Return the hangs that are logged of steps that have not ended."""
+    return [line.hang for line in lines(config) if line.hang is not None and not line.end_ns]
+
+
+@contextmanager
+def loop(config: ProfilingConfig, *roles: Workers) -> Iterator[ProfilingCallback]:
+    """Run some quick steps, then open step 4."""
+    callback = ProfilingCallback(config)
+    for role, workers in roles:
+        callback.add_workers(role, workers)
+    with callback:
+        for step in range(1, 5):
+            callback.on_step_begin(step)
+            if step < 4:
+                with callback.stage("update_actor"):
+                    time.sleep(0.05)
+                callback.on_step_end()
+        yield callback
+        callback.on_step_end()
+
+
+def the_hang(config: ProfilingConfig) -> Hang:
+    """Return the hang that is logged soon."""
+    assert after_a_while(lambda: bool(hangs(config)), 30), lines(config)
+    return hangs(config)[0]
+
+
+def of_process(config: ProfilingConfig, lane: str) -> dict[str, Any]:
+    """Return what a process has written of a hang."""
+    return json.loads((Path(config.save_path) / "hangs" / f"{lane}.json").read_text())
+
+
+@pytest.fixture
+def agents(ray_cluster: None, tmp_path: Path) -> Any:
+    actor = ray.remote(num_cpus=0)(Agents).remote()
+    ray.get(actor.set_up.remote(watched(tmp_path)))
+    yield actor
+    ray.kill(actor)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_tool_that_never_returns_is_told_by_all_commands(
+    tmp_path: Path,
+    agents: Any,
+    pool: Pool,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    blocks: bool,
+) -> None:
+    """Which trajectory, in the log, top and check; with stacks in its own file; gone when it is over."""
+    config, switch = watched(tmp_path), tmp_path / "switch"
+    set_up(config, pool.sync[:1])
+    with loop(config, ("agent_loop", [agents]), ("actor", pool.sync[:1])) as callback:
+        switch.touch()
+        with callback.stage("rollout"):
+            call = agents.call_tool.remote(switch, blocks)
+            hang = the_hang(config)
+            assert (hang.stage, hang.lane) == ("rollout", "agent_loop_rank0")
+            assert "tool:search of trajectory p7, sample 3" in hang.reason
+            assert ("blocks its event loop" in hang.reason) == blocks
+            assert [one.partition(" in ")[0] for one in hang.waiting] == ["controller", "actor_rank0"]
+            state = of_process(config, "agent_loop_rank0")
+            assert state["spans"][0]["facts"] == {"turn": "2"}
+            stacks = state["threads" if blocks else "tasks"].values()
+            assert any("call_tool" in frame for stack in stacks for frame in stack), stacks
+            [said] = [text for text in caplog.messages if "step 4 hangs: in rollout" in text]
+            assert "agent_loop_rank0" in said
+            assert main(["top", config.save_path, "--once"]) == 1
+            assert capsys.readouterr().out.startswith("step 4 hangs: in rollout nothing has progressed for ")
+            assert main(["check", config.save_path]) == 1
+            assert "step 4 hangs: in rollout" in capsys.readouterr().out
+            switch.unlink()
+            ray.get(call)
+    assert any("step 4 goes on" in text for text in caplog.messages)
+    assert after_a_while(lambda: not list(Path(config.save_path, "hangs").iterdir()))
+    assert main(["top", config.save_path, "--once"]) == 0
+    assert main(["check", config.save_path]) == 0
+    assert "hangs" not in capsys.readouterr().out
+    assert lines(config)[-1].step == 4
+
+
+def test_a_worker_that_sleeps_in_a_stage_is_waited_for(tmp_path: Path, pool: Pool) -> None:
+    """It answers no call, and writes where it is; the other rank has answered."""
+    config = watched(tmp_path)
+    set_up(config, pool.sync[:2])
+    with loop(config, ("actor", pool.sync[:2])) as callback:
+        with callback.stage("update_actor"):
+            call = pool.sync[1].work.remote(seconds=6)
+            hang = the_hang(config)
+            ray.get(call)
+        assert after_a_while(lambda: not latest_step(lines(config))[0].hangs), "it goes on, in the same step"
+        assert (hang.stage, hang.lane) == ("update_actor", "actor_rank1")
+        assert "is in update_actor for" in hang.reason
+        assert ".py:" in hang.reason, "where it is"
+        assert 0.05 <= (hang.usual_s or 0) < 1
+    of_step = [line for line in lines(config) if line.step == 4]
+    assert [(bool(line.hang), bool(line.end_ns)) for line in of_step] == [
+        *((True, False), (False, False), (False, True)),
+    ]
+
+
+def test_an_engine_with_a_request_explains_the_trajectory_that_waits_for_it(
+    tmp_path: Path, agents: Any
+) -> None:
+    config = watched(tmp_path)
+    engines = [ray.remote(num_cpus=0)(Engine).remote() for _ in range(2)]
+    ray.get([engine.set_up.remote(config, number) for number, engine in enumerate(engines)])
+    roles = ("rollout", engines), ("agent_loop", [agents])
+    with loop(config, *roles) as callback, callback.stage("rollout"):
+        call = agents.run.remote(engines, [0.01, 6])
+        assert the_hang(config).lane == "rollout1_rank0"
+        ray.get(call)
+    for engine in engines:
+        ray.kill(engine)
+
+
+@contextmanager
+def stopped(actor: Any, pid: int) -> Iterator[None]:
+    """Stop a process by a signal, as a debugger does."""
+    os.kill(pid, signal.SIGSTOP)
+    yield
+    os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def killed(actor: Any, pid: int) -> Iterator[None]:
+    ray.kill(actor)
+    yield
+
+
+@pytest.mark.parametrize(("befalls", "reason"), [(stopped, "is stopped by a signal"), (killed, "is dead: ")])
+def test_a_worker_that_cannot_answer_is_told_apart(
+    tmp_path: Path, pool: Pool, befalls: Callable[[Any, int], Any], reason: str
+) -> None:
+    """A process that is stopped, and one that is gone while its loop waits for something else."""
+    config = watched(tmp_path)
+    set_up(config, pool.sync[:1])
+    actor = ray.remote(num_cpus=0)(Reborn).remote(config)
+    pid = ray.get(actor.set_up.remote(config, "critic"))
+    with loop(config, ("actor", pool.sync[:1]), ("critic", actor)), befalls(actor, pid):
+        hang = the_hang(config)
+    assert hang.lane == "critic_rank0"
+    assert hang.reason.startswith(reason)
+    with suppress(Exception):
+        ray.kill(actor)
+
+
+def test_a_rank_that_has_not_entered_a_collective_is_waited_for(tmp_path: Path) -> None:
+    """All ranks are in one stage, two of them in the collective."""
+    logs = run_ranks(tmp_path, "hangs", all={"watch": {**QUICK, "first_hang_s": 5.0}})
+    config = configured(tmp_path)
+    found = hangs(config)
+    assert [one.lane for one in found] == ["actor_rank2"], logs
+    assert "has not entered the collective" in found[0].reason
+    assert [one[:11] for one in found[0].waiting] == ["actor_rank0", "actor_rank1"]
+    assert "step 8 goes on" in logs[0]
+
+
+@pytest.mark.parametrize("stage", ["", "save_checkpoint"])
+def test_the_loop_itself_is_told_by_its_line(tmp_path: Path, pool: Pool, stage: str) -> None:
+    """No worker is in anything: it is the loop's own code."""
+    config = watched(tmp_path)
+    set_up(config, pool.sync[:1])
+    with loop(config, ("actor", pool.sync[:1])) as cb, cb.stage(stage) if stage else nullcontext():
+        hang = the_hang(config)
+    assert (hang.lane, hang.stage) == ("controller", stage)
+    assert "is in its own code at" in hang.reason
+    assert "after_a_while" in hang.reason
+
+
+def test_a_task_that_ray_cannot_schedule_is_told(tmp_path: Path, pool: Pool) -> None:
+    config = watched(tmp_path)
+    set_up(config, pool.sync[:1])
+    with loop(config, ("actor", pool.sync[:1])) as callback, callback.stage("reward"):
+        waits = ray.remote(num_gpus=1000)(lambda: None).remote()
+        with pytest.raises(ray.exceptions.GetTimeoutError):
+            ray.get(waits, timeout=6)
+        ray.cancel(waits)
+    assert "for Ray, with no worker in anything" in hangs(config)[0].reason
+
+
+def test_a_long_step_that_progresses_is_no_hang(tmp_path: Path, pool: Pool, agents: Any) -> None:
+    """A busy worker whose stages end, and trajectories that end, for much longer than the limit."""
+    config = watched(tmp_path, hang_s=1.5)
+    set_up(config, pool.sync[:2])
+    ray.get(pool.sync[0].work.remote())  # it imports torch
+    with loop(config, ("actor", pool.sync[:2]), ("agent_loop", [agents])) as callback:
+        with callback.stage("update_actor"):
+            ray.get(pool.sync[0].work.remote([f"part{number}" for number in range(12)], seconds=0.4))
+        with callback.stage("rollout"):
+            for _ in range(12):
+                ray.get(agents.call_tool.remote(tmp_path / "none"))
+                time.sleep(0.4)
+    assert hangs(config) == []
+
+
+def test_a_stage_that_usually_takes_long_is_given_the_time(tmp_path: Path) -> None:
+    """Three times what it usually takes; what is not known yet has ``first_hang_s``."""
+    config = watched(tmp_path, hang_s=0.5, first_hang_s=4.0)
+    with ProfilingCallback(config) as callback:
+        for step in range(1, 4):
+            callback.on_step_begin(step)
+            with callback.stage("rollout"):
+                time.sleep(2.0 if step < 3 else 3.5)
+            callback.on_step_end()
+    assert len(lines(config)) == 3
+    assert hangs(config) == []
+
+
+def test_quiet_steps_leave_nothing(tmp_path: Path, pool: Pool) -> None:
+    """Neither a line nor a folder."""
+    config = watched(tmp_path, hang_s=1.5, first_hang_s=5.0)
+    set_up(config, pool.sync)
+    ray.get([worker.work.remote() for worker in pool.sync])  # they import torch
+    with ProfilingCallback(config) as callback:
+        callback.add_workers("actor", pool.sync)
+        for step in range(1, 80):
+            callback.on_step_begin(step)
+            with callback.stage("update_actor"):
+                ray.get([worker.work.remote() for worker in pool.sync])
+            callback.on_step_end()
+    assert hangs(config) == []
+    assert not Path(config.save_path, "hangs").exists()

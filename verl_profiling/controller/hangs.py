@@ -1,0 +1,252 @@
+"""A step that hangs: nothing progresses anywhere for longer than the open stage usually takes.
+
+One thread of the loop's process looks while a step is open. Once the loop is quiet for too long, it asks all
+processes: by a call, and by its file in ``hangs/``, because a busy process answers no call.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from verl_profiling import clock
+from verl_profiling.capture.session import process_session
+from verl_profiling.controller.spmd import PROBLEMS, Ranks
+from verl_profiling.controller.targets import Call, Postponed
+from verl_profiling.identity import ROLLOUT_ROLE, ProcessId, WorkerIdentity
+from verl_profiling.run_files import write_json_atomically
+from verl_profiling.step_summary import Hang, RankUse, StepSummary
+from verl_profiling.trajectories.spans import TRAJECTORY
+from verl_profiling.units import duration
+from verl_profiling.watch.hangs import LOOP_FILE, HangReporter, OpenPart, ProcessState, in_background
+from verl_profiling.watch.sums import StageSums, WatchQuestion, WatchReading
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_PAUSE_S, _ANSWER_S = 2.0, 1.0
+_KEY, _UNSEEN = "watch/hangs", ", nor does any process of its host"
+
+
+@dataclass(eq=False)
+class HangWatch:
+    """Looks whether the open step of a loop hangs, and says who is waited for.
+
+    Args:
+        loop: The watch of the loop.
+        folder: The folder of the processes' files.
+        log: Writes a line into the run's log.
+        ranks: The ranks of the loop, if it has several.
+        ended: Set when training ends.
+    """
+
+    loop: Any
+    folder: Path
+    log: Callable[[StepSummary], object]
+    ranks: Ranks | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+    _asked: StepSummary | None = None
+    _elsewhere_ns: int = 0
+
+    def step_begins(self) -> None:
+        """Look from now on, until no step is open."""
+        if self._thread is None:
+            self._thread = in_background(self._run)
+
+    def end(self) -> None:
+        """Stop looking; a hang of the last step is over, which is logged first."""
+        self.ended.set()
+        for thread in filter(None, [self._thread]):
+            thread.join(_ANSWER_S)
+
+    def _sums(self) -> set[StageSums]:
+        return {self.loop.sums, process_session().sums or self.loop.sums}
+
+    def _run(self) -> None:
+        who = self.loop.who
+        self._reports = str(self.folder), min(_LONGEST_PAUSE_S, self.loop.options.hang_s / 5)
+        self._reporter = HangReporter(self._reports, who.lane, who.role, self._sums)
+        process_session().reporter = self._reporter  # local workers need no thread of their own
+        try:
+            self._call()
+            if self.ranks is not None:
+                self.ranks.set(_KEY, msgspec.msgpack.encode(self._reports))
+            while not self.ended.wait(self._reports[1]) and (step := self.loop.step) is not None:
+                self._look(step)
+            self._goes_on()
+            self._thread = None  # until the next step begins
+        except Exception as error:
+            logger.error("watch: hangs are not noticed any more: %s", error, exc_info=error)
+
+    def _look(self, step: StepSummary) -> None:
+        quiet_s = (clock.now_ns() - max(step.begin_ns, self._reporter.last_ns(), self._elsewhere_ns)) / 1e9
+        if quiet_s < self.loop.options.hang_s or self._asked not in (None, step):
+            self._goes_on()
+            return
+        opened = ["", *(name for _, name in self._reporter.stages() if name not in step.beside)]
+        usual_s = self._usual_s(opened[-1])
+        limit_s = self.loop.options.first_hang_s if usual_s is None else 3 * usual_s
+        limit_s = max(self.loop.options.hang_s, limit_s)
+        if quiet_s < limit_s or self._asked is step:
+            return
+        self._asked = step
+        everyone = self._ask()
+        quiet_s = min([quiet_s, *(state.quiet_s for state in everyone[1:] if not state.problem)])
+        if quiet_s < limit_s:
+            self._elsewhere_ns = clock.now_ns() - int(1e9 * quiet_s)
+            self._goes_on()
+        elif step is self.loop.step:
+            found = [(*_reason(state, everyone, opened[-1]), state.lane) for state in everyone]
+            *_, reason, lane = min(found, key=lambda one: one[:2])
+            waiting = [f"{one.lane} in {_named(one)}" for one in everyone if one.lane != lane]
+            step.hang = Hang(opened[-1], quiet_s, usual_s, lane, reason, waiting[:8])
+            logger.warning("watch: %s; see %s", step.hangs, self.folder)
+            self.log(step)
+
+    def _goes_on(self) -> None:
+        """Remove the loop's file; if the step hung, log that it goes on."""
+        step, self._asked = self._asked, None
+        if step is None:
+            return
+        (self.folder / LOOP_FILE).unlink(missing_ok=True)
+        if step.hang is not None:
+            seconds = duration((clock.now_ns() - step.begin_ns) / 1e9)
+            logger.warning("watch: step %d goes on, %s after its begin", step.step, seconds)
+            if step is self.loop.step:
+                step.hang = None
+                self.log(step)
+
+    def _usual_s(self, stage: str) -> float | None:
+        """Return the median duration of a stage in 20 steps, or of these steps; ``None``: unknown."""
+        times = []
+        for step in [*self.loop.summaries][-20:]:
+            uses = [use for process in step.loop for use in process.stages if use.name == stage]
+            times += [use.duration_ns / 1e9 for use in uses] if stage else [step.seconds]
+        return median(times) if times else None
+
+    def _call(self) -> list[Call]:
+        targets, question = self.loop.roster.driven(None), WatchQuestion(hangs=self._reports)
+        return [call for target in targets for call in target.call("read_watch", question)]
+
+    def _ask(self) -> list[ProcessState]:
+        """Return the states of this process and of all others, or their problems."""
+        path = self.folder / LOOP_FILE
+        self.folder.mkdir(exist_ok=True)
+        write_json_atomically(path, self._reporter.state(0), durable=False)
+        asked_ns = path.stat().st_mtime_ns
+        calls = self._call()
+        self.ended.wait(self._reports[1] + _ANSWER_S)
+        own = self._reporter.state(asked_ns)
+        found = self._states(calls, asked_ns)
+        return [own, *{state.lane: state for state in found if state.process != own.process}.values()]
+
+    def _states(self, calls: list[Call], asked_ns: int) -> Iterator[ProcessState]:
+        """Yield the state of each other process, or its problem."""
+        written: dict[object, ProcessState] = {}
+        for path in self.folder.glob("[!.]*.json"):
+            with suppress(OSError, msgspec.MsgspecError):
+                state = msgspec.json.decode(path.read_bytes(), type=ProcessState)
+                if state.asked_ns == asked_ns:
+                    written[state.lane] = written[state.process] = state
+        seen = {state.process.clock_domain for state in written.values() if state.process is not None}
+        role, ranks = self.loop.who.role, {} if self.ranks is None else self.ranks.processes
+        for rank, process in ranks.items():
+            silent = ProcessState(f"{role}_rank{rank}", role, problem=_silence(process, seen))
+            yield written.get(process, silent)
+        for call in calls:
+            who, reading = call.worker.identity, call.reply()
+            if isinstance(reading, WatchReading):
+                who = call.worker.identity = reading.identity
+            answers = call.future.done() or isinstance(call.future, Postponed)
+            if "Actor" in type(call.error).__name__:  # Ray's, not one of the method
+                yield ProcessState(who.lane(), who.role, problem=f"is dead: {call.problem()}")
+            elif who.lane() in written:
+                yield msgspec.structs.replace(written[who.lane()], answers=answers)
+            elif not answers:
+                yield ProcessState(who.lane(), who.role, problem=_silence(who, seen))
+
+
+def report_to_rank_0(ranks: Ranks, who: RankUse) -> None:
+    """Report hangs of this rank of a loop in the background, until training ends."""
+
+    def report() -> None:
+        with suppress(*PROBLEMS):
+            while not ranks.ended.wait(_ANSWER_S):
+                if (data := ranks.get(_KEY)) is not None:
+                    reports = msgspec.msgpack.decode(data, type=tuple[str, float])
+                    process_session().report_hangs(reports, who.lane, who.role)
+                    return
+
+    in_background(report)
+
+
+def _silence(process: ProcessId | WorkerIdentity, seen: set[str]) -> str:
+    """Return why a process neither answers nor writes."""
+    if process.clock_domain == clock.domain():
+        with suppress(OSError):
+            status = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if status in "TtZX":
+                return f"is {'dead' if status in 'ZX' else 'stopped by a signal'} (pid {process.pid})"
+    unseen = "" if process.clock_domain in (*seen, clock.domain()) else _UNSEEN
+    return f"answers nothing, and writes no file{unseen} (pid {process.pid} on {process.host})"
+
+
+def _reason(state: ProcessState, everyone: Sequence[ProcessState], stage: str) -> tuple[int, float, str]:
+    """Return the distance of a process from the cause, minus its time in its part (s), and a clause on it.
+
+    The chain is loop, worker or agent loop, engine, tool or collective. A process that cannot answer comes
+    first, then one whose open part no other process explains.
+
+    Args:
+        state: The process.
+        everyone: The loop's process, and the others.
+        stage: The stage that is open in the loop.
+    """
+    loop, *others = everyone
+    names = {part.name for one in others if one.role != state.role for part in one.stages}
+    spans = [span for span in state.spans if span.name not in names]  # an engine's stage explains a generate
+    spans.sort(key=lambda span: (not span.trajectory, span.name == TRAJECTORY, -span.open_s))
+    opened = spans or state.spans or state.stages[-1:]
+    open_s, what = -sum(part.open_s for part in opened[:1]), f"is in {_named(state, opened)}"
+    if state.problem:
+        return 6 if _UNSEEN in state.problem else 0, -state.problem.startswith("is "), state.problem
+    if state.in_coroutine and not state.answers:
+        # No span begins while the event loop is blocked, so the latest one is in the way.
+        return 1, open_s, f"blocks its event loop at {state.code}; it is in {_named(state, state.spans[-1:])}"
+    if _is_late([one for one in everyone if one.role == state.role], state):
+        return 2, open_s, f"{what}, and has not entered the collective of the others"
+    if state is not loop and state.stages and not state.spans:
+        requests = " with requests, of which none ends" if state.role == ROLLOUT_ROLE else ""
+        is_first = stage in [part.name for part in state.stages]
+        return 3 if is_first else 5, open_s, f"{what}{requests}{f' at {state.code}' * bool(state.code)}"
+    if spans:
+        return 4, open_s if spans[0].trajectory else 0.0, what
+    if not state.answers:
+        return 6, 0.0, f"answers no call, and is at {state.code}"
+    if state is loop and state.calls == "ray" and others:
+        return 7, 0.0, f"waits at {state.code} for Ray, with no worker in anything; is a task scheduled?"
+    return 7 if state is loop else 8, 0.0, f"is in its own code at {state.code}"
+
+
+def _is_late(peers: Sequence[ProcessState], state: ProcessState) -> bool:
+    """Return whether a process has not entered a collective that others of its role are in."""
+    for group in {group for one in peers for group in one.collectives if group.endswith(f" {len(peers)}")}:
+        entered = [one.collectives.get(group, 0) for one in peers]
+        if min(entered) < max(entered):
+            return state.collectives.get(group, 0) < max(entered)
+    return state.calls != "collective" and any(one.calls == "collective" for one in peers)
+
+
+def _named(state: ProcessState, opened: Sequence[OpenPart] = ()) -> str:
+    for part in (*opened, *state.spans, *state.stages[-1:]):
+        trajectory = f" of trajectory {part.trajectory}" if part.trajectory else ""
+        return f"{part.name}{trajectory} for {duration(part.open_s)}"
+    return f"its own code at {state.code}" if state.code else "no stage"

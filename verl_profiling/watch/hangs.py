@@ -1,0 +1,210 @@
+"""The open work of a process in a hang: stages, spans, collectives and Python stacks.
+
+A busy process answers no call. So each process has a thread that writes ``hangs/<lane>.json`` while the file
+of the loop is there. Hooks do nothing for it: the thread reads what the watch keeps anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from inspect import CO_COROUTINE, iscoroutine
+from itertools import islice
+from pathlib import Path
+from traceback import walk_stack
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from verl_profiling import clock
+from verl_profiling.identity import ProcessId
+from verl_profiling.run_files import write_json_atomically
+from verl_profiling.trajectories.spans import open_spans
+from verl_profiling.watch.collectives import entered_collectives
+
+logger = logging.getLogger(__name__)
+
+LOOP_FILE = "loop.json"
+"""Written by the loop; while it is there, each process writes a file of its own."""
+
+_MOST_PARTS, _MOST_FACTS, _MOST_TASKS = 50, 8, 100
+_LIBRARIES = {*sys.stdlib_module_names, "ray", "torch", "verl_profiling"}
+_STARTS_ACTORS, _COLLECTIVES = "default_worker.py", "distributed_c10d.py"
+
+
+class OpenPart(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A stage, or an innermost span, that is open.
+
+    Attributes:
+        name: Its name.
+        open_s: Seconds since it began.
+        trajectory: Group and sample of its trajectory; empty for a stage.
+        facts: Facts of the span.
+    """
+
+    name: str
+    open_s: float
+    trajectory: str = ""
+    facts: dict[str, str] = {}
+
+
+class ProcessState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A process in a hang.
+
+    Attributes:
+        lane: Its lane.
+        role: Its role.
+        process: The process.
+        asked_ns: Time of the loop's file, to which this is the answer.
+        quiet_s: Seconds since something in it progressed.
+        stages: Its open outermost stages.
+        spans: Its innermost open spans, the oldest first.
+        code: The innermost line of user code that runs.
+        calls: What this code has called: ``ray``, ``collective`` or nothing of these.
+        in_coroutine: Whether a coroutine runs, and keeps its event loop from others.
+        collectives: Number of the last collective that it entered, by process group and size.
+        threads: Stack of each thread, innermost frame first.
+        tasks: Stack of each asyncio task, outermost frame first.
+        problem: Why there is no state; set by the loop.
+        answers: Whether it answers calls; set by the loop.
+    """
+
+    lane: str
+    role: str
+    process: ProcessId | None = None
+    asked_ns: int = 0
+    quiet_s: float = 0.0
+    stages: list[OpenPart] = []
+    spans: list[OpenPart] = []
+    code: str = ""
+    calls: str = ""
+    in_coroutine: bool = False
+    collectives: dict[str, int] = {}
+    threads: dict[str, list[str]] = {}
+    tasks: dict[str, list[str]] = {}
+    problem: str = ""
+    answers: bool = True
+
+
+class HangReporter:
+    """Knows when a process progressed last, and what it is in.
+
+    Args:
+        reports: Folder of its file, and pause between two looks for the loop's file (s).
+        lane: Lane of the process.
+        role: Its role.
+        sums: Returns what the watch keeps of the process.
+
+    Attributes:
+        reports: Where it reports.
+    """
+
+    def __init__(self, reports: tuple[str, float], lane: str, role: str, sums: Callable[[], Any]) -> None:
+        self.reports, self._lane, self._role, self._sums = reports, lane, role, sums
+        self._loop = asyncio._get_running_loop()
+
+    def report(self, goes_on: Callable[[], bool]) -> None:
+        """Write the file of this process whenever the loop's file is there."""
+        path, written_ns = Path(self.reports[0], f"{self._lane}.json"), 0
+        try:
+            while goes_on():
+                time.sleep(self.reports[1])
+                asked_ns = 0
+                with suppress(OSError):
+                    asked_ns = path.with_name(LOOP_FILE).stat().st_mtime_ns
+                if asked_ns and asked_ns != written_ns:
+                    write_json_atomically(path, self.state(asked_ns), durable=False)
+                elif written_ns and not asked_ns:
+                    path.unlink(missing_ok=True)
+                written_ns = asked_ns
+        except Exception as error:
+            logger.warning("watch: hangs of %s are not reported: %s", self._lane, error, exc_info=error)
+
+    def last_ns(self) -> int:
+        """Return when a stage or span began or ended last, as far as it is known."""
+        times_ns: list[int] = [sums.last_ns() for sums in self._sums()]
+        return max([0, *times_ns, *(span.begin_ns for span in open_spans())])
+
+    def stages(self) -> list[tuple[int, str]]:
+        """Return the open outermost stages with their begin (unix ns), in order."""
+        return sorted((one.begin_ns, one.name) for sums in self._sums() for one in [*sums.open.values()])
+
+    def state(self, asked_ns: int) -> ProcessState:
+        """Return the state of this process; ``asked_ns`` is the time of the loop's file."""
+        now_ns, here, main = clock.now_ns(), threading.get_ident(), threading.main_thread().ident
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        stacks = {
+            f"{names.get(ident)} {ident}": [frame for frame, _ in walk_stack(top)]
+            for ident, top in sorted(sys._current_frames().items(), key=lambda one: one[0] != main)
+            if ident != here
+        }
+        coroutines = [one for one in stacks.values() if any(at.f_code.co_flags & CO_COROUTINE for at in one)]
+        found = ((stack, frame) for stack in (*coroutines, *stacks.values()) for frame in stack)
+        stack, code = next(((stack, _place(frame)) for stack, frame in found if _is_user(frame)), ([], ""))
+        files = [frame.f_code.co_filename for frame in stack]
+        in_collective = any(name.endswith(_COLLECTIVES) for name in files)
+        return ProcessState(
+            lane=self._lane,
+            role=self._role,
+            process=ProcessId.current(),
+            asked_ns=asked_ns,
+            quiet_s=(now_ns - self.last_ns()) / 1e9,
+            stages=[OpenPart(name, (now_ns - begin_ns) / 1e9) for begin_ns, name in self.stages()],
+            spans=sorted(_innermost(now_ns), key=lambda part: -part.open_s)[:_MOST_PARTS],
+            code=code,
+            calls="collective" if in_collective else "ray" if any("/ray/" in name for name in files) else "",
+            in_coroutine=bool(coroutines),
+            collectives={group: number for group, number, _ in entered_collectives()},
+            threads={name: [*map(_place, stack)] for name, stack in stacks.items()},
+            tasks=dict(self._tasks()),
+        )
+
+    def _tasks(self) -> Iterator[tuple[str, list[str]]]:
+        loops = {self._loop, *(getattr(span.trajectory, "running_loop", None) for span in open_spans())}
+        with suppress(RuntimeError):  # tasks end meanwhile
+            for loop in loops - {None}:
+                for task in [*asyncio.all_tasks(loop)][:_MOST_TASKS]:
+                    yield task.get_name(), [*map(_place, islice(_awaited(task.get_coro()), _MOST_PARTS))]
+
+
+def in_background(function: Callable[[], None]) -> threading.Thread:
+    """Start a thread that never holds up the end of the process."""
+    thread = threading.Thread(target=function, name="verl-profiling-hangs", daemon=True)
+    thread.start()
+    return thread
+
+
+def _innermost(now_ns: int) -> Iterator[OpenPart]:
+    """Yield the open spans with no open span inside."""
+    opened = [span for span in open_spans() if span.begin_ns]
+    around = {id(span.parent) for span in opened}
+    for span in opened:
+        if id(span) not in around:
+            whole = span.trajectory
+            name = f"{whole.group}, sample {whole.sample}" if whole is not None else ""
+            facts = {str(fact): str(value)[:99] for fact, value in [*span.facts.items()][:_MOST_FACTS]}
+            yield OpenPart(str(span.name), (now_ns - span.begin_ns) / 1e9, name, facts)
+
+
+def _awaited(coroutine: Any) -> Iterator[FrameType]:
+    """Yield the frames of a coroutine and of what it awaits, from outside to inside."""
+    while coroutine is not None:
+        yield from filter(None, [getattr(coroutine, "cr_frame", None)])
+        inside = filter(iscoroutine, gc.get_referents(coroutine))  # of Ray's, which are no Python code
+        coroutine = getattr(coroutine, "cr_await", None) or next(inside, None)
+
+
+def _is_user(frame: FrameType) -> bool:
+    module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return module not in _LIBRARIES and not frame.f_code.co_filename.endswith(_STARTS_ACTORS)
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
