@@ -43,7 +43,7 @@ def test_a_file_that_cannot_be_seen_is_named_with_its_host(
     assert artifact.where == f"{host}:{tmp_path}/elsewhere/step_000002/actor_rank0.torch.json.gz"
     assert f"files of {host} are not visible on this host" in " ".join(found.notes)
     assert main(["check", str(folder)]) == 1
-    assert f"it is at {artifact.where}" in capsys.readouterr().out
+    assert f"the file is at {artifact.where}" in capsys.readouterr().out
 
 
 def test_a_log_that_is_still_written_is_not_on_another_disk(tmp_path: Path, session: Session) -> None:

@@ -94,14 +94,10 @@ def test_the_check_prints_the_table_of_hooks(tmp_path: Path) -> None:
 
 
 def test_the_check_ends_with_what_will_be_captured_and_leaves_nothing(tmp_path: Path) -> None:
-    """Its last line names steps and roles; settings without effect are warned of, and no folder is left."""
+    """Its last line names steps and roles, and no folder is left."""
     chosen = ("profiling.schedule.steps=[2,9]", "trainer.total_training_steps=8", "profiling.mode=discrete")
-    roles = "+profiling.roles.critic.stages=[vallues]"
-    run = check(None, tmp_path, *chosen, "profiling.select.stages=[update_acotr]", roles)
+    run = check(None, tmp_path, *chosen)
     assert run.returncode == 0, run.stderr
-    assert "warning: profiling.select.stages: verl's workers have no stage 'update_acotr'" in run.stdout
-    assert "did you mean 'update_actor'?" in run.stdout
-    assert "warning: profiling.roles.critic.stages: verl's workers have no stage 'vallues'" in run.stdout
     assert "warning: profiling.schedule.steps: step 9: after trainer.total_training_steps=8" in run.stdout
     assert run.stdout.splitlines()[-1].startswith(
         "will be captured: step 2 of actor, rollout, agent_loop, reward"
