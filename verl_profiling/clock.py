@@ -31,7 +31,7 @@ def hold() -> None:
 
 
 def release() -> None:
-    """Undo one :func:`hold`; the time stays monotonic until :func:`follow`."""
+    """Undo one call of :func:`hold`. :func:`follow` reads the wall clock again."""
     global _held
     _held -= 1
 

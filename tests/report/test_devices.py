@@ -203,7 +203,7 @@ def test_a_gpu_trace_cut_off_before_its_kernels_stays_one(
     (row,) = report.workers
     assert row.device
     assert (row.span_us, row.busy_us, row.idle_us) == (0, 0, 0)
-    assert any("so its work is unknown" in missing for missing in report.coverage.missing)
+    assert any("so the work of the device is unknown" in missing for missing in report.coverage.missing)
     assert report.lost[0].seconds == 0
 
 

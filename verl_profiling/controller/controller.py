@@ -418,7 +418,9 @@ class Controller:
             if has_stages:
                 self._write_again(capture)
         except OSError as error:
-            logger.warning("the stages after the last captured step are not in its folder: %s", error)
+            logger.warning(
+                "stages that the loop ran after the last captured step are missing in its manifest: %s", error
+            )
 
     def _write_again(self, capture: OpenCapture) -> None:
         if capture is self._written and capture.folder.is_dir():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,18 +21,16 @@ from verl_profiling import clock
 from verl_profiling.capture.session import process_session
 from verl_profiling.controller.spmd import PROBLEMS, Ranks
 from verl_profiling.controller.targets import Call, Postponed
-from verl_profiling.identity import ROLLOUT_ROLE, ProcessId, WorkerIdentity
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.step_summary import Hang, RankUse, StepSummary
-from verl_profiling.trajectories.spans import TRAJECTORY
 from verl_profiling.units import duration
-from verl_profiling.watch.hangs import LOOP_FILE, HangReporter, OpenPart, ProcessState, in_background
+from verl_profiling.watch.hangs import LOOP_FILE, HangReporter, ProcessState, culprit, in_background, silence
 from verl_profiling.watch.sums import StageSums, WatchQuestion, WatchReading
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S, _ANSWER_S = 2.0, 1.0
-_KEY, _UNSEEN = "watch/hangs", ", nor does any process of its host"
+_KEY = "watch/hangs"
 
 
 @dataclass(eq=False)
@@ -104,10 +102,8 @@ class HangWatch:
             self._elsewhere_ns = clock.now_ns() - int(1e9 * quiet_s)
             self._goes_on()
         elif step is self.loop.step:
-            found = [(*_reason(state, everyone, opened[-1]), state.lane) for state in everyone]
-            *_, reason, lane = min(found, key=lambda one: one[:2])
-            waiting = [f"{one.lane} in {_named(one)}" for one in everyone if one.lane != lane]
-            step.hang = Hang(opened[-1], quiet_s, usual_s, lane, reason, waiting[:8])
+            lane, reason, waiting = culprit(everyone, opened[-1])
+            step.hang = Hang(opened[-1], quiet_s, usual_s, lane, reason, waiting)
             logger.warning("watch: %s; see %s", step.hangs, self.folder)
             self.log(step)
 
@@ -159,7 +155,7 @@ class HangWatch:
         seen = {state.process.clock_domain for state in written.values() if state.process is not None}
         role, ranks = self.loop.who.role, {} if self.ranks is None else self.ranks.processes
         for rank, process in ranks.items():
-            silent = ProcessState(f"{role}_rank{rank}", role, problem=_silence(process, seen))
+            silent = ProcessState(f"{role}_rank{rank}", role, problem=silence(process, seen))
             yield written.get(process, silent)
         for call in calls:
             who, reading = call.worker.identity, call.reply()
@@ -171,7 +167,7 @@ class HangWatch:
             elif who.lane() in written:
                 yield msgspec.structs.replace(written[who.lane()], answers=answers)
             elif not answers:
-                yield ProcessState(who.lane(), who.role, problem=_silence(who, seen))
+                yield ProcessState(who.lane(), who.role, problem=silence(who, seen))
 
 
 def report_to_rank_0(ranks: Ranks, who: RankUse) -> None:
@@ -186,67 +182,3 @@ def report_to_rank_0(ranks: Ranks, who: RankUse) -> None:
                     return
 
     in_background(report)
-
-
-def _silence(process: ProcessId | WorkerIdentity, seen: set[str]) -> str:
-    """Return why a process neither answers nor writes."""
-    if process.clock_domain == clock.domain():
-        with suppress(OSError):
-            status = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-            if status in "TtZX":
-                return f"is {'dead' if status in 'ZX' else 'stopped by a signal'} (pid {process.pid})"
-    unseen = "" if process.clock_domain in (*seen, clock.domain()) else _UNSEEN
-    return f"answers nothing, and writes no file{unseen} (pid {process.pid} on {process.host})"
-
-
-def _reason(state: ProcessState, everyone: Sequence[ProcessState], stage: str) -> tuple[int, float, str]:
-    """Return the distance of a process from the cause, minus its time in its part (s), and a clause on it.
-
-    The chain is loop, worker or agent loop, engine, tool or collective. A process that cannot answer comes
-    first, then one whose open part no other process explains.
-
-    Args:
-        state: The process.
-        everyone: The loop's process, and the others.
-        stage: The stage that is open in the loop.
-    """
-    loop, *others = everyone
-    names = {part.name for one in others if one.role != state.role for part in one.stages}
-    spans = [span for span in state.spans if span.name not in names]  # an engine's stage explains a generate
-    spans.sort(key=lambda span: (not span.trajectory, span.name == TRAJECTORY, -span.open_s))
-    opened = spans or state.spans or state.stages[-1:]
-    open_s, what = -sum(part.open_s for part in opened[:1]), f"is in {_named(state, opened)}"
-    if state.problem:
-        return 6 if _UNSEEN in state.problem else 0, -state.problem.startswith("is "), state.problem
-    if state.in_coroutine and not state.answers:
-        # No span begins while the event loop is blocked, so the latest one is in the way.
-        return 1, open_s, f"blocks its event loop at {state.code}; it is in {_named(state, state.spans[-1:])}"
-    if _is_late([one for one in everyone if one.role == state.role], state):
-        return 2, open_s, f"{what}, and has not entered the collective of the others"
-    if state is not loop and state.stages and not state.spans:
-        requests = " with requests, of which none ends" if state.role == ROLLOUT_ROLE else ""
-        is_first = stage in [part.name for part in state.stages]
-        return 3 if is_first else 5, open_s, f"{what}{requests}{f' at {state.code}' * bool(state.code)}"
-    if spans:
-        return 4, open_s if spans[0].trajectory else 0.0, what
-    if not state.answers:
-        return 6, 0.0, f"answers no call, and is at {state.code}"
-    if state is loop and state.calls == "ray" and others:
-        return 7, 0.0, f"waits at {state.code} for Ray, with no worker in anything; is a task scheduled?"
-    return 7 if state is loop else 8, 0.0, f"is in its own code at {state.code}"
-
-
-def _is_late(peers: Sequence[ProcessState], state: ProcessState) -> bool:
-    """Return whether a process has not entered a collective that others of its role are in."""
-    for group in {group for one in peers for group in one.collectives if group.endswith(f" {len(peers)}")}:
-        entered = [one.collectives.get(group, 0) for one in peers]
-        if min(entered) < max(entered):
-            return state.collectives.get(group, 0) < max(entered)
-    return state.calls != "collective" and any(one.calls == "collective" for one in peers)
-
-
-def _named(state: ProcessState, opened: Sequence[OpenPart] = ()) -> str:
-    for part in (*opened, *state.spans, *state.stages[-1:]):
-        trajectory = f" of trajectory {part.trajectory}" if part.trajectory else ""
-        return f"{part.name}{trajectory} for {duration(part.open_s)}"
-    return f"its own code at {state.code}" if state.code else "no stage"

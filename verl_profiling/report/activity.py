@@ -170,7 +170,7 @@ class LaneReader:
             lost = "ends before the first event of its device"
         if lost:
             files = ", ".join(self._cut_off or [path.name for path in self.paths])
-            self.problems.append(f"{files}: {lost}, so its work is unknown")
+            self.problems.append(f"{files} {lost}, so the work of the device is unknown")
             return [replace(lane, is_unknown=True)]
         if not self._works:
             self._without_work()

@@ -77,7 +77,7 @@ class _Head(msgspec.Struct, frozen=True):
 
 
 def captures_so_far(run: Path, most: int) -> tuple[int, dict[str, str]]:
-    """Return the number of a run's step folders, and the requests of the latest captures, in order.
+    """Return the number of a run's step folders, and who requested each of the latest captures, in order.
 
     Args:
         run: The run's folder.
@@ -146,7 +146,7 @@ def watch_frame(
         pulse: State of the run.
         steps: The latest steps, in order.
         captures: Number of step folders.
-        latest: The requests of the latest captures, by folder.
+        latest: Who requested each of the latest captures, by folder.
         footer: Last line, e.g. ``Ctrl-C quits``.
     """
     newest = f", the latest {len(latest)}:" if captures > len(latest) else ":"

@@ -161,7 +161,7 @@ class _ShownNames(dict[str, str]):
 
 @dataclass(eq=False)
 class _TorchRecording(Recording):
-    """A recording of torch, which marks stages with the cheapest suitable ranges of torch.
+    """A recording of torch, whose trace shows each stage as a range.
 
     With an accelerator, the ranges are user annotations, which torch repeats above the kernels (about 1.6 us
     each). On CPUs, fast ranges are enough (about 0.6 us), which torch writes as operators. The artifact has

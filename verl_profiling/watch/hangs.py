@@ -1,4 +1,4 @@
-"""The open work of a process in a hang: stages, spans, collectives and Python stacks.
+"""The open work of a process in a hang: stages, spans, collectives and Python stacks; and the kinds of hang.
 
 A busy process answers no call. So each process has a thread that writes ``hangs/<lane>.json`` while the file
 of the loop is there. Hooks do nothing for it: the thread reads what the watch keeps anyway.
@@ -12,10 +12,11 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from inspect import CO_COROUTINE, iscoroutine
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
@@ -24,9 +25,10 @@ from typing import Any
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.identity import ProcessId
+from verl_profiling.identity import ROLLOUT_ROLE, ProcessId, WorkerIdentity
 from verl_profiling.run_files import write_json_atomically
-from verl_profiling.trajectories.spans import open_spans
+from verl_profiling.trajectories.spans import TRAJECTORY, open_spans
+from verl_profiling.units import duration
 from verl_profiling.watch.collectives import entered_collectives
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ LOOP_FILE = "loop.json"
 
 _MOST_PARTS, _MOST_FACTS, _MOST_TASKS = 50, 8, 100
 _LIBRARIES = {*sys.stdlib_module_names, "ray", "torch", "verl_profiling"}
+_UNSEEN = ", nor does any process of its host"
 _STARTS_ACTORS, _COLLECTIVES = "default_worker.py", "distributed_c10d.py"
 
 
@@ -208,3 +211,83 @@ def _is_user(frame: FrameType) -> bool:
 
 def _place(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def culprit(everyone: Sequence[ProcessState], stage: str) -> tuple[str, str, list[str]]:
+    """Return the lane that is waited for, a clause on what it is in, and some of the others with theirs.
+
+    Args:
+        everyone: The loop's process, and the others.
+        stage: The stage that is open in the loop.
+    """
+    found = [(*_reason(one, everyone, stage), one.lane) for one in everyone]
+    *_, reason, lane = min(found, key=itemgetter(0, 1))
+    return lane, reason, [f"{one.lane} in {_named(one)}" for one in everyone if one.lane != lane][:8]
+
+
+def silence(process: ProcessId | WorkerIdentity, seen: set[str]) -> str:
+    """Return why a process neither answers nor writes."""
+    if process.clock_domain == clock.domain():
+        with suppress(OSError):
+            status = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if status in "TtZX":
+                return f"is {'dead' if status in 'ZX' else 'stopped by a signal'} (pid {process.pid})"
+    unseen = "" if process.clock_domain in (*seen, clock.domain()) else _UNSEEN
+    return f"answers nothing, and writes no file{unseen} (pid {process.pid} on {process.host})"
+
+
+def _reason(state: ProcessState, everyone: Sequence[ProcessState], stage: str) -> tuple[int, float, str]:
+    """Return the distance of a process from the cause, minus its time in its part (s), and a clause on it.
+
+    The chain is loop, worker or agent loop, engine, tool or collective. A process that cannot answer comes
+    first, then one whose open part no other process explains.
+
+    Args:
+        state: The process.
+        everyone: The loop's process, and the others.
+        stage: The stage that is open in the loop.
+    """
+    loop, *others = everyone
+    names = {part.name for one in others if one.role != state.role for part in one.stages}
+    spans = [span for span in state.spans if span.name not in names]  # an engine's stage explains a generate
+    spans.sort(key=lambda span: (not span.trajectory, span.name == TRAJECTORY, -span.open_s))
+    opened = spans or state.spans or state.stages[-1:]
+    open_s, what = -sum(part.open_s for part in opened[:1]), f"is in {_named(state, opened)}"
+    if state.problem:
+        return 6 if _UNSEEN in state.problem else 0, -state.problem.startswith("is "), state.problem
+    if state.in_coroutine and not state.answers:
+        # No span begins while the event loop is blocked, so the latest one is in the way.
+        return (
+            1,
+            open_s,
+            f"blocks its event loop at {state.code}; it is in {_named(state, state.spans[-1:])}",
+        )
+    if _is_late([one for one in everyone if one.role == state.role], state):
+        return 2, open_s, f"{what}, and has not entered the collective of the others"
+    if state is not loop and state.stages and not state.spans:
+        requests = " with requests, of which none ends" if state.role == ROLLOUT_ROLE else ""
+        is_first = stage in [part.name for part in state.stages]
+        return 3 if is_first else 5, open_s, f"{what}{requests}{f' at {state.code}' * bool(state.code)}"
+    if spans:
+        return 4, open_s if spans[0].trajectory else 0.0, what
+    if not state.answers:
+        return 6, 0.0, f"answers no call, and is at {state.code}"
+    if state is loop and state.calls == "ray" and others:
+        return 7, 0.0, f"waits at {state.code} for Ray, with no worker in anything; is a task scheduled?"
+    return 7 if state is loop else 8, 0.0, f"is in its own code at {state.code}"
+
+
+def _is_late(peers: Sequence[ProcessState], state: ProcessState) -> bool:
+    """Return whether a process has not entered a collective that others of its role are in."""
+    for group in {group for one in peers for group in one.collectives if group.endswith(f" {len(peers)}")}:
+        entered = [one.collectives.get(group, 0) for one in peers]
+        if min(entered) < max(entered):
+            return state.collectives.get(group, 0) < max(entered)
+    return state.calls != "collective" and any(one.calls == "collective" for one in peers)
+
+
+def _named(state: ProcessState, opened: Sequence[OpenPart] = ()) -> str:
+    for part in (*opened, *state.spans, *state.stages[-1:]):
+        trajectory = f" of trajectory {part.trajectory}" if part.trajectory else ""
+        return f"{part.name}{trajectory} for {duration(part.open_s)}"
+    return f"its own code at {state.code}" if state.code else "no stage"
