@@ -60,8 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.once or not console.is_terminal:
         fitting_console(console).print(view.frame())
     else:
-        shown = Live(view.frame("Ctrl-C quits"), console=console, screen=True, auto_refresh=False)
-        with suppress(KeyboardInterrupt), shown as live:
+        with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
+            live.update(view.frame("Ctrl-C quits"), refresh=True)
             while not view.pulse.is_over:
                 time.sleep(max(arguments.interval, _FASTEST_S))
                 live.update(view.frame("Ctrl-C quits"), refresh=True)
