@@ -25,7 +25,7 @@ SECONDS, PAGE = 30, 1_500_000
 STRANGE: list[dict[str, Any]] = [
     {"end_ns": -(10**18)},
     {"begin_ns": -4 * 10**18, "end_ns": 4 * 10**18},
-    {"end_ns": 0, "begin_ns": 0},
+    {"end_ns": 1, "begin_ns": 0},
     {"weather": {"is": ["fine"]}, "exposed": [{"name": "rollout", "exposed_ns": 5, "colour": "red"}]},
     {"exposed": [{"name": "a", "exposed_ns": 4 * 10**18, "imbalance": 1e308, "lead_ns": 4 * 10**18}] * 3},
     {"exposed": [{"name": "a", "exposed_ns": 1, "imbalance": -5.0}]},

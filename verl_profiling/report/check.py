@@ -25,7 +25,7 @@ from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.trace import Blocks, Limits, Trace
 from verl_profiling.trajectory_log import LOG_SUFFIX, read_log
 from verl_profiling.units import visible_text_of
-from verl_profiling.watch_log import WATCH_LOG, WatchLogReader, latest_step
+from verl_profiling.watch_log import WATCH_LOG, WatchLogReader, has_watch_log, latest_step
 
 Status = Literal["ok", "begun", "cut", "missing", "empty", "truncated", "unreadable", "failed", "skipped"]
 
@@ -105,7 +105,7 @@ def _check_run(run: Path) -> Iterator[Checked]:
             yield Checked(path=RUN_NAME, status="missing", reason=f"step {step} was not captured: {why}")
     if sentence := never_came(info):
         yield Checked(path=RUN_NAME, status="missing", reason=sentence)
-    for last in latest_step(WatchLogReader(run).read()):
+    for last in latest_step(WatchLogReader(run).read()) if has_watch_log(run) else ():
         if last.hangs:
             yield Checked(path=WATCH_LOG, status="failed", reason=last.hangs)
 
