@@ -26,7 +26,9 @@ from verl_profiling.watch.log import WatchLog, values_of
 from verl_profiling.workers import AgentLoopCaptureMixin, CaptureMixin, RequestLog, RolloutCaptureMixin
 
 STEP_S = 0.5
-SET = (0.0, 0.2, 0.5, 0.8)
+SET = (0.0, 0.0, 0.2, 0.5, 0.8)
+"""The first step is not compared: the run's folder is claimed in it."""
+
 NEAR = 0.02
 BEGIN_NS, MS = 1_700_000_000_000_000_000, 1_000_000
 
@@ -102,7 +104,7 @@ def settings(tmp_path: Path) -> ProfilingConfig:
 def check(kind: str, found: Sequence[StepSummary], truths: Sequence[Truth]) -> None:
     """Compare with the stopwatch; the table of the truth is in the output of the test."""
     assert len(found) == len(truths) == len(SET)
-    for set_to, summary, truth in zip(SET, found, truths, strict=True):
+    for set_to, summary, truth in [*zip(SET, found, truths, strict=True)][1:]:
         for side, idle, busy_s in (
             ("trainer", summary.trainer_idle, truth.trainer_s),
             ("rollout", summary.rollout_idle, truth.rollout_s),
@@ -154,7 +156,7 @@ def test_of_a_controller_with_ray_workers(tmp_path: Path, ray_cluster: None) -> 
             callback.on_step_end()
     check("controller", found, truths)
     assert causes(found) == {("trainer", "rollout"), ("rollout", "training"), ("rollout", "no requests")}
-    assert [summary.samples for summary in found] == [0, 3, 3, 3]
+    assert [summary.samples for summary in found] == [0, 0, 3, 3, 3]
     [ray.kill(one) for one in (*trainers, engine, agents)]
 
 
