@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -99,7 +100,7 @@ def test_a_tool_that_never_returns_is_told_by_all_commands(
             assert (hang.stage, hang.lane) == ("rollout", "agent_loop_rank0")
             assert "tool:search of trajectory p7, sample 3" in hang.reason
             assert ("blocks its event loop" in hang.reason) == blocks
-            assert [one.partition(" in ")[0] for one in hang.waiting] == ["controller", "actor_rank0"]
+            assert [one.partition(" in ")[0] for one in hang.waiting] == ["controller"]
             state = of_process(config, "agent_loop_rank0")
             assert state["spans"][0]["facts"] == {"turn": "2"}
             stacks = state["threads" if blocks else "tasks"].values()
@@ -207,6 +208,25 @@ def test_the_loop_itself_is_told_by_its_line(tmp_path: Path, pool: Pool, stage: 
     assert (hang.lane, hang.stage) == ("controller", stage)
     assert "is in its own code at" in hang.reason
     assert "after_a_while" in hang.reason
+
+
+def test_a_loop_that_is_left_in_a_hang_keeps_what_is_known(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after SIGTERM: nothing goes on, and the stacks stay."""
+
+    def is_ended() -> None:
+        with loop(config) as callback, callback.stage("update_actor"):
+            the_hang(config)
+            sys.exit(143)
+
+    config = watched(tmp_path)
+    with pytest.raises(SystemExit):
+        is_ended()
+    assert "goes on" not in caplog.text
+    assert of_process(config, "loop")["stages"][0]["name"] == "update_actor"
+    assert main(["check", str(config.save_path)]) == 1
+    assert "step 4 hangs: in update_actor" in capsys.readouterr().out
 
 
 def test_a_task_that_ray_cannot_schedule_is_told(tmp_path: Path, pool: Pool) -> None:

@@ -43,6 +43,7 @@ class HangWatch:
         log: Writes a line into the run's log.
         ranks: The ranks of the loop, if it has several.
         ended: Set when training ends.
+        is_left: Whether the loop was left in a step that hung; its line and its files stay.
     """
 
     loop: Any
@@ -50,6 +51,7 @@ class HangWatch:
     log: Callable[[StepSummary], object]
     ranks: Ranks | None = None
     ended: threading.Event = field(default_factory=threading.Event)
+    is_left: bool = False
     _thread: threading.Thread | None = None
     _asked: StepSummary | None = None
     _elsewhere_ns: int = 0
@@ -110,7 +112,7 @@ class HangWatch:
     def _goes_on(self) -> None:
         """Remove the loop's file; if the step hung, log that it goes on."""
         step, self._asked = self._asked, None
-        if step is None:
+        if step is None or self.is_left:
             return
         (self.folder / LOOP_FILE).unlink(missing_ok=True)
         if step.hang is not None:

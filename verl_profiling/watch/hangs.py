@@ -214,7 +214,7 @@ def _place(frame: FrameType) -> str:
 
 
 def culprit(everyone: Sequence[ProcessState], stage: str) -> tuple[str, str, list[str]]:
-    """Return the lane that is waited for, a clause on what it is in, and some of the others with theirs.
+    """Return the lane that is waited for, a clause on what it is in, and others that are in a stage or span.
 
     Args:
         everyone: The loop's process, and the others.
@@ -222,7 +222,8 @@ def culprit(everyone: Sequence[ProcessState], stage: str) -> tuple[str, str, lis
     """
     found = [(*_reason(one, everyone, stage), one.lane) for one in everyone]
     *_, reason, lane = min(found, key=itemgetter(0, 1))
-    return lane, reason, [f"{one.lane} in {_named(one)}" for one in everyone if one.lane != lane][:8]
+    others = [one for one in everyone if one.lane != lane and (one.spans or one.stages)]
+    return lane, reason, [f"{one.lane} in {_named(one)}" for one in others][:8]
 
 
 def silence(process: ProcessId | WorkerIdentity, seen: set[str]) -> str:
