@@ -312,3 +312,15 @@ def test_a_replica_that_is_slow_at_each_token_is_advised_on_its_host(tmp_path: P
     assert advice["slow"].startswith("compare host and device of rollout2 with those of the other replicas: ")
     assert "cap lengths" not in advice["slow"]
     assert "cap lengths" in advice["long"]
+
+
+def test_a_capture_of_the_watch_names_the_replica_that_is_slow_at_each_token(tmp_path: Path) -> None:
+    """Also if no other replica waits for it; without such a request, it is no finding."""
+    engines = [
+        engine(replica, (0, 4), requests=[(0, 4, 50 if replica == 2 else 100)]) for replica in range(3)
+    ]
+    assert "slow_replica" not in rules(report_of(tmp_path, [("rollout", 0, 4)], engines))
+    rewrite(tmp_path, trigger=Trigger(kind="anomaly", sign="slow_stage", stage="rollout"))
+    found = said(open_step(tmp_path).report(), "slow_replica")
+    assert found.text.startswith("rollout2 takes 65.3 ms a token, the other replicas 32.3 ms")
+    assert (found.lanes, round(found.seconds, 1)) == (["rollout2_rank0"], 2.0)

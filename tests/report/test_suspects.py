@@ -21,7 +21,7 @@ from verl_profiling.report.model import Report
 
 SLOW_STAGE = Trigger(
     kind="anomaly",
-    reason="update_actor took 6.00 s, 2.00 times the median of 20 steps",
+    reason="step 41: update_actor took 6.00 s, 2.00 times the median of 20 steps",
     sign="slow_stage",
     noticed=41,
     stage="update_actor",

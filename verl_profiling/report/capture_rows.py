@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
@@ -154,18 +155,24 @@ def replica_rows(requests: Iterable[RequestRow]) -> list[ReplicaRow]:
     return [_replica_row(by_replica[key]) for key in sorted(by_replica)]
 
 
+def slowest_replica(rows: Iterable[ReplicaRow]) -> tuple[ReplicaRow, float] | None:
+    """Return the replica with the slowest decode, and what a token usually takes (us).
+
+    ``None`` if no replica is an outlier.
+    """
+    known = sorted(((row.per_token_p50_us, row) for row in rows if row.per_token_p50_us), key=itemgetter(0))
+    usual_us = median([us for us, _ in known[:-1]] or [math.inf])
+    return (known[-1][1], usual_us) if known and known[-1][0] > _SLOWER * usual_us else None
+
+
 def slow_replica(rows: Iterable[ReplicaRow]) -> str:
     """Return advice on the replica with the slowest decode, or "" if no replica is an outlier."""
-    known = sorted((row.per_token_p50_us, row.worker) for row in rows if row.per_token_p50_us)
-    if len(known) < 2:
+    if (found := slowest_replica(rows)) is None:
         return ""
-    *others, (slowest_us, worker) = known
-    usual_us = median(us for us, _ in others)
-    if slowest_us <= _SLOWER * usual_us:
-        return ""
+    row, usual_us = found
     return (
-        f"compare host and device of {worker} with those of the other replicas: it takes "
-        f"{duration(slowest_us / 1e6)} a token, the others {duration(usual_us / 1e6)}"
+        f"compare host and device of {row.worker} with those of the other replicas: it takes "
+        f"{duration((row.per_token_p50_us or 0.0) / 1e6)} a token, the others {duration(usual_us / 1e6)}"
     )
 
 

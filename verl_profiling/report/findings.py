@@ -16,7 +16,7 @@ import msgspec
 
 from verl_profiling.manifest import POLLING
 from verl_profiling.report.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
-from verl_profiling.report.capture_rows import slow_replica
+from verl_profiling.report.capture_rows import slow_replica, slowest_replica
 from verl_profiling.report.columns import BlockRow, DeviceRow, Rollout, StragglerRow
 from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import Finding, Report
@@ -272,6 +272,22 @@ def _tail(report: Report) -> Iterator[Finding]:
         yield msgspec.structs.replace(found, lanes=late or found.lanes)
 
 
+def _slow_replica(report: Report) -> Iterator[Finding]:
+    """Yield the replica that is slow at each token, in a capture that the watch requested."""
+    found = slowest_replica(report.replicas) if report.asked and report.asked.sign else None
+    if found is not None and all(tail.share < FINDINGS["long_tail"] for tail in _tail(report)):
+        row, usual_us = found
+        own_us = row.per_token_p50_us or usual_us
+        text = f"{row.worker} takes {_time(own_us)} a token, the other replicas {_time(usual_us)}."
+        share, lanes = (
+            1 - usual_us / own_us,
+            [one.name for one in report.workers if one.replica == row.replica],
+        )
+        seconds = share * sum(stage.duration_us for stage in report.stages if stage.name == ROLLOUT) / 1e6
+        advice = "compare its host and device with those of the others, and the number of its requests"
+        yield Finding("slow_replica", text, advice, seconds, lanes or [row.worker], share)
+
+
 def _after_generation(report: Report) -> Iterator[Finding]:
     """Yield the time after the last replica, unless the finding ``polling`` covers this time."""
     polling = report.rollout.polling if report.rollout else None
@@ -495,7 +511,7 @@ _IDLE = {  # sentence and advice of causes that need no more
 }
 _FIRST: tuple[_Rule, ...] = (_comes_last, _in_no_stage, _unrecorded, _missing)
 _RANKED: tuple[_Rule, ...] = (
-    *(_of_trajectories, _stragglers, _idle_stages, _tail, _after_generation),
+    *(_of_trajectories, _stragglers, _idle_stages, _tail, _slow_replica, _after_generation),
     *(_idle, _host_bound, _unexplained, _communication),
 )
 _LAST: tuple[_Rule, ...] = (_capture, _pause)
@@ -511,6 +527,7 @@ FINDINGS = {
     "polling": 0.05,  # of the step
     "straggler": 0.05,  # of the role's time in the step
     "idle_stage": 0.10,  # of the step
+    "slow_replica": 0.20,  # of the time for a token
     "long_tail": 0.05,  # of the observed time of all devices, and so on
     "after_generation": 0.05,
     "no_requests": 0.10,

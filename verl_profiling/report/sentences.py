@@ -70,7 +70,8 @@ def asked_sentences(asked: Asked | None) -> Iterator[str]:
     by = f" of {asked.by}" if asked.by else ""
     named = f" (request {asked.request})" if asked.request else ""
     noticed = f", {asked.sign} in step {asked.noticed}" if asked.sign else ""
-    yield f"captured {asked.when} by {asked.kind}{by}{named}{noticed}: {asked.reason}"
+    reason = asked.reason.removeprefix(f"step {asked.noticed}: ")
+    yield f"captured {asked.when} by {asked.kind}{by}{named}{noticed}: {reason}"
     if asked.history:
         shown = {"memory": byte_size, "leader": "{:.1%}".format}.get(asked.sign, duration)
         last, before = shown(asked.history[-1]), shown(asked.median)
