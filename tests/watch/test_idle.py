@@ -272,6 +272,16 @@ def test_the_cause_is_what_is_open_meanwhile() -> None:
     assert judged([use("controller")], sync, engine).rollout_idle == Idle(0.9, "update_weights", 0.7)
 
 
+def test_engines_that_wait_for_tools_beside_the_training_do_not_wait_for_it() -> None:
+    """The trainer waits for the rollout, so that both cannot wait for each other."""
+    loop = use("controller", ("rollout", 0, 1000), ("update_actor", 0, 650), ("wait:rollout", 650, 350))
+    engine = use("rollout0_rank0", ("generate", 0, 400))
+    made = judged([loop], use("actor_rank0", ("update_actor", 0, 650)), engine, beside=("rollout",))
+    assert made.trainer_idle == Idle(0.35, "rollout", 0.35)
+    assert made.rollout_idle is not None
+    assert (made.rollout_idle.share, made.rollout_idle.cause) == (0.6, "no requests")
+
+
 def test_what_is_not_known_is_not_said() -> None:
     """Workers that have not answered, that mark no stage, and a rollout that nobody sees."""
     loop = [use("controller", ("update_actor", 0, 400))]

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,6 +22,9 @@ _NOT_TRAINING = (ROLLOUT_ROLE, "agent_loop", "reward", "rollouter")
 
 _APART = ("update_weights", "reward", "validate")
 """Stages for which a rollout waits that are not training."""
+
+_WAITS = 0.05
+"""Share of a step from which a trainer waits for a rollout in the background."""
 
 _Floats = NDArray[np.float64]
 _Whole = NDArray[np.int64]
@@ -59,8 +63,8 @@ def idle_of(summary: StepSummary, has_workers: bool, runs: StepRuns) -> tuple[Id
     is_engine = np.array([role == ROLLOUT_ROLE for role in roles], dtype=bool)[role_of]
     of_training, own = (role_of, workers.at(trains[workers.who])) if trains.any() else (in_loop, loop)
     generates = runs.named(own, ROLLOUT, _GENERATE)
-    waits = runs.named(own, *(name for name in runs.stages if name.startswith(WAIT)))
-    works = own.at(~(generates | waits)).own_time()
+    in_wait = runs.named(own, *(name for name in runs.stages if name.startswith(WAIT)))
+    works = own.at(~(generates | in_wait)).own_time()
     rollouts = (
         (role_of, workers.at(is_engine[workers.who])),
         (of_training, own.at(generates)),
@@ -78,7 +82,12 @@ def idle_of(summary: StepSummary, has_workers: bool, runs: StepRuns) -> tuple[Id
         *_by_name(runs, works.at(is_apart)),
         *_by_name(runs, loop.at(runs.named(loop, *_APART))),
     ]
-    return trainer_idle, _idle(of_rollout, made.own_time(), causes, step_ns)
+    rollout_idle = _idle(of_rollout, made.own_time(), causes, step_ns)
+    if summary.beside and trainer_idle is not None and rollout_idle is not None:
+        waits = trainer_idle.cause == ROLLOUT and trainer_idle.share >= _WAITS
+        if waits and rollout_idle.cause == TRAINING:  # both cannot wait for each other
+            rollout_idle = msgspec.structs.replace(rollout_idle, cause=NO_REQUESTS)
+    return trainer_idle, rollout_idle
 
 
 def _roles(uses: Sequence[RankUse]) -> tuple[list[str], _Whole]:
