@@ -338,7 +338,7 @@ class WindowContract(EngineContract):
                 break
             await asyncio.sleep(0.1)
         assert [one["status"] for one in late] == ["ok"] * self.ranks
-        assert all("it came late" in one["reason"] for one in late)
+        assert all("artifact late" in one["reason"] for one in late)
         assert left["capture_id"] == order.capture_id
         server.reconfigure()
         await self.capture(server, request(tmp_path, 2))

@@ -103,10 +103,10 @@ class TestRealMsprobe:
         assert outcome["idle"]["status"] == "empty"
         [artifact] = ran("calls")["idle"]["artifacts"]
         assert artifact["status"] == "empty"
-        assert "nothing that msprobe records ran" in artifact["reason"]
+        assert "no recorded function ran" in artifact["reason"]
         assert outcome["restored"]
         assert not outcome["open"]
-        assert "cannot be made again" in ran("calls")["other_options"]
+        assert "cannot be created again" in ran("calls")["other_options"]
 
     def test_a_debugger_of_the_application_is_left_alone(self, ran: Callable[[str], Outcome]) -> None:
         """The capture fails, and the application's debugger records as it would have."""
