@@ -110,7 +110,7 @@ def test_the_check_names_what_is_not_recorded(tmp_path: Path) -> None:
     folder = changed(tmp_path, "verl.experimental.agent_loop.tool_agent_loop", "_call_tool", "_run_tool")
     run = check(folder, tmp_path)
     assert run.returncode == 0, run.stderr
-    (row,) = [line for line in run.stdout.splitlines() if line.startswith("does not fit")]
+    (row,) = [line for line in run.stdout.splitlines() if line.startswith("warning: not recorded: ")]
     assert "tool calls of trajectories" in row
     assert "has no ToolAgentLoop._call_tool" in run.stdout
 
