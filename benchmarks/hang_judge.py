@@ -233,7 +233,8 @@ def inject(folder: Path, kind: str, who: str, how: str) -> dict[str, Any]:
     hang = next(iter(hangs_in(lines(folder)[before:])), {"lane": "", "reason": ""})
     right, told = hang["lane"] == who, re.search(how, hang["reason"]) is not None
     verdict = {"noticed": bool(hang["lane"]), "right": right, "told": right and told}
-    return {**verdict, "took_s": took_s, "hang": hang}
+    reason = hang["reason"].replace(f"{Path(__file__).parent}/", "")
+    return {**verdict, "took_s": took_s, "lane": hang["lane"], "reason": reason}
 
 
 def judge(loop_name: str, kinds: list[str], folder: Path, found: dict[str, Any]) -> None:
