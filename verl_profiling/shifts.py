@@ -1,5 +1,4 @@
-"""Shifts of durations against their own past, over the steps of a run: their spread, and evidence for
-changes.
+"""Shifts of durations against their own past: their spread, and the evidence for changes.
 
 A shift is the logarithm of a duration over the median before it. The spread is robust: two of three shifts
 are within it. If successive shifts are similar, as in a drift, the spread counts as wider.

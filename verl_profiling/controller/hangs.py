@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.session import process_session
 from verl_profiling.controller.spmd import PROBLEMS, Ranks
-from verl_profiling.controller.targets import Call, Postponed
+from verl_profiling.controller.targets import Call, Postponed, Target
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.step_summary import Hang, RankUse, StepSummary
 from verl_profiling.units import duration
-from verl_profiling.watch.hangs import LOOP_FILE, HangReporter, ProcessState, culprit, in_background, silence
+from verl_profiling.watch.hangs import LOOP_FILE, HangReporter, ProcessState, culprit, in_background, silent
 from verl_profiling.watch.sums import StageSums, WatchQuestion, WatchReading
+
+if TYPE_CHECKING:
+    from verl_profiling.controller.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -46,23 +49,26 @@ class HangWatch:
         is_left: Whether the loop was left in a step that hung; its line and its files stay.
     """
 
-    loop: Any
+    loop: Watch
     folder: Path
     log: Callable[[StepSummary], object]
     ranks: Ranks | None = None
     ended: threading.Event = field(default_factory=threading.Event)
     is_left: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
+    _told: set[Target] = field(default_factory=set)
     _asked: StepSummary | None = None
     _elsewhere_ns: int = 0
 
     def step_begins(self) -> None:
         """Look from now on, until no step is open."""
-        if self._thread is None:
-            self._thread = in_background(self._run)
+        with self._lock:
+            if self._thread is None:
+                self._thread = in_background(self._run)
 
     def end(self) -> None:
-        """Stop looking; a hang of the last step is over, which is logged first."""
+        """Stop looking; log first that a hang of the last step is over."""
         self.ended.set()
         for thread in filter(None, [self._thread]):
             thread.join(_ANSWER_S)
@@ -76,18 +82,24 @@ class HangWatch:
         self._reporter = HangReporter(self._reports, who.lane, who.role, self._sums)
         process_session().reporter = self._reporter  # local workers need no thread of their own
         try:
-            self._call()
+            self._call({*self.loop.roster.driven(None)} - self._told)
             if self.ranks is not None:
                 self.ranks.set(_KEY, msgspec.msgpack.encode(self._reports))
-            while not self.ended.wait(self._reports[1]) and (step := self.loop.step) is not None:
-                self._look(step)
+            while not self.ended.wait(self._reports[1]):
+                if (step := self.loop.step) is not None:
+                    self._look(step)
+                    continue
+                self._goes_on()
+                with self._lock:
+                    if self.loop.step is None:
+                        self._thread = None  # until the next step begins
+                        return
             self._goes_on()
-            self._thread = None  # until the next step begins
         except Exception as error:
             logger.error("watch: hangs are not noticed any more: %s", error, exc_info=error)
 
     def _look(self, step: StepSummary) -> None:
-        quiet_s = (clock.now_ns() - max(step.begin_ns, self._reporter.last_ns(), self._elsewhere_ns)) / 1e9
+        quiet_s = self._quiet_s(step)
         if quiet_s < self.loop.options.hang_s or self._asked not in (None, step):
             self._goes_on()
             return
@@ -99,7 +111,8 @@ class HangWatch:
             return
         self._asked = step
         everyone = self._ask()
-        quiet_s = min([quiet_s, *(state.quiet_s for state in everyone[1:] if not state.problem)])
+        others_s = [state.quiet_s for state in everyone[1:] if not state.problem]
+        quiet_s = min([quiet_s, self._quiet_s(step), *others_s])
         if quiet_s < limit_s:
             self._elsewhere_ns = clock.now_ns() - int(1e9 * quiet_s)
             self._goes_on()
@@ -108,6 +121,10 @@ class HangWatch:
             step.hang = Hang(opened[-1], quiet_s, usual_s, lane, reason, waiting)
             logger.warning("watch: %s; see %s", step.hangs, self.folder)
             self.log(step)
+
+    def _quiet_s(self, step: StepSummary) -> float:
+        """Return since when nothing has progressed, as far as the loop knows (s)."""
+        return (clock.now_ns() - max(step.begin_ns, self._reporter.last_ns(), self._elsewhere_ns)) / 1e9
 
     def _goes_on(self) -> None:
         """Remove the loop's file; if the step hung, log that it goes on."""
@@ -130,19 +147,19 @@ class HangWatch:
             times += [use.duration_ns / 1e9 for use in uses] if stage else [step.seconds]
         return median(times) if times else None
 
-    def _call(self) -> list[Call]:
-        targets, question = self.loop.roster.driven(None), WatchQuestion(hangs=self._reports)
+    def _call(self, targets: Iterable[Target]) -> list[Call]:
+        """Tell workers where to report, and ask whether they answer."""
+        self._told |= {*targets}
+        question = WatchQuestion(hangs=self._reports)
         return [call for target in targets for call in target.call("read_watch", question)]
 
     def _ask(self) -> list[ProcessState]:
         """Return the states of this process and of all others, or their problems."""
-        path = self.folder / LOOP_FILE
+        path, own = self.folder / LOOP_FILE, self._reporter.state(0)
         self.folder.mkdir(exist_ok=True)
-        write_json_atomically(path, self._reporter.state(0), durable=False)
-        asked_ns = path.stat().st_mtime_ns
-        calls = self._call()
+        write_json_atomically(path, own, durable=False)
+        calls, asked_ns = self._call(self.loop.roster.driven(None)), path.stat().st_mtime_ns
         self.ended.wait(self._reports[1] + _ANSWER_S)
-        own = self._reporter.state(asked_ns)
         found = self._states(calls, asked_ns)
         return [own, *{state.lane: state for state in found if state.process != own.process}.values()]
 
@@ -157,8 +174,7 @@ class HangWatch:
         seen = {state.process.clock_domain for state in written.values() if state.process is not None}
         role, ranks = self.loop.who.role, {} if self.ranks is None else self.ranks.processes
         for rank, process in ranks.items():
-            silent = ProcessState(f"{role}_rank{rank}", role, problem=silence(process, seen))
-            yield written.get(process, silent)
+            yield written.get(process) or silent(f"{role}_rank{rank}", role, process, seen)
         for call in calls:
             who, reading = call.worker.identity, call.reply()
             if isinstance(reading, WatchReading):
@@ -169,7 +185,7 @@ class HangWatch:
             elif who.lane() in written:
                 yield msgspec.structs.replace(written[who.lane()], answers=answers)
             elif not answers:
-                yield ProcessState(who.lane(), who.role, problem=silence(who, seen))
+                yield silent(who.lane(), who.role, who, seen)
 
 
 def report_to_rank_0(ranks: Ranks, who: RankUse) -> None:

@@ -60,7 +60,7 @@ class _Series:
         self.value = self.score = 0.0
         self.past = Past(window)
         self._window = window
-        self._open: list[float] = []
+        self._open: deque[float] = deque(maxlen=4 * window)
         self._is_noticed = False
         self._slow = self._quiet = self._lasted = 0
 
@@ -101,7 +101,8 @@ class _Series:
         """Mark the change as detected, if there is evidence."""
         if self.score > 0 and self._open:
             self._is_noticed, self.score = True, 0.0
-            self._open = self._open[-2:]
+            while len(self._open) > 2:
+                self._open.popleft()
             self._lasted = max(self._lasted, self._slow)
 
 

@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from inspect import CO_COROUTINE, iscoroutine
 from itertools import islice
@@ -30,6 +30,7 @@ from verl_profiling.run_files import write_json_atomically
 from verl_profiling.trajectories.spans import TRAJECTORY, open_spans
 from verl_profiling.units import duration
 from verl_profiling.watch.collectives import entered_collectives
+from verl_profiling.watch.sums import StageSums
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +38,10 @@ LOOP_FILE = "loop.json"
 """Written by the loop; while it is there, each process writes a file of its own."""
 
 _MOST_PARTS, _MOST_FACTS, _MOST_TASKS = 50, 8, 100
+_PLAIN = (str, int, float)
+"""Types of facts that are read; to print a tensor could wait for the device that hangs."""
+
 _LIBRARIES = {*sys.stdlib_module_names, "ray", "torch", "verl_profiling"}
-_UNSEEN = ", nor does any process of its host"
 _STARTS_ACTORS, _COLLECTIVES = "default_worker.py", "distributed_c10d.py"
 
 
@@ -76,6 +79,7 @@ class ProcessState(msgspec.Struct, frozen=True, omit_defaults=True):
         threads: Stack of each thread, innermost frame first.
         tasks: Stack of each asyncio task, outermost frame first.
         problem: Why there is no state; set by the loop.
+        distance: How far such a problem is from the cause; set by the loop.
         answers: Whether it answers calls; set by the loop.
     """
 
@@ -93,6 +97,7 @@ class ProcessState(msgspec.Struct, frozen=True, omit_defaults=True):
     threads: dict[str, list[str]] = {}
     tasks: dict[str, list[str]] = {}
     problem: str = ""
+    distance: int = 0
     answers: bool = True
 
 
@@ -109,7 +114,9 @@ class HangReporter:
         reports: Where it reports.
     """
 
-    def __init__(self, reports: tuple[str, float], lane: str, role: str, sums: Callable[[], Any]) -> None:
+    def __init__(
+        self, reports: tuple[str, float], lane: str, role: str, sums: Callable[[], Iterable[StageSums]]
+    ) -> None:
         self.reports, self._lane, self._role, self._sums = reports, lane, role, sums
         self._loop = asyncio._get_running_loop()
 
@@ -177,11 +184,13 @@ class HangReporter:
                     yield task.get_name(), [*map(_place, islice(_awaited(task.get_coro()), _MOST_PARTS))]
 
 
-def in_background(function: Callable[[], None]) -> threading.Thread:
-    """Start a thread that never holds up the end of the process."""
+def in_background(function: Callable[[], None]) -> threading.Thread | None:
+    """Start a thread that never holds up the end of the process; at exit, there is none."""
     thread = threading.Thread(target=function, name="verl-profiling-hangs", daemon=True)
-    thread.start()
-    return thread
+    with suppress(RuntimeError):
+        thread.start()
+        return thread
+    return None
 
 
 def _innermost(now_ns: int) -> Iterator[OpenPart]:
@@ -192,7 +201,8 @@ def _innermost(now_ns: int) -> Iterator[OpenPart]:
         if id(span) not in around:
             whole = span.trajectory
             name = f"{whole.group}, sample {whole.sample}" if whole is not None else ""
-            facts = {str(fact): str(value)[:99] for fact, value in [*span.facts.items()][:_MOST_FACTS]}
+            known = [(fact, value) for fact, value in [*span.facts.items()] if isinstance(value, _PLAIN)]
+            facts = {str(fact): str(value)[:99] for fact, value in known[:_MOST_FACTS]}
             yield OpenPart(str(span.name), (now_ns - span.begin_ns) / 1e9, name, facts)
 
 
@@ -226,19 +236,29 @@ def culprit(everyone: Sequence[ProcessState], stage: str) -> tuple[str, str, lis
     return lane, reason, [f"{one.lane} in {_named(one)}" for one in others][:8]
 
 
-def silence(process: ProcessId | WorkerIdentity, seen: set[str]) -> str:
-    """Return why a process neither answers nor writes."""
+def silent(lane: str, role: str, process: ProcessId | WorkerIdentity, seen: set[str]) -> ProcessState:
+    """Return the state of a process that neither answers nor writes, with the reason.
+
+    Args:
+        lane: Its lane.
+        role: Its role.
+        process: The process.
+        seen: Clock domains of the processes whose files are visible here.
+    """
     if process.clock_domain == clock.domain():
         with suppress(OSError):
             status = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
             if status in "TtZX":
-                return f"is {'dead' if status in 'ZX' else 'stopped by a signal'} (pid {process.pid})"
-    unseen = "" if process.clock_domain in (*seen, clock.domain()) else _UNSEEN
-    return f"answers nothing, and writes no file{unseen} (pid {process.pid} on {process.host})"
+                problem = f"is {'dead' if status in 'ZX' else 'stopped by a signal'} (pid {process.pid})"
+                return ProcessState(lane, role, problem=problem)
+    is_seen = process.clock_domain in (*seen, clock.domain())
+    unseen = "" if is_seen else ", nor does any process of its host"
+    problem = f"answers nothing, and writes no file{unseen} (pid {process.pid} on {process.host})"
+    return ProcessState(lane, role, problem=problem, distance=1 if is_seen else 7)
 
 
 def _reason(state: ProcessState, everyone: Sequence[ProcessState], stage: str) -> tuple[int, float, str]:
-    """Return the distance of a process from the cause, minus its time in its part (s), and a clause on it.
+    """Return the distance of a process from the cause, minus its time in its open part (s), and a clause.
 
     The chain is loop, worker or agent loop, engine, tool or collective. A process that cannot answer comes
     first, then one whose open part no other process explains.
@@ -253,29 +273,27 @@ def _reason(state: ProcessState, everyone: Sequence[ProcessState], stage: str) -
     spans = [span for span in state.spans if span.name not in names]  # an engine's stage explains a generate
     spans.sort(key=lambda span: (not span.trajectory, span.name == TRAJECTORY, -span.open_s))
     opened = spans or state.spans or state.stages[-1:]
-    open_s, what = -sum(part.open_s for part in opened[:1]), f"is in {_named(state, opened)}"
+    longest_s, what = opened[0].open_s if opened else 0.0, f"is in {_named(state, opened)}"
     if state.problem:
-        return 6 if _UNSEEN in state.problem else 0, -state.problem.startswith("is "), state.problem
+        return state.distance, 0.0, state.problem
     if state.in_coroutine and not state.answers:
         # No span begins while the event loop is blocked, so the latest one is in the way.
-        return (
-            1,
-            open_s,
-            f"blocks its event loop at {state.code}; it is in {_named(state, state.spans[-1:])}",
-        )
+        blocks = f"blocks its event loop at {state.code}; it is in {_named(state, state.spans[-1:])}"
+        return 2, -longest_s, blocks
     if _is_late([one for one in everyone if one.role == state.role], state):
-        return 2, open_s, f"{what}, and has not entered the collective of the others"
+        return 3, -longest_s, f"{what}, and has not entered the collective of the others"
     if state is not loop and state.stages and not state.spans:
         requests = " with requests, of which none ends" if state.role == ROLLOUT_ROLE else ""
+        at = f" at {state.code}" if state.code else ""
         is_first = stage in [part.name for part in state.stages]
-        return 3 if is_first else 5, open_s, f"{what}{requests}{f' at {state.code}' * bool(state.code)}"
+        return 4 if is_first else 6, -longest_s, f"{what}{requests}{at}"
     if spans:
-        return 4, open_s if spans[0].trajectory else 0.0, what
+        return 5, -longest_s if spans[0].trajectory else 0.0, what
     if not state.answers:
-        return 6, 0.0, f"answers no call, and is at {state.code}"
+        return 7, 0.0, f"answers no call, and is at {state.code}"
     if state is loop and state.calls == "ray" and others:
-        return 7, 0.0, f"waits at {state.code} for Ray, with no worker in anything; is a task scheduled?"
-    return 7 if state is loop else 8, 0.0, f"is in its own code at {state.code}"
+        return 8, 0.0, f"waits at {state.code} for Ray, with no worker in anything; is a task scheduled?"
+    return 8 if state is loop else 9, 0.0, f"is in its own code at {state.code}"
 
 
 def _is_late(peers: Sequence[ProcessState], state: ProcessState) -> bool:

@@ -1,6 +1,4 @@
-"""Computes the idle time of training and rollout in a step, i.e. time without an open stage, and
-its causes.
-"""
+"""The idle time of training and rollout in a step, and its causes."""
 
 from __future__ import annotations
 
@@ -132,9 +130,7 @@ def _idle(role_of: _Whole, busy: Runs, causes: Sequence[_Cause], step_ns: int) -
 
 
 def _alone(summary: StepSummary) -> tuple[Idle | None, Idle | None]:
-    """Return the idle time of training and of the rollout in a single-process loop, from its
-    exposed times.
-    """
+    """Return the same of a loop without workers, from its exposed times, which takes a tenth of the time."""
     trainer, rollout = [("", 0.0)], [("", 0.0)]
     trains = generates = False
     for name, seconds in summary.exposed_s.items():

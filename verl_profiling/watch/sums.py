@@ -150,13 +150,14 @@ class StageSums:
     def last_ns(self) -> int:
         """Return when a stage or span began or ended last; 0 if what is kept does not tell."""
         times = [stage.begin_ns for stage in [*self.open.values()]]
-        return max([*times, *(ended[2] for ended in [*self._ended][-1:]), self.spans.last_ns()])
+        with suppress(IndexError):
+            times.append(self._ended[-1][2])
+        return max([*times, self.spans.last_ns()])
 
     def of_steps(
         self, who: RankUse, steps: Sequence[Period], ahead_ns: int = 0, collectives: bool = False
     ) -> list[RankUse | None]:
-        """Return stages, memory and spans of the process in each step; ``None`` for steps before the process
-        began.
+        """Return stages, memory and spans of the process in each step; ``None`` before it began.
 
         A stage that crosses the end of a step is divided between both steps. An open stage counts until now.
 
@@ -294,7 +295,7 @@ class SpanSums:
 
     def last_ns(self) -> int:
         """Return when a span ended last, to the end of its time slice; 0 if no span is kept."""
-        return min(clock.now_ns(), max([0, *((number + 1) * self._slice_ns for number in [*self._slices])]))
+        return min(clock.now_ns(), (max([*self._slices], default=-1) + 1) * self._slice_ns)
 
     def of_steps(self, steps: Sequence[Period], ahead_ns: int) -> list[list[SpanTotal]]:
         """Return the sums of the spans that ended in each step; then drop all up to the last step's end.
