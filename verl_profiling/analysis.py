@@ -375,8 +375,6 @@ class CapturedStep:
         return self.inputs.output(name)
 
     def _window(self) -> tuple[tuple[int, int], ...]:
-        """Return begin and end (unix ns) of the step if its traces hold several steps; else an
-        empty tuple.
-        """
+        """Return begin and end (unix ns) of a step in traces of several steps, else an empty tuple."""
         manifest = self.inputs.manifest if self.inputs.capture else None
         return () if manifest is None else ((manifest.begin_ns, manifest.end_ns),)

@@ -170,6 +170,8 @@ def test_several_steps_are_captured_as_the_schedule_has_them(
         (CaptureSelection(roles=("actr",)), "did you mean 'actor'"),
         (CaptureSelection(tools=("os:system",)), "unknown tool 'os:system'"),
         (CaptureSelection(tools=("torch", "nsys")), "cannot record together"),
+        (CaptureSelection(ranks=(7,)), "ranks: no worker has 7; there are 0 to 0"),
+        (CaptureSelection(replicas=(1,)), "replicas: no worker has 1; there are none"),
         (CaptureSelection(stages=("a",), mode="e2e"), "discrete mode"),
     ],
 )

@@ -187,7 +187,7 @@ def test_a_hung_actor_is_a_failed_entry_until_it_answers_again(tmp_path: Path, p
         return step
 
     with callback:
-        for said in ("did not return within 2 s", "start_capture got no timeout"):
+        for said in ("did not return within 2 s", "start_capture was not waited for"):
             hung = manifest(config, run_step(pool.sync[: 2 if "within" in said else 1])).workers[1]
             assert (hung.status, said in hung.reason) == ("failed", True)
         (tmp_path / "stop").unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,19 @@ def test_what_is_left_of_a_step_that_could_not_be_removed_is_no_step(
     train_through(config, *range(1, 4))
     assert kept(config) == [*(f".{name}.removed" for name in names(1, 2)), *names(3)]
     assert check(Path(config.save_path)).ok
+
+
+def test_a_step_has_another_name_before_its_removal_has_a_turn(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier removal takes long; a run that is killed meanwhile leaves whole steps."""
+    config, go_on = every_step(tmp_path, limits={"keep_last": 1}), threading.Event()
+    monkeypatch.setattr(shutil, "rmtree", lambda *arguments, **options: go_on.wait(60))
+    callback = following(config)
+    pass_steps(callback, 1, 2, 3)
+    assert kept(config) == [*(f".{name}.removed" for name in names(1, 2)), *names(3)]
+    go_on.set()
+    callback.on_train_end()
 
 
 def test_a_full_disk_is_not_written_to(

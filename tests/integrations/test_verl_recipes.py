@@ -94,6 +94,10 @@ def main(config):
 if __name__ == "__main__":
     main()
 """
+OLDER_VLLM = """
+from vllm.config import ProfilerConfig
+del ProfilerConfig.__dataclass_fields__["max_iterations"]
+"""
 OWN_CONFIG = """
 hydra: {searchpath: [pkg://verl.trainer.config]}
 defaults: [ppo_trainer, _self_]
@@ -105,10 +109,12 @@ trainer: {n_gpus_per_node: 1, total_training_steps: 4}
 """
 
 
-def check_own_main(folder: Path, config: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+def check_own_main(
+    folder: Path, config: str, *overrides: str, main: str = OWN_MAIN
+) -> subprocess.CompletedProcess[str]:
     """Check a recipe that has a main module and a configuration of its own."""
     (folder / "own_recipe").mkdir()
-    (folder / "own_recipe" / "train.py").write_text(OWN_MAIN)
+    (folder / "own_recipe" / "train.py").write_text(main)
     (folder / "own_recipe" / "own.yaml").write_text(config)
     command = (sys.executable, "-m", "verl_profiling.integrations.verl.dry_run", "-m", "own_recipe.train")
     return run_script(*command, *overrides, PYTHONPATH=search_path(folder))
@@ -120,6 +126,14 @@ def test_a_main_module_of_ones_own_needs_no_search_path(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     assert "python -m own_recipe.train +profiling=e2e" in run.stdout
     assert "will be captured: steps 2, 3 of actor, rollout, agent_loop, reward" in run.stdout
+
+
+def test_an_option_that_the_installed_vllm_lacks_is_refused(tmp_path: Path) -> None:
+    """Each engine would refuse it when all GPUs have been waited for."""
+    overrides = ("+profiling=e2e", "+profiling.rollout.count=4")
+    run = check_own_main(tmp_path, OWN_CONFIG, *overrides, main=OLDER_VLLM + OWN_MAIN)
+    assert run.returncode == 1
+    assert "profiling: rollout.count: vLLM" in run.stderr
     assert "training began" not in run.stdout + run.stderr
 
 

@@ -112,8 +112,8 @@ def finish(
             if upload is not None:
                 final = _uploaded(Path(request.folder), upload, final)
         except Exception as error:
-            logger.exception("compression or upload of %s failed", pending.path)
-            final = pending.with_status("failed", f"compression raised {type(error).__name__}: {error}")
+            logger.exception("compression of %s failed", pending.path)
+            final = pending.with_status("failed", f"compression failed: {type(error).__name__}: {error}")
         done(final)
 
     background.submit(work)
@@ -253,7 +253,7 @@ def _outcome(hook: AfterHook, environment: Mapping[str, str], log: Path) -> str:
         code = process.wait(hook.timeout_s)
     except subprocess.TimeoutExpired:
         _end_group(process)
-        return f"was killed after timeout_s={hook.timeout_s:g}"
+        return f"was ended after timeout_s={hook.timeout_s:g}"
     return f"exited with {code}" if code else ""
 
 

@@ -58,7 +58,7 @@ class Session:
         self.reset()
 
     def reset(self) -> None:
-        """Reset all state, in a forked child too, which inherits the session but records nothing."""
+        """Reset all state; a forked child calls this, because it must not record."""
         self.sink: StageSink | None = None
         self.sums: StageSums | None = None
         self.identity: WorkerIdentity | None = None

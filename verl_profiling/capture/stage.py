@@ -194,7 +194,7 @@ _innermost: ContextVar[OpenStage | None] = ContextVar("verl_profiling_innermost_
 class SpanLog:
     """Receives the stages of a loop or its worker, for one capture, for the watch, or for both.
 
-    A ``StageSink`` for speed: one object and no lock per stage.
+    A ``StageSink``, written for speed: one object and no lock per stage.
 
     Attributes:
         source: The owner of the stages. A stage may end in a later log of the same owner.

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 from verl_profiling.capture_request import CaptureSelection
-from verl_profiling.controller.open_capture import ROLLOUT
 from verl_profiling.controller.spmd import Decision
 from verl_profiling.controller.watch import LOOP
 from verl_profiling.errors import ConfigError
@@ -15,7 +14,7 @@ from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import Manifest
 from verl_profiling.settings.schedule import StepRange
 from verl_profiling.settings.watch import Anomaly
-from verl_profiling.step_summary import RankUse, StepSummary
+from verl_profiling.step_summary import ROLLOUT, RankUse, StepSummary
 from verl_profiling.watch.collectives import ASKED_STEPS, RecorderReading
 from verl_profiling.watch.detector import Detector
 from verl_profiling.watch.suspicion import Suspicion
@@ -90,8 +89,9 @@ class Anomalies:
             self._coming = None
 
     def asks(self, step: int, scheduled: bool) -> Decision | None:
-        """Return the watch's requested capture of a step, or ``None``; limits do not apply to ``scheduled``
-        steps.
+        """Return the watch's capture of a step; ``None`` without one.
+
+        The limits of the trigger do not apply to a ``scheduled`` step.
         """
         noticed = self._noticed
         if noticed is None or self._coming is not None or self._is_read_further(noticed):

@@ -39,8 +39,9 @@ Returned = TypeVar("Returned")
 
 
 class _Callback(Generic[Returned]):
-    """The hooks of both callbacks; their work blocks in the synchronous one and is awaited in the
-    asynchronous one.
+    """The hooks of both callbacks.
+
+    The work of a hook blocks in the synchronous callback, and is awaited in the asynchronous one.
 
     Args:
         config: Settings: a :class:`ProfilingConfig`, a dict, or an OmegaConf ``DictConfig``.
@@ -123,8 +124,9 @@ class _Callback(Generic[Returned]):
         return self._call(Controller.on_train_end, TRAINING_ENDED)
 
     def add_workers(self, role: str, workers: Any, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Add the workers of a role; they replace earlier workers of the role, e.g. after an actor has
-        restarted.
+        """Add the workers of a role.
+
+        They replace earlier workers of the role, e.g. after an actor has restarted.
 
         Args:
             role: Role of the workers, e.g. ``actor``. A group may be added under several roles; each process

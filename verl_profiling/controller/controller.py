@@ -21,7 +21,7 @@ from verl_profiling.capture.finishing import AfterHooks
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.stage import OpenStage, SpanLog
 from verl_profiling.controller.decision import Decisions, LoopOrder
-from verl_profiling.controller.open_capture import ROLLOUT, OpenCapture, whole_version
+from verl_profiling.controller.open_capture import OpenCapture, whole_version
 from verl_profiling.controller.run import Run, is_pending
 from verl_profiling.controller.spmd import Decision, in_a_line, knows_place, place_of
 from verl_profiling.controller.targets import Roster, Waits
@@ -32,6 +32,7 @@ from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, CUT_SHORT, Capt
 from verl_profiling.remote import Upload
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.schedule import Action
+from verl_profiling.step_summary import ROLLOUT
 
 LAST_READ_S = 5.0  # training may have ended because a worker hangs
 EXIT_S = 20.0
@@ -269,8 +270,7 @@ class Controller:
                     )
 
     def on_train_end(self, why: str) -> Waits[None]:
-        """Close the open capture; wait for late replies to stops, then for artifacts that are being
-        compressed.
+        """Close the open capture, and wait for late replies and for the compression of artifacts.
 
         After an error in one part, the other parts still run; the first error is raised at the end.
         """

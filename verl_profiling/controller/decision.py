@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -91,8 +92,8 @@ class Decisions:
         """Start to accept capture requests; in a loop with several ranks, only rank 0 does."""
         if self._watch is None or self._requests is not None:
             return
-        rank, _ = place_of(self._config, self._roster.targets)
-        check = self._roster.check_request
+        rank, ranks = place_of(self._config, self._roster.targets)
+        check = partial(self._roster.check_request, ranks=ranks if ranks > 1 else None)
         self._requests = Requests(self._schedule, check, _refer_to_rank_0 if rank else None)
         self._requests.handle_signal()
         if rank:
@@ -278,8 +279,7 @@ class LoopOrder:
         self.in_step, self._newest = False, None
 
     def train_ends(self, schedule: Schedule, resumes: bool) -> list[int]:
-        """Warn of scheduled steps that never began; return the steps among them that ``schedule.steps``
-        lists.
+        """Warn of scheduled steps that never began; return those in ``schedule.steps``.
 
         Args:
             schedule: The steps to capture.

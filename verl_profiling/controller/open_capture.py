@@ -29,11 +29,10 @@ from verl_profiling.manifest import (
     StepSpan,
     finite_numbers,
 )
+from verl_profiling.step_summary import ROLLOUT
 
 logger = logging.getLogger(__name__)
 
-ROLLOUT = "rollout"
-"""The stage that lies between ``on_rollout_begin`` and ``on_rollout_end``."""
 NOT_WRITTEN = "the capture has begun, and nothing was written since"
 
 
@@ -166,8 +165,9 @@ class OpenCapture:
     # The calls.
 
     def start(self, request: CaptureRequest) -> Waits[None]:
-        """Start the requested workers: engines in discrete mode at the begin of a rollout, else all
-        others.
+        """Start the requested workers.
+
+        At the begin of a rollout, these are the engines in discrete mode; else they are all others.
         """
         targets = self.roster.driven(request.selection, windowed=request.stage is not None)
         self._open.append((request, targets))  # to be stopped even if the start fails
@@ -303,8 +303,9 @@ class OpenCapture:
         return reply
 
     def _fail(self, worker: Worker, request: CaptureRequest, reason: str, stopped: bool = True) -> None:
-        """Record the failure of a worker; unless ``stopped``, a delayed request may still start the
-        worker.
+        """Record the failure of a worker.
+
+        Unless the worker is ``stopped``, a delayed request may still start it.
         """
         logger.error("step %d: %s was not captured: %s", request.step, worker.identity, reason)
         lost = msgspec.structs.replace(self._lost(worker, request, reason), stopped=stopped)

@@ -225,7 +225,7 @@ class Run:
                 live.workers = _located(live.folder, live.workers, live.notes)
             manifest = self.write(live)
         for older in leaving:
-            self.background.submit(partial(_remove, older))
+            self._remove(older)
         return manifest
 
     def _leaving(self, live: OpenCapture, keep_last: int) -> list[Path]:
@@ -249,13 +249,14 @@ class Run:
             live.notes.append(note)
         return leaving
 
-
-def _remove(folder: Path) -> None:
-    """Remove a step folder: hide it at once, then delete its content."""
-    try:
-        shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.removed")))
-    except OSError as error:
-        logger.warning("%s cannot be removed completely: %s", folder, error)
+    def _remove(self, folder: Path) -> None:
+        """Remove a step folder: rename it at once, and delete its content in the background."""
+        try:
+            hidden = folder.rename(folder.with_name(f".{folder.name}.removed"))
+        except OSError as error:
+            logger.warning("%s cannot be removed: %s", folder, error)
+        else:
+            self.background.submit(partial(shutil.rmtree, hidden))
 
 
 def _located(folder: Path, results: list[CaptureResult], notes: list[str]) -> list[CaptureResult]:
@@ -390,9 +391,7 @@ def _claim(root: LocalFolder | RemoteFolder, info: RunInfo) -> tuple[str, bool]:
 
 
 def _owner(folder: LocalFolder | RemoteFolder, run_id: str) -> tuple[str, bool]:
-    """Return a sentence on the run that owns a folder, or ``""``; and whether the run's name is
-    ``run_id``.
-    """
+    """Return a sentence on the owner of a folder, or ``""``; and whether the owner's name is ``run_id``."""
     names = folder.names()
     if RUN_NAME not in names:
         for name in names:

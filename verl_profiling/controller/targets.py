@@ -104,7 +104,7 @@ class Call:
         """Return in one line why there is no valid reply."""
         if not self.future.done():
             if not self.timeout_s:
-                return f"{self.method} got no timeout: the worker has not replied to an earlier call yet"
+                return f"{self.method} was not waited for: the worker still owes the reply to an earlier call"
             return f"{self.method} did not return within {self.timeout_s:g} s; is the worker hung or busy?"
         error = self.error
         if error is None:
@@ -399,11 +399,12 @@ class Roster:
                     break
         return found
 
-    def check_request(self, selection: CaptureSelection) -> None:
+    def check_request(self, selection: CaptureSelection, ranks: int | None = None) -> None:
         """Check that the workers can make a capture with a selection.
 
         Args:
             selection: The selection.
+            ranks: The number of ranks in a loop with several ranks, whose workers are in other processes too.
 
         Raises:
             ConfigError: The workers cannot; the key of the error is a field of the selection.
@@ -418,8 +419,19 @@ class Roster:
                 raise ConfigError("tools", f"unknown tool {tool!r}; {choices_hint(tool, allowed)}")
         for role in roles:
             self.config.for_role(role, selection)
-        if not self.driven(selection):
+        driven = self.driven(selection)
+        if not driven:
             raise ConfigError("", "nothing would be recorded: no worker has an enabled role")
+        engines = [target for target in driven if target.is_rollout]
+        for key, numbers, having in (
+            ("replicas", selection.replicas, engines),
+            ("ranks", None if engines else selection.ranks, driven),
+        ):
+            present = [worker.number for target in having for worker in target.workers]
+            count = ranks or max(present, default=-1) + 1
+            if numbers and min(numbers) >= count:
+                have = f"0 to {count - 1}" if count else "none"
+                raise ConfigError(key, f"no worker has {', '.join(map(str, numbers))}; there are {have}")
 
     def check_selection(self, capturing: bool) -> None:
         """Warn of roles in the settings without workers; in a captured step, also if there are no workers."""
@@ -442,9 +454,7 @@ class Roster:
         self.notes = found
 
     def finish(self, hooks_s: float) -> Waits[None]:
-        """Wait for workers that compress artifacts or run hooks, before Ray ends all workers with the
-        loop.
-        """
+        """Wait for compression and hooks of workers, before Ray ends the workers."""
         timeouts = self.config.timeouts
         with_hooks = {role for hook in self.config.after.values() for role in hook.roles}
         targets = [one for one in self.targets if one in self.owing or with_hooks & {*one.roles}]

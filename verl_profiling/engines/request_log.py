@@ -249,8 +249,9 @@ class OpenRequest(msgspec.Struct, eq=False):
             self._first_output_ns = clock.now_ns()
 
     def close(self, prompt_tokens: int, response_tokens: int, *, failed: bool = False) -> None:
-        """Record the end of the request. For a batch of responses, the server calls this method once per
-        response.
+        """Record the end of the request.
+
+        For a batch of responses, the server calls this method once per response.
 
         Args:
             prompt_tokens: Length of the prompt.

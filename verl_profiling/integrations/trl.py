@@ -169,8 +169,9 @@ class TRLProfilingCallback(TrainerCallback):  # type: ignore[misc]  # no types o
             return log_probs(model, *args, **kwargs)
 
     def _is_reference(self, model: Any) -> bool:
-        """Return whether a model is the reference: another model, or the policy without adapter or with
-        ``ref``.
+        """Return whether a model is the reference.
+
+        The reference is another model, or the policy without an adapter or with the adapter ``ref``.
         """
         if model is getattr(self._trainer, "ref_model", None):
             return True

@@ -128,8 +128,12 @@ class AfterHook:
             parse_ranks(self.ranks, "ranks")
 
     def runs_on(self, role: str, rank: int, records: bool) -> bool:
-        """Return whether the process of a role and rank runs the command; ``records`` if the
-        process records.
+        """Return whether a process runs the command.
+
+        Args:
+            role: Role of the process.
+            rank: Rank of the process.
+            records: Whether the process records.
         """
         if role not in self.roles:
             return False

@@ -105,7 +105,7 @@ class Recording(ABC):
 
         Returns:
             One output per artifact. If nothing was recorded, an artifact with the status ``empty`` and the
-                reason.
+            reason.
         """
 
     @abstractmethod

@@ -90,8 +90,7 @@ def _uuid(text: str) -> str:
 
 
 def injected_cupti() -> str:
-    """Return a sentence if the environment of this process makes NVTX load CUPTI, with the remedy; else
-    ``""``.
+    """Return a sentence with the remedy if the environment makes NVTX load CUPTI; else ``""``.
 
     CUPTI serves one subscriber per process. In some images, NVTX loads libcupti, which subscribes at the
     first NVTX range. Then torch's profiler is refused later, and records only the host.

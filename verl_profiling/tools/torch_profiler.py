@@ -248,8 +248,9 @@ class _TorchRecording(Recording):
         self._stop()
 
     def _stop(self) -> bool:
-        """Stop the profiler and return ``True``; return ``False`` if another profiler replaced it, as a stop
-        would crash.
+        """Stop the profiler, unless another profiler replaced it; return whether it was stopped.
+
+        A stop of a replaced profiler would crash.
         """
         if self._started[0] != self._known:
             return False
@@ -259,8 +260,9 @@ class _TorchRecording(Recording):
 
 @cache
 def _started_profilers() -> list[int]:
-    """Return a counter of the torch profilers that this process starts, because torch does not report a
-    second profiler.
+    """Return a counter of the torch profilers that this process starts.
+
+    Torch does not report a second profiler itself.
     """
     from torch.autograd import profiler
 

@@ -20,9 +20,8 @@ import msgspec
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.step_summary import Collectives, Period, RankUse, StepSummary
 
-ASKED_STEPS, MOST_STEPS = 6, 42
-"""Steps whose records are read, one more than the sign ``leader`` needs; and steps in which reading is
-tried, because ranks begin at different times."""
+ASKED_STEPS, MOST_STEPS = 6, 42  # ranks begin at different times
+"""Steps whose records are read, one more than the sign ``leader`` needs; steps in which reading is tried."""
 
 MATTERS = 0.05
 """Minimum share of a step exposed as stages without a leader, for which the records are read."""

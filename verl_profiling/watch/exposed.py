@@ -214,9 +214,7 @@ class _Workers:
         return _joined([_runs_of(self._earlier, self._origin_ns, self._numbers, self._stages), self._runs])
 
     def _works(self, runs: Runs) -> list[Standing]:
-        """Return the standing of each role; its leader is the leader in the worker stage with the largest
-        lead.
-        """
+        """Return the standing of each role, led as the worker stage with the largest lead."""
         works, names = [], list(self._stages)
         for role, lanes in self._lanes.items():
             first = self._numbers[lanes[0]]

@@ -59,8 +59,9 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
         return [f"longest there: {', '.join(self.suspects)}" if self.suspects else NOBODY]
 
     def named_in(self, summary: StepSummary) -> Suspicion:
-        """Return the suspicion with suspects, if one of them explains half of the excess in two later slow
-        steps.
+        """Return the suspicion, with suspects if two later slow steps have the same first suspect.
+
+        In both steps, the suspect has to explain half of the excess.
         """
         took_s = summary.exposed_s.get(self.stage, 0.0) if self.sign == "slow_stage" else summary.seconds
         first = next(iter(standings(summary).get(self.stage, [])), None)

@@ -12,8 +12,9 @@ __all__ = ["ProfilingSearchPath"]
 
 
 class ProfilingSearchPath(SearchPathPlugin):
-    """Makes ``+profiling=e2e`` work without ``hydra.searchpath``; the application's groups have
-    precedence.
+    """Makes ``+profiling=e2e`` work without ``hydra.searchpath``.
+
+    Groups of the application have precedence.
     """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:

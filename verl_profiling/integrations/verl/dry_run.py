@@ -1,5 +1,8 @@
-"""Checks a verl command before the job is queued: ``python -m verl_profiling.integrations.verl.dry_run
-ARGUMENTS``.
+"""Checks a verl command before the job is queued.
+
+The check is a command itself::
+
+    python -m verl_profiling.integrations.verl.dry_run ARGUMENTS
 
 The arguments are those of ``verl.trainer.main_ppo``. Its configuration is composed, and checked by verl and
 by this package. Nothing is started, and no accelerator is needed. For another main module, e.g. your own, use
@@ -21,7 +24,9 @@ from typing import Any
 
 import hydra
 
+from verl_profiling.engines.vllm import vllm_engine_args
 from verl_profiling.errors import ConfigError, ToolUnavailableError
+from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.integrations.hooks import misfits, usable
 from verl_profiling.integrations.verl import HOOKS, parts_of
 from verl_profiling.integrations.verl.bridge import (
@@ -31,6 +36,7 @@ from verl_profiling.integrations.verl.bridge import (
     why_nothing,
 )
 from verl_profiling.integrations.verl.versions_and_stages import untested
+from verl_profiling.settings.config import ProfilingConfig
 
 _MAIN = "verl.trainer.main_ppo"
 _PLUGIN = "verl_profiling.integrations.verl"
@@ -50,9 +56,7 @@ def main() -> None:
 
 
 def _checked_main(module: str) -> Callable[[], None]:
-    """Import a main module, and return its ``@hydra.main`` function with :func:`check` in place
-    of the body.
-    """
+    """Import a main module, and return its ``@hydra.main`` function with the body :func:`check`."""
     found: list[Callable[[], None]] = []
     decorator = hydra.main
 
@@ -109,12 +113,24 @@ def check(module: str, config: Any) -> None:
         if why := why_nothing(config):
             print(f"warning: nothing is profiled: {why}")
         return
+    _check_engine(config, settings)
     roles = [role for role in roles if settings.for_role(role).enable]
     named = ", ".join(roles) or "no role"
     print(f"config ok; {settings.mode} profile of {named} in {settings.save_path}")
     # Steps of fully asynchronous trainers are parameter versions, and this is no number of versions.
     last_step = None if by_version else config.trainer.get("total_training_steps")
     print(f"will be captured: {captured_steps(settings.schedule, last_step)} of {named}")
+
+
+def _check_engine(config: Any, settings: ProfilingConfig) -> None:
+    """Exit with an error if the installed vLLM does not support the settings."""
+    try:
+        if config.actor_rollout_ref.rollout.name == "vllm":
+            vllm_engine_args(settings, ROLLOUT_ROLE)
+    except ToolUnavailableError as error:  # vLLM may be installed only on the machine of the job
+        print(f"not checked: {error}")
+    except ConfigError as error:
+        sys.exit(f"profiling: {error}")
 
 
 def _check_hooks(config: Any) -> None:

@@ -237,10 +237,9 @@ class Profiler:
 
 
 def log_reports(trackers: Mapping[str, Any], run_folder: Path, last_step: int) -> None:
-    """Make the reports of the profiled steps, and log their numbers as ``profiling/...``, each under its
-    step.
+    """Make the reports of the profiled steps, and log their numbers as ``profiling/...``.
 
-    Reading traces takes a while, so this function is called at the end of training.
+    Each number is logged under its step. Reading traces takes a while, so training calls this at its end.
 
     Args:
         trackers: Trackers of the run's ``Tracking`` by name.

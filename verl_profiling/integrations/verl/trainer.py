@@ -262,8 +262,7 @@ def _made(init: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Non
 
 
 def prepare(trainer: Any) -> None:
-    """Give a trainer a profiler, and its rollout servers the settings, if its configuration requests
-    profiling.
+    """Give a trainer a profiler and its rollout servers the settings, if its configuration enables profiling.
 
     Raises:
         ConfigError: The settings do not fit the trainer's configuration.

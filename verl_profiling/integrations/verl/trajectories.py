@@ -84,8 +84,9 @@ async def _as_trajectory(run: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def _identity(info: Mapping[str, Any], prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return group, sample and facts of a trajectory; V1 has a ``session_id`` as sample, V0 a
-    ``rollout_n``.
+    """Return group, sample and facts of a trajectory.
+
+    The sample is the ``session_id`` in V1, and the ``rollout_n`` in V0.
     """
     return {
         "group": str(prompt.get("uid", info.get("sample_index", ""))),

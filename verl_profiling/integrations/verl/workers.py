@@ -94,9 +94,7 @@ def _log_prob_stage(compute_log_prob: Callable[..., Any], self: Any, data: Any) 
 
 
 def _without_adapter(data: Any) -> bool:
-    """Return whether a batch is computed without the LoRA adapter, by a flag in ``extra_info`` or the
-    batch.
-    """
+    """Return whether a flag of a batch, or of its ``extra_info``, switches the LoRA adapter off."""
     if isinstance(facts := getattr(data, "extra_info", None), dict):
         return bool(facts.get(_WITHOUT_ADAPTER, False))
     if _WITHOUT_ADAPTER not in getattr(data, "keys", tuple)():
