@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_top import write_run
 
+from verl_profiling.commands.trigger import find_job
+from verl_profiling.errors import TraceFormatError
 from verl_profiling.remote import RemoteFolder, is_url
 
 
@@ -58,3 +61,14 @@ def test_a_request_that_its_job_takes_at_once_was_written(tmp_path: Path) -> Non
     finally:
         over.set()
         reader.join()
+
+
+def test_of_several_runs_behind_a_url_each_can_be_chosen(tmp_path: Path) -> None:
+    """By the addresses that the error lists."""
+    runs = [tmp_path / "run", tmp_path / "run" / "run_2"]
+    for run in runs:
+        write_run(run)
+    with pytest.raises(TraceFormatError) as error:
+        find_job(f"file://{runs[0]}")
+    listed = error.value.problem.removeprefix("there are several runs, choose one: ").split(", ")
+    assert [find_job(address).folder.url for address in listed] == [f"file://{run}" for run in runs]

@@ -131,6 +131,12 @@ class TestOneFrame:
         )
         assert "\nstep 30: " in printed
         assert any("step 31 hangs" in entry.reason for entry in check(run).artifacts)
+        write_run(run, end_ns=2)
+        assert main(["top", str(run), "--once"]) == main(["check", str(run)]) == EXIT_FINDING
+        (run / "run.json").unlink()
+        assert main(["top", str(run), "--once"]) == main(["check", str(run)]) == EXIT_FINDING
+        assert capsys.readouterr().out.count("step 31 hangs: ") == 4
+        write_run(run)
         log(hung)
         assert main(["top", str(run), "--once"]) == EXIT_OK
         assert "hangs" not in capsys.readouterr().out

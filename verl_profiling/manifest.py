@@ -506,6 +506,12 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
         return isinstance(watch, dict) and watch.get("enable") is True
 
     @property
+    def scheduled_steps(self) -> list[int]:
+        """The steps in ``schedule.steps``."""
+        schedule = self.config.get("schedule")
+        return (schedule.get("steps") or []) if isinstance(schedule, dict) else []
+
+    @property
     def over(self) -> str:
         """Reason why the run is over; empty for a running run, or a process on another host."""
         if self.end_ns is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ KILLED = """
     import os, signal
     from fleet import TrainWorker
     from verl_profiling import ProfilingCallback
-    config = {"enable": True, "tool": "spans", "save_path": "run", "schedule": {"steps": [1, 2]}}
+    config = {"enable": True, "tool": "spans", "save_path": "run", "schedule": {"steps": [1, 2, 9]}}
     worker = TrainWorker()
     worker.set_up(config)
     profiling = ProfilingCallback(config)
@@ -110,6 +111,7 @@ def test_a_killed_loop_leaves_a_step_that_every_command_names(
         printed = "".join(capsys.readouterr())
         assert "killed: the capture began" in printed, command
         assert "step_000002" in printed, command
+        assert command != "check" or re.search("step 9 of schedule.steps has no folder.* is gone", printed)
     assert main(["check", str(folder / "step_000002")]) == 1
 
 

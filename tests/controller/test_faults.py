@@ -6,6 +6,8 @@ import asyncio
 import itertools
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 import ray
-from conftest import Pool
+from conftest import Pool, disk_of
 from example_loops import spans
 from fault_tools import FAULTY
 from fleet import Reborn, TrainWorker
@@ -297,6 +299,28 @@ def test_a_step_whose_folder_cannot_be_made_is_said_everywhere(
     assert main(["check", str(run_folder)]) == 1
     assert re.search("missing +run.json +step 2 was not captured: .*Not a directory", capsys.readouterr().out)
     assert [manifest(config, step).workers[0].status for step in (1, 3)] == ["ok", "ok"]
+
+
+_READ_ONLY = """
+import subprocess, sys
+from verl_profiling import ProfilingCallback
+settings = {"enable": True, "tool": "spans", "save_path": f"{sys.argv[1]}/run", "schedule": {"steps": [1, 2]}}
+with ProfilingCallback(settings) as callback:
+    for step in (1, 2):
+        callback.on_step_begin(step)
+        callback.on_step_end()
+        subprocess.run(["mount", "-o", "remount,ro", sys.argv[1]], check=True)
+"""
+
+
+def test_a_disk_that_stays_read_only_is_said_by_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing could be written into ``run.json``, which has the schedule."""
+    with disk_of("256k", tmp_path / "disk") as disk:
+        subprocess.run([sys.executable, "-c", _READ_ONLY, str(disk)], check=True)
+        assert main(["check", str(disk / "run")]) == 1
+        assert re.search("step 2 of schedule.steps has no folder.* is gone", capsys.readouterr().out)
 
 
 LIMITED = """

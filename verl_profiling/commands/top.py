@@ -108,7 +108,8 @@ def _pulse(run: Path, hangs: str) -> Pulse:
         quiet_s = time.time() - (run / WATCH_LOG).stat().st_mtime
         heard = f"last step logged {duration(max(round(quiet_s), 0))} ago"
     if info is None:
-        return Pulse(says=f"has no {RUN_NAME}; {heard}")
+        return Pulse(says=f"has no {RUN_NAME}; {heard}", hangs=hangs, is_well=not hangs)
     if not info.over:
         return Pulse(says=f"{info.process}, {heard}", hangs=hangs, is_well=not hangs)
-    return Pulse(says=f"{info.over}; {heard}", hangs=hangs, is_over=True, is_well=info.end_ns is not None)
+    is_well = info.end_ns is not None and not hangs
+    return Pulse(says=f"{info.over}; {heard}", hangs=hangs, is_over=True, is_well=is_well)

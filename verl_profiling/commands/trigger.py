@@ -195,8 +195,9 @@ def find_job(place: str | Path) -> Job:
     """
     runs: list[LocalFolder | RemoteFolder]
     if is_url(str(place)):
-        root = RemoteFolder(str(place))
-        runs = [root, *(root.child(name) for name in sorted(root.names()) if name.startswith("run_"))]
+        root = RemoteFolder(str(place).removesuffix(f"/{RUN_NAME}"))
+        names = [] if str(place).endswith(f"/{RUN_NAME}") else sorted(root.names())
+        runs = [root, *(root.child(name) for name in names if name.startswith("run_"))]
     elif not Path(place).exists():
         raise TraceFormatError(place, "no such folder")
     elif is_step(Path(place)):

@@ -105,6 +105,11 @@ def _check_run(run: Path) -> Iterator[Checked]:
             yield Checked(path=RUN_NAME, status="missing", reason=f"step {step} was not captured: {why}")
     if sentence := never_came(info):
         yield Checked(path=RUN_NAME, status="missing", reason=sentence)
+    if info is not None and info.end_ns is None and info.over:  # killed, or its disk could not be written
+        for step in info.scheduled_steps:
+            if not (run / step_folder_name(step)).exists():
+                reason = f"step {step} of schedule.steps has no folder, and training did not end: {info.over}"
+                yield Checked(path=RUN_NAME, status="missing", reason=reason)
     for last in latest_step(WatchLogReader(run).read()) if has_watch_log(run) else ():
         if last.hangs:
             yield Checked(path=WATCH_LOG, status="failed", reason=last.hangs)
