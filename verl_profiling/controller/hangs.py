@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import Any
 
 import msgspec
 
@@ -26,9 +26,6 @@ from verl_profiling.step_summary import Hang, RankUse, StepSummary
 from verl_profiling.units import duration
 from verl_profiling.watch.hangs import LOOP_FILE, HangReporter, ProcessState, culprit, in_background, silent
 from verl_profiling.watch.sums import StageSums, WatchQuestion, WatchReading
-
-if TYPE_CHECKING:
-    from verl_profiling.controller.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +46,7 @@ class HangWatch:
         is_left: Whether the loop was left in a step that hung; its line and its files stay.
     """
 
-    loop: Watch
+    loop: Any  # controller.watch.Watch, which imports this module
     folder: Path
     log: Callable[[StepSummary], object]
     ranks: Ranks | None = None
