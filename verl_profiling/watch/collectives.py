@@ -20,7 +20,7 @@ import msgspec
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.step_summary import Collectives, Period, RankUse, StepSummary
 
-ASKED_STEPS, MOST_STEPS = 6, 42  # ranks begin at different times
+ASKED_STEPS, MOST_STEPS = 6, 40  # ranks begin at different times
 """Steps whose records are read, one more than the sign ``leader`` needs; steps in which reading is tried."""
 
 MATTERS = 0.05
@@ -156,11 +156,11 @@ class RecorderReading:
 
     def __init__(self) -> None:
         self.due = self.exist = False
-        self._left = self._pause = 0
+        self._left = self._tries = self._pause = 0
 
     def begin(self) -> None:
         """Read the recorders in the next steps, because a stage became slow without a slowest process."""
-        self.due, self._left = True, MOST_STEPS
+        self.due, self._left, self._tries = True, ASKED_STEPS, MOST_STEPS
 
     def follow(self, summary: StepSummary) -> None:
         """Update the choice by the exposed times of a step."""
@@ -168,8 +168,8 @@ class RecorderReading:
         if self.due:
             complete = any(stage.late_ns is not None for use in processes for stage in use.stages)
             self.exist |= complete
-            self._left -= MOST_STEPS // ASKED_STEPS if complete else 1
-            if self._left <= 0:
+            self._left, self._tries = self._left - complete, self._tries - 1
+            if not (self._left and self._tries):
                 self.due, self._pause = False, _PAUSE
             return
         self._pause = max(0, self._pause - 1)
