@@ -58,7 +58,7 @@ class Session:
         self.reset()
 
     def reset(self) -> None:
-        """Reset all state; a forked child calls this, because it must not record."""
+        """Forget all workers and the capture, as in a new process; a forked child must not record."""
         self.sink: StageSink | None = None
         self.sums: StageSums | None = None
         self.identity: WorkerIdentity | None = None

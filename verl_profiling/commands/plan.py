@@ -113,9 +113,7 @@ def _capture_lines(captures: Sequence[tuple[int, int]], steps: int | None, more:
 
 
 def _role_lines(role: RoleConfig) -> Iterator[str]:
-    """Yield lines on a role: mode, workers, stages and files; with known ranks and stages, also
-    their number.
-    """
+    """Yield lines on a role: mode, workers, stages and files, with their number where it is known."""
     if not role.enable:
         yield "not captured"
         return

@@ -65,9 +65,9 @@ class HangWatch:
                 self._thread = in_background(self._run)
 
     def end(self) -> None:
-        """Stop looking; log first that a hang of the last step is over."""
+        """End the thread, which logs that a hang of the last step is over."""
         self.ended.set()
-        for thread in filter(None, [self._thread]):
+        if (thread := self._thread) is not None:
             thread.join(_ANSWER_S)
 
     def _sums(self) -> set[StageSums]:

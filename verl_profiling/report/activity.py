@@ -257,9 +257,7 @@ class LaneReader:
         return number
 
     def _task(self, event: Event) -> int:
-        """Return the key number of an event without category, whose kind is known only at the end of the
-        trace.
-        """
+        """Return the key number of an event without category; the end of the trace tells its kind."""
         found = _TASK_TYPE.search(event.args)
         call = _CALL_NUMBER.search(event.name)
         name = event.name[: call.start()] if call else event.name

@@ -639,9 +639,7 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last_of(self) -> str:
-        """``last_cause``, with the remark ``(not done)`` if trajectories of the group did not end in the
-        step.
-        """
+        """``last_cause``, with ``(not done)`` if trajectories of the group did not end in the step."""
         return self.last_cause if self.whole else f"{self.last_cause} (not done)"
 
 

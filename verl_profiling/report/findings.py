@@ -75,8 +75,9 @@ def all_findings(report: Report, rules: Iterable[_Rule] = ()) -> list[Finding]:
 
 
 def _names_no_culprit(finding: Finding, report: Report) -> bool:
-    """Return whether a finding has no culprit: it suggests to record more, or is about CPUs without
-    operators.
+    """Return whether a finding has no culprit.
+
+    Such a finding suggests to record more, or is about CPUs without operators.
     """
     vague = ("unexplained", "between_stages", *(() if _on_devices(report) else ("host_bound",)))
     return finding.rule in vague or finding.advice == _MARK_MORE
@@ -135,9 +136,7 @@ def _unrecorded(report: Report) -> Iterator[Finding]:
 
 
 def _capture(report: Report) -> Iterator[Finding]:
-    """Yield the time of the calls that start and stop the capture, else the time that was not recorded
-    meanwhile.
-    """
+    """Yield the time of the calls that start and stop the capture, else the time not recorded meanwhile."""
     for stage in report.stages:
         if stage.name == CAPTURE_CALLS and stage.share >= FINDINGS["capture"]:
             text = (
@@ -311,9 +310,7 @@ def _mostly(report: Report, cause: str) -> str:
 
 
 def _host_bound(report: Report) -> Iterator[Finding]:
-    """Yield the host-bound time that all lanes of a role have in common; more of one lane belongs to a
-    straggler.
-    """
+    """Yield the host-bound time that all lanes of a role share; more of one lane belongs to a straggler."""
     rows = [row for row in report.devices if row.device == _on_devices(report)]
     by_role: dict[tuple[str, ...], list[float]] = {}
     for row in rows:
@@ -403,9 +400,7 @@ def _last_trajectories(report: Report, rollout: Rollout) -> Iterator[Finding]:
 
 
 def _one_cause(report: Report, rollout: Rollout) -> Iterator[Finding]:
-    """Yield the largest cause except the engine's own work; loop lag is skipped if :func:`_blocked` reports
-    it.
-    """
+    """Yield the largest cause except the engine's own work, and loop lag that :func:`_blocked` reports."""
     of_engines = ("decode", "generate", "prefill", "first token")
     said = (*of_engines, BEFORE, UNEXPLAINED, *((LOOP_LAG,) if _loops_are_blocked(report, rollout) else ()))
     for row in [row for row in rollout.causes if not row.validate and row.cause not in said][:1]:

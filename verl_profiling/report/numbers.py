@@ -132,10 +132,9 @@ def device_row(lanes: Sequence[Lane], lost: Mapping[str, Spans]) -> DeviceRow:
 
 
 def engine_row(lane: Lane, step: Step) -> EngineRow:
-    """Return the row of one engine rank, for the stage ``rollout`` or, without that stage, for all but
-    validation.
+    """Return the row of one engine rank, for the stage ``rollout``.
 
-    Iterations with prompt tokens count as prefill.
+    Without that stage, all but validation counts. Iterations with prompt tokens count as prefill.
     """
     iterations = lane.iterations[~holding(step.during(VALIDATE), lane.iterations[:, 0])]
     took, prefill = iterations[:, 1] - iterations[:, 0], iterations[:, 2] > 0

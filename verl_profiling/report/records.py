@@ -325,9 +325,7 @@ class Pieces(NamedTuple):
         return Pieces._make((*(column[rows] for column in self[:-1]), self.causes))
 
     def seconds(self, took: NDArray[Any]) -> dict[str, float]:
-        """Return the seconds of each cause in the form of :func:`ranked`, from the time of each interval
-        (ns).
-        """
+        """Return the seconds of each cause as :func:`ranked` does, from the time of each interval (ns)."""
         return ranked(self.causes, np.bincount(self.cause, weights=took, minlength=len(self.causes)))
 
 
@@ -370,9 +368,7 @@ def pieces_of(records: Records, served: Mapping[int, Request]) -> tuple[Pieces, 
 
 
 class _Interval(NamedTuple):
-    """An interval with one cause, as in :class:`Pieces`; ``loop`` is -1 if no block can delay the
-    interval.
-    """
+    """An interval with one cause, as in :class:`Pieces`; ``loop`` is -1 if no block can delay it."""
 
     owner: int
     begin: int
@@ -493,8 +489,7 @@ class Explanation:
             taken = union(taken, left)
 
     def of(self, window: Spans) -> dict[str, float]:
-        """Return seconds by cause, largest first and ``unexplained`` last; the sum is the length of the
-        window.
+        """Return seconds by cause, largest first and ``unexplained`` last; they add up to the window.
 
         Args:
             window: Intervals of time; an instant in two intervals counts twice.

@@ -232,9 +232,7 @@ def _lost(report: Report) -> list[_Part]:
 
 
 def _causes(report: Report) -> list[CauseRow]:
-    """Return the rows of trajectories' time by cause; the name of ``loop lag`` includes its
-    largest blocker.
-    """
+    """Return the rows of trajectories' time by cause; ``loop lag`` is named with its largest blocker."""
     causes, blocks = (report.rollout.causes, report.rollout.blocks) if report.rollout else ([], [])
     still_s: defaultdict[str, float] = defaultdict(float)
     for block in blocks:

@@ -247,9 +247,7 @@ def _source(manifest: Manifest, worker: CaptureResult, artifact: Artifact, path:
 
 
 def _files_in(path: Path) -> Iterator[Path]:
-    """Yield the trace or log of an artifact, or each Chrome trace in an artifact that is a folder
-    (torch_npu).
-    """
+    """Yield the trace or log of an artifact, or each Chrome trace in a folder (torch_npu)."""
     if path.is_dir():
         for found in sorted(path.rglob("trace_view.json")):
             yield named_file(path, str(found.relative_to(path)))

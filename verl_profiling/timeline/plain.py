@@ -179,9 +179,7 @@ def _described(path: Path, name: str) -> _PlainTrace:
 
 
 def _rank(trace: Trace, name: str) -> int:
-    """Return the rank from the trace, else from torch_npu's ``profiler_info`` file, else from the
-    file name.
-    """
+    """Return the rank from the trace, else from torch_npu's ``profiler_info`` file, else from the name."""
     if trace.rank is not None:
         return trace.rank
     beside = trace.path.parent.parent if trace.path.name == _NPU_TRACE else None

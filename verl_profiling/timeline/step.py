@@ -205,9 +205,7 @@ def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
     begin_ns, end_ns, next_ns = span.begin_ns, span.end_ns, later[0].begin_ns if later else MAX_NS
 
     def drives(begun: ToolSpan | Rpc) -> bool:
-        """Return whether a tool span or RPC belongs to this step: the last step begun before it, else the
-        first.
-        """
+        """Return whether a tool span or RPC belongs to this step: the last before it, else the first."""
         return (not index or begin_ns <= begun.begin_ns) and begun.begin_ns < next_ns
 
     def clipped(stages: Iterable[StageSpan]) -> list[StageSpan]:

@@ -195,9 +195,7 @@ class Event(msgspec.Struct, gc=False, omit_defaults=True):
     args: msgspec.Raw = NO_ARGS
 
     def said(self, key: str) -> str:
-        """Return an argument as text; ``""`` for a missing argument, or one that is neither string nor
-        integer.
-        """
+        """Return an argument, a string or an integer, as text; ``""`` for any other or a missing one."""
         try:
             return str(_TEXT.decode(_ARGUMENTS.decode(self.args)[key]))
         except (*UNDECODABLE, KeyError):
@@ -369,8 +367,7 @@ class Trace:
             return self._decode_each(bytes(text), last)  # the text has the end of the list, or damage
 
     def _decode_each(self, text: bytes, last: bool) -> tuple[list[Event], int]:
-        """Decode events one by one up to the last complete event; return them and the number of consumed
-        bytes.
+        """Decode events one by one up to the last complete event; return them and the bytes consumed.
 
         Kineto may write ``NaN`` and names in any encoding, which the fast decoder refuses.
         """

@@ -104,8 +104,7 @@ class Recording(ABC):
         """Stop recording and write the artifacts.
 
         Returns:
-            One output per artifact. If nothing was recorded, an artifact with the status ``empty`` and the
-            reason.
+            One output per artifact. An artifact without content has the status ``empty`` and a reason.
         """
 
     @abstractmethod

@@ -351,7 +351,7 @@ def _with_span(found: Suspicion, summary: StepSummary, role: str, span: str) -> 
         found,
         suspects=[*named, *(lane for lane in found.suspects if lane not in known)],
         peers=[*(healthiest(took, named) if named else []), *found.peers],
-        ran=[stage for one in summary.workers if one.lane in named for stage in one.stages] and found.ran,
+        ran=found.ran if any(one.stages for one in summary.workers if one.lane in named) else [],
     )
 
 

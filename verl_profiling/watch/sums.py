@@ -46,8 +46,7 @@ _SHORTEST_SLICE_NS = 20_000_000
 _TOUCHING_NS = 1_000_000
 _SLACK_NS = 50_000_000
 _SMALL_PART = 100
-"""Minimum part of an ended stage inside a step, or of a step inside an open stage: 1/100. Shorter
-parts do not count."""
+"""A part counts from 1/100: of an ended stage inside a step, or of a step inside an open stage."""
 
 
 class WatchQuestion(msgspec.Struct, frozen=True, kw_only=True):
