@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge hang-judge clean
+.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge hang-judge what-if-judge clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -264,6 +264,9 @@ watch-judge: .venv/.ready ## Print what the watch notices of ten faults in three
 
 hang-judge: .venv/.ready ## Put hangs into running loops, and print what the watch says of them (a quarter of an hour)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/hang_judge.py
+
+what-if-judge: .venv/.ready ## Hold predictions of what-if against real runs (five minutes)
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/what_if_judge.py
 
 bench-verl: .venv-verl/.ready ## Measure what profiling costs a real verl run (an hour)
 	.venv-verl/bin/python benchmarks/bench_verl.py

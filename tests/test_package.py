@@ -35,6 +35,7 @@ FLOORS = (
     ("trajectories",),
     ("timeline",),
     ("report",),
+    ("predict",),
     ("tools interface",),
     ("settings",),
     ("tools",),
@@ -52,7 +53,7 @@ SHARED = (
     *("manifest", "run_files", "remote", "trajectory_log", "step_summary", "capture_request"),
     *("watch_log", "shifts", "memory"),
 )
-ANALYSIS = ("timeline", "report", "analysis", "commands", "cli")
+ANALYSIS = ("timeline", "report", "predict", "analysis", "commands", "cli")
 # Look at settings and machine before a run: on neither side, and known to their commands alone.
 DOCTOR = ("commands.doctor", "commands.plan")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -32,6 +32,8 @@ from verl_profiling.units import visible
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from verl_profiling.predict.graph import Graph
+    from verl_profiling.predict.what_if import Prediction
     from verl_profiling.report.lanes import Lane
     from verl_profiling.report.model import Report
 
@@ -225,6 +227,7 @@ class CapturedStep:
     def __init__(self, inputs: StepInputs) -> None:
         self.inputs = inputs
         self._report: Report | None = None
+        self._graph: tuple[Graph, list[str]] | None = None
 
     @property
     def directory(self) -> Path:
@@ -259,11 +262,47 @@ class CapturedStep:
         from verl_profiling.report.build import build_report
 
         if self._report is None:
-            if len(steps := self.by_step()) > 1:
-                titles = ", ".join(step.inputs.title for step in steps)
-                raise ConfigError("report", f"{self.directory} holds {titles}: use by_step() for each")
+            self._only_step("report")
             self._report = build_report(self.inputs, on_progress)
         return self._report
+
+    def _only_step(self, method: str) -> None:
+        if len(steps := self.by_step()) > 1:
+            titles = ", ".join(step.inputs.title for step in steps)
+            raise ConfigError(method, f"{self.directory} holds {titles}: use by_step() for each")
+
+    def what_if(
+        self,
+        *,
+        scale: Mapping[str, float] | None = None,
+        balance: Sequence[str] = (),
+        no_tail: float | None = None,
+        tools: Mapping[str, float] | None = None,
+        on_progress: Progress | None = None,
+    ) -> Prediction:
+        """Return the step after changes with its critical path; without changes, the recorded step.
+
+        Only the first call reads the traces.
+
+        Args:
+            scale: Factor of the time in each stage.
+            balance: Stages that take the mean of their workers on each worker.
+            no_tail: Percentage of its trajectories (else requests) after which a rollout ends.
+            tools: Duration of each call of a tool (s).
+            on_progress: Called with each trace once it is read.
+
+        Raises:
+            ConfigError: The step has no such stage, tool or rollout, or the capture holds several steps.
+            TraceFormatError: There is neither a manifest nor a readable trace.
+        """
+        from verl_profiling.predict.graph import read_graph
+        from verl_profiling.predict.what_if import Changes, predict
+
+        if self._graph is None:
+            self._only_step("what_if")
+            self._graph = read_graph(self.inputs, on_progress)
+        graph, notes = self._graph
+        return predict(graph, Changes(scale or {}, balance, no_tail, tools or {}), self.step, notes)
 
     def lanes(self, on_progress: Progress | None = None) -> list[Lane]:
         """Read the traces and return the activity of each lane, as intervals on the controller's clock.

@@ -1,6 +1,6 @@
 """The command line, ``verl-profiling``: the list of its commands, and its errors.
 
-A new command is a line of :data:`COMMANDS`, and a module of the same name in :mod:`verl_profiling.commands`.
+A new command is a line of :data:`COMMANDS`, and a module of its name in :mod:`verl_profiling.commands`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
+from typing import Any
 
 import verl_profiling
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_OK
@@ -23,6 +24,7 @@ COMMANDS = {
     "view": "open a step's timeline and report in the browser",
     "top": "show a running job, live: steps, stages, slow processes, captures so far",
     "diff": "compare two steps or two runs",
+    "what-if": "show the critical path of a step, and predict the step after changes",
     "collect": "fetch reports that Nsight Systems finished after the run",
     "check": "verify that every expected artifact exists and is complete",
     "plan": "print what a configuration would capture, and in how many files",
@@ -55,10 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, summary in COMMANDS.items():
         subparser = commands.add_parser(name, help=summary)
         if name in argv[:1]:
-            importlib.import_module(f"verl_profiling.commands.{name}").configure(subparser)
+            _module(name).configure(subparser)
     arguments = parser.parse_args(argv)
     try:
-        code: int = importlib.import_module(f"verl_profiling.commands.{arguments.command}").run(arguments)
+        code: int = _module(arguments.command).run(arguments)
         sys.stdout.flush()
     except ProfilingError as error:
         return _fail(str(error))
@@ -70,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted")
     return code
+
+
+def _module(command: str) -> Any:
+    return importlib.import_module(f"verl_profiling.commands.{command.replace('-', '_')}")
 
 
 def _fail(message: str) -> int:

@@ -97,7 +97,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
     devices = [(lanes, numbers.lost_of_device(lanes)) for lanes in numbers.shared_devices(step)]
     device_rows = [numbers.device_row(lanes, causes) for lanes, causes in devices]
     counts: capture_rows.Counts = {}
-    rollout, explanation = rollout_of(step, _logs(inputs, coverage, counts)) or (None, None)
+    rollout, explanation = rollout_of(step, read_trajectories(inputs, coverage, counts)) or (None, None)
     parts = {}
     if explanation is not None:
         for cause in lost.BEHIND_TRAJECTORIES:
@@ -153,7 +153,7 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
     return visible_text_of(find(report))
 
 
-def _logs(
+def read_trajectories(
     inputs: StepInputs, coverage: Coverage, counts: capture_rows.Counts
 ) -> Iterator[tuple[Source, TrajectoryLog]]:
     """Yield the trajectory logs, one in memory at a time; add notes on damaged logs and on counts."""

@@ -67,6 +67,7 @@ class Trajectory(NamedTuple):
     """The recorded part of one trajectory in the step.
 
     Attributes:
+        lane: Lane of the process.
         said: Record of the trajectory, on the clock of its process.
         begin_ns: Begin of the recorded part, on the controller's clock.
         end_ns: End of the recorded part, on the controller's clock.
@@ -78,6 +79,7 @@ class Trajectory(NamedTuple):
         failed_in: Span in which the trajectory failed; empty outside spans, ``None`` without an error.
     """
 
+    lane: str
     said: TrajectoryRecord
     begin_ns: int
     end_ns: int
@@ -202,6 +204,7 @@ class Records:
             if first <= last:
                 numbers[record.id] = len(self.trajectories)
                 found = Trajectory(
+                    lane=source.lane,
                     said=record,
                     begin_ns=first,
                     end_ns=last,

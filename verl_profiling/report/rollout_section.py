@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from verl_profiling.manifest import POLLING, Request
+from verl_profiling.manifest import POLLING, Manifest, Request
 from verl_profiling.report.columns import (
     BlockRow,
     CallRow,
@@ -74,14 +74,7 @@ def rollout_of(
     found, spans = records.trajectories, records.spans
     if not found and not len(spans.begin):
         return None
-    served = joined(
-        (
-            (number, id, int(spans.begin[number]), int(spans.end[number]))
-            for number, id in records.requests.items()
-            if records.names[spans.name[number]] == GENERATE
-        ),
-        requests_by_id(step.manifest),
-    )
+    served = requests_of(records, step.manifest)
     pieces, of_processes = pieces_of(records, served)
     explanation = Explanation(pieces, of_processes, step.stages, union(*step.served.values()))
     columns = [(one.begin_ns, one.end_ns, one.validate) for one in found]
@@ -117,6 +110,17 @@ def rollout_of(
         polling=_polling(step, end[training]),
     )
     return rollout, explanation
+
+
+def requests_of(records: Records, manifest: Manifest) -> dict[int, Request]:
+    """Return the engine's request of each ``generate`` span, by the number of the span."""
+    spans = records.spans
+    generates = (
+        (number, id, int(spans.begin[number]), int(spans.end[number]))
+        for number, id in records.requests.items()
+        if records.names[spans.name[number]] == GENERATE
+    )
+    return joined(generates, requests_by_id(manifest))
 
 
 def _causes(pieces: Pieces, shares: NDArray[np.float64], validate: Ints, kind: int) -> list[CauseRow]:

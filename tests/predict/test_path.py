@@ -1,0 +1,66 @@
+"""The critical path, slack and replays of random graphs."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_profiling.predict.graph import Graph, Segment
+from verl_profiling.predict.path import critical_path, replay, slacks_ns
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Graph:
+    """Return a random graph whose last segment follows all others."""
+    graph = Graph(begin_ns=100, end_ns=0)
+    count = draw(st.integers(1, 25))
+    for number in range(count):
+        few = st.lists(st.integers(0, number - 1), max_size=4, unique=True) if number else st.just([])
+        after = list(range(number)) if number == count - 1 else draw(few)
+        ready = max((graph.segments[at].end_ns for at in after), default=graph.begin_ns)
+        begin = ready + draw(st.sampled_from([0, 0, 1, 7]))
+        end = begin + draw(st.integers(0, 50))
+        graph.segments.append(Segment(f"lane{number % 3}", ("s",), "work", begin, end, after, ("s",)))
+    graph.last = count - 1
+    graph.end_ns = graph.segments[-1].end_ns
+    graph.close()
+    return graph
+
+
+@settings(deadline=None)
+@given(graphs())
+def test_a_replay_without_changes_is_the_step(graph: Graph) -> None:
+    replayed = replay(graph)
+    assert list(replayed.end_ns) == [one.end_ns for one in graph.segments]
+
+
+@settings(deadline=None)
+@given(graphs())
+def test_the_path_is_a_chain_as_long_as_the_step(graph: Graph) -> None:
+    replayed = replay(graph)
+    path = critical_path(replayed)
+    assert sum(part.end_ns - part.begin_ns for part in path) == replayed.span_ns
+    edges = [graph.begin_ns, *(ns for part in path for ns in (part.begin_ns, part.end_ns)), graph.end_ns]
+    assert edges[::2] == edges[1::2]
+
+
+@settings(deadline=None)
+@given(graphs())
+def test_removing_all_work_off_the_path_does_not_shorten_the_step(graph: Graph) -> None:
+    replayed = replay(graph)
+    on_path = {part.segment for part in critical_path(replayed)}
+    took = [ns if at in on_path else 0 for at, ns in enumerate(replayed.took_ns)]
+    assert replay(graph, took).span_ns == replayed.span_ns
+
+
+@settings(deadline=None)
+@given(graphs(), st.data())
+def test_slack_is_how_much_longer_a_segment_may_take(graph: Graph, data: st.DataObject) -> None:
+    """One nanosecond more makes the step longer by one."""
+    replayed = replay(graph)
+    at = data.draw(st.integers(0, len(graph.segments) - 1))
+    took = list(replayed.took_ns)
+    took[at] += slacks_ns(replayed)[at]
+    assert replay(graph, took).span_ns == replayed.span_ns
+    took[at] += 1
+    assert replay(graph, took).span_ns == replayed.span_ns + 1

@@ -1,0 +1,255 @@
+"""Critical paths and predictions of steps that are drawn by hand, through the API and the command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from drawn_logs import DrawnLog
+from drawn_steps import STAGES, Worker, drawn_inputs, engine, in_group
+from step_folders import rewrite, rewrite_worker
+
+from verl_profiling.analysis import open_step
+from verl_profiling.cli import main
+from verl_profiling.errors import ConfigError
+from verl_profiling.identity import ProcessId
+from verl_profiling.predict.what_if import Prediction
+from verl_profiling.run_files import read_manifest
+
+WORKS = [("gemm", 5.2, 5.4)]
+
+
+def path_of(found: Prediction) -> list[tuple[str, str, str, float]]:
+    """Return stage, process, kind and seconds of the path; the parts follow each other."""
+    begin_us = 0.0
+    for row in found.path:
+        assert row.begin_us == pytest.approx(begin_us)
+        begin_us += row.duration_us
+    assert begin_us == pytest.approx(found.predicted_us)
+    return [(row.stage, row.who, row.kind, pytest.approx(row.duration_us / 1e6)) for row in found.path]
+
+
+def slack_of(found: Prediction) -> dict[tuple[str, str], float]:
+    return {(row.stage, row.who): pytest.approx(row.slack_us / 1e6) for row in found.slack}
+
+
+def synchronous(folder: Path) -> None:
+    """Draw a step of two engines and two ranks, each pair called by a stage of the loop."""
+    workers = [
+        engine(0, (0.2, 3.8), stages=[("rollout", 0.1, 3.9)]),
+        engine(1, (0.2, 1.9), stages=[("rollout", 0.1, 2.0)]),
+        Worker("actor", 0, stages=[("update_actor", 5.1, 7.9)], kernels=WORKS),
+        Worker("actor", 1, stages=[("update_actor", 5.1, 7.0)], kernels=WORKS),
+    ]
+    drawn_inputs(folder, STAGES, workers)
+
+
+def test_the_path_of_a_synchronous_step_follows_the_last_worker_of_each_stage(tmp_path: Path) -> None:
+    synchronous(tmp_path)
+    found = open_step(tmp_path).what_if()
+    assert path_of(found) == [
+        ("rollout", "controller", "own code", 0.1),
+        ("rollout", "rollout0", "work", 3.8),
+        ("rollout", "controller", "own code", 0.1),
+        ("reward", "controller", "own code", 1.0),
+        ("update_actor", "controller", "own code", 0.1),
+        ("update_actor", "actor_rank0", "work", 2.8),
+        ("update_actor", "controller", "own code", 0.1),
+        ("update_weights", "controller", "own code", 1.0),
+        ("(outside stages)", "controller", "own code", 1.0),
+    ]
+    slack = slack_of(found)
+    assert slack["rollout", "rollout1"] == 1.9
+    assert slack["update_actor", "actor_rank1"] == 0.9
+    assert slack["update_actor", "actor_rank0"] == slack["reward", "controller"] == 0
+    assert found.assumed == ["a stage of the loop waits for the stages of workers with its name (4)"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "seconds"),
+    [
+        ({"scale": {"rollout": 0.5}}, 8.0),
+        ({"scale": {"rollout": 0.5, "update_actor": 2.0}}, 11.0),
+        ({"balance": ["update_actor"]}, 10 - 0.45),
+        ({"balance": ["rollout"]}, 10 - 0.95),
+    ],
+)
+def test_a_change_moves_all_that_waits_for_it(tmp_path: Path, changes: dict, seconds: float) -> None:
+    synchronous(tmp_path)
+    found = open_step(tmp_path).what_if(**changes)
+    assert found.predicted_us == pytest.approx(seconds * 1e6)
+    assert found.span_us == pytest.approx(10e6)
+    path_of(found)
+
+
+def test_changes_are_ranked_by_what_they_bring(tmp_path: Path) -> None:
+    synchronous(tmp_path)
+    helps = open_step(tmp_path).what_if().helps
+    assert [row.option for row in helps[:2]] == ["--scale rollout=0.5", "--scale update_actor=0.5"]
+    saved = {row.option: pytest.approx(-row.difference_us / 1e6) for row in helps}
+    assert saved["--balance rollout"] == 0.95
+    assert saved["--scale update_weights=0.5"] == 0.5
+
+
+def test_a_rollout_beside_the_training_is_not_on_the_path(tmp_path: Path) -> None:
+    """One step off: the loop waits for the responses of the last step, and trains while new ones are made."""
+    workers = [
+        engine(0, (0.0, 2.9), (3.2, 9.9), requests=[(-4, 2.9, 9), (3.2, 6.0, 9), (3.2, 7.9, 9), (4, 9.5, 9)]),
+        Worker("actor", 0, stages=[("update_actor", 3.1, 7.8)], kernels=WORKS),
+    ]
+    drawn_inputs(tmp_path, [("rollout", 0, 3), ("update_actor", 3, 8)], workers)
+    found = open_step(tmp_path).what_if()
+    assert path_of(found)[-3:] == [
+        ("update_actor", "actor_rank0", "work", 4.7),
+        ("update_actor", "controller", "own code", 0.2),
+        ("(outside stages)", "controller", "own code", 2.0),
+    ]
+    assert [row.who for row in found.path][:2] == ["rollout0", "controller"]
+    assert slack_of(found)["(outside stages)", "rollout0"] == 0.5
+
+
+def test_stages_of_two_tasks_of_the_loop_run_side_by_side(tmp_path: Path) -> None:
+    drawn_inputs(tmp_path, [("rollout", 0, 6), ("update_actor", 1, 4), ("update_critic", 4.5, 5)], [])
+    found = open_step(tmp_path).what_if()
+    assert path_of(found)[0] == ("rollout", "controller", "own code", 6.0)
+    assert slack_of(found)["update_actor", "controller"] == 1.0
+    assert open_step(tmp_path).what_if(scale={"rollout": 0}).predicted_us == pytest.approx(9e6)
+
+
+def agents(folder: Path, ends: Sequence[float] = (3.0, 3.5, 4.0, 8.0)) -> None:
+    """Draw trajectories with a tool call of a second each; the last ones generate longer."""
+    log = DrawnLog()
+    for end in ends:
+        log.trajectory(0.5, end, ("generate", 0.5, end - 1.5), ("tool:search", end - 1.5, end - 0.5))
+    drawn_inputs(folder, [("rollout", 0, 8.2), ("update_actor", 8.2, 9)], [])
+    log.add_to(folder)
+
+
+def test_the_path_of_an_agent_run_follows_the_last_trajectory(tmp_path: Path) -> None:
+    agents(tmp_path)
+    found = open_step(tmp_path).what_if()
+    lane = "agent_loop_rank0 g.3"
+    assert path_of(found)[:5] == [
+        ("rollout", "controller", "own code", 0.5),
+        ("rollout", lane, "generate", 6.0),
+        ("rollout", lane, "tool:search", 1.0),
+        ("rollout", lane, "own code", 0.5),
+        ("rollout", "controller", "own code", 0.2),
+    ]
+
+
+def test_a_faster_tool_and_a_rollout_without_its_tail(tmp_path: Path) -> None:
+    agents(tmp_path)
+    step = open_step(tmp_path)
+    quick = step.what_if(tools={"search": 0.25})
+    assert quick.predicted_us == pytest.approx(9.25e6)
+    assert quick.notes == [
+        "extrapolated: calls of search took 1.00 s to 1.00 s in the capture, and none took 250 ms"
+    ]
+    assert step.what_if(no_tail=75).predicted_us == pytest.approx(6e6)
+    assert step.what_if(no_tail=50, tools={"search": 1.0}).predicted_us == pytest.approx(5.5e6)
+    for wrong in ({"tools": {"serch": 1.0}}, {"scale": {"train": 0.5}}, {"balance": ["rollout"]}):
+        with pytest.raises(ConfigError, match="the step has no"):
+            step.what_if(**wrong)
+
+
+def test_loop_lag_goes_with_the_tool_that_blocks_the_loop(tmp_path: Path) -> None:
+    log = DrawnLog()
+    number = log.trajectory(0, 3)
+    blocking = log.span("tool:sandbox", 1, 3, number)
+    log.trajectory(0, 4, ("tool:search", 0, 3.01), ("reward", 3.01, 4))
+    log.block(1, 3, blocking, "agent.run (agent.py:7)")
+    drawn_inputs(tmp_path, [("rollout", 0, 4), ("update_actor", 4, 9)], [])
+    log.add_to(tmp_path)
+    step = open_step(tmp_path)
+    assert ("rollout", "agent_loop_rank0 g.1", "loop lag by tool:sandbox", 2.0) in path_of(step.what_if())
+    assert step.what_if(tools={"sandbox": 1.0}).predicted_us == pytest.approx(9e6)
+
+
+def test_all_ranks_leave_a_collective_when_the_last_one_has_entered(tmp_path: Path) -> None:
+    """Rank 1 works until 7; rank 0 waits for it, and is last at the end."""
+    ranks = [0, 1]
+    first = [("gemm", 5, 6), in_group(("ncclDevKernel_AllReduce", 6, 7.2), ranks), ("gemm", 7.2, 8)]
+    second = [("gemm", 5, 7), in_group(("ncclDevKernel_AllReduce", 7, 7.2), ranks), ("gemm", 7.2, 7.4)]
+    workers = [
+        Worker("actor", 0, stages=[("update_actor", 5, 8)], kernels=first),
+        Worker("actor", 1, stages=[("update_actor", 5, 7.4)], kernels=second),
+    ]
+    drawn_inputs(tmp_path, [("update_actor", 5, 8)], workers)
+    found = open_step(tmp_path).what_if()
+    assert path_of(found)[1:4] == [
+        ("update_actor", "actor_rank1", "work", 2.0),
+        ("update_actor", "actor_rank1", "ncclDevKernel_AllReduce", 0.2),
+        ("update_actor", "actor_rank0", "work", 0.8),
+    ]
+    assert slack_of(found)["update_actor", "actor_rank0"] == 0
+    balanced = open_step(tmp_path).what_if(balance=["update_actor"])
+    assert balanced.predicted_us == pytest.approx((7 + 2 * 2 / 2.2 + 0.2 + 0.8 * 2 / 1.8) * 1e6)
+
+
+def test_ranks_of_an_spmd_program_are_called_by_nobody(tmp_path: Path) -> None:
+    """The path is that of rank 0, whose stages are the loop's; without a trace, nobody waits for rank 1."""
+    stages = [("rollout", 0, 4), ("update_actor", 5, 8)]
+    workers = [Worker("actor", rank, stages=stages[:], kernels=WORKS) for rank in (0, 1)]
+    workers[1].stages[1] = ("update_actor", 5.1, 7.9)
+    drawn_inputs(tmp_path, stages, workers)
+    rank0, rank1 = (ProcessId(host="here", clock_domain="here", pid=pid) for pid in (7, 8))
+    rewrite(tmp_path, process=rank0)
+    for name, process in (("actor_rank0", rank0), ("actor_rank1", rank1)):
+        rewrite_worker(tmp_path, name, process=process)
+    found = open_step(tmp_path).what_if()
+    assert {row.who for row in found.path} == {"actor_rank0"}
+    assert slack_of(found)["update_actor", "actor_rank1"] == 2.1
+    assert found.assumed == []
+
+
+def test_a_worker_without_stages_leaves_the_time_to_the_loop(tmp_path: Path) -> None:
+    """As does one whose capture failed; a note says what is missing."""
+    synchronous(tmp_path)
+    rewrite_worker(
+        tmp_path, "actor_rank0", stages=[], artifacts=[], status="failed", reason="the worker died"
+    )
+    found = open_step(tmp_path).what_if()
+    assert ("update_actor", "actor_rank1", "work", 1.9) in path_of(found)
+    assert ("update_actor", "controller", "own code", 1.0) in path_of(found)
+    assert any("the worker died" in note for note in found.notes)
+    assert main(["what-if", str(tmp_path)]) == 1
+    rewrite(tmp_path, workers=[worker for worker in read_manifest(tmp_path).workers if not worker.stages])
+    assert {row.who for row in open_step(tmp_path).what_if().path} == {"controller"}
+
+
+def test_the_command_prints_path_slack_and_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    synchronous(tmp_path)
+    assert main(["what-if", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step 1: 10.0 s"
+    assert len(lines) <= 45
+    assert next(line for line in lines if "rollout0" in line).split()[-2:] == ["s", "38.0%"]
+    changed = ["--scale", "rollout=0.5", "--balance", "update_actor", "--json"]
+    assert main(["what-if", str(tmp_path), *changed]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["predicted_us"] == pytest.approx(7.55e6)
+    assert found["changes"] == ["--scale rollout=0.5", "--balance update_actor"]
+    assert main(["what-if", str(tmp_path), "--scale", "rollot=0.5"]) == 2
+    assert "did you mean 'rollout'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [["--scale", "0.5"], ["--tool", "a=fast"], ["--no-tail", "0"]])
+def test_wrong_values_are_refused(tmp_path: Path, wrong: list[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["what-if", str(tmp_path), *wrong])
+    assert left.value.code == 2
+
+
+def test_plain_traces_have_a_path_through_their_collectives(tmp_path: Path) -> None:
+    """Two ranks of real Megatron on CPU, without a manifest."""
+    for rank in (0, 1):
+        shutil.copy(Path(__file__).parents[1] / "data" / f"megatron_tp2_rank{rank}.json.gz", tmp_path)
+    found = open_step(tmp_path).what_if()
+    assert path_of(found)
+    assert found.predicted_us == pytest.approx(found.span_us)

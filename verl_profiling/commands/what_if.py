@@ -1,0 +1,139 @@
+"""``verl-profiling what-if``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+
+from verl_profiling.analysis import CapturedStep
+from verl_profiling.commands import EXIT_FINDING, at_least_0
+from verl_profiling.commands.common import StepByStep, add_communication, add_paths, progress
+from verl_profiling.predict.what_if import PathRow, Prediction, added
+from verl_profiling.report.tables import cells
+from verl_profiling.report.terminal import fitting_console, print_table
+from verl_profiling.units import duration
+
+_ROWS = 8
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add help and options of the command."""
+    parser.description = (
+        "Prints the critical path of a step: the chain of work that made it as long as it was. With "
+        "changes, prints the predicted step and its critical path."
+    )
+    parser.epilog = "example: verl-profiling what-if outputs/run/step_000012 --scale update_actor=0.5"
+    add_paths(parser)
+    add_communication(parser)
+    parser.add_argument(
+        "--scale",
+        type=_named(at_least_0("a factor such as 0.5")),
+        action="append",
+        default=[],
+        metavar="STAGE=FACTOR",
+        help="a stage takes this part of its time; repeatable, like --balance and --tool",
+    )
+    parser.add_argument(
+        "--balance",
+        action="append",
+        default=[],
+        metavar="STAGE",
+        help="a stage takes the mean of its workers on each of them",
+    )
+    parser.add_argument(
+        "--no-tail",
+        type=_percent,
+        metavar="PERCENT",
+        help="a rollout ends when this many of its trajectories, else requests, have ended",
+    )
+    parser.add_argument(
+        "--tool",
+        type=_named(_seconds),
+        action="append",
+        default=[],
+        metavar="NAME=TIME",
+        help="each call of a tool takes this time, e.g. search=0.2s",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, one document per step")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the critical path of each step, as recorded or with changes."""
+    work = StepByStep(arguments.paths, arguments)
+    steps = [step for capture in work.steps for step in capture.by_step()]
+    found: list[tuple[CapturedStep, Prediction]] = []
+    with progress("reading", sum(len(step.inputs.sources) for step in steps)) as advance:
+        for step in steps:
+            with work.surviving():
+                prediction = step.what_if(
+                    scale=dict(arguments.scale),
+                    balance=arguments.balance,
+                    no_tail=arguments.no_tail,
+                    tools=dict(arguments.tool),
+                    on_progress=advance,
+                )
+                found.append((step, prediction))
+    for step, prediction in found:
+        if arguments.json:
+            print(msgspec.json.encode(prediction).decode())
+        else:
+            _print(step.inputs.title, prediction, fitting_console(Console()))
+    return EXIT_FINDING if any(step.inputs.absent for step, _ in found) else work.exit_code
+
+
+def _named(read: Callable[[str], float]) -> Callable[[str], tuple[str, float]]:
+    """Return a parser of a name and a value, e.g. ``rollout=0.5``."""
+
+    def parse(text: str) -> tuple[str, float]:
+        name, _, value = text.rpartition("=")
+        if not name:
+            raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+        return name, read(value)
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    number, unit = re.fullmatch(r"(.*?)(ms|us|s|)", text.strip()).groups()  # type: ignore[union-attr]
+    return at_least_0("a time such as 0.2s or 150ms")(number) * {"ms": 1e-3, "us": 1e-6}.get(unit, 1.0)
+
+
+def _percent(text: str) -> float:
+    percent = at_least_0("a percentage such as 95")(text.removesuffix("%"))
+    if not 0 < percent <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage from 1 to 100")
+    return percent
+
+
+def _print(title: str, found: Prediction, console: Console) -> None:
+    changed = found.predicted_us - found.span_us
+    said = f"{duration(found.span_us / 1e6)}"
+    if found.changes:
+        said += (
+            f", predicted [bold]{duration(found.predicted_us / 1e6)}[/bold] with {' '.join(found.changes)}"
+            f" ({duration(changed / 1e6, signed=True)}, {changed / max(found.span_us, 1e-3):+.1%})"
+        )
+    console.print(f"[bold]{escape(title)}[/bold]: {said}")
+    rows: dict[tuple[str, str, str], PathRow] = {}
+    for row in found.path:
+        key = (row.stage, row.who, row.kind)
+        rows[key] = added(rows[key], row) if key in rows else row
+    largest = sorted(rows.values(), key=lambda row: -row.duration_us)[:_ROWS]
+    rest_us = sum(row.duration_us for row in found.path) - sum(row.duration_us for row in largest)
+    shown = [row for row in rows.values() if row in largest]
+    note = f"and {duration(rest_us / 1e6)} in {len(rows) - _ROWS} others" if len(rows) > _ROWS else ""
+    slack = sorted((row for row in found.slack if row.slack_us), key=lambda row: -row.slack_us)
+    for name, table, below in (
+        ("Critical path", shown, note),
+        ("Slack", slack[:_ROWS], f"{len(slack) - _ROWS:,} more: --json" if len(slack) > _ROWS else ""),
+        ("Changes that would help", found.helps[:_ROWS], ""),
+    ):
+        print_table(console, name, *cells(table), below)
+    for kind, sentences in (("assumed", found.assumed), ("note", found.notes)):
+        for sentence in sentences:
+            console.print(f"[dim]{kind}: {escape(sentence)}[/dim]")

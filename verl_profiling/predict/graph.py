@@ -1,0 +1,562 @@
+"""The graph of a step: segments of time, each with the segments that have to end before it.
+
+A run is a stage, a trajectory or a request. A run that waits for others is divided into segments at the begin
+and the end of each wait, so a wait is no segment: it lasts until the runs that are waited for have ended.
+Time between a segment's begin and the last end before it is the segment's delay.
+
+==================================== ================================================ ========
+edge                                 evidence                                         recorded
+==================================== ================================================ ========
+next segment of the same thread      order of time                                    yes
+span of a trajectory to its request  request id                                       yes
+collective, after its last rank      calls matched by group and order                 yes
+stage of the loop, and of a worker   same name; else the time inside a stage that has assumed
+                                     no worker stage of its name
+rollout, and trajectory or request   it ends in the stage                             assumed
+==================================== ================================================ ========
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_profiling.manifest import CaptureResult, Request, StageSpan
+from verl_profiling.report.build import read_step, read_trajectories
+from verl_profiling.report.capture_rows import VALIDATE
+from verl_profiling.report.collectives import Calls, matched_calls
+from verl_profiling.report.intervals import Ints, overlaps
+from verl_profiling.report.lanes import Lane, Step
+from verl_profiling.report.lost import ROLLOUT
+from verl_profiling.report.records import LOOP_LAG, Pieces, Records, pieces_of
+from verl_profiling.report.rollout_section import requests_of
+from verl_profiling.timeline.processes import stages_by_row
+from verl_profiling.timeline.step import Source, StepInputs
+
+LOOP = "controller"
+OWN, WORK, DELAY = "own code", "work", "delay"
+"""Kinds of segments of the loop and of workers, and the time before a segment."""
+_MOST_COLLECTIVES = 5_000  # calls with the longest waits
+_HIDDEN = 0.5  # share of a collective beside computation, from which on nobody waits for it
+
+_SAME_NAME = "a stage of the loop waits for the stages of workers with its name"
+_INSIDE = "a stage of the loop waits for the stages of workers inside it"
+_OUTSIDE = "outside stages, the loop waits for the stages of workers"
+_ROLLOUT = "a rollout waits for the trajectories and requests that end in it"
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """A time in which a process, a trajectory or a request does one thing.
+
+    Attributes:
+        who: Lane, worker, or the loop.
+        within: Names of the stages around the segment, the outermost first.
+        kind: ``own code`` of the loop, ``work`` of a worker, cause of a trajectory's time, part of a request,
+            or the collective.
+        begin_ns: Begin.
+        end_ns: End.
+        after: Numbers of the segments that end before this segment begins.
+        around: Stages around the delay before the segment.
+        trajectory: Group and sample of the trajectory.
+        call_ns: Duration of the whole call of a tool that the segment is part of.
+        part: Number in :attr:`Graph.parts`, or -1.
+    """
+
+    who: str
+    within: tuple[str, ...]
+    kind: str
+    begin_ns: int
+    end_ns: int
+    after: list[int]
+    around: tuple[str, ...]
+    trajectory: str = ""
+    call_ns: int = 0
+    part: int = -1
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """A stage, a trajectory or a request.
+
+    Attributes:
+        who: Lane, worker, or the loop.
+        role: Role of the worker.
+        name: The stage; empty for the step, a trajectory and a request.
+        begin_ns: Begin.
+        end_ns: End.
+        row: Row of runs that follow each other.
+        pieces: Kind, begin, end and duration of the whole call, of each part of a trajectory or request.
+        trajectory: Group and sample of the trajectory.
+        inner: Runs that begin because of this run.
+        waits: Runs that this run waits for.
+        called: Whether a worker has a stage of the same name inside the run.
+        entry: Number of the first segment.
+        exit: Number of the last segment.
+    """
+
+    who: str
+    role: str
+    name: str
+    begin_ns: int
+    end_ns: int
+    row: object = None
+    pieces: Sequence[tuple[str, int, int, int]] = ()
+    trajectory: str = ""
+    inner: list[_Run] = field(default_factory=list)
+    waits: list[_Run] = field(default_factory=list)
+    called: bool = False
+    entry: int = -1
+    exit: int = -1
+
+    def holds(self, other: _Run, error_ns: int) -> bool:
+        """Return whether another run lies inside, up to the error of the clocks."""
+        return self.begin_ns <= other.begin_ns + error_ns and other.end_ns <= self.end_ns + error_ns
+
+    def ends_in(self, other: _Run) -> bool:
+        """Return whether the run ends inside another run."""
+        return other.begin_ns < self.end_ns <= other.end_ns
+
+    def clip(self, begin_ns: int, end_ns: int) -> None:
+        """Clip the run, and everything inside it, to a time."""
+        self.begin_ns, self.end_ns = (min(max(ns, begin_ns), end_ns) for ns in (self.begin_ns, self.end_ns))
+        self.pieces = [
+            (kind, min(max(since, begin_ns), end_ns), min(max(until, begin_ns), end_ns), call_ns)
+            for kind, since, until, call_ns in self.pieces
+        ]
+        for run in self.inner:
+            run.clip(begin_ns, end_ns)
+
+
+@dataclass(eq=False)
+class Graph:
+    """The segments of a step, and their order.
+
+    Attributes:
+        begin_ns: Begin of the step.
+        end_ns: End of the step.
+        segments: The segments.
+        last: Number of the segment with which the step ends.
+        order: Numbers of the segments, each after those in its ``after``.
+        delay_ns: Time between each segment's begin and the last end before it.
+        parts: Role, stage and number of the run in its process, of each ``part``: the same for all ranks.
+        tails: Number of a segment, and the numbers of the trajectories or requests that it waits for.
+        assumed: Number of edges by assumption.
+    """
+
+    begin_ns: int
+    end_ns: int
+    segments: list[Segment] = field(default_factory=list)
+    last: int = 0
+    order: list[int] = field(default_factory=list)
+    delay_ns: list[int] = field(default_factory=list)
+    parts: list[tuple[str, str, int]] = field(default_factory=list)
+    tails: dict[int, list[int]] = field(default_factory=dict)
+    assumed: Counter[str] = field(default_factory=Counter)
+
+    def close(self) -> None:
+        """Set order and delays, once all segments are there."""
+        found = self.segments
+        self.order = sorted(range(len(found)), key=lambda at: (found[at].begin_ns, found[at].end_ns, at))
+        self.delay_ns = [
+            one.begin_ns - max((found[at].end_ns for at in one.after), default=self.begin_ns) for one in found
+        ]
+
+
+def read_graph(
+    inputs: StepInputs, on_progress: Callable[[Source], None] | None = None
+) -> tuple[Graph, list[str]]:
+    """Read the traces of one step; return its graph, and sentences on what is missing.
+
+    Args:
+        inputs: The step.
+        on_progress: Called with each trace once it is read.
+
+    Raises:
+        TraceFormatError: There is neither a manifest nor a readable trace.
+    """
+    step, coverage, _ = read_step(inputs, on_progress)
+    records = Records(read_trajectories(inputs, coverage, {}), step.begin_ns, step.end_ns)
+    served = requests_of(records, step.manifest) if step.manifest else {}
+    pieces, _ = pieces_of(records, served)
+    graph = graph_of(step, matched_calls(step), records, pieces, served.values())
+    return graph, coverage.missing
+
+
+def graph_of(
+    step: Step, calls: Iterable[Calls], records: Records, pieces: Pieces, served: Iterable[Request]
+) -> Graph:
+    """Return the graph of a step.
+
+    Args:
+        step: The step.
+        calls: The matched collectives.
+        records: The trajectories.
+        pieces: Time of the trajectories by cause.
+        served: The requests of trajectories.
+    """
+    error_ns = max((clock.error_ns for clock in step.manifest.clocks), default=0) if step.manifest else 0
+    of_loop = [worker for worker in step.workers if _runs_the_loop(worker, step)]
+    who, role = next(((one.name, one.identity.role) for one in of_loop), (LOOP, ""))
+    root = _Run(who, role, "", step.begin_ns, step.end_ns)
+    stages = list(_stages(who, role, step.stages, root))
+    graph = Graph(step.begin_ns, step.end_ns)
+    loose: list[_Run] = []
+    of_workers: defaultdict[str, list[_Run]] = defaultdict(list)
+    for worker in step.workers:
+        if worker in of_loop:
+            continue
+        whole = _Run(worker.name, worker.identity.role, "", root.begin_ns, root.end_ns)
+        list(_stages(worker.name, whole.role, worker.stages, whole))
+        if of_loop and whole.role == role:  # a rank of the same program, which nobody calls
+            whole.end_ns = max((run.end_ns for run in whole.inner), default=root.begin_ns)
+            loose.append(whole)
+        else:
+            of_workers[worker.name] += whole.inner
+    for lane in step.lanes if step.manifest is None else ():
+        begin_ns, end_ns = int(lane.busy[:1, 0].sum()), int(lane.busy[-1:, 1].sum())
+        run = _Run(lane.source.worker, lane.source.role, "", begin_ns, end_ns)
+        of_workers[lane.source.worker] += [run] if end_ns > begin_ns else []
+    runs = list(chain.from_iterable(of_workers.values()))
+    loose += _called(root, stages, runs, error_ns, graph.assumed)
+    rollouts = [*_trajectories(records, pieces), *_requests(step, served)]
+    loose += _rolled_out(root, stages, of_workers, rollouts, error_ns, graph.assumed)
+    _Builder(graph, calls).build(root, loose)
+    return graph
+
+
+def _runs_the_loop(worker: CaptureResult, step: Step) -> bool:
+    """Return whether a worker is a rank of an SPMD program, and the rank whose stages are the loop's."""
+    loop = step.manifest.process if step.manifest else None
+    stages = [{(span.name, span.begin_ns) for span in spans} for spans in (worker.stages, step.stages)]
+    return loop is not None and worker.process == loop and stages[0] == stages[1] != set()
+
+
+def _stages(who: str, role: str, spans: Iterable[StageSpan], around: _Run) -> Iterator[_Run]:
+    """Yield the runs of stages; each joins the run around it, at last the given run."""
+    opened: defaultdict[int, list[_Run]] = defaultdict(list)
+    for span, row in stages_by_row(spans):
+        run = _Run(who, role, span.name, span.begin_ns, span.end_ns, (who, row))
+        run.clip(around.begin_ns, around.end_ns)
+        stack = opened[row]
+        while stack and stack[-1].end_ns < run.end_ns:
+            stack.pop()
+        if run.end_ns > run.begin_ns:
+            parent = stack[-1] if stack else around
+            parent.inner.append(run)
+            parent.waits.append(run)
+            stack.append(run)
+            yield run
+
+
+def _join(run: _Run, home: _Run, error_ns: int) -> bool:
+    """Let a run be waited for, and called if it begins inside; return whether it is called."""
+    inside = home.holds(run, error_ns)
+    if inside:
+        run.clip(home.begin_ns, home.end_ns)
+        home.inner.append(run)
+    home.waits.append(run)
+    return inside
+
+
+def _called(
+    root: _Run, stages: Sequence[_Run], runs: Iterable[_Run], error_ns: int, assumed: Counter[str]
+) -> Iterator[_Run]:
+    """Let the loop's stages call and wait for the runs of workers; yield the runs that are not called."""
+    named: defaultdict[str, list[_Run]] = defaultdict(list)
+    for stage in stages:
+        named[stage.name].append(stage)
+    others = []
+    for run in runs:
+        same = [stage for stage in named[run.name] if stage.holds(run, error_ns)]
+        same = same or [stage for stage in named[run.name] if run.ends_in(stage)]
+        if not same:
+            others.append(run)
+            continue
+        home = min(same, key=_length)
+        home.called = True
+        assumed[_SAME_NAME] += 1
+        if not _join(run, home, error_ns):
+            yield run
+    for run in others:
+        inside = [stage for stage in stages if stage.holds(run, error_ns) and not stage.called]
+        beside = any(stage.begin_ns < run.end_ns and run.begin_ns < stage.end_ns for stage in stages)
+        if inside or not beside:
+            assumed[_INSIDE if inside else _OUTSIDE] += 1
+            _join(run, min(inside, key=_length, default=root), error_ns)
+        else:
+            yield run
+
+
+def _rolled_out(
+    root: _Run,
+    stages: Sequence[_Run],
+    of_workers: Mapping[str, Sequence[_Run]],
+    runs: Iterable[_Run],
+    error_ns: int,
+    assumed: Counter[str],
+) -> Iterator[_Run]:
+    """Let stages wait for trajectories and requests; yield those that are not called by a stage."""
+    for run in runs:
+        own = [stage for stage in of_workers.get(run.who, ()) if stage.holds(run, error_ns)]
+        named = [stage for stage in stages if stage.name in (ROLLOUT, VALIDATE) and run.ends_in(stage)]
+        inside = [stage for stage in stages if stage.holds(run, error_ns) and not stage.called]
+        homes = own or named or inside
+        beside = any(stage.begin_ns < run.end_ns and run.begin_ns < stage.end_ns for stage in stages)
+        goes_on = run.end_ns >= root.end_ns
+        if goes_on or (beside and not homes):
+            yield run
+            continue
+        assumed[_ROLLOUT] += 1
+        if not _join(run, min(homes, key=_length, default=root), error_ns):
+            yield run
+
+
+def _length(run: _Run) -> int:
+    return run.end_ns - run.begin_ns
+
+
+def _trajectories(records: Records, pieces: Pieces) -> Iterator[_Run]:
+    """Yield the trajectories that ended in the step, with their time by cause."""
+    calls: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    took: defaultdict[str, list[int]] = defaultdict(list)
+    spans = records.spans
+    for owner, name, begin, end in _rows(spans.trajectory, spans.name, spans.begin, spans.end):
+        calls[owner, name].append((begin, end))
+        took[records.names[name]].append(end - begin)
+    order = np.lexsort((pieces.begin, pieces.owner))
+    rows = list(_rows(*(column[order] for column in pieces[:-1])))
+    first = np.searchsorted(pieces.owner[order], np.arange(len(records.trajectories) + 1)).tolist()
+    for number, one in enumerate(records.trajectories):
+        if one.cut_end:
+            continue
+        found = []
+        for _, begin, end, cause, loop in rows[first[number] : first[number + 1]]:
+            kind, call_ns = records.names[cause], 0
+            around = [until - since for since, until in calls[number, cause] if since <= begin < until]
+            if around:
+                call_ns = around[-1]
+            elif kind == LOOP_LAG and (blocker := _blocker(records, loop, end)):
+                kind = f"{LOOP_LAG} by {blocker}"
+                call_ns = round(sum(took[blocker]) / max(len(took[blocker]), 1))
+            found.append((kind, begin, end, call_ns))
+        title = f"{one.said.group}.{one.said.sample}" if one.said.group else str(number)
+        yield _Run(one.lane, "", "", one.begin_ns, one.end_ns, pieces=found, trajectory=title)
+
+
+def _blocker(records: Records, loop: int, end_ns: int) -> str:
+    """Return the span that blocked an event loop until about a time; else the function."""
+    blocks = records.blocks
+    mine = np.flatnonzero((blocks.loop == loop) & (blocks.begin < end_ns))
+    return records.blockers[int(blocks.what[mine[-1]])][1] if len(mine) else ""
+
+
+def _rows(*columns: Ints) -> Iterator[tuple[int, ...]]:
+    return zip(*(column.tolist() for column in columns), strict=True)
+
+
+def _requests(step: Step, served: Iterable[Request]) -> Iterator[_Run]:
+    """Yield the requests of no trajectory."""
+    known = {id(request) for request in served}
+    for worker in step.workers:
+        for one in worker.requests:
+            if id(one) not in known and one.end_ns > step.begin_ns:
+                pieces = [(*part, 0) for part in one.parts()]
+                run = _Run(worker.name, worker.identity.role, "", one.begin_ns, one.end_ns, pieces=pieces)
+                run.clip(step.begin_ns, step.end_ns)
+                yield run
+
+
+class _Builder:
+    """Divides runs into the segments of a graph.
+
+    Args:
+        graph: The graph.
+        calls: The matched collectives.
+    """
+
+    def __init__(self, graph: Graph, calls: Iterable[Calls]) -> None:
+        self.graph = graph
+        self.runs: list[_Run] = []
+        self.joins: list[tuple[int, _Run]] = []
+        self.joined: dict[int, int] = {}
+        self.times: Counter[tuple[str, str]] = Counter()
+        self.calls: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        self._collectives: list[tuple[str, str, int, int]] = []
+        for who, name, runs, lanes in _waited_for(calls):
+            for lane, (begin_ns, end_ns) in zip(lanes, runs.tolist(), strict=True):
+                self.calls[lane.source.worker].append((begin_ns, end_ns, len(self._collectives)))
+            self._collectives.append((who, name, int(runs[:, 0].max()), int(runs[:, 1].min())))
+        for mine in self.calls.values():
+            mine.sort()
+
+    def build(self, root: _Run, loose: Iterable[_Run]) -> None:
+        """Add all segments and edges.
+
+        Args:
+            root: The step.
+            loose: Runs that are not called by the loop.
+        """
+        found, graph = self.graph.segments, self.graph
+        self.add(root, -1, (), -1)
+        graph.last = root.exit
+        ends = sorted((one.end_ns, at) for at, one in enumerate(found) if one.who == root.who)
+        for run in loose:
+            place = bisect_right(ends, (run.begin_ns, len(found)))
+            self.add(run, ends[place - 1][1] if place else -1, (), -1)
+        last: dict[object, int] = {}
+        for run in sorted(self.runs, key=lambda run: (run.begin_ns, run.end_ns)):
+            before = last.get(run.row)
+            if run.row is not None:
+                self.link(before, run.entry)
+                if before is None or found[run.exit].end_ns >= found[before].end_ns:
+                    last[run.row] = run.exit
+        for at, run in self.joins:
+            self.link(run.exit, at)
+            if run.pieces:
+                graph.tails.setdefault(at, []).append(run.exit)
+        graph.close()
+
+    def link(self, before: int | None, after: int) -> None:
+        """Add an edge between two segments if their times permit it."""
+        found = self.graph.segments
+        if before is not None and before >= 0 and found[before].end_ns <= found[after].begin_ns:
+            found[after].after.append(before)
+
+    def add(self, run: _Run, caller: int, around: tuple[str, ...], part: int) -> None:
+        """Add the segments of a run, and of all runs inside it.
+
+        Args:
+            run: The run.
+            caller: Number of the segment that calls it, or -1.
+            around: Stages around the run.
+            part: Number of the part that the run belongs to, or -1.
+        """
+        within = (*around, run.name) if run.name and run.name not in around else around
+        if part < 0 and run.role and run.name:
+            part = len(self.graph.parts)
+            self.times[run.who, run.name] += 1
+            self.graph.parts.append((run.role, run.name, self.times[run.who, run.name]))
+        self.runs.append(run)
+        if run.pieces:
+            self._add_pieces(run, caller, around, part)
+            return
+        inner = sorted(run.inner, key=lambda one: one.begin_ns)
+        at, now_ns, place = caller, run.begin_ns, 0
+        waited: list[_Run] = []
+        for begin_ns, end_ns, following in [*_blocks(run), (run.end_ns, run.end_ns, [])]:
+            first, last = self._own(run, now_ns, begin_ns, at, around, within, part)
+            if run.entry < 0:
+                run.entry = first
+            self.joins += [(first, one) for one in waited]
+            waited = following
+            while place < len(inner) and inner[place].begin_ns < end_ns:
+                called = last if inner[place].begin_ns >= begin_ns else at
+                self.add(inner[place], called, within, part)
+                place += 1
+            at, now_ns, around = last, end_ns, within
+        run.exit = at
+        for one in inner[place:]:
+            self.add(one, at, within, part)
+
+    def _own(
+        self,
+        run: _Run,
+        begin_ns: int,
+        end_ns: int,
+        before: int,
+        around: tuple[str, ...],
+        within: tuple[str, ...],
+        part: int,
+    ) -> tuple[int, int]:
+        """Add a time of a run without its waits; return the first and the last segment.
+
+        The time is divided by the collectives in it, each one segment for all ranks.
+        """
+        found, numbers = self.graph.segments, []
+        kind = WORK if run.role else OWN
+        calls = self.calls.get(run.who, [])
+        for called_ns, left_ns, number in calls[bisect_left(calls, (begin_ns,)) :]:
+            if called_ns >= end_ns:
+                break
+            if called_ns < begin_ns or left_ns > end_ns:
+                continue
+            one = Segment(run.who, within, kind, begin_ns, called_ns, [], around, part=part)
+            numbers.append(self._new(one, before))
+            if number not in self.joined:
+                who, name, arrived_ns, free_ns = self._collectives[number]
+                join = Segment(who, within, name, arrived_ns, free_ns, [], within)
+                self.joined[number] = self._new(join, -1)
+            before, begin_ns, around = self.joined[number], left_ns, within
+            found[before].after.append(numbers[-1])
+        one = Segment(run.who, within, kind, begin_ns, end_ns, [], around, part=part)
+        numbers.append(self._new(one, before))
+        return numbers[0], numbers[-1]
+
+    def _add_pieces(self, run: _Run, caller: int, around: tuple[str, ...], part: int) -> None:
+        """Add the parts of a trajectory or a request; a part follows the last part that ended before it."""
+        ends: list[tuple[int, int]] = []
+        begun = len(self.graph.segments)
+        for kind, begin_ns, end_ns, call_ns in sorted(run.pieces, key=lambda piece: piece[1]):
+            place = bisect_right(ends, (begin_ns, begin_ns))
+            before = ends[place - 1][1] if place else caller
+            one = Segment(run.who, around, kind, begin_ns, end_ns, [], around, run.trajectory, call_ns, part)
+            at = self._new(one, before)
+            insort(ends, (end_ns, at))
+        done = Segment(run.who, around, OWN, run.end_ns, run.end_ns, [], around, run.trajectory, part=part)
+        run.entry, run.exit = begun, self._new(done, -1)
+        followed = {at for one in self.graph.segments[begun:] for at in one.after}
+        for at in range(begun, run.exit):
+            if at not in followed:
+                self.link(at, run.exit)
+
+    def _new(self, segment: Segment, before: int) -> int:
+        """Add a segment after another one; return its number."""
+        if before >= 0:
+            segment.after.append(before)
+        self.graph.segments.append(segment)
+        return len(self.graph.segments) - 1
+
+
+def _blocks(run: _Run) -> list[tuple[int, int, list[_Run]]]:
+    """Return the waits of a run: begin, end, and the runs that it waits for at once."""
+    found: list[tuple[int, int, list[_Run]]] = []
+    for one in sorted(run.waits, key=lambda one: one.begin_ns):
+        begin_ns, end_ns = max(one.begin_ns, run.begin_ns), min(one.end_ns, run.end_ns)
+        if found and begin_ns < found[-1][1]:
+            begun_ns, until_ns, others = found[-1]
+            others.append(one)
+            found[-1] = (begun_ns, max(until_ns, end_ns), others)
+        else:
+            found.append((begin_ns, end_ns, [one]))
+    return found
+
+
+def _waited_for(calls: Iterable[Calls]) -> Iterator[tuple[str, str, NDArray[np.int64], Sequence[Lane]]]:
+    """Yield the calls of collectives in which ranks wait.
+
+    Left out are calls beside computation, and calls that a rank leaves before another one enters, by clocks.
+
+    Yields:
+        The lane that enters last, the name, begin and end (ns) of each rank's run, and the lanes.
+    """
+    found = []
+    for one in calls:
+        enter, leave = one.runs[:, :, 0], one.runs[:, :, 1]
+        beside = np.stack(
+            [overlaps(runs, lane.compute) for lane, runs in zip(one.lanes, one.runs, strict=True)]
+        )
+        waited = leave.min(axis=0) > enter.max(axis=0)
+        waited &= (beside <= _HIDDEN * (leave - enter)).all(axis=0)
+        waits = (enter.max(axis=0) - enter).sum(axis=0)
+        found += [(int(waits[call]), one, call) for call in np.flatnonzero(waited).tolist()]
+    found.sort(key=lambda call: -call[0])
+    for _, one, call in found[:_MOST_COLLECTIVES]:
+        runs = one.runs[:, call]
+        yield one.lanes[int(runs[:, 0].argmax())].name, one.name, runs, one.lanes

@@ -1,0 +1,90 @@
+"""Replays of a graph: the times of its segments after changes, the critical path, and slack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from verl_profiling.predict.graph import Graph
+
+
+class Replay(NamedTuple):
+    """The times of a step, as recorded or after changes, by the number of the segment.
+
+    Attributes:
+        graph: The graph.
+        after: Numbers of the segments that end before each segment.
+        took_ns: Duration of each segment.
+        delay_ns: Delay before each segment.
+        end_ns: End of each segment.
+    """
+
+    graph: Graph
+    after: Sequence[Sequence[int]]
+    took_ns: Sequence[int]
+    delay_ns: Sequence[int]
+    end_ns: Sequence[int]
+
+    @property
+    def span_ns(self) -> int:
+        """Duration of the step."""
+        return self.end_ns[self.graph.last] - self.graph.begin_ns
+
+
+class PathPart(NamedTuple):
+    """A segment of the critical path, or the delay before a segment."""
+
+    segment: int
+    begin_ns: int
+    end_ns: int
+    is_delay: bool
+
+
+def replay(
+    graph: Graph,
+    took_ns: Sequence[int] | None = None,
+    delay_ns: Sequence[int] | None = None,
+    after: Sequence[Sequence[int]] | None = None,
+) -> Replay:
+    """Return the times of a step in which each segment begins as soon as its edges and its delay permit.
+
+    Args:
+        graph: The graph.
+        took_ns: Duration of each segment; by default as recorded.
+        delay_ns: Delay before each segment; by default as recorded.
+        after: Edges to each segment; by default as recorded.
+    """
+    took_ns = [one.end_ns - one.begin_ns for one in graph.segments] if took_ns is None else took_ns
+    delay_ns = graph.delay_ns if delay_ns is None else delay_ns
+    after = [one.after for one in graph.segments] if after is None else after
+    end_ns = [0] * len(graph.segments)
+    for at in graph.order:
+        ready_ns = max((end_ns[before] for before in after[at]), default=graph.begin_ns)
+        end_ns[at] = ready_ns + delay_ns[at] + took_ns[at]
+    return Replay(graph, after, took_ns, delay_ns, end_ns)
+
+
+def critical_path(replayed: Replay) -> list[PathPart]:
+    """Return the chain of segments that made the step as long as it is, in order of time.
+
+    The parts follow each other without a gap, so they add up to the step.
+    """
+    found, end_ns = [], replayed.end_ns
+    at: int | None = replayed.graph.last
+    while at is not None:
+        begin_ns = end_ns[at] - replayed.took_ns[at]
+        found.append(PathPart(at, begin_ns, end_ns[at], False))
+        found.append(PathPart(at, begin_ns - replayed.delay_ns[at], begin_ns, True))
+        at = max(replayed.after[at], key=lambda before: end_ns[before], default=None)
+    return [part for part in reversed(found) if part.end_ns > part.begin_ns]
+
+
+def slacks_ns(replayed: Replay) -> list[int]:
+    """Return how much longer each segment could take without a longer step."""
+    end_ns = replayed.end_ns
+    latest_ns = [end_ns[replayed.graph.last]] * len(end_ns)
+    for at in reversed(replayed.graph.order):
+        begin_ns = latest_ns[at] - replayed.took_ns[at] - replayed.delay_ns[at]
+        for before in replayed.after[at]:
+            latest_ns[before] = min(latest_ns[before], begin_ns)
+    return [max(latest - end, 0) for latest, end in zip(latest_ns, end_ns, strict=True)]

@@ -1,0 +1,338 @@
+"""Predictions of a step after changes inside of the capture: the same graph, replayed."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar, NamedTuple
+
+import msgspec
+
+from verl_profiling.errors import ConfigError, choices_hint
+from verl_profiling.predict.graph import DELAY, Graph, Segment
+from verl_profiling.predict.path import Replay, critical_path, replay, slacks_ns
+from verl_profiling.report.anatomy import OUTSIDE_STAGES
+from verl_profiling.report.intervals import length, spans_of
+from verl_profiling.report.records import LOOP_LAG
+from verl_profiling.units import duration
+
+_TOOL = "tool:"
+_LEAST_SHARE = 0.001  # of the step, from which on a change is listed
+_LEAST_OF_TAIL = 10  # trajectories or requests of a rollout, from which on its tail may be left out
+
+
+class Changes(NamedTuple):
+    """Changes of a step.
+
+    Attributes:
+        scale: Factor of the time in each stage.
+        balance: Stages that take the mean time on each worker.
+        no_tail: Percentage of trajectories (else requests) after which a rollout ends.
+        tools: Duration of each call of a tool (s).
+    """
+
+    scale: Mapping[str, float] = {}
+    balance: Sequence[str] = ()
+    no_tail: float | None = None
+    tools: Mapping[str, float] = {}
+
+    def options(self) -> list[str]:
+        """Return the changes as options of the command."""
+        return [
+            *(f"--scale {name}={factor:.3g}" for name, factor in self.scale.items()),
+            *(f"--balance {name}" for name in self.balance),
+            *([f"--no-tail {self.no_tail:.3g}"] if self.no_tail is not None else []),
+            *(f"--tool {name}={seconds:.3g}s" for name, seconds in self.tools.items()),
+        ]
+
+    def assumed(self) -> list[str]:
+        """Return a sentence on each kind of change."""
+        said = {
+            "a scaled stage has the same shape, with its own delays and waits": self.scale,
+            "a balanced stage takes the mean of its workers, who still do the same work in all": self.balance,
+            "a rollout without its tail is followed by stages that take as long as before": self.no_tail,
+            "other calls take as long as before a tool changed, also in a fuller engine": self.tools,
+        }
+        return [sentence for sentence, change in said.items() if change]
+
+
+class PathRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A time on the critical path.
+
+    Attributes:
+        stage: Stages around it, the outermost first.
+        who: Lane, worker or the loop, and group and sample of a trajectory.
+        kind: ``own code`` of the loop, ``work`` of a worker, a collective, ``delay``, part of a request, or
+            cause of a trajectory's time.
+        begin_us: Begin, relative to the begin of the step.
+        duration_us: Duration.
+        share: Share of the step.
+    """
+
+    columns: ClassVar[str] = "stage, who, kind, time=duration_us, share"
+
+    stage: str
+    who: str
+    kind: str
+    begin_us: float
+    duration_us: float
+    share: float
+
+
+class SlackRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The slack of a process in a stage.
+
+    Attributes:
+        stage: The outermost stage.
+        who: Lane, worker or the loop.
+        time_us: Time in which the process works in the stage.
+        slack_us: How much longer this could take without a longer step; 0 on the critical path.
+    """
+
+    columns: ClassVar[str] = "stage, who, works=time_us, slack=slack_us"
+
+    stage: str
+    who: str
+    time_us: float
+    slack_us: float
+
+
+class HelpRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The predicted effect of one change.
+
+    Attributes:
+        option: The change, as an option of the command.
+        predicted_us: Duration of the step.
+        difference_us: Difference to the recorded step.
+        difference_share: Difference as a share of the recorded step.
+    """
+
+    columns: ClassVar[str] = "option, step=predicted_us, difference_us, share=difference_share"
+
+    option: str
+    predicted_us: float
+    difference_us: float
+    difference_share: float
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """A step as it would be after changes; without changes, the recorded step.
+
+    Attributes:
+        step: Number of the step.
+        span_us: Duration of the recorded step.
+        predicted_us: Duration of the predicted step.
+        changes: The changes, as options of the command.
+        path: The critical path of the predicted step, in order; the durations add up to ``predicted_us``.
+        slack: Slack of each process in each stage.
+        helps: Effects of single changes, the largest first; empty with changes.
+        assumed: Sentences on what is assumed.
+        notes: Sentences on what is not known, and on changes outside of what the capture shows.
+    """
+
+    step: int | None
+    span_us: float
+    predicted_us: float
+    changes: list[str]
+    path: list[PathRow]
+    slack: list[SlackRow]
+    helps: list[HelpRow]
+    assumed: list[str]
+    notes: list[str]
+
+
+def predict(
+    graph: Graph, changes: Changes | None = None, step: int | None = None, notes: Iterable[str] = ()
+) -> Prediction:
+    """Return the step after changes, its critical path and its slack.
+
+    Args:
+        graph: The graph of the step.
+        changes: The changes; by default none.
+        step: Number of the step.
+        notes: Sentences on what is not known.
+
+    Raises:
+        ConfigError: The step has no such stage, tool or rollout.
+    """
+    changes = changes or Changes()
+    recorded = replay(graph)
+    found = _changed(graph, changes)
+    helps = [] if changes.options() else [_help(recorded, one) for one in _candidates(graph)]
+    return Prediction(
+        step=step,
+        span_us=recorded.span_ns / 1000,
+        predicted_us=found.span_ns / 1000,
+        changes=changes.options(),
+        path=_path_rows(found),
+        slack=_slack_rows(found),
+        helps=sorted(
+            (row for row in helps if row.difference_share < -_LEAST_SHARE), key=lambda row: row.difference_us
+        ),
+        assumed=[*(f"{rule} ({many:,})" for rule, many in graph.assumed.items()), *changes.assumed()],
+        notes=[*notes, *_extrapolations(graph, changes)],
+    )
+
+
+def _changed(graph: Graph, changes: Changes) -> Replay:
+    """Return the replay of a graph with changes."""
+    took = [float(one.end_ns - one.begin_ns) for one in graph.segments]
+    delay = [float(ns) for ns in graph.delay_ns]
+    after: list[Sequence[int]] = [one.after for one in graph.segments]
+    for stage, factor in changes.scale.items():
+        _known("--scale", stage, {name for one in graph.segments for name in one.within})
+        for at, one in enumerate(graph.segments):
+            took[at] *= factor if stage in one.within else 1.0
+            delay[at] *= factor if stage in one.around else 1.0
+    for stage in changes.balance:
+        _known("--balance", stage, _balanced(graph))
+        for at, factor in _shares(graph, stage).items():
+            took[at] *= factor
+    for name, seconds in changes.tools.items():
+        calls = _calls(graph, name)
+        _known("--tool", name, _tools(graph))
+        for at in calls:
+            took[at] *= seconds * 1e9 / graph.segments[at].call_ns
+    if changes.no_tail is not None:
+        if not graph.tails:
+            raise ConfigError("--no-tail", "no stage waits for trajectories or requests")
+        for at, left_out in _tails(graph, changes.no_tail):
+            after[at] = [before for before in after[at] if before not in left_out]
+    return replay(graph, [round(ns) for ns in took], [round(ns) for ns in delay], after)
+
+
+def _known(option: str, name: str, choices: Iterable[str]) -> None:
+    names = set(choices)
+    if name not in names and f"{_TOOL}{name}" not in names:
+        shown = {one.removeprefix(_TOOL) for one in names}
+        raise ConfigError(option, f"the step has no {name!r}; {choices_hint(name, shown)}")
+
+
+def _balanced(graph: Graph) -> list[str]:
+    """Return the stages that several workers of a role run at once."""
+    parts = graph.parts
+    return sorted({name for role, name, number in parts if parts.count((role, name, number)) > 1})
+
+
+def _shares(graph: Graph, stage: str) -> dict[int, float]:
+    """Return the factor of each segment of a stage for which each worker takes the mean time."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for at, one in enumerate(graph.segments):
+        if one.part >= 0 and graph.parts[one.part][1] == stage:
+            found[one.part].append(at)
+    runs: defaultdict[tuple[str, str, int], list[int]] = defaultdict(list)
+    for part in found:
+        runs[graph.parts[part]].append(part)
+    factors: dict[int, float] = {}
+    for parts in runs.values():
+        took = [_worked_ns(graph.segments[at] for at in found[part]) for part in parts]
+        mean = sum(took) / len(took)
+        for part, own in zip(parts, took, strict=True):
+            factors |= {at: mean / own for at in found[part] if own}
+    return factors
+
+
+def _worked_ns(segments: Iterable[Segment]) -> int:
+    return length(spans_of((one.begin_ns, one.end_ns) for one in segments))
+
+
+def _tools(graph: Graph) -> set[str]:
+    """Return the names of calls whose duration can be set."""
+    return {one.kind for one in graph.segments if one.call_ns and not one.kind.startswith(LOOP_LAG)}
+
+
+def _calls(graph: Graph, name: str) -> list[int]:
+    """Return the segments of a tool's calls, and of the loop lag that they cause."""
+    kinds = {called for own in (name, f"{_TOOL}{name}") for called in (own, f"{LOOP_LAG} by {own}")}
+    return [at for at, one in enumerate(graph.segments) if one.kind in kinds and one.call_ns]
+
+
+def _tails(graph: Graph, percent: float) -> Iterable[tuple[int, set[int]]]:
+    """Yield each segment that waits for a rollout, and the trajectories or requests in its tail."""
+    rollouts: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+    for at in graph.tails:
+        one = graph.segments[at]
+        rollouts[one.within, graph.parts[one.part] if one.part >= 0 else at].append(at)
+    for waiting in rollouts.values():
+        ended = sorted((graph.segments[last].end_ns, last) for at in waiting for last in graph.tails[at])
+        left_out = {last for _, last in ended[math.ceil(len(ended) * percent / 100) :]}
+        yield from ((at, left_out) for at in waiting)
+
+
+def _candidates(graph: Graph) -> list[Changes]:
+    """Return single changes to try."""
+    stages = dict.fromkeys(one.within[0] for one in graph.segments if one.within)
+    found = [Changes(scale={stage: 0.5}) for stage in stages]
+    found += [Changes(balance=[stage]) for stage in _balanced(graph)]
+    if sum(map(len, graph.tails.values())) >= _LEAST_OF_TAIL:
+        found.append(Changes(no_tail=90.0))
+    for kind in sorted(_tools(graph)):
+        if kind.startswith(_TOOL):
+            calls = [graph.segments[at].call_ns for at in _calls(graph, kind)]
+            found.append(Changes(tools={kind.removeprefix(_TOOL): sum(calls) / len(calls) / 2e9}))
+    return found
+
+
+def _help(recorded: Replay, changes: Changes) -> HelpRow:
+    predicted = _changed(recorded.graph, changes).span_ns
+    change = predicted - recorded.span_ns
+    return HelpRow(
+        option=" ".join(changes.options()),
+        predicted_us=predicted / 1000,
+        difference_us=change / 1000,
+        difference_share=change / max(recorded.span_ns, 1),
+    )
+
+
+def _extrapolations(graph: Graph, changes: Changes) -> Iterable[str]:
+    """Yield a sentence for each duration of a tool that no call in the capture had."""
+    for name, seconds in changes.tools.items():
+        calls = [graph.segments[at].call_ns / 1e9 for at in _calls(graph, name)]
+        if not min(calls) <= seconds <= max(calls):
+            yield (
+                f"extrapolated: calls of {name} took {duration(min(calls))} to {duration(max(calls))} in the "
+                f"capture, and none took {duration(seconds)}"
+            )
+
+
+def _path_rows(replayed: Replay) -> list[PathRow]:
+    graph, rows = replayed.graph, list[PathRow]()
+    for part in critical_path(replayed):
+        one = graph.segments[part.segment]
+        stages = one.around if part.is_delay else one.within
+        row = PathRow(
+            stage=" / ".join(stages) or OUTSIDE_STAGES,
+            who=f"{one.who} {one.trajectory}" if one.trajectory else one.who,
+            kind=DELAY if part.is_delay else one.kind,
+            begin_us=(part.begin_ns - graph.begin_ns) / 1000,
+            duration_us=(part.end_ns - part.begin_ns) / 1000,
+            share=(part.end_ns - part.begin_ns) / max(replayed.span_ns, 1),
+        )
+        if rows and (row.stage, row.who, row.kind) == (rows[-1].stage, rows[-1].who, rows[-1].kind):
+            row = added(rows.pop(), row)
+        rows.append(row)
+    return rows
+
+
+def added(row: PathRow, other: PathRow) -> PathRow:
+    """Return a row with the time of both rows."""
+    duration_us, share = row.duration_us + other.duration_us, row.share + other.share
+    return msgspec.structs.replace(row, duration_us=duration_us, share=share)
+
+
+def _slack_rows(replayed: Replay) -> list[SlackRow]:
+    found: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for at, one in enumerate(replayed.graph.segments):
+        if replayed.took_ns[at]:
+            found[one.within[0] if one.within else OUTSIDE_STAGES, one.who].append(at)
+    slack, end_ns, took_ns = slacks_ns(replayed), replayed.end_ns, replayed.took_ns
+    return [
+        SlackRow(
+            stage=stage,
+            who=who,
+            time_us=length(spans_of((end_ns[at] - took_ns[at], end_ns[at]) for at in own)) / 1000,
+            slack_us=min(slack[at] for at in own) / 1000,
+        )
+        for (stage, who), own in found.items()
+    ]
