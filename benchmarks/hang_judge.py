@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import results
+from ranks import environments
 
 from verl_profiling import ProfilingCallback, span, stage, trajectory
 from verl_profiling.workers import AgentLoopCaptureMixin, CaptureMixin, RequestLog, RolloutCaptureMixin
@@ -241,11 +241,8 @@ def judge(loop_name: str, kinds: list[str], folder: Path, found: dict[str, Any])
     """Run one loop with some kinds of hangs, and add what was found."""
     folder.mkdir(parents=True)
     (folder / "fault").write_text("")
-    port = str(random.randrange(20_000, 30_000))
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     command, processes = [sys.executable, __file__, loop_name, str(folder)], []
-    for rank in range(2 if loop_name == "ranks" else 1):
-        given = {**os.environ, **(where if loop_name == "ranks" else {}), "RANK": str(rank)}
+    for rank, given in enumerate(environments(2) if loop_name == "ranks" else [None]):
         with (folder / f"log{rank}.txt").open("w") as log:
             processes.append(subprocess.Popen(command, env=given, stdout=log, stderr=log))
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import random
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from ranks import environments
 
 from verl_profiling import ProfilingCallback, span, stage, trajectory
 from verl_profiling.capture.session import process_session
@@ -161,14 +161,8 @@ def run_on_ranks(plan: dict[str, Any], ranks: int, folder: Path) -> list[str]:
     """
     folder.mkdir(parents=True)
     (folder / "plan.json").write_text(json.dumps(plan))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    world["WORLD_SIZE"] = str(ranks)
     command = [sys.executable, __file__, str(folder)]
-    processes = [
-        subprocess.Popen(command, env={**os.environ, **world, "RANK": str(rank)}) for rank in range(ranks)
-    ]
+    processes = [subprocess.Popen(command, env=of_rank) for of_rank in environments(ranks)]
     try:
         for process in processes:
             if status := process.wait(1800):

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import results
+from ranks import environments
 from watch_judge_plan import LOG, Plan
 
 __all__ = ["FAULTS", "LOOPS", "Fault", "markdown"]
@@ -107,14 +107,10 @@ def run(fault: Fault, loop: str, folder: Path, hang_s: float) -> dict[str, Any]:
     plan = replace(plan, hang_s=min(plan.hang_s, hang_s))
     plan.write()
     command = [sys.executable, str(Path(__file__).with_name(f"watch_judge_{loop}.py")), str(folder)]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    of_ranks = [{"RANK": str(rank), "WORLD_SIZE": str(RANKS), **where} for rank in range(RANKS)]
     processes = []
-    for rank, given in enumerate(of_ranks if loop == "ranks" else [{}]):
+    for rank, given in enumerate(environments(RANKS) if loop == "ranks" else [None]):
         with (folder / (f"rank{rank}.txt" if rank else LOG)).open("w") as log:
-            processes.append(subprocess.Popen(command, env={**os.environ, **given}, stdout=log, stderr=log))
+            processes.append(subprocess.Popen(command, env=given, stdout=log, stderr=log))
     try:
         statuses = [process.wait(LIMIT_S + plan.hang_s) for process in processes]
     finally:
