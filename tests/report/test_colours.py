@@ -1,4 +1,4 @@
-"""Colours of the page: no two things have the same, and a name has its own everywhere."""
+"""Colours of the page: those of stages, of lost time and of load are all different."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from verl_profiling.report.tables import stage_class
 STYLE = (resources.files("verl_profiling.report") / "page" / "page.css").read_text(encoding="utf-8")
 
 
-def test_no_colour_means_two_things() -> None:
-    """Stages, causes and load share none; known stages have colours of their own."""
+def test_stages_lost_time_and_load_share_no_colour() -> None:
+    """A known stage has a colour of its own; all other names share six."""
     light = dict(re.findall(r"--([\w-]+): (#\w{6})", STYLE.partition("}")[0]))
     light |= dict(re.findall(r"\.(s\d+|k-\w+) \{ --key: (#\w{6})", STYLE))
     causes = [f"k-{cause}" for cause in (*CAUSES, OTHER_RANKS)]

@@ -9,13 +9,15 @@ import pytest
 from drawn_steps import Worker, drawn_inputs
 
 from verl_profiling.cli import main
-from verl_profiling.report.kinds import (
-    PATTERNS,
-    Pattern,
-    communicates,
-    own_name,
-)
+from verl_profiling.report.kinds import PATTERNS, Pattern, communicates, own_name
 
+# Names as profilers wrote them.
+COMMUNICATION = (
+    "void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*, unsigned)",
+    "_ZN5aiter26cross_device_reduce_2stageIDF16bLi8ELb0EEEv",
+    "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<1, half>(int)",
+    "void deep_ep::legacy::intranode::notify_dispatch<8>(int const*)",
+)
 COMPUTATION = (
     "void SmallReduceKernel<float>(float*)",
     "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float> >(at::native::ReduceOp<float>)",
@@ -27,6 +29,12 @@ COMPUTATION = (
     "void at::native::(anonymous namespace)::scatter_reduce_kernel<deep_ep::Buffer>(int)",
     "void dpsk::ep::cuda::get_dispatch_layout<256>(long const*)",
 )
+
+
+@pytest.mark.parametrize("name", COMMUNICATION)
+def test_these_kernels_communicate(name: str) -> None:
+    """Demangled or not, in any namespace and with any parameters."""
+    assert communicates()(name)
 
 
 @pytest.mark.parametrize("name", COMPUTATION)

@@ -12,6 +12,7 @@ from step_folders import build_step
 from step_outcome import printed
 
 from verl_profiling.analysis import open_step
+from verl_profiling.cli import main
 from verl_profiling.report.html import summary
 from verl_profiling.report.model import Finding, Report
 
@@ -61,6 +62,13 @@ def test_it_fits_the_terminal(report: Report, width: int) -> None:
     assert not re.search(r"^ *(s|ms|us|ns)\b", text, re.MULTILINE)
     first_column = "".join(line.split(" ")[0] for line in text.splitlines())
     assert all(row.name in first_column for row in report.workers)
+
+
+def test_a_pipe_gets_100_columns_without_colour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(build_step(tmp_path)), "--all"]) == 0
+    printed = capsys.readouterr().out
+    assert 80 < max(map(len, printed.splitlines())) <= 100
+    assert "\x1b" not in printed
 
 
 def test_what_is_left_out_is_counted(report: Report) -> None:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from verl_profiling.timeline.categories import meaning_of
+from verl_profiling.timeline.categories import CATEGORIES, meaning_of
+
+
+def test_each_category_has_one_meaning() -> None:
+    """A name that is listed twice would take the meaning of the last row."""
+    counts = Counter(name for row in CATEGORIES for name in row.names)
+    assert [name for name, times in counts.items() if times > 1] == []
 
 
 def test_every_category_of_the_installed_torch_is_known() -> None:
