@@ -116,6 +116,13 @@ class TestOneFrame:
         assert main(["top", str(run)]) == EXIT_OK
         assert "step 29" in capsys.readouterr().out
 
+    def test_an_anomaly_that_waits_is_beside_the_captures(
+        self, run: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        WatchLog(run)(msgspec.structs.replace(summary(30), waits="step 12 was captured"))
+        assert main(["top", str(run), "--once"]) == EXIT_OK
+        assert "1 capture; an anomaly waits: step 12 was captured\n" in capsys.readouterr().out
+
     def test_a_step_that_hangs_comes_first_until_it_goes_on(
         self, run: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

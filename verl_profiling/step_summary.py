@@ -198,6 +198,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         rollout_idle: Idle time of the rollout's replicas, or of the stage ``rollout``; ``None`` if unknown.
         samples: Number of trajectories that ended in the step; without trajectories, number of requests.
         hang: The last hang in the step.
+        waits: Why a noticed anomaly is not captured yet, e.g. the cooldown; empty if none waits.
     """
 
     step: Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
@@ -216,6 +217,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     rollout_idle: Idle | None = None
     samples: Count = 0
     hang: Hang | None = None
+    waits: str = ""
 
     @property
     def duration_ns(self) -> int:

@@ -158,7 +158,8 @@ def test_what_is_noticed_soon_after_a_capture_is_captured_when_it_may(
     step = loop.quiet(5)
     with caplog.at_level(logging.WARNING):
         assert loop.is_slow(step, times=longer("reward", 9)) is None
-        while (decision := loop.goes(summary(loop.step + 1))) is None:
+        while (decision := loop.goes(ended := summary(loop.step + 1))) is None:
+            assert ended.waits.startswith(f"step {captured} was captured, and the watch pauses for 10 steps")
             assert loop.step < captured + 20
     assert caplog.text.count("watch.trigger.cooldown") == 1
     assert (decision.step_range.first, decision.trigger.noticed) == (captured + 11, step + 1)

@@ -46,7 +46,7 @@ class Anomalies:
         self._detector = Detector(options)
         self._noticed: Suspicion | None = None
         self._noticed_s, self._listened = 0.0, 0
-        self._waits = False
+        self._waits = ""
         self._made = 0
         self._captured: int | None = None
         self._coming: int | None = None
@@ -56,6 +56,7 @@ class Anomalies:
     def listen(self, summary: StepSummary) -> None:
         """Search a step summary for an anomaly; called on the watch's thread."""
         noticed = self._noticed
+        summary.waits = self._waits
         self._listened += 1
         if noticed is not None and noticed.stage and not (noticed.suspects or summary.captured):
             named = noticed.named_in(summary)
@@ -76,7 +77,7 @@ class Anomalies:
         noticed = self._noticed
         # Of a batch, the first with suspects is captured.
         if noticed is None or self._waits or (found.suspects and not noticed.suspects):
-            self._noticed, self._waits = found, False
+            self._noticed, self._waits = found, ""
             self._noticed_s, self._listened = time.monotonic(), 0
             self._uses = {use.lane: use for use in (*summary.loop, *summary.workers)}
 
@@ -100,9 +101,9 @@ class Anomalies:
             if not self._waits:
                 at = noticed.noticed
                 logger.warning("watch: the anomaly of step %s is not captured yet: %s", at, why)
-            self._waits = True
+            self._waits = why
             return None
-        self._noticed, self._waits = None, False
+        self._noticed, self._waits = None, ""
         self._coming = step
         return Decision(
             StepRange(step, step), noticed.trigger(), None if scheduled else self._selection(noticed)

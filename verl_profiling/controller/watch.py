@@ -208,7 +208,7 @@ class Watch:
             self.summaries.append(summary)
             if self.options.trigger is not None:
                 self.recorders.follow(summary)
-            for listener in [*self._log, *self.listeners]:
+            for listener in [*self.listeners, *self._log]:  # what the first one adds is logged
                 try:
                     listener(summary)
                 except Exception as error:  # an error of a listener does not stop the watch

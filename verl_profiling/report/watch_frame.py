@@ -21,7 +21,7 @@ from verl_profiling.report.sentences import axis_top, counted, sparkline, waits
 from verl_profiling.report.terminal import table_of
 from verl_profiling.run_files import named_file
 from verl_profiling.shifts import Past, noticed_from
-from verl_profiling.step_summary import ExposedStage, RoleMemory, StepSummary
+from verl_profiling.step_summary import RoleMemory, StepSummary
 from verl_profiling.timeline.inputs import step_folders
 from verl_profiling.units import byte_size, duration, visible
 
@@ -150,6 +150,8 @@ def watch_frame(
         footer: Last line, e.g. ``Ctrl-C quits``.
     """
     newest = f", the latest {len(latest)}:" if captures > len(latest) else ":"
+    if steps and steps[-1].waits:
+        newest = f"; an anomaly waits: {steps[-1].waits}"
     lines: list[Text | Table] = [
         *([Text(visible(pulse.hangs), "bold red")] if pulse.hangs else ()),
         _line((run, "bold"), ": ", (pulse.says, "green" if pulse.is_well else "red")),
@@ -197,7 +199,9 @@ def _stages(steps: Sequence[StepSummary]) -> Table:
         values = [times.get(name, 0.0) for times in by_stage]
         share = seconds[name] / latest.seconds if latest.seconds else 0.0
         cells = [duration(seconds[name]), f"{share:.1%}", duration(median(values))]
-        cells += [sparkline(values, _TREND), _leads(rows.get(name))]
+        row = rows.get(name)
+        leads = f"{row.leader} {duration(row.lead_ns / 1e9, signed=True)}" if row and row.lead_ns else ""
+        cells += [sparkline(values, _TREND), leads]
         table.add_row(*_texts(name or IN_NO_STAGE, *cells), style="dim" if not name else "")
     _add_more(table, len(seconds) - _MANY_STAGES)
     return table
@@ -232,12 +236,6 @@ def _texts(*cells: str) -> Iterator[Text]:
 def _add_more(table: Table, more: int) -> None:
     if more > 0:
         table.add_row(Text(f"and {more} more"))
-
-
-def _leads(row: ExposedStage | None) -> str:
-    if row is None or not row.leader or not row.lead_ns:
-        return ""
-    return f"{row.leader} {duration(row.lead_ns / 1e9, signed=True)}"
 
 
 def _unsteady(steps: Sequence[StepSummary]) -> str:
