@@ -121,17 +121,7 @@ class SpanRecord(msgspec.Struct, frozen=True, array_like=True, tag="s"):
 
 
 class Lag(msgspec.Struct, frozen=True, array_like=True, tag="lag"):
-    """The delay of a callback on an event loop.
-
-    Attributes:
-        loop: Number of the loop.
-        at_ns: Time at which the callback ran.
-        late_ns: Delay after the due time.
-    """
-
-    loop: Id
-    at_ns: Ns
-    late_ns: Count
+    """The delay of a callback on an event loop; only logs of version 0.1.0 have it, and it is ignored."""
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True, tag="block"):
@@ -205,7 +195,6 @@ _PARTS = {
     LoopRecord: "loops",
     TrajectoryRecord: "trajectories",
     SpanRecord: "spans",
-    Lag: "lags",
     Block: "blocks",
     StatusChange: "statuses",
     Counted: "counts",
@@ -223,7 +212,6 @@ class TrajectoryLog(msgspec.Struct, kw_only=True):
         loops: Event loops of the process.
         trajectories: The recorded trajectories.
         spans: Spans of trajectories, and spans outside trajectories.
-        lags: Delays of the event loops.
         blocks: Periods in which a task blocked an event loop.
         statuses: Status changes after the end of trajectories.
         counts: Values of counters.
@@ -240,7 +228,6 @@ class TrajectoryLog(msgspec.Struct, kw_only=True):
     loops: list[LoopRecord] = []
     trajectories: list[TrajectoryRecord] = []
     spans: list[SpanRecord] = []
-    lags: list[Lag] = []
     blocks: list[Block] = []
     statuses: list[StatusChange] = []
     counts: list[Counted] = []

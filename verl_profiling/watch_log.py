@@ -1,14 +1,15 @@
 """Reads the log of a run's watch, which has one step summary per line, in a current and an older file.
 
 If a step has several lines, the last line counts. Both files have a limited size, so a long run keeps its
-latest steps. :mod:`verl_profiling.watch.log` writes the log; ``top`` and the report read the growing files
-with :class:`WatchLogReader`.
+latest steps. :mod:`verl_profiling.watch.log` writes the log; ``top`` follows the growing files with
+:class:`WatchLogReader`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,6 +28,21 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 def has_watch_log(run: Path) -> bool:
     """Return whether the folder of a run contains a watch log."""
     return (run / WATCH_LOG).exists() or (run / OLDER_WATCH_LOG).exists()
+
+
+def read_watch_log(run: Path) -> Sequence[StepSummary]:
+    """Return the lines of a run's watch log; they are read again only if a file has another size by then.
+
+    Raises:
+        TraceFormatError: The log leads out of the run's folder, or cannot be read.
+    """
+    parts = (run / OLDER_WATCH_LOG, run / WATCH_LOG)
+    return _lines(run, tuple(part.stat().st_size for part in parts if part.exists()))
+
+
+@lru_cache(maxsize=1)
+def _lines(run: Path, sizes: tuple[int, ...]) -> Sequence[StepSummary]:
+    return [*WatchLogReader(run).read()]
 
 
 def latest_step(lines: Iterable[StepSummary]) -> list[StepSummary]:

@@ -15,7 +15,7 @@ from verl_profiling.analysis import open_step
 from verl_profiling.capture_request import Trigger
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.report.findings import LIMIT
+from verl_profiling.report.findings import LIMIT, find
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.run_files import read_manifest
 
@@ -127,7 +127,7 @@ def test_a_rank_that_is_a_little_later_is_no_cause_where_all_are_slow(
 def test_nobody_comes_last_without_a_stage_or_in_turn(tmp_path: Path) -> None:
     """The rollout has no collectives; and of ranks each keeps the other waiting once."""
     report = small_straggler(tmp_path, Trigger(kind="demand", stage="rollout"), False)
-    assert "comes last" not in " ".join(one.text for one in report.findings)
+    assert "is the last to enter" not in " ".join(one.text for one in report.findings)
     begins = {0: (1.0, 3.4), 1: (1.4, 3.0)}
     workers = [
         Worker("actor", rank, stages=[("update_actor", 0, 4)], kernels=[(REDUCE, a, 2), (REDUCE, b, 4)])
@@ -321,6 +321,11 @@ def test_a_capture_of_the_watch_names_the_replica_that_is_slow_at_each_token(tmp
     ]
     assert "slow_replica" not in rules(report_of(tmp_path, [("rollout", 0, 4)], engines))
     rewrite(tmp_path, trigger=Trigger(kind="anomaly", sign="slow_stage", stage="rollout"))
-    found = said(open_step(tmp_path).report(), "slow_replica")
+    report = open_step(tmp_path).report()
+    found = said(report, "slow_replica")
     assert found.text.startswith("rollout2 takes 65.3 ms a token, the other replicas 32.3 ms")
     assert (found.lanes, round(found.seconds, 1)) == (["rollout2_rank0"], 2.0)
+    (row,) = (row for row in report.workers if row.replica == 2)
+    more = [*report.workers, msgspec.structs.replace(row, name="rollout2_rank1")]
+    found = said(find(msgspec.structs.replace(report, workers=more)), "slow_replica")
+    assert (found.lanes, round(found.seconds, 1)) == (["rollout2_rank0", "rollout2_rank1"], 4.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from drawn_logs import DrawnLog
 from drawn_steps import engine, ns, report_of
@@ -15,7 +16,7 @@ from verl_profiling.manifest import POLLING, Request
 from verl_profiling.report.columns import Polling
 from verl_profiling.report.diff import compare
 from verl_profiling.report.files import scalars
-from verl_profiling.report.findings import all_findings
+from verl_profiling.report.findings import find
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.records import OTHERS
@@ -101,7 +102,8 @@ def test_polling_costs_what_the_trainer_sleeps_after_the_last_response(tmp_path:
         late_s=pytest.approx(0.9),
         late_share=pytest.approx(0.09),
     )
-    [finding] = [found for found in all_findings(report) if found.rule == "polling"]
+    alone = find(msgspec.structs.replace(report, devices=[]))  # without findings on its devices
+    [finding] = [found for found in alone.findings if found.rule == "polling"]
     assert finding.text == (
         "The trainer slept 900 ms (9% of the step) after the last response was there: "
         "it polls its replay buffer every 2.00 s."
@@ -212,6 +214,22 @@ def test_what_blocks_a_loop_is_named_with_those_that_stood_still(tmp_path: Path)
     assert (found["trajectories/count"], found["trajectories/loop_lag_s"]) == (3, pytest.approx(6))
     changes = {(change.kind, change.name): change for change in compare([report], [report]).changes}
     assert changes["trajectory", "loop lag"].before_s == pytest.approx(6)
+
+
+def test_requests_with_and_without_times_of_the_engine_are_compared_as_one(tmp_path: Path) -> None:
+    """Where both sides have the times, the parts of a request stay apart."""
+    log = DrawnLog()
+    log.trajectory(0, 4, ("generate", 0, 4))
+    joined = report_with(tmp_path, log)
+    (row,) = joined.rollout.causes
+    times = {"queued": 0.5, "prefill": 0.5, "decode": 3.0}
+    parts = [msgspec.structs.replace(row, cause=name, seconds=took) for name, took in times.items()]
+    apart = msgspec.structs.replace(joined, rollout=msgspec.structs.replace(joined.rollout, causes=parts))
+    for before, after in ((joined, apart), (apart, joined)):
+        (change,) = (one for one in compare([before], [after]).changes if one.kind == "trajectory")
+        assert (change.name, change.before_s, change.after_s) == ("generate", 4.0, 4.0)
+    found = {one.name: one.after_s for one in compare([apart], [apart]).changes if one.kind == "trajectory"}
+    assert found == times
 
 
 def test_a_group_is_done_with_its_last_member(tmp_path: Path) -> None:
@@ -328,7 +346,7 @@ def test_what_blocks_many_processes_is_one_finding(tmp_path: Path) -> None:
         log.block(1, 2, number, "tool:lookup")
         log.block(2.5, 3, function="json.loads (json.py:3)")
     report = report_with(tmp_path, *logs)
-    said = [finding for finding in all_findings(report) if finding.rule == "loop_blocked"]
+    said = [finding for finding in report.findings if finding.rule == "loop_blocked"]
     first, second = said
     assert first.text == (
         f"Tool `lookup` blocked the event {loops} for 30.0 s together, 30 times: 30 trajectories stood "

@@ -77,7 +77,6 @@ def test_a_block_names_the_span_and_the_function(run: Callable[[Body], Trajector
     assert "blocking (test_loop_lag.py:" in block.function
     assert seconds(block) > 0.2
     assert fetch.begin_ns <= block.begin_ns < end_ns <= block.end_ns <= fetch.end_ns
-    assert max(lag.late_ns for lag in log.lags) > 0.15e9
 
 
 def test_a_short_block_at_a_span_is_exact(run: Callable[[Body], TrajectoryLog]) -> None:

@@ -12,7 +12,13 @@ from drawn_summaries import summary
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.watch.log import WatchLog
-from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG, WatchLogReader, has_watch_log
+from verl_profiling.watch_log import (
+    OLDER_WATCH_LOG,
+    WATCH_LOG,
+    WatchLogReader,
+    has_watch_log,
+    read_watch_log,
+)
 
 
 def steps(reader: WatchLogReader) -> list[int]:
@@ -82,6 +88,15 @@ class TestWriting:
 
 class TestReading:
     """What ``top`` and the report do."""
+
+    def test_a_log_is_read_once_until_it_grows(self, tmp_path: Path) -> None:
+        assert read_watch_log(tmp_path) == []
+        log = WatchLog(tmp_path, max_part_bytes=4000)
+        log(summary(1))
+        assert read_watch_log(tmp_path) is read_watch_log(tmp_path)
+        for number in range(2, 100):
+            log(summary(number))
+            assert read_watch_log(tmp_path)[-1].step == number
 
     def test_only_what_is_new_is_read(self, tmp_path: Path) -> None:
         """Also of a log that is not there yet, and of a line whose end is still to come."""

@@ -27,8 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the artifacts under each path."""
-    runs = [open_run(path) for path in dict.fromkeys(arguments.paths)]
-    results = [run.check() for run in runs]
+    results = [open_run(path).check() for path in dict.fromkeys(arguments.paths)]
     if arguments.json:
         for result in results:
             print(msgspec.json.encode(result).decode())

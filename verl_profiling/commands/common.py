@@ -50,7 +50,7 @@ class StepByStep:
 
     Args:
         paths: The paths on the command line.
-        arguments: Parsed options of the command line.
+        communication: Regular expressions of further communication kernels.
 
     Raises:
         TraceFormatError: There is nothing to analyse.
@@ -60,13 +60,12 @@ class StepByStep:
         exit_code: 0, or 1 after a warning.
     """
 
-    def __init__(self, paths: Sequence[Path], arguments: argparse.Namespace) -> None:
-        communication = getattr(arguments, "communication", ())
+    def __init__(self, paths: Sequence[Path], communication: Sequence[str] = ()) -> None:
         self.steps, problems = open_steps(paths, communication=communication)
         self._failures: list[TraceFormatError] = []
-        self.exit_code = EXIT_FINDING if problems else EXIT_OK
+        self.exit_code = EXIT_OK
         for problem in problems:
-            warn(problem)
+            self.problem(problem)
         for folder in {step.directory for step in self.steps}:
             clear_leftovers(folder)
 
@@ -95,8 +94,7 @@ class StepByStep:
             self._failures.append(error)
             if len(self._failures) == len(self.steps):
                 raise
-            warn(str(error))
-            self.exit_code = EXIT_FINDING
+            self.problem(str(error))
 
     def problem(self, sentence: str) -> None:
         """Print a warning about a step, and set the exit code to 1."""
@@ -117,8 +115,4 @@ def progress(what: str, total: int) -> Iterator[Callable[[object], None]]:
     columns = (TextColumn(what), BarColumn(), count, TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
-
-        def advance(done: object) -> None:
-            bar.advance(task)
-
-        yield advance
+        yield lambda done: bar.advance(task)

@@ -76,7 +76,7 @@ def _reports(path: Path, arguments: argparse.Namespace) -> tuple[list[Report], i
     """Return the reports of one side, and the exit code."""
     if (saved := saved_report(path)) is not None:
         return [saved], EXIT_OK
-    work = StepByStep([path], arguments)
+    work = StepByStep([path], arguments.communication)
     return [report for _, report in work.reports()], work.exit_code
 
 

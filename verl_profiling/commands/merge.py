@@ -49,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Merge every step under the path."""
-    work = StepByStep(arguments.paths, arguments)
+    work = StepByStep(arguments.paths)
     if arguments.output:
         if len(work.steps) > 1:
             titles = listed([step.inputs.title for step in work.steps])

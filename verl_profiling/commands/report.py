@@ -26,7 +26,7 @@ from verl_profiling.run_files import naming, whole_file
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.timeline.inputs import how_to_capture, is_uncaptured, the_run
 from verl_profiling.units import visible
-from verl_profiling.watch_log import WatchLogReader
+from verl_profiling.watch_log import read_watch_log
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +96,7 @@ def _of_uncaptured(runs: Sequence[Path], arguments: argparse.Namespace, *, alone
 
 def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: list[Path]) -> int:
     """Report on the captured steps; append the written files to ``written``, and return the exit code."""
-    work = StepByStep(paths, arguments)
+    work = StepByStep(paths, arguments.communication)
     reports = work.reports()
     for path in paths:
         if sentence := open_run(path).never_came():
@@ -149,13 +149,12 @@ def _verdict(reports: Sequence[Report], arguments: argparse.Namespace) -> bool:
 
 
 def _watched(run: Path) -> list[StepSummary]:
-    """Return the steps in the watch log of a run; warn if a part of the log is unreadable."""
-    lines: list[StepSummary] = []
+    """Return the steps in the watch log of a run; warn if the log is unreadable."""
     try:
-        lines.extend(WatchLogReader(run).read())
+        return logged_steps(read_watch_log(run))
     except TraceFormatError as error:
         warn(str(error))
-    return logged_steps(lines)
+        return []
 
 
 def _write(path: Path, content: bytes) -> None:

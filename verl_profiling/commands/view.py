@@ -53,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    step = only_step(StepByStep([arguments.path], arguments).steps, arguments.path)
+    step = only_step(StepByStep([arguments.path]).steps, arguments.path)
     ui = bundled_ui()
     if ui is None and arguments.port != PERFETTO_PORT:
         raise ConfigError(

@@ -64,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the critical path of each step, as recorded or with changes."""
-    work = StepByStep(arguments.paths, arguments)
+    work = StepByStep(arguments.paths, arguments.communication)
     steps = [step for capture in work.steps for step in capture.by_step()]
     found: list[tuple[CapturedStep, Prediction]] = []
     with progress("reading", sum(len(step.inputs.sources) for step in steps)) as advance:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -143,19 +143,11 @@ def requests_running(step: Step) -> list[RunningRow]:
     for worker in step.capture.workers if step.capture else []:
         for one in worker.requests:
             spans[one.replica, worker.name].append((one.begin_ns, one.end_ns))
-    return [
-        RunningRow(
-            worker=worker,
-            replica=replica,
-            requests=_means(spans[replica, worker], step),
-        )
-        for replica, worker in sorted(spans)
-    ]
-
-
-def _means(spans: list[tuple[int, int]], step: Step) -> list[float]:
-    means = _running(np.array(spans, np.int64), step.begin_ns, step.end_ns) if spans else ()
-    return [round(float(mean), 2) for mean in means]
+    rows = []
+    for replica, name in sorted(spans):
+        means = _running(np.array(spans[replica, name], np.int64), step.begin_ns, step.end_ns)
+        rows.append(RunningRow(worker=name, replica=replica, requests=means.round(2).tolist()))
+    return rows
 
 
 def _running(spans: Spans, begin_ns: int, end_ns: int) -> NDArray[np.float64]:
@@ -168,15 +160,13 @@ def _running(spans: Spans, begin_ns: int, end_ns: int) -> NDArray[np.float64]:
 
 def gantt(step: Step) -> Iterator[GanttSpan]:
     """Yield the runs of the controller's stages, then of each worker's."""
-    yield from _stages("controller", step.stages, step)
-    for worker in step.workers:
-        yield from _stages(worker.name, worker.stages, step)
-
-
-def _stages(worker: str, spans: Sequence[StageSpan], step: Step) -> Iterator[GanttSpan]:
-    return (_span(worker, one, step, row=row) for one, row in stages_by_row(spans))
-
-
-def _span(lane: str, span: StageSpan, step: Step, **more: Any) -> GanttSpan:
-    begin_us, end_us = ((ns - step.begin_ns) / 1000 for ns in (span.begin_ns, span.end_ns))
-    return GanttSpan(lane=lane, name=span.name, begin_us=begin_us, end_us=end_us, depth=span.depth, **more)
+    for lane, stages in (("controller", step.stages), *((one.name, one.stages) for one in step.workers)):
+        for span, row in stages_by_row(stages):
+            yield GanttSpan(
+                lane=lane,
+                name=span.name,
+                begin_us=(span.begin_ns - step.begin_ns) / 1000,
+                end_us=(span.end_ns - step.begin_ns) / 1000,
+                depth=span.depth,
+                row=row,
+            )

@@ -26,7 +26,7 @@ from verl_profiling.timeline.merge import zero_ns
 from verl_profiling.timeline.step import Source, StepInputs
 from verl_profiling.trajectory_log import TrajectoryLog
 from verl_profiling.units import step_list, visible_text_of
-from verl_profiling.watch_log import WatchLogReader
+from verl_profiling.watch_log import read_watch_log
 
 _MOST_NOTES = 100
 
@@ -170,12 +170,11 @@ def read_trajectories(
 
 def _watched(inputs: StepInputs) -> StepSummary | None:
     """Return the last summary of the captured step in the log of the run's watch."""
-    found = None
     with suppress(TraceFormatError):
-        for line in WatchLogReader(inputs.directory.parent).read():
+        for line in reversed(read_watch_log(inputs.directory.parent)):
             if (line.step, line.captured) == (inputs.step, inputs.directory.name):
-                found = line
-    return found
+                return line
+    return None
 
 
 def _notes(manifest: Manifest, step: Step, capture: Manifest | None) -> list[str]:

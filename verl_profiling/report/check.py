@@ -25,7 +25,7 @@ from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.trace import Blocks, Limits, Trace
 from verl_profiling.trajectory_log import LOG_SUFFIX, read_log
 from verl_profiling.units import visible_text_of
-from verl_profiling.watch_log import WATCH_LOG, WatchLogReader, has_watch_log, latest_step
+from verl_profiling.watch_log import WATCH_LOG, has_watch_log, latest_step, read_watch_log
 
 Status = Literal["ok", "begun", "cut", "missing", "empty", "truncated", "unreadable", "failed", "skipped"]
 
@@ -110,7 +110,7 @@ def _check_run(run: Path) -> Iterator[Checked]:
             if not (run / step_folder_name(step)).exists():
                 reason = f"step {step} of schedule.steps has no folder, and training did not end: {info.over}"
                 yield Checked(path=RUN_NAME, status="missing", reason=reason)
-    for last in latest_step(WatchLogReader(run).read()) if has_watch_log(run) else ():
+    for last in latest_step(read_watch_log(run)) if has_watch_log(run) else ():
         if last.hangs:
             yield Checked(path=WATCH_LOG, status="failed", reason=last.hangs)
 
@@ -179,8 +179,7 @@ def _check_file(
 
 def _log(path: Path, limits: Limits) -> _Content:
     log = read_log(path, limits.reached)
-    records = len(log.trajectories) + len(log.spans) + len(log.lags)
-    records += len(log.blocks) + len(log.statuses) + len(log.counts)
+    records = len([*log.trajectories, *log.spans, *log.blocks, *log.statuses, *log.counts])
     problems = "; ".join(log.problems)
     if log.damaged or log.cut:
         return "unreadable" if log.damaged else "truncated", problems, records

@@ -12,7 +12,6 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP
 from verl_profiling.units import duration
 
 
@@ -58,11 +57,6 @@ class OutsideRow(msgspec.Struct, frozen=True, kw_only=True):
     runs: int
     begin_us: float
     duration_us: float
-
-    @property
-    def is_pause(self) -> bool:
-        """Whether the row is a pause, in which the loop only waited for the capture."""
-        return self.name in (CAPTURE_START, CAPTURE_STOP)
 
 
 class UseRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ larger of both sides. Noise is known only if each side has several steps.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from statistics import median
 from typing import ClassVar
 
@@ -23,6 +24,8 @@ _SMALLEST_SHARE = 0.01
 LEAST_S = 0.01
 """Smallest change (s) of :meth:`Diff.slower_than`."""
 _SHOWN = 12  # changes of a kind
+_JOINED = {"generate": ("first token", "queued", "prefill", "decode"), "first token": ("queued", "prefill")}
+"""Causes of requests without an engine's statistics, each with the causes that it joins."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +129,7 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
 def compare(before: Sequence[Report], after: Sequence[Report]) -> Diff:
     """Compare the steps of two sides."""
     left, right = ([dict(_numbers_of(report)) for report in side] for side in (before, after))
+    _join(left, right)
     keys = dict.fromkeys(key for numbers in (*left, *right) for key in numbers)
     changes = [_change(key, left, right) for key in keys]
     order = list(_TITLES)
@@ -134,6 +138,18 @@ def compare(before: Sequence[Report], after: Sequence[Report]) -> Diff:
 
 
 _Key = tuple[str, str]
+
+
+def _join(*sides: list[dict[_Key, float]]) -> None:
+    """Join causes of requests on both sides, if one side has them joined only."""
+    for whole, parts in _JOINED.items():
+        known = [
+            {name for numbers in side for kind, name in numbers if kind == "trajectory"} for side in sides
+        ]
+        if any(whole in names and parts[-1] not in names for names in known):
+            for numbers in chain(*sides):
+                found = [numbers.pop(("trajectory", part), 0.0) for part in (whole, *parts)]
+                numbers["trajectory", whole] = sum(found)
 
 
 def _numbers_of(report: Report) -> Iterator[tuple[_Key, float]]:

@@ -54,24 +54,21 @@ _Rule = Callable[[Report], Iterable[Finding]]
 def find(report: Report) -> Report:
     """Return the report with its findings, sorted by the seconds at stake.
 
-    Exceptions to this order: Missing data come first, because they make all numbers partial. In a requested
-    capture, the rank that is last to enter the collectives of the stage follows. After a request of the
+    Exceptions to this order: In a requested capture, the rank that is last to enter the collectives of the
+    stage comes first. Missing data follow, because they make all numbers partial. After a request of the
     watch, findings on its suspects alone precede others, and findings without a culprit come later. Findings
     on the cost of the capture come last, because they are not about the training.
     """
-    first, ranked, last = (all_findings(report, rules) for rules in (_FIRST, _RANKED, _LAST))
+    first, ranked, last = (
+        [found for rule in rules for found in rule(report) if found.share >= FINDINGS.get(found.rule, 0)]
+        for rules in (_FIRST, _RANKED, _LAST)
+    )
     ranked.sort(key=lambda finding: -finding.seconds)
     ranked.sort(
         key=lambda finding: (_names_no_culprit(finding, report), not _is_of_suspects(finding, report))
     )
     found = [*first, *ranked[: LIMIT - len(first) - len(last)], *last]
     return msgspec.structs.replace(report, findings=found)
-
-
-def all_findings(report: Report, rules: Iterable[_Rule] = ()) -> list[Finding]:
-    """Return all findings of some rules, by default of the ranked rules."""
-    found = (finding for rule in rules or _RANKED for finding in rule(report))
-    return [finding for finding in found if finding.share >= FINDINGS.get(finding.rule, 0)]
 
 
 def _names_no_culprit(finding: Finding, report: Report) -> bool:
@@ -278,13 +275,11 @@ def _slow_replica(report: Report) -> Iterator[Finding]:
         row, usual_us = found
         own_us = row.per_token_p50_us or usual_us
         text = f"{row.worker} takes {_time(own_us)} a token, the other replicas {_time(usual_us)}."
-        share, lanes = (
-            1 - usual_us / own_us,
-            [one.name for one in report.workers if one.replica == row.replica],
-        )
-        seconds = share * sum(stage.duration_us for stage in report.stages if stage.name == ROLLOUT) / 1e6
         advice = "compare its host and device with those of the others, and the number of its requests"
-        yield Finding("slow_replica", text, advice, seconds, lanes or [row.worker], share)
+        lanes = [one.name for one in report.workers if one.replica == row.replica] or [row.worker]
+        rollout_us = sum(stage.duration_us for stage in report.stages if stage.name == ROLLOUT)
+        share = 1 - usual_us / own_us
+        yield Finding("slow_replica", text, advice, share * rollout_us / 1e6 * len(lanes), lanes, share)
 
 
 def _after_generation(report: Report) -> Iterator[Finding]:

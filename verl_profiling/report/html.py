@@ -305,7 +305,9 @@ def _sections(report: Report) -> Iterator[str]:
         more = f"{len(found) - spec.most:,} more are in report.json and in the CSV."
         note = " ".join(filter(None, (spec.note_on(report), more if len(found) > spec.most else "")))
         yield section(spec.title, bar * bool(lines) + table(spec.title, headings, lines, keys), note)
-    yield _reported(report)
+    rows = [(named(name), Cell(value, f"{value:,.6g}")) for name, value in report.metrics.items()]
+    reported = table("metrics", ("metric", "value"), rows)
+    yield section("Reported by the loop", reported, "What the training loop logged for the step.")
     about = [
         *sentences(report),
         *(f"missing: {sentence}" for sentence in report.coverage.missing),
@@ -354,10 +356,3 @@ def _rollout(report: Report) -> str:
             )
             content += stacked((cause_key(part.cause), part.share, part.cause) for part in parts)
     return section("Rollout", content, "The causes of each bar add up to its time.")
-
-
-def _reported(report: Report) -> str:
-    """Return the section of the loop's metrics."""
-    rows = [(named(name), Cell(value, f"{value:,.6g}")) for name, value in report.metrics.items()]
-    content = table("metrics", ("metric", "value"), rows)
-    return section("Reported by the loop", content, "What the training loop logged for the step.")

@@ -75,7 +75,10 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
     if len(lane.recorded):
         claims["capture"] = subtract(step.whole, lane.recorded)
     claims["weight_sync"] = union(step.during(WEIGHT_SYNC), own.get(WEIGHT_SYNC, EMPTY))
-    half_done, all_done = _done(step, tail)
+    half_done = all_done = step.end_ns
+    if tail is not None and len(rollout):
+        ends_us = (tail.median_finish_us, tail.last_finish_us)
+        half_done, all_done = (int(rollout[0, 0]) + round(us * 1000) for us in ends_us)
     if lane.is_engine:
         work, held = working_spans(lane, step, ROLLOUT), EMPTY
         if len(work):
@@ -111,16 +114,6 @@ def partition(time: Spans, claims: Mapping[str, Spans]) -> dict[str, Spans]:
         found[cause] = intersection(time, claim)
         time = subtract(time, claim)
     return found
-
-
-def _done(step: Step, tail: Tail | None) -> tuple[int, int]:
-    """Return the times (unix ns) at which half of the replicas and all replicas had finished."""
-    rollout = step.during(ROLLOUT)
-    if tail is None or not len(rollout):
-        return step.end_ns, step.end_ns
-    begin = int(rollout[0, 0])
-    half, last = (begin + round(us * 1000) for us in (tail.median_finish_us, tail.last_finish_us))
-    return half, last
 
 
 def working_spans(lane: Lane, step: Step, *stages: str) -> Spans:

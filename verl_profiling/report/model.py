@@ -12,6 +12,7 @@ from importlib import import_module
 import msgspec
 
 from verl_profiling.capture_request import Trigger
+from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP
 from verl_profiling.report import columns
 from verl_profiling.report.columns import DeviceRow, Rollout
 from verl_profiling.step_summary import StepSummary
@@ -216,8 +217,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         suspects: The suspects of a requested capture, compared with their peers.
         counters: Counters of processes that record trajectories, such as the queue of verl's rollouter.
         watched: The watch's summary of the step, as in its log.
-        capture_steps: All steps of the continuous capture, if the step is one of several. Sizes in ``costs``,
-            events in ``coverage`` and some notes are of the whole capture.
+        capture_steps: All steps of the continuous capture, if the step is one of several. ``measures``,
+            ``costs``, ``anchors``, events in ``coverage`` and some notes are of the whole capture.
     """
 
     schema_version: int = REPORT_SCHEMA_VERSION
@@ -286,7 +287,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def pause_us(self) -> float:
         """Time before and after the step in which the loop waited for the capture to start or stop."""
-        return sum(row.duration_us for row in self.outside if row.is_pause)
+        return sum(row.duration_us for row in self.outside if row.name in (CAPTURE_START, CAPTURE_STOP))
 
     @property
     def shares_devices(self) -> bool:

@@ -193,7 +193,7 @@ def _percentiles(sample: list[float]) -> Percentiles | None:
 
 
 def kernels(step: Step) -> list[KernelRow]:
-    """Return one row per kernel and stage, summed over all lanes (processes), the longest self time first."""
+    """Return one row per kernel and stage, summed over all lanes, the longest self time first."""
     calls: Counter[tuple[str, str]] = Counter()
     self_ns: Counter[tuple[str, str]] = Counter()
     for lane in step.lanes:

@@ -69,13 +69,11 @@ def render_run(
     else:
         note = escape(visible(how_to_capture(directory)))
         content += f'<section id="findings" aria-label="Captures"><p>{note}</p></section>'
-    note = "Exposed time: the part of the step's duration that each stage caused."
-    note = (
-        " ".join([note, *(f"Step {watched[-1].step}: {one}." for one in waits(watched[-1]))])
-        if watched
-        else ""
-    )
-    content += _trend("Every step", logged[-_MOST_BARS:], note) if logged else ""
+    if logged:
+        said = [f"Step {watched[-1].step}: {one}." for one in waits(watched[-1])]
+        note = " ".join(["Exposed time: the part of the step's duration that each stage caused.", *said])
+        title = f"The last {_MOST_BARS} steps" if logged[_MOST_BARS:] else "Every step"
+        content += _trend(title, logged[-_MOST_BARS:], note)
     content += "".join(_tables(steps, reports)) if steps else ""
     count = f"{len(reports) or 'no'} captured step{'s' if len(reports) > 1 else ''}"
     return document(visible(directory.resolve().name), count, content)

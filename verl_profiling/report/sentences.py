@@ -79,7 +79,7 @@ def asked_sentences(asked: Asked | None) -> Iterator[str]:
 
 
 def sentences(report: Report) -> Iterator[str]:
-    """Yield sentences on facts that are in no table: the end of the rollout, weight sync, clocks."""
+    """Yield sentences on facts that are in no table: end of the rollout, idle sides, clocks, read traces."""
     if tail := report.tail:
         done = f"{counted(tail.replicas, 'replica')} was done after {duration(tail.last_finish_us / 1e6)}"
         late = f", {tail.ratio:.2f} times the median; {tail.tail_share:.1%} of the step lies between"

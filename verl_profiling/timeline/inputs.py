@@ -12,13 +12,7 @@ from typing import Any
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import (
-    MANIFEST_NAME,
-    RUN_NAME,
-    Artifact,
-    CaptureResult,
-    Manifest,
-)
+from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, Artifact, CaptureResult, Manifest
 from verl_profiling.run_files import known_run, named_file, read_manifest
 from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.step import Source, StepInputs, sorted_sources
@@ -187,10 +181,11 @@ def _from_manifest(directory: Path) -> StepInputs:
     if not (directory.is_symlink() or (directory / MANIFEST_NAME).exists()):
         raise TraceFormatError(directory, UNWRITTEN)
     manifest = read_manifest(directory)
+    workers = [_shifted(worker, manifest.offset_ns(worker.identity)) for worker in manifest.workers]
     inputs = StepInputs(
         directory=directory,
         step=manifest.step,
-        manifest=_on_loop_clock(manifest),
+        manifest=msgspec.structs.replace(manifest, workers=workers),
         unfinished=unfinished(manifest),
     )
     found: list[Source] = []
@@ -208,12 +203,6 @@ def _from_manifest(directory: Path) -> StepInputs:
             inputs.absent.append(f"{artifact.path} is {state}{f': {why}' if why else ''}")
     inputs.files = sorted_sources(found)
     return inputs
-
-
-def _on_loop_clock(manifest: Manifest) -> Manifest:
-    """Return the manifest with all times of workers converted to the controller's clock."""
-    workers = [_shifted(worker, manifest.offset_ns(worker.identity)) for worker in manifest.workers]
-    return msgspec.structs.replace(manifest, workers=workers)
 
 
 def _shifted(worker: CaptureResult, offset_ns: int) -> CaptureResult:

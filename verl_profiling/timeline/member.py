@@ -299,13 +299,13 @@ class _Drawn:
             return end_ns >= job.base_ns and job.keep.holds(begin_ns, end_ns)
 
         named = Counter(loop.name for loop in log.loops)
-        self._loops = {
+        loops = {
             loop.id: f"loop {loop.name}"
             if loop.name and named[loop.name] == 1
             else f"loop {loop.name} {loop.id}".replace("  ", " ")
             for loop in reversed(log.loops)
         }
-        self.rows, self.placed = lay_out(log, is_wanted, self._loop)
+        self.rows, self.placed = lay_out(log, is_wanted, lambda id: loops.get(id, f"loop {id}"))
 
     def slices(self) -> Iterator[Event]:
         """Yield the slices of all selected records."""
@@ -337,10 +337,6 @@ class _Drawn:
         event = Event("C", "", shortened(counter), self.pid, ts=max(at_ns - self.base_ns, 0) / 1000)
         event.args = msgspec.Raw(msgspec.json.encode({unit: value}))
         return event
-
-    def _loop(self, number: int) -> str:
-        """Return the name of an event loop: its thread's name, with the loop's number if names repeat."""
-        return self._loops.get(number, f"loop {number}")
 
     def _trajectory(self, record: TrajectoryRecord, tid: int) -> Event:
         own: dict[str, Fact] = {"group": record.group, "sample": record.sample, "status": record.status}

@@ -37,7 +37,7 @@ _ROLE = re.compile(r"(?<![a-z])(actor|critic|ref|reward|rollout|controller)(?![a
 _ENGINE_PROCESS = re.compile(r"VLLM::|sglang::", re.IGNORECASE)
 _NPU_TRACE = "trace_view.json"
 _NPU_RANK = re.compile(r"profiler_info_(\d+)\.json")
-_TRACE_SUFFIX = re.compile(r"(\.pt)?(\.trace)?\.json(\.gz)?$|\.jsonl\.gz$")
+_TRACE_SUFFIX = re.compile(r"(\.pt)?(\.trace)?\.json(\.gz)?$")
 _NOT_A_TRACE = {"report.json", "run.json", "manifest.json", TIMELINE_NAME}
 
 
@@ -92,7 +92,7 @@ def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceForm
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Yield a file itself, or the JSON files and logs below a folder, without hidden files."""
+    """Yield a file itself, or the JSON files below a folder, without hidden files and results."""
     if not path.is_dir():
         yield path
         return

@@ -322,10 +322,6 @@ def _stages(spans: Iterable[StageSpan], base_ns: int, pid: int) -> list[Event]:
     return [*events, *names]
 
 
-def _end_us(span: Event) -> float:
-    return (span.ts or 0.0) + (span.dur or 0.0)
-
-
 def _arrows(stages: dict[str, list[Event]]) -> list[Event]:
     """Return arrows from the controller's stages to the workers' stages of the same name inside them.
 
@@ -341,7 +337,7 @@ def _arrows(stages: dict[str, list[Event]]) -> list[Event]:
         if is_cause:
             causes.append(span)
             continue
-        while causes and _end_us(causes[-1]) < (span.ts or 0.0):
+        while causes and (causes[-1].ts or 0.0) + (causes[-1].dur or 0.0) < (span.ts or 0.0):
             causes.pop()
         if causes:
             number = len(arrows) // 2 + 1
@@ -383,9 +379,8 @@ def joined(
         served = requests.get(id, [])
         place = bisect_left(served, begin, key=_begin) if len(served) > 1 else 0
         near = served[max(place - 1, 0) : place + 1]
-        overlap, best = max(
-            ((_common(one, begin, end), index) for index, one in enumerate(near)), default=(-1, 0)
-        )
+        common = ((min(one.end_ns, end) - max(one.begin_ns, begin), at) for at, one in enumerate(near))
+        overlap, best = max(common, default=(-1, 0))
         if overlap >= 0:
             found[number] = near[best]
     return found
@@ -393,10 +388,6 @@ def joined(
 
 def _begin(request: Request) -> int:
     return request.begin_ns
-
-
-def _common(request: Request, begin: int, end: int) -> int:
-    return min(request.end_ns, end) - max(request.begin_ns, begin)
 
 
 def request_rows(worker: CaptureResult) -> list[int]:

@@ -40,7 +40,7 @@ _LEAST_BYTES = 1 << 30
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits on reading one trace. The commands have an option for each limit.
+    """Limits on reading one trace.
 
     Attributes:
         content_bytes: Bytes of content, uncompressed.
@@ -245,7 +245,9 @@ class Trace:
             state = path.stat()
             self.metadata.update(_read_end(path, self._limits, (state.st_size, state.st_mtime_ns)))
         self._relative = _BASE in self.metadata
-        self.base_ns = self._given_base_ns() if self._relative else 0
+        self.base_ns: int = self.metadata.get(_BASE, 0)
+        if type(self.base_ns) is not int or not 0 <= self.base_ns <= MAX_NS:
+            raise TraceFormatError(path, f"{_BASE} is not a whole number of ns since 1970")
         kind = list[Event] if self._relative else list[AbsoluteEvent]
         self._decoder: msgspec.json.Decoder[list[Event]] = msgspec.json.Decoder(kind, strict=False)
 
@@ -328,12 +330,6 @@ class Trace:
         if not self._buffer.strip():
             raise TraceFormatError(self.path, f"is empty{damage}", 0)
         raise TraceFormatError(self.path, f"not a Chrome trace: found no traceEvents{damage}", 0)
-
-    def _given_base_ns(self) -> int:
-        base = self.metadata[_BASE]
-        if type(base) is int and 0 <= base <= MAX_NS:
-            return base
-        raise TraceFormatError(self.path, f"{_BASE} is not a whole number of ns since 1970")
 
     def _fill(self, wanted: int) -> bool:
         """Read until the buffer holds ``wanted`` bytes; return False at the end of the file."""

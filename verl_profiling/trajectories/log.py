@@ -86,7 +86,6 @@ class OpenLog:
             loops=self.lag.loops(),
             trajectories=[self._trajectory(found, numbers) for found in trajectories],
             spans=[self._span(found, numbers) for found in spans],
-            lags=self.lag.lags,
             blocks=self.lag.blocks,
             statuses=self.statuses,
             counts=self.counts,

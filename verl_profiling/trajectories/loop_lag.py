@@ -23,14 +23,13 @@ from types import FrameType
 from typing import Any, Final, NamedTuple
 
 from verl_profiling import clock
-from verl_profiling.trajectory_log import NO_SPAN, Block, Lag, LoopRecord
+from verl_profiling.trajectory_log import NO_SPAN, Block, LoopRecord
 
 LOOK_S = 0.02
 LATE_NS = 30_000_000
 BLOCKED_NS = 50_000_000
-WORTH_NS = 5_000_000
 PAUSE_NS = 20_000_000
-MOST_RECORDS = 100_000
+MOST_BLOCKS = 100_000
 _NEVER: Final = 1 << 62
 _LOOP = (asyncio.BaseEventLoop.run_forever.__code__, asyncio.run.__code__)
 _OWN = (sysconfig.get_path("stdlib"), __file__.rpartition("/")[0])
@@ -54,7 +53,6 @@ class LoopLag:
     """Measures the lag of a process's event loops until :meth:`end`.
 
     Attributes:
-        lags: The measured delays.
         blocks: Times in which a loop was blocked, with the blocking task.
 
     Args:
@@ -62,7 +60,6 @@ class LoopLag:
     """
 
     def __init__(self, span_of: Callable[[object], int]) -> None:
-        self.lags: list[Lag] = []
         self.blocks: list[Block] = []
         self._span_of = span_of
         self._states: dict[int, LoopState] = {}
@@ -131,7 +128,6 @@ class LoopState:
         self._process_ns = time.process_time_ns()
         self._due_ns = 0
         self._samples: list[_Sample] = []
-        self._was_late = False
 
     def ask(self, now_ns: int, on_this_thread: bool = True) -> None:
         """Schedule the callback that measures the lag; ``on_this_thread`` if the loop runs on this thread."""
@@ -177,16 +173,11 @@ class LoopState:
         self.next_ns = now_ns + PAUSE_NS
 
     def _keep(self, now_ns: int) -> None:
-        """Record the lag and its blocks; after a late callback, also the first punctual callback."""
+        """Record the blocks of a lag."""
         samples, self._samples = self._samples, []
-        lag, late_ns = self._lag, max(now_ns - self._due_ns, 0)
-        late = late_ns >= WORTH_NS
-        if (late or self._was_late) and len(lag.lags) < MOST_RECORDS:
-            lag.lags.append(Lag(self.record.id, now_ns, late_ns))
-        self._was_late = late
-        if late_ns >= BLOCKED_NS and len(lag.blocks) < MOST_RECORDS:
+        if now_ns - self._due_ns >= BLOCKED_NS and len(self._lag.blocks) < MOST_BLOCKS:
             _, held_ns = self._passed(now_ns)
-            lag.blocks += _blocks(self.record.id, self._due_ns, now_ns, samples, held_ns)
+            self._lag.blocks += _blocks(self.record.id, self._due_ns, now_ns, samples, held_ns)
 
 
 def _blocks(loop: int, due_ns: int, end_ns: int, samples: list[_Sample], held_ns: int) -> Iterator[Block]:
