@@ -22,6 +22,7 @@ from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
 from verl_profiling.manifest import Manifest, RunInfo
 from verl_profiling.report.check import CheckResult, check
 from verl_profiling.report.kinds import communicates
+from verl_profiling.report.model import Report
 from verl_profiling.run_files import known_run, never_came, read_run
 from verl_profiling.timeline.inputs import steps_of, the_run
 from verl_profiling.timeline.merge import MergeResult, merge, select_ranks, stage_windows
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from verl_profiling.predict.graph import Graph
     from verl_profiling.predict.what_if import Prediction
     from verl_profiling.report.lanes import Lane
-    from verl_profiling.report.model import Report
 
 __all__ = [
     "CapturedRun",
@@ -155,8 +155,6 @@ def saved_report(path: str | os.PathLike[str]) -> Report | None:
     Raises:
         TraceFormatError: The file has the name of a report, but another content.
     """
-    from verl_profiling.report.model import Report
-
     file = Path(path)
     if not (file.is_file() and file.name.startswith("report") and file.suffix == ".json"):
         return None

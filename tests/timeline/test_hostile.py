@@ -14,6 +14,7 @@ from step_folders import build_step, read_events, rewrite, rewrite_worker
 from verl_profiling.analysis import open_run, open_step
 from verl_profiling.cli import main
 from verl_profiling.run_files import read_manifest
+from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.processes import LANE_PIDS
 from verl_profiling.timeline.trace import Limits, Trace
 
@@ -68,7 +69,7 @@ def test_what_is_no_event_is_skipped_and_check_says_so(
 def test_a_rank_that_is_none_is_not_believed(tmp_path: Path, rank: str) -> None:
     """The rank then follows from the name of the file, as for a trace without any."""
     path = write(tmp_path, GOOD % 1, head=HEAD.replace("{", f'{{"distributedInfo":{{"rank":{rank}}},', 1))
-    assert Trace(path).rank is None
+    assert [source.rank for source in find_steps(path)[0].files] == [0]
     assert everything(path) == [0, 0, 0]
 
 

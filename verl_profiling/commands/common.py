@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -15,11 +14,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from verl_profiling.analysis import CapturedStep, open_steps
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK, local_path
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.report.model import Report
 from verl_profiling.run_files import clear_leftovers
 from verl_profiling.units import visible
-
-if TYPE_CHECKING:
-    from verl_profiling.report.model import Report
 
 
 def add_paths(parser: argparse.ArgumentParser) -> None:

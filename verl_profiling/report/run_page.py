@@ -39,10 +39,6 @@ class _Step(NamedTuple):
     stages: Mapping[str, float]
     captured: str = ""
 
-    @property
-    def cell(self) -> Cell:
-        return named(self.title, self.link)
-
 
 def render_run(
     directory: Path, pages: Sequence[Path], reports: Sequence[Report], watched: Sequence[StepSummary] = ()
@@ -97,10 +93,10 @@ def _slowest(ran: Sequence[_Step]) -> str:
     found = excess([step.stages for step in ran], index) if len(ran) > 1 else None
     if found is None:
         return ""
-    name, seconds = found
+    (name, seconds), step = found, ran[index]
     return (
-        f'<section id="findings" aria-label="Slowest step"><p>Slowest: {linked(ran[index].cell)}; most of '
-        f"its excess over the median is in <bdi>{escape(name)}</bdi> ({duration(seconds, signed=True)})."
+        f'<section id="findings" aria-label="Slowest step"><p>Slowest: {linked(step.title, step.link)}; most '
+        f"of its excess over the median is in <bdi>{escape(name)}</bdi> ({duration(seconds, signed=True)})."
         "</p></section>"
     )
 
@@ -195,7 +191,7 @@ def _by_step(title: str, steps: Sequence[_Step], rows: Sequence[Mapping[str, Cel
     """Return a table with a row for each step and a column for each name in the rows."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [
-        [step.cell, *(row.get(name, Cell(None, "")) for name in names)]
+        [named(step.title, step.link), *(row.get(name, Cell(None, "")) for name in names)]
         for step, row in zip(steps, rows, strict=True)
     ]
     return table(title, ("step", *map(visible, names)), cells if names else [])

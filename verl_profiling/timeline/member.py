@@ -37,7 +37,6 @@ from verl_profiling.timeline.trace import Event, Limits, Trace
 from verl_profiling.trajectory_log import (
     NO_SPAN,
     Block,
-    Fact,
     LaterStatuses,
     SpanRecord,
     TrajectoryLog,
@@ -311,15 +310,23 @@ class _Drawn:
         """Yield the slices of all selected records."""
         blocking = {block.span for block in self._log.blocks}
         names = {span.id: span.name for span in self._log.spans if span.id in blocking}
+        own: dict[str, object]
         for record, row in self.placed:
-            if isinstance(record, TrajectoryRecord):
-                yield self._trajectory(record, row + 1)
-            elif isinstance(record, Block):
+            if isinstance(record, Block):
+                own = {"task": record.task, "function": record.function}
                 who = (names.get(record.span) or record.function) if record.function else "unknown"
-                about = {"task": record.task, "function": record.function}
-                yield self._draw(row + 1, "block", who, record.begin_ns, record.end_ns, about=about)
+                kind, name, status = "block", shortened(who), ""
+            elif isinstance(record, TrajectoryRecord):
+                kind, name, status = "trajectory", _trajectory_name(record), record.status
+                own = {**record.facts, "group": record.group, "sample": record.sample, "status": status}
+                own |= {"error": record.error} if record.error else {}
             else:
-                yield self._span(record, row + 1)
+                kind, name, status = "span", shortened(record.name), "failed" * record.failed
+                said = {"failed": record.failed, "open": record.open, "request": record.request}
+                own = {**record.facts, **{key: value for key, value in said.items() if value}}
+            event = self._draw(row + 1, kind, "", record.begin_ns, record.end_ns, about=own or None)
+            event.name, event.cname = name, _BAD.get(status)
+            yield event
 
     def counters(self) -> Iterator[Event]:
         """Yield counter events: counters of the log, and running trajectories."""
@@ -336,22 +343,6 @@ class _Drawn:
         """Return a sample of a counter; Perfetto shows its name and its unit."""
         event = Event("C", "", shortened(counter), self.pid, ts=max(at_ns - self.base_ns, 0) / 1000)
         event.args = msgspec.Raw(msgspec.json.encode({unit: value}))
-        return event
-
-    def _trajectory(self, record: TrajectoryRecord, tid: int) -> Event:
-        own: dict[str, Fact] = {"group": record.group, "sample": record.sample, "status": record.status}
-        if record.error:
-            own["error"] = record.error
-        event = self._draw(tid, "trajectory", "", record.begin_ns, record.end_ns, about=record.facts | own)
-        event.name, event.cname = _trajectory_name(record), _BAD.get(record.status)
-        return event
-
-    def _span(self, record: SpanRecord, tid: int) -> Event:
-        own: dict[str, Fact] = {"failed": record.failed, "open": record.open, "request": record.request}
-        about = record.facts | {name: value for name, value in own.items() if value}
-        event = self._draw(tid, "span", record.name, record.begin_ns, record.end_ns, about=about or None)
-        if record.failed:
-            event.cname = _BAD["failed"]
         return event
 
     def arrows(self) -> Iterator[Event]:

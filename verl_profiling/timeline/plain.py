@@ -30,6 +30,7 @@ from verl_profiling.timeline.trace import UNDECODABLE, Blocks, Event, Limits, Tr
 
 _HEAD_BYTES = 1 << 14  # process names, if any, are at the beginning
 _OTHER_BYTES = 64 << 20
+_MAX_RANK = 1 << 30
 _STEP = re.compile(r"step[_-]?(\d+)", re.IGNORECASE)
 _RANK = re.compile(r"(?:rank|TP)[_-]?(\d+)", re.IGNORECASE)
 _REPLICA = re.compile(r"(?:rollout|replica)[_-]?(\d+)", re.IGNORECASE)
@@ -180,8 +181,10 @@ def _described(path: Path, name: str) -> _PlainTrace:
 
 def _rank(trace: Trace, name: str) -> int:
     """Return the rank from the trace, else from torch_npu's ``profiler_info`` file, else from the name."""
-    if trace.rank is not None:
-        return trace.rank
+    info = trace.metadata.get("distributedInfo")
+    rank = info.get("rank") if isinstance(info, dict) else None
+    if type(rank) is int and 0 <= rank <= _MAX_RANK:
+        return rank
     beside = trace.path.parent.parent if trace.path.name == _NPU_TRACE else None
     told = [_NPU_RANK.fullmatch(file.name) for file in (beside.glob("*.json") if beside else ())]
     known = [match[1] for match in told if match] or _RANK.findall(name)

@@ -162,7 +162,6 @@ _TOLERANT = json.JSONDecoder(parse_constant=lambda name: None)
 _TAIL_BYTES = 1 << 18
 _MOST_HEAD = 16 << 20
 _MOST_EVENT = 16 << 20
-_MAX_RANK = 1 << 30
 _MAX_DECIMAL = Decimal(MAX_US)
 _UNTRAPPED = Context(traps=[])  # a comparison with NaN is false
 
@@ -250,13 +249,6 @@ class Trace:
             raise TraceFormatError(path, f"{_BASE} is not a whole number of ns since 1970")
         kind = list[Event] if self._relative else list[AbsoluteEvent]
         self._decoder: msgspec.json.Decoder[list[Event]] = msgspec.json.Decoder(kind, strict=False)
-
-    @property
-    def rank(self) -> int | None:
-        """Rank of the process in ``torch.distributed``, if known from the trace."""
-        info = self.metadata.get("distributedInfo")
-        rank = info.get("rank") if isinstance(info, dict) else None
-        return rank if type(rank) is int and 0 <= rank <= _MAX_RANK else None
 
     def chunks(self, size: int = BLOCK_BYTES) -> Iterator[list[Event]]:
         """Yield the events in the order of the file, some thousands at a time.
