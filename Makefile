@@ -34,7 +34,7 @@ env: .venv/.ready ## Build the environment for development (.venv)
 .venv/.ready: setup.cfg requirements/torch-cpu.txt requirements/test.txt
 	$(PYTHON) -m venv --clear .venv
 	.venv/bin/pip install -r requirements/torch-cpu.txt
-	.venv/bin/pip install -c requirements/torch-cpu.txt -r requirements/test.txt -e '.[recipes,view,tensorboard,dev]'
+	.venv/bin/pip install -c requirements/torch-cpu.txt -r requirements/test.txt -e '.[recipes,view,tensorboard,otel,dev]'
 	touch $@
 
 # One environment per engine or peer: requirements/NAME.txt, then requirements/NAME-no-deps.txt.

@@ -26,6 +26,7 @@ COMMANDS = {
     "diff": "compare two steps or two runs",
     "what-if": "show the critical path of a step, and predict the step after changes",
     "collect": "fetch reports that Nsight Systems finished after the run",
+    "export": "send a step's stages and trajectories to an OpenTelemetry endpoint",
     "check": "verify that every expected artifact exists and is complete",
     "plan": "print what a configuration would capture, and in how many files",
     "trigger": "request a capture of the next step of a running job",

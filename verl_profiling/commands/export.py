@@ -1,0 +1,210 @@
+"""``verl-profiling export``: the stages and trajectories of captured steps as OpenTelemetry spans.
+
+Names are those of the semantic conventions for generative AI, version 1.41.0
+(https://github.com/open-telemetry/semantic-conventions/tree/v1.41.0/docs/gen-ai): a trajectory is an
+``invoke_agent``, ``generate`` is a ``chat``, and a tool is an ``execute_tool``. Provider and model are not
+recorded, and so are absent. Ids are hashes of what they stand for, so a second export repeats them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from itertools import islice
+from logging.handlers import BufferingHandler
+
+from verl_profiling.analysis import CapturedStep, Progress
+from verl_profiling.commands.common import StepByStep, add_paths, progress
+from verl_profiling.errors import ToolUnavailableError
+from verl_profiling.manifest import Request, StageSpan, StepSpan
+from verl_profiling.timeline.member import read_logs
+from verl_profiling.timeline.processes import joined, requests_by_id
+from verl_profiling.trajectory_log import Fact, TrajectoryLog
+
+_SCHEMA = "https://opentelemetry.io/schemas/1.41.0"
+_BATCH = 512
+_NAMES = {
+    "operation": "gen_ai.operation.name",
+    "tool": "gen_ai.tool.name",
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "response_tokens": "gen_ai.usage.output_tokens",
+    "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
+    "error": "error.type",
+}
+"""Names of attributes in the conventions; all other facts are named ``verl_profiling.<fact>``."""
+
+_OF_REQUEST = ("prompt_tokens", "response_tokens", "cached_tokens", "replica", "policy_version")
+_GENERATE, _FAILED = "generate", "_OTHER"
+
+_Facts = dict[str, Fact]
+_Key = tuple[object, ...]
+"""Key of a span. Its first part is the key of the trace, which alone is the key of the root."""
+
+_Part = tuple[_Key, _Key, str, int, int, _Facts, str, _Key]
+"""Key, parent, name, begin and end (unix ns), facts, error, and key of a linked span."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add help and options of the command."""
+    parser.description = (
+        "Sends the stages and trajectories of captured steps as OpenTelemetry spans: a trace per step, and a "
+        "trace per trajectory. A second export sends the same ids."
+    )
+    parser.epilog = "example: verl-profiling export outputs/run --otlp http://localhost:4318/v1/traces"
+    add_paths(parser)
+    parser.add_argument("--otlp", required=True, metavar="URL", help="OTLP/HTTP endpoint for traces")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Send every step under the paths; end at the first batch that the endpoint does not take."""
+    send = _endpoint(arguments.otlp)
+    work = StepByStep(arguments.paths)
+    with progress("sending", sum(1 + len(step.inputs.logs) for step in work.steps)) as advance:
+        for step in work.steps:
+            spans, sent = _spans(step, work, advance), 0
+            while batch := list(islice(spans, _BATCH)):
+                if problem := send(batch):
+                    work.problem(f"{arguments.otlp}: {sent:,} spans of {step.directory} were sent: {problem}")
+                    return work.exit_code
+                sent += len(batch)
+            print(f"{step.directory}: {sent:,} spans sent")
+    return work.exit_code
+
+
+def _endpoint(url: str) -> Callable[[Sequence[tuple[_Facts, _Part]]], str]:
+    """Return the function that sends spans of processes, and returns why the endpoint did not take them.
+
+    Raises:
+        ToolUnavailableError: The exporter is not installed.
+    """
+    try:
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import ReadableSpan
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+    except ImportError as error:
+        remedy = "pip install 'verl-profiling[otel]'"
+        raise ToolUnavailableError(f"export needs {error.name}: {remedy}") from error
+    scope = InstrumentationScope("verl_profiling", schema_url=_SCHEMA)
+    exporter, said = OTLPSpanExporter(url), BufferingHandler(capacity=1000)
+    logger = logging.getLogger("opentelemetry")
+    logger.addHandler(said)
+    logger.propagate = False
+
+    def context(key: _Key) -> trace.SpanContext:
+        return trace.SpanContext(_hashed(key[:1], 16), _hashed(key, 8), False, trace.TraceFlags(1))
+
+    def made(process: _Facts, part: _Part) -> ReadableSpan:
+        key, parent, name, begin_ns, end_ns, facts, error, link = part
+        facts = facts | {"error": error.partition(":")[0] or None}
+        return ReadableSpan(
+            name,
+            context(key),
+            context(parent) if parent else None,
+            Resource({name: fact for name, fact in process.items() if fact is not None}),
+            {_NAMES.get(n, f"verl_profiling.{n}"): fact for n, fact in facts.items() if fact is not None},
+            links=[trace.Link(context(link))] if link else [],
+            kind=trace.SpanKind.CLIENT if name == "chat" else trace.SpanKind.INTERNAL,
+            status=trace.Status(trace.StatusCode.ERROR, error) if error else trace.Status(),
+            start_time=begin_ns,
+            end_time=end_ns,
+            instrumentation_scope=scope,
+        )
+
+    def send(spans: Sequence[tuple[_Facts, _Part]]) -> str:
+        said.flush()
+        if exporter.export([made(*span) for span in spans]).name == "SUCCESS":
+            return ""
+        reasons = [record.getMessage() for record in said.buffer] or ["no reason is known"]
+        return "; ".join(dict.fromkeys((reasons[0], reasons[-1])))
+
+    return send
+
+
+def _hashed(key: _Key, size: int) -> int:
+    return int.from_bytes(blake2b(repr(key).encode(), digest_size=size).digest(), "big")
+
+
+def _spans(step: CapturedStep, work: StepByStep, advance: Progress) -> Iterator[tuple[_Facts, _Part]]:
+    """Yield the spans of a captured step with the facts of their processes: stages, then trajectories."""
+    manifest = step.manifest
+    if manifest is None:
+        return
+    whole = StepSpan(step=manifest.step, begin_ns=manifest.begin_ns, end_ns=manifest.end_ns)
+    steps = manifest.step_spans or [whole]
+
+    def root(begin_ns: int) -> _Key:
+        """Return the key of the step that began last before a time."""
+        found = next((one for one in reversed(steps) if one.begin_ns <= begin_ns), steps[0])
+        return ((manifest.run_id, manifest.capture_id, found.step),)
+
+    processes: dict[str, _Facts] = {}
+    everyone = [(manifest.controller, manifest.stages)]
+    for who, stages in [*everyone, *((worker.identity, worker.stages) for worker in manifest.workers)]:
+        process: _Facts = {
+            "service.namespace": "verl_profiling",
+            "service.name": who.role,
+            "service.instance.id": who.name,
+            "host.name": who.host,
+            "process.pid": who.pid,
+            "verl_profiling.run_id": manifest.run_id,
+        }
+        processes[who.name] = process
+        for one in steps if who is manifest.controller else ():
+            facts: _Facts = {"step": one.step, "policy_version": one.policy_version}
+            times = one.begin_ns, one.end_ns
+            yield process, (root(one.begin_ns), (), f"step {one.step}", *times, facts, "", ())
+        for part in _stages(stages, who.name, root):
+            yield process, part
+    advance(step)
+    requests = requests_by_id(manifest)
+    for source, log, problems in read_logs(step.inputs):
+        for problem in problems:
+            work.problem(problem)
+        for part in () if log is None else _trajectories(log, source.offset_ns, requests, root):
+            yield processes[source.worker], part
+        advance(source)
+
+
+def _stages(stages: Sequence[StageSpan], lane: str, root: Callable[[int], _Key]) -> Iterator[_Part]:
+    """Yield the stages of a process; the depth tells the parent."""
+    around: dict[tuple[int, int], _Key] = {}
+    for number, one in enumerate(sorted(stages, key=lambda stage: (stage.begin_ns, stage.depth))):
+        parent = around.get((one.thread, one.depth - 1)) or root(one.begin_ns)
+        key = around[one.thread, one.depth] = (parent[0], lane, "stage", number)
+        yield key, parent, one.name, one.begin_ns, one.end_ns, {}, _FAILED if one.failed else "", ()
+
+
+def _trajectories(
+    log: TrajectoryLog, offset_ns: int, requests: Mapping[str, list[Request]], root: Callable[[int], _Key]
+) -> Iterator[_Part]:
+    """Yield trajectories as roots of traces, and spans below their trajectory, or below the step."""
+    roots: dict[int, _Key] = {}
+    for one in log.trajectories:
+        begin_ns, end_ns = one.begin_ns - offset_ns, one.end_ns - offset_ns
+        step = root(begin_ns)
+        roots[one.id] = key = ((step, log.lane, one.id),)
+        facts: _Facts = {**one.facts, "group": one.group, "sample": one.sample, "status": one.status}
+        facts["operation"] = "invoke_agent"
+        error = one.error or _FAILED if one.status == "failed" else ""
+        yield key, (), "invoke_agent", begin_ns, end_ns, facts, error, step
+    times = {one.id: (one.begin_ns - offset_ns, one.end_ns - offset_ns) for one in log.spans}
+    served = joined(((one.id, one.request, *times[one.id]) for one in log.spans), requests)
+    turns, keys = Counter[int](), dict[int, _Key]()
+    for span in log.spans:
+        parent = keys.get(span.parent) or roots.get(span.trajectory) or root(times[span.id][0])
+        keys[span.id] = (parent[0], log.lane, span.id)
+        turns[span.trajectory] += span.name == _GENERATE
+        turn, request = turns[span.trajectory] if span.trajectory in roots else None, served.get(span.id)
+        facts = {name: getattr(request, name, None) for name in _OF_REQUEST}
+        facts |= {**span.facts, "turn": turn, "open": span.open or None}
+        name, tool = span.name, span.name.partition("tool:")[2]
+        if span.name == _GENERATE:
+            name = facts["operation"] = "chat"
+        elif tool:
+            name, facts["operation"], facts["tool"] = f"execute_tool {tool}", "execute_tool", tool
+        yield keys[span.id], parent, name, *times[span.id], facts, _FAILED if span.failed else "", ()
