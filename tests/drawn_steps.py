@@ -44,7 +44,8 @@ class Worker:
     role: str
     rank: int = 0
     replica: int | None = None
-    stages: list[Drawn] = field(default_factory=list)
+    stages: Sequence[Drawn | tuple[str, float, float, int]] = field(default_factory=list)
+    pauses: list[tuple[float, float]] = field(default_factory=list)
     kernels: Sequence[Kernel] = field(default_factory=list)
     operators: list[Drawn] = field(default_factory=list)
     calls: list[Drawn] = field(default_factory=list)
@@ -134,7 +135,10 @@ def drawn_inputs(
                 pending_since_ns=[ns(since) for since in worker.pending],
                 tool_spans=[ToolSpan(name, ns(a), ns(b), stage) for name, a, b, stage in worker.tool],
                 artifacts=[trace],
-                stages=[StageSpan(name, ns(a), ns(b)) for name, a, b in worker.stages],
+                stages=[
+                    StageSpan(name, ns(a), ns(b), depth=sum(deep)) for name, a, b, *deep in worker.stages
+                ],
+                pauses=[StageSpan("gc", ns(a), ns(b)) for a, b in worker.pauses],
                 requests=[
                     Request(
                         replica=worker.replica or 0,

@@ -57,6 +57,12 @@ CAPTURE_START, CAPTURE_STOP = "capture_start", "capture_stop"
 POLLING = "polling the replay buffer"
 """The stage in which a trainer sleeps between two polls for finished trajectories."""
 
+WEIGHT_SYNC = "update_weights"
+"""The stage in which weights go to the rollout engines; its parts are stages inside."""
+
+GC = "gc"
+"""Name of the pauses of Python's garbage collector."""
+
 CUT_SHORT = "the step was cut short"
 """The beginning of the note with the reason why a step ended early."""
 
@@ -319,6 +325,7 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
         reason: Reason for any status but ``ok``.
         artifacts: All expected artifacts of the worker.
         stages: Spans of the worker's stages, in order of their begin.
+        pauses: Pauses of the process by Python's garbage collector.
         anchors: Clock readings at start and stop.
         tool_spans: Starts and stops of the worker's tools, in order of their end.
         notes: Sentences for the user, e.g. on a selection that matched nothing.
@@ -349,6 +356,7 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     artifacts: list[Artifact] = []
     stages: list[StageSpan] = []
+    pauses: list[StageSpan] = []
     anchors: list[ClockAnchor] = []
     tool_spans: list[ToolSpan] = []
     notes: list[str] = []
@@ -407,6 +415,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         controller: The process that runs the loop.
         process: Unique identity of the same process, even if its pid is used again.
         stages: The controller's stages.
+        pauses: Pauses of the controller's process by Python's garbage collector.
         outside: Stages of the loop's process around the step: ``capture_start`` before it, ``capture_stop``
             after it (which includes ``write``), then the loop's own stages, such as ``validate``, until the
             next step or the end.
@@ -432,6 +441,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     controller: WorkerIdentity
     process: ProcessId | None = None
     stages: list[StageSpan] = []
+    pauses: list[StageSpan] = []
     outside: list[StageSpan] = []
     rpcs: list[Rpc] = []
     workers: list[CaptureResult] = []

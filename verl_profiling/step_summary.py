@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from verl_profiling.manifest import MAX_NS, Count, Ns
+from verl_profiling.manifest import GC, MAX_NS, WEIGHT_SYNC, Count, Ns
 from verl_profiling.units import duration
 
 Period = tuple[Ns, Ns]
@@ -103,6 +103,11 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=Tr
     held_bytes: int | None = None
     spans: list[SpanTotal] = []
     collectives: Collectives = {}
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether the process made trajectories, spans or requests; pauses and parts of stages are none."""
+        return any(one.name != GC and not one.name.startswith(f"{WEIGHT_SYNC}/") for one in self.spans)
 
 
 class ExposedStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -7,17 +7,21 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from example_loops import settings
 
 from integrations.wheels import ROOT, run_python, sources
 from verl_profiling import CaptureStateError
 from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture.session import process_session
+from verl_profiling.testing import record_step
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]
 
@@ -92,6 +96,41 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     stages = StageNames()
     monkeypatch.setattr(process_session(), "sink", stages)
     return stages.names
+
+
+async def test_a_workers_weight_update_has_its_parts(tmp_path: Path) -> None:
+    """Long makings of tensors are recorded each, short ones together; set up twice, it is marked once."""
+    workers = pytest.importorskip("verl.workers.engine_workers")
+
+    class Engine:
+        engine_config = SimpleNamespace(strategy="fsdp2")
+
+        def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, float]], None]:
+            return self.tensors(), None
+
+        def tensors(self) -> Iterator[tuple[str, float]]:
+            for number in range(40):
+                time.sleep(0.02 if number < 2 else 0.0002)
+                yield f"layer.{number}", 1.0
+
+    class Backend:
+        async def send_weights(self, weights: Iterator[Any], global_steps: int | None) -> dict[str, float]:
+            return {"sent": len(list(weights))}
+
+    worker = object.__new__(workers.ActorRolloutRefWorker)
+    worker.actor, worker.checkpoint_engine = SimpleNamespace(engine=Engine()), Backend()
+    worker._rank, worker._world_size = 0, 1
+    for _ in range(2):
+        worker.init_capture(settings(tool="spans"), "actor")
+    with record_step(settings(tool="spans"), tmp_path) as recorded:
+        assert await worker.update_weights(global_steps=1, mode="nccl") == {"sent": 40}
+    found = [(span.name, span.depth, span.end_ns - span.begin_ns) for span in recorded.result.stages]
+    assert [one[:2] for one in found[:3]] == [("update_weights", 0), ("gather", 1), ("transfer", 1)]
+    made = [took for name, depth, took in found[3:] if (name, depth) == ("gather", 2)]
+    assert len(made) == len(found) - 3
+    assert min(made[:2]) >= 20_000_000
+    assert 3 <= len(made) < 40
+    assert 46_000_000 <= sum(made) <= found[2][2]
 
 
 @pytest.mark.parametrize("trainer", ["V1", "V0"])

@@ -135,6 +135,92 @@ def test_an_exception_inside_the_coroutine_passes(error: BaseException, tmp_path
     assert of_name(found, "update_actor")[0].failed
 
 
+class Replica:
+    """A rollout replica that takes its time."""
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        await asyncio.sleep(0.03)
+
+    async def sleep(self) -> None:
+        await asyncio.sleep(0.05)
+
+    release_kv_cache = resume_kv_cache = resume_generation = sleep
+
+
+def manager() -> Any:
+    """Return verl's manager of weight updates, with two replicas and no processes."""
+    base = pytest.importorskip("verl.checkpoint_engine.base")
+    made = object.__new__(base.CheckpointEngineManager)
+    made.replicas = [Replica(), Replica()]
+    return made
+
+
+def sync_weights(self: Any) -> None:
+    """Call verl's manager as its synchronous trainers do."""
+    self.global_steps = 1
+    updates = manager()
+    with timer("step", self.timing), timer("update_weights", self.timing):
+        updates.abort_replicas()
+        updates.release_kv_cache_replicas()
+        updates.resume_kv_cache_replicas()
+        updates.resume_generation_replicas()
+
+
+async def sync_weights_in_coroutine(self: Any) -> None:
+    """Await it, as the fully asynchronous trainer does."""
+    self.global_steps = 1
+    updates = manager()
+    with timer("step", self.timing), timer("update_weights", self.timing):
+        await updates.abort_replicas()
+        await updates.release_kv_cache_replicas()
+        await updates.resume_kv_cache_replicas()
+        await updates.resume_generation_replicas()
+
+
+@pytest.mark.parametrize("fit", [sync_weights, sync_weights_in_coroutine])
+def test_the_parts_of_a_weight_update_are_stages(fit: Callable[..., Any], tmp_path: Path) -> None:
+    """Each once, for all replicas together, inside ``update_weights``; the watch has their sums."""
+    config = config_of(tmp_path, watch={"enable": True})
+    outcome = trainer_class(BASES[0], True, fit=fit)(config).fit()
+    if asyncio.iscoroutine(outcome):
+        asyncio.run(outcome)
+    found = manifest(tmp_path, 1)
+    parts = ["abort", "release_kv_cache", "resume", "resume"]
+    assert [(span.name, span.depth) for span in found.stages] == [
+        ("update_weights", 0),
+        *((part, 1) for part in parts),
+    ]
+    assert found.stages[1].end_ns - found.stages[1].begin_ns >= 30_000_000
+    (line,) = WatchLogReader(tmp_path).read()
+    sums = {total.name: total for total in line.spans}
+    assert (sums["update_weights/abort"].runs, sums["update_weights/resume"].runs) == (1, 2)
+
+
+def test_batches_and_logging_are_stages_between_steps(tmp_path: Path) -> None:
+    """Verl's own data loader and tracker, in a loop like V0's, whose batches stay what they are."""
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    tracking = pytest.importorskip("verl.utils.tracking")
+    seen: list[list[int]] = []
+
+    def fit(self: Any) -> None:
+        loader = loaders.StatefulDataLoader([1, 2, 3, 4], batch_size=2, collate_fn=list)
+        tracker = tracking.Tracking("project", "run", default_backend=["console"], config={})
+        for self.global_steps, batch in enumerate(loader, 1):
+            seen.append(batch)
+            with timer("step", self.timing), timer("update_actor", self.timing):
+                pass
+            tracker.log({"loss": 1.0}, step=self.global_steps)
+        assert loader.state_dict()["_num_yielded"] == 2
+
+    trainer_class(BASES[0], True, fit=fit)(config_of(tmp_path)).fit()
+    assert seen == [[1, 2], [3, 4]]
+    around = [span.name for span in manifest(tmp_path, 1).outside]
+    assert [name for name in around if name in ("log_metrics", "load_prompts")] == [
+        "log_metrics",
+        "load_prompts",
+    ]
+
+
 ONE_STEP_OFF = "verl.experimental.one_step_off_policy.ray_trainer:OneStepOffRayTrainer"
 
 

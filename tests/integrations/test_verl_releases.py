@@ -82,14 +82,11 @@ def changed(tmp_path: Path, module: str, old: str, new: str) -> Path:
     return folder
 
 
-def test_the_check_prints_the_table_of_hooks(tmp_path: Path) -> None:
-    """Every hook that the command uses is there, with its module and what is recorded by it."""
+def test_every_hook_that_the_command_uses_fits(tmp_path: Path) -> None:
+    """The check says which version it is, and warns of nothing that is not recorded."""
     run = check(None, tmp_path)
     assert run.returncode == 0, run.stderr
     assert re.search(r"a tested version of verl|verl .* was not tested", run.stdout)
-    rows = [line.split() for line in run.stdout.splitlines() if ": " in line and "verl." in line]
-    assert ["ok", "verl.utils.profiler", "(timers):", "steps,"] in [row[:4] for row in rows]
-    assert "requests of trajectories" in run.stdout
     assert "not recorded: " not in run.stdout
 
 

@@ -80,6 +80,7 @@ def make_verl() -> SimpleNamespace:
             tool = self.tools.get(tool_call.name)
             if hasattr(tool, "create"):
                 await tool.create()
+                await tool.release("id")
             return str(tool_call.name)
 
     class RewardLoopWorker:
@@ -202,6 +203,39 @@ def test_tool_calls_have_the_names_of_tools(verl: SimpleNamespace) -> None:
     assert sorted(names(log)) == ["tool:(unknown)", "tool:search", "tool:search"]
     assert len(named(log, "tool:(unknown)")[0].facts["asked"]) == 120  # type: ignore[arg-type]
     assert only(log).facts["tool_calls"] == 3
+
+
+def test_the_sandbox_of_a_tool_is_started_and_stopped_inside_its_call(verl: SimpleNamespace) -> None:
+    """However often the tool is called; a method that verl's base class has does nothing, and is no span."""
+
+    class Sandbox:
+        async def create(self) -> None:
+            await asyncio.sleep(0)
+
+        async def release(self, instance_id: str) -> None:
+            await asyncio.sleep(0)
+
+    class Stateless:
+        async def create(self) -> None:
+            await asyncio.sleep(0)
+
+        async def release(self, instance_id: str) -> None:
+            await asyncio.sleep(0)
+
+        release.__module__ = "verl.tools.base_tool"
+
+    loop = verl.ToolAgentLoop()
+    loop.tools = {"sandbox": Sandbox(), "stateless": Stateless()}
+
+    async def run() -> Any:
+        for name in ("sandbox", "sandbox", "stateless"):
+            await loop._call_tool(SimpleNamespace(name=name), {}, None)
+        return output()
+
+    call = ["tool:sandbox", "environment:start", "environment:stop"]
+    log = one_trajectory(verl, run)
+    assert names(log) == [*call, *call, "tool:stateless", "environment:start"]
+    assert [log.spans[number].parent for number in (1, 2)] == [log.spans[0].id] * 2
 
 
 def test_a_custom_loop_gets_spans_by_verls_timers_and_its_own(verl: SimpleNamespace) -> None:

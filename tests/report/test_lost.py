@@ -131,6 +131,52 @@ def test_a_host_in_a_blocking_call_does_not_fail_to_launch(tmp_path: Path) -> No
     assert seconds(report, "actor_rank0") == {"host_blocked": 5.5, "host_bound": 9.5}
 
 
+def test_a_pause_of_the_garbage_collector_has_the_time_in_which_the_device_waits(tmp_path: Path) -> None:
+    """Not where the device has work, and not in a weight update; 4% of the time are a finding."""
+    stages = [("update_actor", 0, 9), ("update_weights", 9, 10)]
+    pauses = [(1, 1.5), (4, 4.4), (9.2, 9.4)]
+    worker = Worker("actor", stages=[stages[0]], kernels=[("gemm", 0, 4), ("gemm", 4.4, 9)], pauses=pauses)
+    report = report_of(tmp_path, stages, [worker])
+    assert seconds(report, "actor_rank0") == pytest.approx({"gc": 0.4, "weight_sync": 1.0})
+    (finding,) = [one for one in report.findings if one.rule == "gc"]
+    assert "Python's garbage collector" in finding.text
+    assert finding.lanes == ["actor_rank0"]
+
+
+def test_a_weight_update_is_divided_by_its_parts(tmp_path: Path) -> None:
+    """The own process comes first, then the loop, then the process that the others wait for."""
+    report = report_of(
+        tmp_path,
+        [("update_actor", 0, 2), ("update_weights", 2, 10), ("abort", 2, 5, 1), ("resume", 9, 9.5, 1)],
+        [
+            Worker(
+                "actor",
+                0,
+                stages=[("update_weights", 5, 9), ("transfer", 5, 9, 1), ("gather", 5, 7, 2)],
+                kernels=[("gemm", 0, 2)],
+            ),
+            engine(0, (0, 1), requests=[(0, 1, 4), (0, 4.5, 40)]),
+        ],
+    )
+    (row,) = [row for row in report.lost if row.cause == "weight_sync"]
+    both = {"abort": 6.0, "gather": 4.0, "transfer": 4.0, "resume": 1.0, "update_weights": 1.0}
+    assert row.parts == pytest.approx(both)
+    (finding,) = [one for one in report.findings if one.rule == "weight_sync"]
+    assert "weights went to the engines (38% abort, 25% gather, 25% transfer)" in finding.text
+    (note,) = [note for note in report.notes if note.startswith("abort ")]
+    assert note == "abort took 3.00 s: its last request, 0-1 of rollout0, took 2.50 s"
+
+
+def test_a_weight_update_without_parts_is_one_sentence(tmp_path: Path) -> None:
+    """Stages elsewhere are no parts of it, however deep they are."""
+    worker = Worker(
+        "actor", stages=[("update_actor", 0, 5), ("mini_batch", 1, 2, 1)], kernels=[("gemm", 0, 5)]
+    )
+    report = report_of(tmp_path, [("update_actor", 0, 5), ("update_weights", 5, 10)], [worker])
+    (row,) = [row for row in report.lost if row.cause == "weight_sync"]
+    assert row.parts == {}
+
+
 @pytest.mark.parametrize("mode", ["e2e", "discrete"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_causes_add_up_to_all_idle_time(tmp_path: Path, mode: str, shared: bool) -> None:

@@ -21,7 +21,7 @@ from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.records import OTHERS
 from verl_profiling.report.sentences import rollout_sentences
-from verl_profiling.report.tables import TABLES
+from verl_profiling.report.tables import TABLES, cause_key
 from verl_profiling.trajectory_log import StatusChange
 
 
@@ -295,6 +295,22 @@ def test_what_became_of_trajectories_has_its_cost(tmp_path: Path) -> None:
         (True, "done", 1, 5),
     ]
     assert [row.share for row in rows] == [0.5, 0.375, 0.125, 1]
+
+
+def test_the_queue_for_a_sandbox_is_a_cause_with_its_own_advice(tmp_path: Path) -> None:
+    """Its start, commands and stop are causes too, of one colour."""
+    log = DrawnLog(0)
+    number = log.trajectory(0, 10)
+    for name, begin, end in (("queue", 0, 7), ("start", 7, 8), ("command", 8, 9.5), ("stop", 9.5, 10)):
+        log.span(f"sandbox:{name}", begin, end, trajectory=number)
+    report = report_with(tmp_path, log)
+    shares = {row.cause: row.share for row in report.rollout.causes}
+    expected = {"sandbox:queue": 0.7, "sandbox:command": 0.15, "sandbox:start": 0.1, "sandbox:stop": 0.05}
+    assert shares == pytest.approx(expected)
+    assert {cause_key(cause) for cause in shares} == {"s8"}
+    (finding,) = [one for one in report.findings if one.rule == "trajectory_cause"]
+    assert "sandbox:queue" in finding.text
+    assert finding.advice.startswith("keep sandboxes warm")
 
 
 def test_failed_trajectories_have_their_error_and_the_span_they_were_in(tmp_path: Path) -> None:

@@ -384,6 +384,7 @@ class Capture:
             reason=reason,
             artifacts=artifacts,
             stages=stages,
+            pauses=self.log.pauses,
             notes=self.log.notes(),
             metrics=self._metrics,
             anchors=self._anchors,

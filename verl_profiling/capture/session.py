@@ -28,7 +28,7 @@ from verl_profiling.capture.messages import (
     switched_off,
 )
 from verl_profiling.capture.result_file import NOT_STOPPED, Slot
-from verl_profiling.capture.stage import SpanLog, Stage, StageSink
+from verl_profiling.capture.stage import SpanLog, Stage, StageSink, record_pauses
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
@@ -49,6 +49,7 @@ class Session:
 
     Attributes:
         sink: Receives stages; ``None`` whenever nothing records and the watch is off.
+        log: The log behind ``sink``.
         sums: The stages of every step, for the watch; ``None`` without the watch.
         identity: The first worker of this process.
         reporter: Reports hangs of this process, once the loop has said where.
@@ -60,6 +61,8 @@ class Session:
     def reset(self) -> None:
         """Forget all workers and the capture, as in a new process; a forked child must not record."""
         self.sink: StageSink | None = None
+        self.log: SpanLog | None = None
+        record_pauses(self, None)
         self.sums: StageSums | None = None
         self.identity: WorkerIdentity | None = None
         self.reporter: HangReporter | None = None
@@ -278,9 +281,11 @@ class Session:
         """Send stages to the open capture, if any, and to the watch, if switched on."""
         if capture is not None:
             capture.log.sums = self.sums
+            self.log = capture.log
             self.sink = capture if capture.drives else capture.log
         else:
-            self.sink = None if self.sums is None else SpanLog(self, self.sums, None)
+            self.sink = self.log = None if self.sums is None else SpanLog(self, self.sums, None)
+        record_pauses(self, self.log)
 
     def _join(
         self, capture: Capture, request: CaptureRequest, identity: WorkerIdentity, received_ns: int

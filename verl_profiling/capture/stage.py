@@ -7,26 +7,29 @@ stages are in a context variable, so each thread and each asyncio task has its o
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from operator import attrgetter
-from threading import get_ident
+from threading import get_ident, get_native_id
 from types import TracebackType
 from typing import Any, Protocol, TypeVar, cast
 
 from verl_profiling import clock
-from verl_profiling.manifest import StageSpan
-from verl_profiling.watch.sums import Begun, StageSums
+from verl_profiling.manifest import GC, WEIGHT_SYNC, StageSpan
+from verl_profiling.watch.sums import Begun, SpanSums, StageSums
 
 logger = logging.getLogger(__name__)
 
 MAX_SPANS = 20_000
 LONG_NS = 1_000_000
+PAUSE_NS = 10_000_000
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -138,14 +141,15 @@ class OpenStage(Begun, eq=False, gc=False):
     """A stage that has begun, in the nesting of its thread or task. ``end_ns`` is 0 until it has ended.
 
     ``parent`` is the enclosing stage, perhaps of another source: a loop and its worker may share a process.
-    ``sums`` receives outermost stages. The garbage collector does not track stages, so that thousands of them
-    do not trigger it; :meth:`SpanLog.close` breaks the cycle of a log and its stages.
+    ``sums`` receives outermost stages, and the stages inside a weight update. The garbage collector does not
+    track stages, so that thousands of them do not trigger it; :meth:`SpanLog.close` breaks the cycle of a log
+    and its stages.
     """
 
     log: SpanLog
     parent: OpenStage | None
     thread: int = 0
-    sums: StageSums | None = None
+    sums: StageSums | SpanSums | None = None
     mark: object = None
     end_ns: int = 0
     failed: bool = False
@@ -200,6 +204,7 @@ class SpanLog:
         source: The owner of the stages. A stage may end in a later log of the same owner.
         sums: The watch's sums, which receive the outermost stages.
         spans: The first ``MAX_SPANS`` stages of a capture, to bound the memory; ``None`` without a capture.
+        pauses: Pauses of the process during a capture; see :func:`record_pauses`.
         begin_mark: Called with the name when a stage begins, to show it in an artifact.
         end_mark: Called at the end of the stage with the value that ``begin_mark`` returned.
         long_stage_ended: Called with each ended stage of at least ``LONG_NS``. For shorter stages, a system
@@ -212,6 +217,7 @@ class SpanLog:
     begin_mark: Callable[[str], object] | None = None
     end_mark: Callable[[Any], object] | None = None
     long_stage_ended: Callable[[OpenStage], object] | None = None
+    pauses: list[StageSpan] = field(default_factory=list)
     _left_out: int = 0
     _marks_failed: str = ""
 
@@ -243,7 +249,19 @@ class SpanLog:
             if parent is None:
                 stage.sums = sums
                 sums.open[id(stage)] = stage
+            elif parent.name == WEIGHT_SYNC != name:
+                stage.sums = sums.spans
         return stage
+
+    def ended(self, name: str, begin_ns: int, end_ns: int) -> None:
+        """Record a part of a weight update that has ended, inside the stage that is open now."""
+        if self.spans is not None and len(self.spans) < MAX_SPANS:
+            parent = _innermost.get()
+            while parent is not None and parent.end_ns:
+                parent = parent.parent
+            self.spans.append(OpenStage(name, begin_ns, self, parent, get_ident(), end_ns=end_ns))
+        if self.sums is not None:
+            self.sums.spans.end(Begun(name, begin_ns), end_ns)
 
     def end(self, name: str, failed: bool) -> OpenStage | None:
         """End the innermost open stage of that name, unless its begin was not recorded."""
@@ -330,3 +348,39 @@ class SpanLog:
             text = f"{self._left_out} stages after the first {MAX_SPANS} were left out; is one in a hot loop?"
             notes.append(text)
         return notes
+
+
+_logs: dict[StageSource, SpanLog] = {}
+"""The logs that record pauses, by owner."""
+_collects_since_ns = 0
+
+
+def record_pauses(source: StageSource, log: SpanLog | None) -> None:
+    """Record pauses of Python's garbage collector of at least ``PAUSE_NS``, as long as any log records.
+
+    Args:
+        source: An owner of stages.
+        log: Its log from now on; ``None`` if it records nothing.
+    """
+    _logs.pop(source, None)
+    if log is not None:
+        _logs[source] = log
+    if (_collected in gc.callbacks) != bool(_logs):
+        (gc.callbacks.append if _logs else gc.callbacks.remove)(_collected)
+
+
+def _collected(phase: str, _: object) -> None:
+    """Record the pause at the end of a collection, while which no other thread runs."""
+    global _collects_since_ns
+    now_ns = clock.now_ns()
+    begin_ns, _collects_since_ns = _collects_since_ns, now_ns
+    if phase == "stop" and now_ns - begin_ns >= PAUSE_NS:
+        logs = list(_logs.values())
+        for log in logs:
+            if log.spans is not None:
+                log.pauses.append(StageSpan(GC, begin_ns, now_ns, get_native_id()))
+        for sums in {id(log.sums): log.sums for log in logs if log.sums is not None}.values():
+            sums.spans.add(GC, begin_ns, now_ns, False)
+
+
+os.register_at_fork(after_in_child=_logs.clear)

@@ -19,7 +19,7 @@ from typing import Any
 from verl_profiling import clock
 from verl_profiling.capture.finishing import AfterHooks
 from verl_profiling.capture.messages import CaptureRequest
-from verl_profiling.capture.stage import OpenStage, SpanLog
+from verl_profiling.capture.stage import OpenStage, SpanLog, record_pauses
 from verl_profiling.controller.decision import Decisions, LoopOrder
 from verl_profiling.controller.open_capture import OpenCapture, whole_version
 from verl_profiling.controller.run import Run, is_pending
@@ -98,6 +98,7 @@ class Controller:
         self._order.step_begins(step, records)
         if self.watch is not None:
             self.watch.step_begins(step, whole_version(policy_version)[0])
+            record_pauses(self, self.sink)
         if self.live is None and decision is None:
             return None
         return self._begin_step(step, policy_version, decision)
@@ -163,7 +164,7 @@ class Controller:
         if live.step.step >= live.decision.step_range.last:
             if self._rollout is not None:
                 self.on_generation(runs=True)  # it ends in the capture, and goes on for the watch
-            self.sink = live.after
+            self._pass_stages_to(live.after)
 
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add numbers to a step of the open capture, or of the last one that was written.
@@ -184,6 +185,10 @@ class Controller:
         yield from live.begin_rollout()
         if not beside:
             self._rollout = live.log.begin(ROLLOUT)
+
+    def _pass_stages_to(self, log: SpanLog | None) -> None:
+        self.sink = log
+        record_pauses(self, log)
 
     def _watched_stages(self) -> SpanLog | None:
         """Return the receiver of stages outside of captures; ``None`` without a watch."""
@@ -261,7 +266,8 @@ class Controller:
         with live.pauses.during(CAPTURE_STOP):
             results = yield from self._conclude(live, end_ns, why)
         if live.request.keep:
-            self._after, self.sink = live, live.after
+            self._after = live
+            self._pass_stages_to(live.after)
         if self.config.strict and live.decision.trigger.kind == "schedule":
             for worker in results:
                 if worker.status not in ("ok", "skipped"):
@@ -304,7 +310,7 @@ class Controller:
         if not self.decisions.complete:
             self.decisions.begin(self._run)
             self.decisions.find_ranks()
-            self.sink = self._watched_stages()
+            self._pass_stages_to(self._watched_stages())
         return self.decisions.at(step, self.live is not None and self.live.goes_on(step))
 
     def _open(self, decision: Decision, step: int, version: int | None, pauses: SpanLog) -> Waits[bool]:
@@ -371,7 +377,8 @@ class Controller:
     def _set_live(self, live: OpenCapture | None) -> None:
         if (live is None) != (self.live is None):
             (clock.hold if live is not None else clock.release)()
-        self.live, self.sink = live, live.log if live is not None else self._watched_stages()
+        self.live = live
+        self._pass_stages_to(live.log if live is not None else self._watched_stages())
         if live is not None:
             self._holds_exit(True)
 
@@ -409,7 +416,7 @@ class Controller:
     def _end_after(self) -> None:
         """Add the loop's stages since the end of a captured step to the manifest of the step."""
         capture, self._after = self._after, None
-        self.sink = self._watched_stages()
+        self._pass_stages_to(self._watched_stages())
         if capture is None:
             return
         has_stages = bool(capture.after.spans)
@@ -443,6 +450,7 @@ class Controller:
 
     def _end_run(self) -> Waits[None]:
         run, most_s = self._run, self.roster.most_s
+        record_pauses(self, None)
         if self._leads:  # which steps of the schedule never came
             never_came = self._order.train_ends(self.config.schedule, run.resumes)
             if ran := self._order.steps:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import MANIFEST_NAME, Manifest
+from verl_profiling.manifest import MANIFEST_NAME, WEIGHT_SYNC, Manifest
 from verl_profiling.report import anatomy, capture_rows, collectives, lost, numbers
 from verl_profiling.report.activity import LaneReader
 from verl_profiling.report.findings import find
@@ -98,17 +98,20 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
     device_rows = [numbers.device_row(lanes, causes) for lanes, causes in devices]
     counts: capture_rows.Counts = {}
     rollout, explanation = rollout_of(step, read_trajectories(inputs, coverage, counts)) or (None, None)
-    parts = {}
+    parts: dict[str, dict[str, float]] = {}
     if explanation is not None:
         for cause in lost.BEHIND_TRAJECTORIES:
             window = np.concatenate((EMPTY, *(causes[cause] for _, causes in devices)))
             parts[cause] = explanation.of(window)
+    synced = lost.sync_parts(step, (lanes for lanes, _ in devices))
+    if synced.keys() - {WEIGHT_SYNC}:
+        parts["weight_sync"] = synced
     nobody = [lane.idle["other_stages"] for lane in step.lanes]
     asked, suspects = asked_of(step, calls)
     engines = [numbers.engine_row(lane, step) for lane in step.lanes if lane.is_engine]
     of_manifest: dict[str, Any] = {}
     if manifest is not None and capture is not None:
-        notes = [*_notes(manifest, step, inputs.capture), *notes]
+        notes = [*_notes(manifest, step, inputs.capture), *lost.last_aborted(step), *notes]
         of_manifest = {
             "policy_version": manifest.policy_version,
             "complete": manifest.complete,

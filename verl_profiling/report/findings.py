@@ -32,6 +32,7 @@ _TAIL = "or carry the tail over to the next step (partial rollout)"
 _MARK_MORE = "mark more of the agent loop with span(), so that this time gets a name"
 _ADVICE = {
     "tool": "run more calls concurrently, set a time limit, or cache the results",
+    "sandbox": "keep sandboxes warm, stop them in the background, and run as many as trajectories",
     "environment": "keep environments warm, start them ahead of time, or give them a time limit",
     "reward": "score while other trajectories still run, or in more processes",
     "wait": "add capacity where the trajectories wait, or run fewer trajectories at once",
@@ -490,6 +491,10 @@ _IDLE = {  # sentence and advice of causes that need no more
         "were idle while weights went to the engines",
         "transfer in larger buckets or over a faster path, or synchronise less often",
     ),
+    "gc": (
+        "were idle while Python's garbage collector stopped their process",
+        "gc.freeze() after the first step, or gc.disable() and a gc.collect() between steps",
+    ),
     "host_blocked": (
         "were idle while their hosts were inside calls that copy, allocate or wait for the device",
         "copy from pinned memory with non_blocking=True, and leave out calls that wait (.item(), .cpu())",
@@ -522,6 +527,7 @@ FINDINGS = {
     "after_generation": 0.05,
     "no_requests": 0.10,
     "weight_sync": 0.15,
+    "gc": 0.02,
     "host_blocked": 0.10,
     "between_stages": 0.20,
     "host_bound": 0.15,

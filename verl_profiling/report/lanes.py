@@ -47,6 +47,7 @@ class Lane:
         collectives: All runs of each collective by name and process group, sorted by begin.
         ops: Calls and self time (ns) of kernels, or of operators in a CPU trace, by stage and name.
         stages: Runs of the worker's own stages.
+        pauses: Spans in which Python's garbage collector stopped the process.
         recorded: Spans in which the worker's tool recorded.
         observed: Observed time: the set ``S`` of :mod:`~verl_profiling.report.numbers`.
         device: The device, if known.
@@ -70,6 +71,7 @@ class Lane:
     collectives: Mapping[tuple[str, Group], Spans] = field(default_factory=dict)
     ops: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     stages: Sequence[StageSpan] = ()
+    pauses: Spans = field(default_factory=lambda: EMPTY)
     recorded: Spans = field(default_factory=lambda: EMPTY)
     observed: Spans = field(default_factory=lambda: EMPTY)
     device: Device | None = None
@@ -135,7 +137,7 @@ class Step:
         lane.recorded = spans_of(
             (a.begin_ns, a.end_ns) for a in worker.artifacts if a.lane == lane.source.lane and a.end_ns
         )
-        lane.stages = worker.stages
+        lane.stages, lane.pauses = worker.stages, time_of(worker.pauses)
         lane.device = _device_of(lane, worker)
         lane.observed = EMPTY if lane.is_unknown else self.whole
         if worker.mode == "discrete":

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from verl_profiling.manifest import StageSpan
+from verl_profiling.manifest import WEIGHT_SYNC, StageSpan
 from verl_profiling.report.capture_rows import VALIDATE
 from verl_profiling.report.columns import DeviceRow, LostRow
 from verl_profiling.report.intervals import (
     EMPTY,
     Spans,
     intersection,
+    length,
     spans_of,
     subtract,
     time_of,
@@ -19,8 +21,9 @@ from verl_profiling.report.intervals import (
 )
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.model import OTHER_RANKS, Tail
+from verl_profiling.units import duration
 
-ROLLOUT, WEIGHT_SYNC = "rollout", "update_weights"
+ROLLOUT = "rollout"
 CAUSES = (
     "capture",
     "weight_sync",
@@ -29,6 +32,7 @@ CAUSES = (
     "waiting_for_rollout",
     "no_requests",
     "straggler_wait",
+    "gc",
     "host_blocked",
     "host_bound",
     "other_stages",
@@ -61,6 +65,7 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
     * ``no_requests``: in stages with generation, while the engine's replica has no request, if requests are
       known;
     * ``straggler_wait``: after the end of an own stage, until the last worker of the role ends this stage;
+    * ``gc``: while Python's garbage collector stops the process;
     * ``host_blocked``: while the host is in a call that copies, allocates or waits for the device;
     * ``host_bound``: in an own stage (for an engine, between iterations with a request), or while operators
       run on the host: the device waits for launches;
@@ -99,6 +104,7 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
         claims["waiting_for_rollout"] = rollout
         claims["straggler_wait"] = union(*(_after_stage(lane, name, step) for name in own))
         claims["host_bound"] = union(own_time, lane.host)
+    claims["gc"] = lane.pauses
     if lane.on_device:
         claims["host_blocked"] = lane.blocked
     claims["other_stages"] = step.during()
@@ -127,6 +133,48 @@ def working_spans(lane: Lane, step: Step, *stages: str) -> Spans:
     runs = step.during(*stages).tolist() or [(step.begin_ns, step.end_ns)]
     parts = [within(work, begin_ns, end_ns) for begin_ns, end_ns in runs]
     return spans_of((int(part[0, 0]), int(part[-1, 1])) for part in parts if len(part))
+
+
+def sync_parts(step: Step, devices: Iterable[Sequence[Lane]]) -> dict[str, float]:
+    """Divide the ``weight_sync`` time of devices by the stages inside ``update_weights`` (s).
+
+    An instant belongs to the innermost stage of the device's own process; else of the controller, else of
+    another process, for which all others wait.
+    """
+    own = {worker.name: _inside_sync(worker.stages) for worker in step.workers}
+    shared = [
+        *_inside_sync(step.stages),
+        *_inside_sync([span for worker in step.workers for span in worker.stages]),
+    ]
+    found = Counter[str]()
+    for lanes in devices:
+        window = union(*(lane.idle["weight_sync"] for lane in lanes))
+        for name, spans in (*(part for lane in lanes for part in own.get(lane.source.worker, [])), *shared):
+            found[name] += length(intersection(window, spans))
+            window = subtract(window, spans)
+        found[WEIGHT_SYNC] += length(window)
+    return {name: ns / 1e9 for name, ns in found.items() if ns}
+
+
+def _inside_sync(stages: Sequence[StageSpan]) -> list[tuple[str, Spans]]:
+    """Return the time of each stage inside ``update_weights``, the innermost stages first."""
+    whole, runs = time_of(stages, WEIGHT_SYNC), dict[tuple[int, str], list[StageSpan]]()
+    outer = min((span.depth for span in stages if span.name == WEIGHT_SYNC), default=0)
+    for span in stages if len(whole) else ():
+        if span.depth > outer and span.name != WEIGHT_SYNC:
+            runs.setdefault((-span.depth, span.name), []).append(span)
+    return [(name, intersection(whole, time_of(runs[depth, name]))) for depth, name in sorted(runs)]
+
+
+def last_aborted(step: Step) -> Iterator[str]:
+    """Yield a note for each stage ``abort`` or ``drain``, with the request that ended last in it."""
+    for span in step.stages:
+        begin_us, end_us = ((ns - step.begin_ns) / 1000 for ns in (span.begin_ns, span.end_ns))
+        is_wait = span.name in ("abort", "drain")
+        if ended := [one for one in step.requests if is_wait and begin_us < one.end_us <= end_us]:
+            last = max(ended, key=lambda one: one.end_us)
+            took, after = (duration((us - begin_us) / 1e6) for us in (end_us, last.end_us))
+            yield f"{span.name} took {took}: its last request, {last.id} of {last.worker}, took {after}"
 
 
 def _after_stage(lane: Lane, stage: str, step: Step) -> Spans:

@@ -48,7 +48,7 @@ from verl_profiling.report.model import OTHER_RANKS, Percentiles, Tail, Throughp
 
 _TOKEN_METRICS = ("perf/total_num_tokens", "total_num_tokens", "tokens")
 _TURNS = (
-    *("capture", "weight_sync", "straggler_wait", "host_blocked", "host_bound"),
+    *("capture", "weight_sync", "straggler_wait", "gc", "host_blocked", "host_bound"),
     *("no_requests", "long_tail", "after_generation", "waiting_for_rollout"),
     *("other_stages", "between_stages", "unexplained"),
 )

@@ -36,6 +36,7 @@ _CAUSE_KEYS = {
     "from the engine": "s2",
     "reward": "s1",
     "environment": "s8",
+    "sandbox": "s8",
     "wait": "s5",
     "controller": "s6",
     "own code": "s9",

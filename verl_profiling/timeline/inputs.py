@@ -22,7 +22,7 @@ from verl_profiling.watch_log import has_watch_log
 
 UNWRITTEN = f"holds no {MANIFEST_NAME}: the loop ended before the begin of the capture"
 _TIMES = ("begin_ns", "end_ns", "unix_ns", "arrival_ns", "scheduled_ns", "first_token_ns", "last_token_ns")
-_PARTS_WITH_TIMES = ("stages", "tool_spans", "requests", "artifacts", "anchors")
+_PARTS_WITH_TIMES = ("stages", "pauses", "tool_spans", "requests", "artifacts", "anchors")
 _STEP_FOLDER = re.compile(r"step_(\d+)(?:\.(\d+))?")
 
 

@@ -39,6 +39,7 @@ TOOL_TID = STAGES_TID + 2
 """Thread id of the starts and stops of a worker's tool."""
 
 _PROFILER_TID = STAGES_TID + 1
+_PAUSES_TID = STAGES_TID + 3
 _PROFILER_LANES = {"Spans", "Traces", ""}  # process ids of kineto's own events
 _OVERHEAD = "overhead"  # category of kineto's own overhead, which has a process id of its own
 _FIRST_DEVICE = 1
@@ -272,7 +273,7 @@ _APART_NS = 1_000  # more than Perfetto's rounding of times (1 ns)
 
 
 def controller_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int) -> list[Event]:
-    """Return the loop's stages and calls, the workers' stages and tools, and arrows between stages.
+    """Return the loop's stages and calls, the workers' stages and tools, pauses, and arrows between stages.
 
     Args:
         manifest: The capture.
@@ -297,6 +298,11 @@ def controller_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int)
             events.append(name_thread(pids[CONTROLLER], threads[rpc.worker], f"rpc {rpc.worker}"))
         called = {"worker": rpc.worker, "ok": rpc.ok}
         events.append(own(threads[rpc.worker], "rpc", rpc.method, rpc.begin_ns, rpc.end_ns, about=called))
+    for name, spans in ((CONTROLLER, manifest.pauses), *((one.name, one.pauses) for one in manifest.workers)):
+        if spans:
+            events.append(name_thread(pids[name], _PAUSES_TID, "pauses"))
+            drawn = partial(draw, base_ns, pids[name], _PAUSES_TID, "pause")
+            events += (drawn(span.name, span.begin_ns, span.end_ns) for span in spans)
     for worker in manifest.workers:
         if not (worker.stages or worker.tool_spans):
             continue

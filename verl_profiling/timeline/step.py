@@ -225,6 +225,7 @@ def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
             worker,
             step=span.step,
             stages=clipped(worker.stages),
+            pauses=clipped(worker.pauses),
             tool_spans=list(filter(drives, worker.tool_spans)),
             requests=[request for request in worker.requests if begin_ns <= request.begin_ns < end_ns],
             artifacts=[
@@ -245,6 +246,7 @@ def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
         end_ns=end_ns,
         complete=whole.complete or bool(later),
         stages=clipped(whole.stages),
+        pauses=clipped(whole.pauses),
         outside=list(filter(is_outside, around)),
         rpcs=list(filter(drives, whole.rpcs)),
         workers=list(map(part_of, whole.workers)),

@@ -255,7 +255,7 @@ class Detector:
         processes = (*summary.loop, *summary.workers)
         at_work = {lane for one in standings(summary).get(found.stage, ()) for lane in one.lanes}
         working = [one for one in processes if one.lane in at_work]
-        waits = all(one.spans or one in summary.loop or one.role == ROLLOUT_ROLE for one in working)
+        waits = all(one.has_spans or one in summary.loop or one.role == ROLLOUT_ROLE for one in working)
         roles = {one.role for one in (processes if waits else working)}
         enough_ns = (found.value - found.median) * 1e9 / 2
         totals = _by_role(summary)
@@ -330,7 +330,7 @@ class Detector:
 
 
 def _with_span(found: Suspicion, summary: StepSummary, role: str, span: str) -> Suspicion:
-    """Return the suspicion with the process of a grown span as first suspect, without the waiting loop.
+    """Return the suspicion with the process of a grown span as first suspect, without the loop if it waits.
 
     Calls take longer in that process than in other processes of the role. An agent loop's ``generate`` and
     whole trajectories do not count, because an agent loop waits in them.
@@ -346,7 +346,7 @@ def _with_span(found: Suspicion, summary: StepSummary, role: str, span: str) -> 
     is_known = first and (not others or took[first] >= NEWS * median(took[lane] for lane in others))
     is_wait = span == TRAJECTORY or (span == _GENERATE and role != ROLLOUT_ROLE)
     named = [first] if is_known and not is_wait else []
-    known = {*named, *(one.lane for one in summary.loop)}
+    known = {*named, *(one.lane for one in summary.loop if one.role != role)}
     return msgspec.structs.replace(
         found,
         suspects=[*named, *(lane for lane in found.suspects if lane not in known)],

@@ -183,7 +183,7 @@ class _Workers:
         ]
         hidden = any(not use.stages for use in agents)
         self._unclear = {summary.loop[0].role} if hidden else set()
-        if hidden or (agents and any(use.spans for use in summary.workers if use.role == ROLLOUT_ROLE)):
+        if hidden or (agents and any(use.has_spans for use in summary.workers if use.role == ROLLOUT_ROLE)):
             self._unclear.add(ROLLOUT_ROLE)
 
     def standings(self, stage: int, own: Standing) -> list[Standing]:

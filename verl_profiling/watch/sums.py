@@ -18,6 +18,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.identity import ProcessId, WorkerIdentity
+from verl_profiling.manifest import WEIGHT_SYNC
 from verl_profiling.memory import own_bytes, process_peak_bytes
 from verl_profiling.step_summary import OTHERS, Period, RankUse, SpanTotal, StageUse
 from verl_profiling.watch.collectives import collectives_in
@@ -113,7 +114,7 @@ def process_memory() -> tuple[int, int]:
 
 
 class StageSums:
-    """Records the outermost stages of this process; nested stages are not recorded.
+    """Records the outermost stages of this process; of nested stages, only parts of weight updates, as spans.
 
     All methods may be called from any thread and task.
 
@@ -291,6 +292,11 @@ class SpanSums:
             numbers[0] += 1
             numbers[1] += max(0, end_ns - begin_ns)
             numbers[2] += failed
+
+    def end(self, part: Begun, end_ns: int) -> None:
+        """Add a part of a weight update that has ended, in the step of its middle: both may end together."""
+        half_ns = (end_ns - part.begin_ns) // 2
+        self.add(f"{WEIGHT_SYNC}/{part.name}", part.begin_ns - half_ns, end_ns - half_ns, False)
 
     def last_ns(self) -> int:
         """Return when a span ended last, to the end of its time slice; 0 if no span is kept."""

@@ -56,6 +56,12 @@ _RECORDS = {
     ("verl.experimental.fully_async_policy.fully_async_rollouter", "fully_async"): {
         "async_trainer:check_rollouter": "the rollouter's samples, queue and pauses (role rollouter)",
     },
+    ("torchdata.stateful_dataloader.stateful_dataloader", EVERY): {
+        "trainer:hook_data_loader": "waiting for the data loader",
+    },
+    ("verl.checkpoint_engine.base", EVERY): {
+        "trainer:hook_weight_sync": "the parts of weight updates",
+    },
     ("verl.utils.tracking", EVERY): {
         "trainer:hook_tracking": "verl's metrics in manifests, and the reports' numbers in verl's trackers",
     },

@@ -278,9 +278,12 @@ def trainer_stage(name: str) -> AbstractContextManager[None]:
 
     In a running event loop, a null context is returned too, because awaited calls are marked as a whole.
     """
-    if _active is None or asyncio._get_running_loop() is not None:
-        return nullcontext()
-    return _active.stage(name)
+    return nullcontext() if asyncio._get_running_loop() is not None else awaited_stage(name)
+
+
+def awaited_stage(name: str) -> AbstractContextManager[None]:
+    """Return a stage of the profiled trainer in this process, also in an event loop."""
+    return nullcontext() if _active is None else _active.stage(name)
 
 
 def _replicas(trainer: Any) -> list[Any]:

@@ -33,12 +33,13 @@ from verl_profiling.integrations.verl.launch import start_workers_under_nsys
 from verl_profiling.integrations.verl.profiler import (
     Profiler,
     active_profiler,
+    awaited_stage,
     can_be_profiled,
     let_lines_through,
     sentences,
     trainer_stage,
 )
-from verl_profiling.integrations.verl.versions_and_stages import TRANSFER_QUEUE_STAGES
+from verl_profiling.integrations.verl.versions_and_stages import TRANSFER_QUEUE_STAGES, WEIGHT_SYNC_STAGES
 from verl_profiling.integrations.verl.workers import SETTINGS_KEY
 from verl_profiling.manifest import POLLING
 from verl_profiling.settings.config import ProfilingConfig
@@ -174,7 +175,20 @@ def _stored(
 ) -> None:
     if (profiler := active_profiler()) is not None:
         profiler.logged(self, data, step)
-    log(self, data, step, *args, **kwargs)
+    with awaited_stage("log_metrics"):
+        log(self, data, step, *args, **kwargs)
+
+
+def hook_weight_sync(module: Any) -> None:
+    """Mark the parts of a weight update that the trainer runs, inside verl's ``auto_await``."""
+    manager = module.CheckpointEngineManager
+    for name, marked in WEIGHT_SYNC_STAGES.items():
+        coroutine = getattr(getattr(manager, name, None), "__wrapped__", None)
+        if coroutine is not None:
+            setattr(manager, name, coroutine)
+        mark(manager, name, partial(awaited_stage, marked))
+        if coroutine is not None:
+            setattr(manager, name, module.auto_await(getattr(manager, name)))
 
 
 def hook_v1_trainer(module: Any) -> None:
@@ -185,7 +199,11 @@ def hook_v1_trainer(module: Any) -> None:
 def hook_v1_rollout(module: Any) -> None:
     """Begin the rollout when prompts go to the engines, before the timer that waits for responses."""
     wrap(module.PPOTrainer, "_add_batch_to_generate", _beginning_rollout)
-    mark(module.PPOTrainer, "_next_train_batch", partial(trainer_stage, "load_prompts"))
+
+
+def hook_data_loader(module: Any) -> None:
+    """Mark the wait for each batch of a data loader as a stage of the trainer."""
+    mark(module._StatefulBaseDataLoaderIter, "__next__", partial(awaited_stage, "load_prompts"))
 
 
 def _beginning_rollout(add_batch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

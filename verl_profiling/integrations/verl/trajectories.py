@@ -31,7 +31,8 @@ _TIMERS = {"compute_score": "reward"}
 _UNKNOWN_TOOL = "tool:(unknown)"
 _LONGEST_NAME = 120
 _STARTS_NOTHING = "verl.tools.base_tool"
-"""Module of the base class of tools, whose ``create`` makes an id and starts no environment."""
+"""Module of the base class of tools, whose ``create`` makes an id and starts no environment, as ``release``
+stops none."""
 _ABORTED = ("aborted", "abort")
 
 _pause: ContextVar[ExitStack | None] = ContextVar("verl_profiling_pause", default=None)
@@ -153,10 +154,11 @@ async def _as_tool(
 
 
 def _prepare_tool(tool_class: type[Any]) -> None:
-    """Hook ``create`` of a tool class, the start of an environment or a sandbox."""
-    create = getattr(tool_class, "create", None)
-    if tool_class not in _prepared and create is not None and create.__module__ != _STARTS_NOTHING:
-        mark(tool_class, "create", partial(span, "environment:start"))
+    """Hook ``create`` and ``release`` of a tool class, the start and stop of an environment or a sandbox."""
+    for name, spanned in (("create", "environment:start"), ("release", "environment:stop")):
+        method = getattr(tool_class, name, None)
+        if tool_class not in _prepared and method is not None and method.__module__ != _STARTS_NOTHING:
+            mark(tool_class, name, partial(span, spanned))
     _prepared.add(tool_class)
 
 

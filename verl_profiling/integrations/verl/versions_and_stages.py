@@ -19,6 +19,23 @@ TRANSFER_QUEUE_STAGES = {
     "kv_list": "transfer_queue_list",
 }
 
+# Stage names of the controller by method of `CheckpointEngineManager`: the parts of a weight update.
+WEIGHT_SYNC_STAGES = {
+    "abort_replicas": "abort",
+    "sleep_replicas": "sleep",
+    "release_kv_cache_replicas": "release_kv_cache",
+    "build_process_group": "connect",
+    "resume_kv_cache_replicas": "resume",
+    "resume_generation_replicas": "resume",
+}
+
+# Stage names of a worker by attribute of `ActorRolloutRefWorker` and method: parts of its `update_weights`.
+WORKER_SYNC_STAGES = {
+    ("checkpoint_engine", "send_weights"): "transfer",
+    ("rollout", "update_weights"): "transfer",
+    ("rollout", "resume"): "resume",
+}
+
 _CHECKPOINTS = {name: name for name in ("save_checkpoint", "load_checkpoint")}
 
 # Stage names by method of `ActorRolloutRefWorker`.

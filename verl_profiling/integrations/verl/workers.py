@@ -14,9 +14,16 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from verl_profiling import clock
 from verl_profiling.capture.session import process_session, stage
+from verl_profiling.capture.stage import LONG_NS, SpanLog
 from verl_profiling.integrations.hooks import mark, misfits, wrap
-from verl_profiling.integrations.verl.versions_and_stages import ACTOR_STAGES, CRITIC_STAGES, OFFLOADING
+from verl_profiling.integrations.verl.versions_and_stages import (
+    ACTOR_STAGES,
+    CRITIC_STAGES,
+    OFFLOADING,
+    WORKER_SYNC_STAGES,
+)
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.workers import (
     AgentLoopCaptureMixin,
@@ -126,6 +133,7 @@ def _counted_mini_batch(train_batch: Callable[..., Any], *args: Any, **kwargs: A
 def _init_capture(self: Any, settings: ProfilingConfig, role: str) -> list[str]:
     """Set this worker up for ``role``; return sentences on unrecorded parts."""
     engine = self.engine if hasattr(self, "engine") else (self.actor or self.ref).engine
+    _mark_weight_sync(self, engine)
     if engine.engine_config.strategy == "megatron":
         self._verl_profiling = MegatronCaptureMixin()
         self._verl_profiling.init_capture(settings, role=role)
@@ -137,6 +145,36 @@ def _init_capture(self: Any, settings: ProfilingConfig, role: str) -> list[str]:
             settings, role=role, rank=self.rank, world_size=self.world_size, mesh=mesh
         )
     return misfits()
+
+
+def _mark_weight_sync(worker: Any, engine: Any) -> None:
+    """Mark the parts of the worker's weight updates, on the objects of its backend and rollout engine."""
+    if "get_per_tensor_param" in vars(engine):
+        return  # the worker was set up before
+    wrap(engine, "get_per_tensor_param", _gathering)
+    for (owner, name), marked in WORKER_SYNC_STAGES.items():
+        if (found := getattr(worker, owner, None)) is not None:
+            mark(found, name, partial(stage, marked))
+
+
+def _gathering(get_tensors: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with stage("gather"):
+        tensors, *rest = get_tensors(*args, **kwargs)
+    log = process_session().log
+    return _gathered(tensors, log) if log and inspect.isgenerator(tensors) else tensors, *rest
+
+
+def _gathered(tensors: Iterator[Any], log: SpanLog) -> Iterator[Any]:
+    """Record the host's time in making each tensor; short times are recorded together, at the last one."""
+    begin_ns, spent_ns = clock.now_ns(), 0
+    for tensor in tensors:
+        end_ns = clock.now_ns()
+        spent_ns += end_ns - begin_ns
+        if spent_ns >= LONG_NS:
+            log.ended("gather", end_ns - spent_ns, end_ns)
+            spent_ns = 0
+        yield tensor
+        begin_ns = clock.now_ns()
 
 
 def _show_schedule(engine: Any) -> None:
