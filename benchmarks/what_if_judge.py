@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ray
 import results
 
 from verl_profiling.analysis import CapturedStep, open_run
@@ -154,6 +156,8 @@ def main() -> None:
         "--change", default="", help="only changes that this pattern matches; keeps no results"
     )
     given = parser.parse_args()
+    ray.init("local", num_cpus=4, include_dashboard=False, logging_level="ERROR")
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     rows = []
     with tempfile.TemporaryDirectory(prefix="what-if-judge-") as folder:
         for loop, base in LOOPS.items():

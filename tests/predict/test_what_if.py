@@ -190,6 +190,32 @@ def test_all_ranks_leave_a_collective_when_the_last_one_has_entered(tmp_path: Pa
     assert balanced.predicted_us == pytest.approx((7 + 2 * 2 / 2.2 + 0.2 + 0.8 * 2 / 1.8) * 1e6)
 
 
+def test_idle_time_of_a_worker_on_the_path_is_said(tmp_path: Path) -> None:
+    """Rank 0 has a trace with a kernel of 0.2 s; scaled, its idle time shrinks with it."""
+    synchronous(tmp_path)
+    step = open_step(tmp_path)
+    for factor, idle in ((1.0, 2.6), (0.5, 1.3)):
+        found = step.what_if(scale={"update_actor": factor})
+        assert {row.who: row.idle_us for row in found.path if row.kind == "work"} == {
+            "rollout0": pytest.approx(0.2e6),
+            "actor_rank0": pytest.approx(idle * 1e6),
+        }
+
+
+def test_the_time_of_the_capture_itself_is_not_scaled(tmp_path: Path) -> None:
+    """In a discrete capture, a tool starts and stops inside the loop's stage."""
+    tool = [("start", 5.0, 5.5, "update_actor"), ("stop", 7.5, 8.0, "update_actor")]
+    worker = Worker("actor", mode="discrete", stages=[("update_actor", 5.5, 7.5)], kernels=WORKS, tool=tool)
+    drawn_inputs(tmp_path, STAGES, [worker])
+    step = open_step(tmp_path)
+    assert path_of(step.what_if())[2:5] == [
+        ("update_actor", "controller", "capture", 0.5),
+        ("update_actor", "actor_rank0", "work", 2.0),
+        ("update_actor", "controller", "capture", 0.5),
+    ]
+    assert step.what_if(scale={"update_actor": 0.5}).predicted_us == pytest.approx(9e6)
+
+
 def test_ranks_of_an_spmd_program_are_called_by_nobody(tmp_path: Path) -> None:
     """The path is that of rank 0, whose stages are the loop's; without a trace, nobody waits for rank 1."""
     stages = [("rollout", 0, 4), ("update_actor", 5, 8)]
@@ -229,7 +255,14 @@ def test_the_command_prints_path_slack_and_changes(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "step 1: 10.0 s"
     assert len(lines) <= 45
-    assert next(line for line in lines if "rollout0" in line).split()[-2:] == ["s", "38.0%"]
+    assert next(line for line in lines if "rollout0" in line).split()[2:] == [
+        "work",
+        "3.80",
+        "s",
+        "38.0%",
+        "200",
+        "ms",
+    ]
     changed = ["--scale", "rollout=0.5", "--balance", "update_actor", "--json"]
     assert main(["what-if", str(tmp_path), *changed]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -251,5 +284,6 @@ def test_plain_traces_have_a_path_through_their_collectives(tmp_path: Path) -> N
     for rank in (0, 1):
         shutil.copy(Path(__file__).parents[1] / "data" / f"megatron_tp2_rank{rank}.json.gz", tmp_path)
     found = open_step(tmp_path).what_if()
+    assert {row.kind for row in found.path} == {"work", "gloo:all_reduce", "delay"}
     assert path_of(found)
     assert found.predicted_us == pytest.approx(found.span_us)

@@ -28,10 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.manifest import CaptureResult, Request, StageSpan
+from verl_profiling.report.anatomy import capture_time
 from verl_profiling.report.build import read_step, read_trajectories
 from verl_profiling.report.capture_rows import VALIDATE
 from verl_profiling.report.collectives import Calls, matched_calls
-from verl_profiling.report.intervals import Ints, overlaps
+from verl_profiling.report.intervals import EMPTY, Ints, Spans, intersection, overlaps, subtract
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.records import LOOP_LAG, Pieces, Records, pieces_of
@@ -40,14 +41,15 @@ from verl_profiling.timeline.processes import stages_by_row
 from verl_profiling.timeline.step import Source, StepInputs
 
 LOOP = "controller"
-OWN, WORK, DELAY = "own code", "work", "delay"
-"""Kinds of segments of the loop and of workers, and the time before a segment."""
+OWN, CAPTURE, WORK, DELAY = "own code", "capture", "work", "delay"
+"""Kinds of segments: two of the loop, one of workers, and the time before a segment."""
 _MOST_COLLECTIVES = 5_000  # calls with the longest waits
+_LAUNCHES = "c10d::"  # names of host calls that launch a collective
 _HIDDEN = 0.5  # share of a collective beside computation, from which on nobody waits for it
 
 _SAME_NAME = "a stage of the loop waits for the stages of workers with its name"
 _INSIDE = "a stage of the loop waits for the stages of workers inside it"
-_OUTSIDE = "outside stages, the loop waits for the stages of workers"
+_OUTSIDE = "outside stages, the loop waits for workers"
 _ROLLOUT = "a rollout waits for the trajectories and requests that end in it"
 
 
@@ -58,8 +60,8 @@ class Segment:
     Attributes:
         who: Lane, worker, or the loop.
         within: Names of the stages around the segment, the outermost first.
-        kind: ``own code`` of the loop, ``work`` of a worker, cause of a trajectory's time, part of a request,
-            or the collective.
+        kind: ``own code`` of the loop, ``capture`` of the step, ``work`` of a worker, the collective, part of
+            a request, or cause of a trajectory's time.
         begin_ns: Begin.
         end_ns: End.
         after: Numbers of the segments that end before this segment begins.
@@ -147,6 +149,7 @@ class Graph:
         delay_ns: Time between each segment's begin and the last end before it.
         parts: Role, stage and number of the run in its process, of each ``part``: the same for all ranks.
         tails: Number of a segment, and the numbers of the trajectories or requests that it waits for.
+        idle: Time in which all lanes of a process were idle, by process.
         assumed: Number of edges by assumption.
     """
 
@@ -158,6 +161,7 @@ class Graph:
     delay_ns: list[int] = field(default_factory=list)
     parts: list[tuple[str, str, int]] = field(default_factory=list)
     tails: dict[int, list[int]] = field(default_factory=dict)
+    idle: dict[str, Spans] = field(default_factory=dict)
     assumed: Counter[str] = field(default_factory=Counter)
 
     def close(self) -> None:
@@ -219,15 +223,26 @@ def graph_of(
             loose.append(whole)
         else:
             of_workers[worker.name] += whole.inner
-    for lane in step.lanes if step.manifest is None else ():
-        begin_ns, end_ns = int(lane.busy[:1, 0].sum()), int(lane.busy[-1:, 1].sum())
-        run = _Run(lane.source.worker, lane.source.role, "", begin_ns, end_ns)
-        of_workers[lane.source.worker] += [run] if end_ns > begin_ns else []
+    is_plain = step.manifest is None  # plain traces have no stages: each lane is one run
+
+    def name_of(lane: Lane) -> str:
+        return lane.name if is_plain else lane.source.worker
+
+    for lane in step.lanes:
+        idle = subtract(lane.observed, lane.busy)
+        graph.idle[name_of(lane)] = intersection(graph.idle.get(name_of(lane), idle), idle)
+        if is_plain and len(lane.busy):
+            times = int(lane.busy[0, 0]), int(lane.busy[-1, 1])
+            of_workers[lane.name].append(_Run(lane.name, lane.source.role, "", *times))
     runs = list(chain.from_iterable(of_workers.values()))
     loose += _called(root, stages, runs, error_ns, graph.assumed)
     rollouts = [*_trajectories(records, pieces), *_requests(step, served)]
     loose += _rolled_out(root, stages, of_workers, rollouts, error_ns, graph.assumed)
-    _Builder(graph, calls).build(root, loose)
+    _Builder(graph, calls, name_of).build(root, loose)
+    of_loop_code = [one for one in graph.segments if one.who == who and one.kind == OWN]
+    spans = np.array([(one.begin_ns, one.end_ns) for one in of_loop_code], np.int64).reshape(-1, 2)
+    for one, capture_ns in zip(of_loop_code, overlaps(spans, capture_time(step)).tolist(), strict=True):
+        one.kind = CAPTURE if 2 * capture_ns > one.end_ns - one.begin_ns else OWN
     return graph
 
 
@@ -379,9 +394,10 @@ class _Builder:
     Args:
         graph: The graph.
         calls: The matched collectives.
+        name_of: Function that returns the process of a lane.
     """
 
-    def __init__(self, graph: Graph, calls: Iterable[Calls]) -> None:
+    def __init__(self, graph: Graph, calls: Iterable[Calls], name_of: Callable[[Lane], str]) -> None:
         self.graph = graph
         self.runs: list[_Run] = []
         self.joins: list[tuple[int, _Run]] = []
@@ -389,10 +405,11 @@ class _Builder:
         self.times: Counter[tuple[str, str]] = Counter()
         self.calls: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
         self._collectives: list[tuple[str, str, int, int]] = []
-        for who, name, runs, lanes in _waited_for(calls):
-            for lane, (begin_ns, end_ns) in zip(lanes, runs.tolist(), strict=True):
-                self.calls[lane.source.worker].append((begin_ns, end_ns, len(self._collectives)))
-            self._collectives.append((who, name, int(runs[:, 0].max()), int(runs[:, 1].min())))
+        for whose, name, runs in _waited_for(calls, name_of):
+            for who, (begin_ns, end_ns) in zip(whose, runs.tolist(), strict=True):
+                self.calls[who].append((begin_ns, end_ns, len(self._collectives)))
+            last = whose[int(runs[:, 0].argmax())]
+            self._collectives.append((last, name, int(runs[:, 0].max()), int(runs[:, 1].min())))
         for mine in self.calls.values():
             mine.sort()
 
@@ -538,19 +555,27 @@ def _blocks(run: _Run) -> list[tuple[int, int, list[_Run]]]:
     return found
 
 
-def _waited_for(calls: Iterable[Calls]) -> Iterator[tuple[str, str, NDArray[np.int64], Sequence[Lane]]]:
-    """Yield the calls of collectives in which ranks wait.
+def _waited_for(
+    calls: Iterable[Calls], name_of: Callable[[Lane], str]
+) -> Iterator[tuple[list[str], str, NDArray[np.int64]]]:
+    """Yield the calls of collectives in which processes wait for each other.
 
-    Left out are calls beside computation, and calls that a rank leaves before another one enters, by clocks.
+    Left out are calls beside computation on a device, calls that only launch, and calls that a rank leaves
+    before another one enters, by the clocks.
 
     Yields:
-        The lane that enters last, the name, begin and end (ns) of each rank's run, and the lanes.
+        The processes, the name, and begin and end (ns) in each process.
     """
     found = []
     for one in calls:
+        if one.name.startswith(_LAUNCHES) or len(set(map(name_of, one.lanes))) < len(one.lanes):
+            continue
         enter, leave = one.runs[:, :, 0], one.runs[:, :, 1]
         beside = np.stack(
-            [overlaps(runs, lane.compute) for lane, runs in zip(one.lanes, one.runs, strict=True)]
+            [
+                overlaps(runs, lane.compute if lane.on_device else EMPTY)
+                for lane, runs in zip(one.lanes, one.runs, strict=True)
+            ]
         )
         waited = leave.min(axis=0) > enter.max(axis=0)
         waited &= (beside <= _HIDDEN * (leave - enter)).all(axis=0)
@@ -558,5 +583,4 @@ def _waited_for(calls: Iterable[Calls]) -> Iterator[tuple[str, str, NDArray[np.i
         found += [(int(waits[call]), one, call) for call in np.flatnonzero(waited).tolist()]
     found.sort(key=lambda call: -call[0])
     for _, one, call in found[:_MOST_COLLECTIVES]:
-        runs = one.runs[:, call]
-        yield one.lanes[int(runs[:, 0].argmax())].name, one.name, runs, one.lanes
+        yield [name_of(lane) for lane in one.lanes], one.name, one.runs[:, call]

@@ -10,10 +10,10 @@ from typing import ClassVar, NamedTuple
 import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
-from verl_profiling.predict.graph import DELAY, Graph, Segment
+from verl_profiling.predict.graph import CAPTURE, DELAY, WORK, Graph, Segment
 from verl_profiling.predict.path import Replay, critical_path, replay, slacks_ns
 from verl_profiling.report.anatomy import OUTSIDE_STAGES
-from verl_profiling.report.intervals import length, spans_of
+from verl_profiling.report.intervals import length, spans_of, within
 from verl_profiling.report.records import LOOP_LAG
 from verl_profiling.units import duration
 
@@ -63,14 +63,15 @@ class PathRow(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         stage: Stages around it, the outermost first.
         who: Lane, worker or the loop, and group and sample of a trajectory.
-        kind: ``own code`` of the loop, ``work`` of a worker, a collective, ``delay``, part of a request, or
-            cause of a trajectory's time.
+        kind: ``own code`` of the loop, ``capture`` of the step, ``work`` of a worker, a collective,
+            ``delay``, part of a request, or cause of a trajectory's time.
         begin_us: Begin, relative to the begin of the step.
         duration_us: Duration.
         share: Share of the step.
+        idle_us: Part of a worker's ``duration_us`` in which all its lanes are idle, if a trace is recorded.
     """
 
-    columns: ClassVar[str] = "stage, who, kind, time=duration_us, share"
+    columns: ClassVar[str] = "stage, who, kind, time=duration_us, share, idle_us"
 
     stage: str
     who: str
@@ -78,6 +79,7 @@ class PathRow(msgspec.Struct, frozen=True, kw_only=True):
     begin_us: float
     duration_us: float
     share: float
+    idle_us: float | None = None
 
 
 class SlackRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,7 +185,7 @@ def _changed(graph: Graph, changes: Changes) -> Replay:
     for stage, factor in changes.scale.items():
         _known("--scale", stage, {name for one in graph.segments for name in one.within})
         for at, one in enumerate(graph.segments):
-            took[at] *= factor if stage in one.within else 1.0
+            took[at] *= factor if stage in one.within and one.kind != CAPTURE else 1.0
             delay[at] *= factor if stage in one.around else 1.0
     for stage in changes.balance:
         _known("--balance", stage, _balanced(graph))
@@ -308,6 +310,7 @@ def _path_rows(replayed: Replay) -> list[PathRow]:
             begin_us=(part.begin_ns - graph.begin_ns) / 1000,
             duration_us=(part.end_ns - part.begin_ns) / 1000,
             share=(part.end_ns - part.begin_ns) / max(replayed.span_ns, 1),
+            idle_us=None if part.is_delay else _idle_us(replayed, part.segment),
         )
         if rows and (row.stage, row.who, row.kind) == (rows[-1].stage, rows[-1].who, rows[-1].kind):
             row = added(rows.pop(), row)
@@ -315,10 +318,20 @@ def _path_rows(replayed: Replay) -> list[PathRow]:
     return rows
 
 
+def _idle_us(replayed: Replay, at: int) -> float | None:
+    """Return the time in which all lanes of a worker are idle; ``None`` if no lane is recorded."""
+    graph, one = replayed.graph, replayed.graph.segments[at]
+    if one.kind != WORK or one.who not in graph.idle:
+        return None
+    idle_ns = length(within(graph.idle[one.who], one.begin_ns, one.end_ns))
+    return idle_ns / 1000 * replayed.took_ns[at] / max(one.end_ns - one.begin_ns, 1)
+
+
 def added(row: PathRow, other: PathRow) -> PathRow:
     """Return a row with the time of both rows."""
+    idle_us = None if row.idle_us is None else row.idle_us + (other.idle_us or 0.0)
     duration_us, share = row.duration_us + other.duration_us, row.share + other.share
-    return msgspec.structs.replace(row, duration_us=duration_us, share=share)
+    return msgspec.structs.replace(row, duration_us=duration_us, share=share, idle_us=idle_us)
 
 
 def _slack_rows(replayed: Replay) -> list[SlackRow]:
