@@ -19,6 +19,7 @@ from verl_profiling.report.terminal import fitting_console, print_table
 from verl_profiling.units import duration
 
 _ROWS = 8
+_SENTENCES = 4
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -135,5 +136,7 @@ def _print(title: str, found: Prediction, console: Console) -> None:
     ):
         print_table(console, name, *cells(table), below)
     for kind, sentences in (("assumed", found.assumed), ("note", found.notes)):
-        for sentence in sentences:
+        for sentence in sentences[:_SENTENCES]:
             console.print(f"[dim]{kind}: {escape(sentence)}[/dim]")
+        if len(sentences) > _SENTENCES:
+            console.print(f"[dim]{len(sentences) - _SENTENCES:,} more: --json[/dim]")
