@@ -136,7 +136,8 @@ class Read(NamedTuple):
     Attributes:
         making: The answers, in the workers.
         unpacking: The answers, in the loop's process.
-        thread: On the watch's thread: asking, taking the answers, and the summaries of the steps.
+        thread: On the watch's thread: asking, taking the answers, and the summaries of the steps, without the
+            two before.
         longest: The longest hook, on the loop's thread.
         bytes: Length of an answer.
     """
@@ -151,7 +152,10 @@ class Read(NamedTuple):
 def read_of_many() -> Read:
     """Run steps, and have all workers asked when they have ended."""
     fakes = [Fake(rank) for rank in range(WORKERS)]
-    with tempfile.TemporaryDirectory() as folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch("verl_profiling.controller.watch.LEAST_PAUSE_S", 1e6),
+    ):
         watch = {"enable": True, "every": STEPS}
         callback = ProfilingCallback(
             {"enable": True, "save_path": folder, "schedule": {"steps": []}, "watch": watch}
@@ -163,20 +167,20 @@ def read_of_many() -> Read:
         callback.watch.listeners.append(whole.append)
         callback.watch.listeners.append(lambda summary: ended.append(time.thread_time_ns()))
         hooks = []
-        with patch("verl_profiling.controller.watch.LEAST_PAUSE_S", 1e6):
-            for step in range(1, STEPS + 1):
-                callback.on_step_begin(step)
-                run_stages(callback, fakes)
-                begin = time.thread_time_ns()
-                callback.on_step_end()
-                hooks.append((time.thread_time_ns() - begin) / 1e6)
-            while len(whole) < STEPS:
-                time.sleep(0.01)
+        for step in range(1, STEPS + 1):
+            callback.on_step_begin(step)
+            run_stages(callback, fakes)
+            begin = time.thread_time_ns()
+            callback.on_step_end()
+            hooks.append((time.thread_time_ns() - begin) / 1e6)
+        while len(whole) < STEPS:
+            time.sleep(0.01)
         callback.on_train_end()
     assert len(whole[0].workers) == WORKERS
     making = sum(fake.making_ns for fake in fakes) / 1e6
     unpacking = sum(fake.unpacking_ns for fake in fakes) / 1e6
-    return Read(making, unpacking, ended[STEPS - 1] / 1e6, max(hooks), fakes[0].bytes)
+    own = ended[STEPS - 1] / 1e6 - making - unpacking
+    return Read(making, unpacking, own, max(hooks), fakes[0].bytes)
 
 
 def run_stages(callback: ProfilingCallback, fakes: Sequence[Fake]) -> None:

@@ -44,23 +44,24 @@ def simulated(steps: int, spread: float, tail: float) -> dict[str, Any]:
 def _summary(step: int, noise: random.Random, spread: float, tail: float) -> StepSummary:
     begin_ns = now_ns = step * 10_000 * MS
     loop: list[StageUse] = []
-    workers: dict[str, RankUse] = {}
+    workers: dict[tuple[str, int], list[StageUse]] = {}
     for stage, (role, usual_ms) in STAGES.items():
         length = usual_ms * noise.lognormvariate(0, spread)
         if noise.random() < tail:
             length *= noise.paretovariate(2)
         lengths = [int(length * MS * noise.lognormvariate(0, OF_A_RANK)) for _ in range(WORKERS[role])]
         for rank, own_ns in enumerate(lengths):
-            lane = f"{role}_rank{rank}"
-            use = workers.setdefault(lane, RankUse(lane=lane, role=role, rank=rank, stages=[]))
-            use.stages.append(StageUse(stage, own_ns, 1, now_ns))
+            workers.setdefault((role, rank), []).append(StageUse(stage, own_ns, 1, now_ns))
         loop.append(StageUse(stage, max(lengths) + MS, 1, now_ns))
         now_ns += max(lengths) + MS
     summary = StepSummary(
         step=step,
         begin_ns=begin_ns,
         end_ns=now_ns + int(5 * MS * noise.lognormvariate(0, 0.3)),
-        loop=[RankUse(lane="controller", role="controller", stages=loop)],
-        workers=list(workers.values()),
+        loop=[RankUse(lane="controller", role="controller", stages=tuple(loop))],
+        workers=[
+            RankUse(lane=f"{role}_rank{rank}", role=role, rank=rank, stages=tuple(stages))
+            for (role, rank), stages in workers.items()
+        ],
     )
     return msgspec.structs.replace(summary, exposed=exposed(summary))

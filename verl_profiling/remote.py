@@ -210,7 +210,7 @@ class LocalFolder:
     def names(self) -> set[str]:
         """Return the names of what is inside; nothing, if the folder does not exist."""
         try:
-            return set(os.listdir(self.path))  # noqa: PTH208 (each step does it)
+            return set(os.listdir(self.url))  # noqa: PTH208 (each step does it)
         except FileNotFoundError:
             return set()
 

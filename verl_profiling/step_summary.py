@@ -51,7 +51,7 @@ class StageUse(msgspec.Struct, frozen=True, gc=False, array_like=True):
     late_ns: int | None = None
 
 
-class SpanTotal(msgspec.Struct, frozen=True, omit_defaults=True):
+class SpanTotal(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """All spans of one name that ended in one step.
 
     Attributes:
@@ -91,18 +91,18 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=Tr
             the process or a reset of torch's peak statistics.
         held_bytes: Memory of the same kind at the last reading in the step, after a stage.
         spans: Totals of the process's trajectories and spans, if there are any.
-        collectives: The collectives that the process entered, until the comparison of all ranks.
+        collectives: The collectives that the process entered, if requested; none after the comparison.
     """
 
     lane: str
     role: str
     rank: int = 0
     replica: int | None = None
-    stages: list[StageUse] = []
+    stages: tuple[StageUse, ...] = ()
     peak_bytes: int | None = None
     held_bytes: int | None = None
-    spans: list[SpanTotal] = []
-    collectives: Collectives = {}
+    spans: tuple[SpanTotal, ...] = ()
+    collectives: Collectives | None = None
 
     @property
     def has_spans(self) -> bool:

@@ -108,7 +108,7 @@ class RankSummaries:
                     pass  # rank 0 had no such step: a loop may restart its step numbers
                 process = self._ranks.processes.get(rank)
                 if process is None or process.clock_domain != clock.domain():
-                    one = replace(one, loop=[replace(use, collectives={}) for use in one.loop])
+                    one = replace(one, loop=[replace(use, collectives=None) for use in one.loop])
                 parts.append((one, summary.begin_ns - one.begin_ns))
         loop = [use for one, _ in parts for use in one.loop]
         workers = [use for one, _ in parts for use in one.workers]
@@ -153,5 +153,5 @@ def _later(uses: list[RankUse], by_ns: dict[str, int]) -> list[RankUse]:
         for stage in use.stages:
             periods = tuple((begin_ns + ns, end_ns + ns) for begin_ns, end_ns in stage.periods)
             stages.append(replace(stage, begin_ns=stage.begin_ns + ns, periods=periods))
-        shifted.append(replace(use, stages=stages))
+        shifted.append(replace(use, stages=tuple(stages)))
     return shifted

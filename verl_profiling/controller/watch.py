@@ -201,7 +201,7 @@ class Watch:
             step.add_up()
             summary = with_lateness(step)
             summary.earlier = self.summaries[-1].workers if self.summaries else []
-            has_workers, runs = self._workers.has_any, StepRuns(summary)
+            has_workers, runs = bool(self.roster.targets), StepRuns(summary)
             summary.exposed = exposed(summary, has_workers, runs)
             summary.trainer_idle, summary.rollout_idle = idle_of(summary, has_workers, runs)
             summary.samples = samples_of(summary)
@@ -238,11 +238,6 @@ class WatchedWorkers:
         self._late: list[Call] = []
         self._said: set[Worker] = set()
         self._handshakes: dict[str, deque[Handshake]] = {}
-
-    @property
-    def has_any(self) -> bool:
-        """Whether the loop has workers."""
-        return bool(self._roster.targets)
 
     def read(self, steps: Sequence[StepSummary], collectives: bool, left_s: Callable[[], float]) -> None:
         """Read all workers into the steps; log late workers once, and leave them out.

@@ -105,8 +105,8 @@ def with_lateness(summary: StepSummary) -> StepSummary:
     def known(use: RankUse) -> RankUse:
         stages = use.stages
         if (of_lane := late.get(use.lane)) is not None:
-            stages = [msgspec.structs.replace(one, late_ns=of_lane[one.name]) for one in stages]
-        return msgspec.structs.replace(use, stages=stages, collectives={})
+            stages = tuple(msgspec.structs.replace(one, late_ns=of_lane[one.name]) for one in stages)
+        return msgspec.structs.replace(use, stages=stages, collectives=None)
 
     loop, workers = [*map(known, summary.loop)], [*map(known, summary.workers)]
     return msgspec.structs.replace(summary, loop=loop, workers=workers)
@@ -120,10 +120,11 @@ def _add_lateness(late: dict[str, Counter[str]], members: list[RankUse]) -> None
     to the stage itself does not count in its first collective.
     """
     known: list[list[int]] = []
-    for group in set.intersection(*({*use.collectives} for use in members)):
+    entered = [use.collectives or {} for use in members]
+    for group in set.intersection(*map(set, entered)):
         if int(group.rpartition(" ")[2]) == len(members):
-            numbers = set.intersection(*({*use.collectives[group]} for use in members))
-            known += [[use.collectives[group][number] for use in members] for number in numbers]
+            numbers = set.intersection(*({*own[group]} for own in entered))
+            known += [[own[group][number] for own in entered] for number in numbers]
     until_ns = counted_ns = 0
     for times in sorted(known, key=max):
         (second_ns, second), (last_ns, last) = sorted((ns, who) for who, ns in enumerate(times))[-2:]

@@ -7,10 +7,8 @@ kept. Trackers get a summary as named numbers.
 from __future__ import annotations
 
 import logging
-import sys
+import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 import msgspec
@@ -26,9 +24,6 @@ Listener = Callable[[StepSummary], object]
 
 PREFIX = "profiling/watch/"
 _IN_NO_STAGE = "in_no_stage"
-
-MAX_PART_BYTES = 8 << 20
-"""Size of a full ``watch.jsonl``."""
 
 
 def values_of(summary: StepSummary) -> dict[str, float]:
@@ -62,7 +57,7 @@ def values_of(summary: StepSummary) -> dict[str, float]:
     return values
 
 
-class WatchLog(RotatingFileHandler):
+class WatchLog:
     """The watch's log of a run; call it with the summary of each step.
 
     The file is closed after each line, so that readers on other hosts see it. Write errors are logged once
@@ -73,32 +68,29 @@ class WatchLog(RotatingFileHandler):
         max_part_bytes: Size at which a new file begins. Only one older file is kept.
     """
 
-    def __init__(self, folder: Path, max_part_bytes: int = MAX_PART_BYTES) -> None:
-        super().__init__(folder / WATCH_LOG, maxBytes=max_part_bytes, backupCount=1, delay=True)
-        self.namer = lambda name: str(folder / OLDER_WATCH_LOG)
-        self._record = logging.makeLogRecord({})  # made once, as making one takes as long as the line
+    def __init__(self, folder: Path, max_part_bytes: int = 8 << 20) -> None:
+        self._path, self._older = folder / WATCH_LOG, folder / OLDER_WATCH_LOG
+        self._most = max_part_bytes
+        self._lock = threading.Lock()
         self._complained = False
 
     def __call__(self, summary: StepSummary) -> None:
         """Log the summary of a step, without the stages of single processes; any thread may do so."""
         without = msgspec.structs.replace(summary, loop=[], workers=[], earlier=[], beside=())
-        line = msgspec.json.encode(without).decode()
-        with self.lock or nullcontext():
-            self._record.msg = line
-            self.handle(self._record)
-            with suppress(OSError):
-                self.close()
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record as it is."""
-        return str(record.msg)
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Log the first error, and no others."""
-        if not self._complained:
-            error = sys.exc_info()[1]
-            logger.warning("the log of the watch cannot be written: %s: %s", self.baseFilename, error)
-        self._complained = True
+        line = msgspec.json.encode(without) + b"\n"
+        with self._lock:
+            try:
+                with self._path.open("ab", buffering=0) as file:
+                    is_full = file.tell() + len(line) > self._most
+                    if not is_full:
+                        file.write(line)
+                if is_full:
+                    self._path.replace(self._older)
+                    self._path.write_bytes(line)
+            except OSError as error:
+                if not self._complained:
+                    logger.warning("the log of the watch cannot be written: %s: %s", self._path, error)
+                self._complained = True
 
 
 def log_listeners(run: Path, sinks: Sequence[str]) -> list[Listener]:

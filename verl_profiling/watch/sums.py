@@ -50,6 +50,9 @@ _SMALL_PART = 100
 """A part counts from 1/100: of an ended stage inside a step, or of a step inside an open stage."""
 
 
+_USES = msgspec.msgpack.Decoder(list[RankUse | None])
+
+
 class WatchQuestion(msgspec.Struct, frozen=True, kw_only=True):
     """The watch's request for the stages of a process in some steps.
 
@@ -86,7 +89,7 @@ class WatchReading(msgspec.Struct, frozen=True, kw_only=True):
 
     def uses(self) -> list[RankUse | None]:
         """Decode ``steps``."""
-        return msgspec.msgpack.decode(self.steps or b"", type=list[RankUse | None])
+        return _USES.decode(self.steps or b"")
 
 
 class Begun(msgspec.Struct, eq=False, gc=False):
@@ -180,11 +183,11 @@ class StageSums:
         for stage in list(self.open.values()):
             _divide(runs, stage.name, (stage.begin_ns - ahead_ns, now_ns), steps, is_open=True)
         totals = self.spans.of_steps(steps, ahead_ns)
-        entered = collectives_in(steps, ahead_ns) if collectives else [{} for _ in steps]
+        entered = collectives_in(steps, ahead_ns) if collectives else [None] * len(steps)
         return [
             msgspec.structs.replace(
                 who,
-                stages=sorted((_use(*of_stage) for of_stage in of_step.items()), key=_begin_ns),
+                stages=tuple(sorted((_use(*of_stage) for of_stage in of_step.items()), key=_begin_ns)),
                 peak_bytes=memory[at][0] or None,
                 held_bytes=memory[at][1] or None,
                 spans=totals[at],
@@ -302,7 +305,7 @@ class SpanSums:
         """Return when a span ended last, to the end of its time slice; 0 if no span is kept."""
         return min(clock.now_ns(), (max([*self._slices], default=-1) + 1) * self._slice_ns)
 
-    def of_steps(self, steps: Sequence[Period], ahead_ns: int) -> list[list[SpanTotal]]:
+    def of_steps(self, steps: Sequence[Period], ahead_ns: int) -> list[tuple[SpanTotal, ...]]:
         """Return the sums of the spans that ended in each step; then drop all up to the last step's end.
 
         Args:
@@ -322,7 +325,7 @@ class SpanSums:
                         _add(found[at], shown, numbers)
             if not self._slices:
                 self._slice_ns = _SHORTEST_SLICE_NS
-        return [[SpanTotal(name, *numbers) for name, numbers in totals.items()] for totals in found]
+        return [tuple(SpanTotal(name, *numbers) for name, numbers in totals.items()) for totals in found]
 
     def _join(self) -> None:
         """Join each two neighbouring time slices."""
