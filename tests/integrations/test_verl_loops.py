@@ -196,8 +196,9 @@ def test_the_parts_of_a_weight_update_are_stages(fit: Callable[..., Any], tmp_pa
     assert (sums["update_weights/abort"].runs, sums["update_weights/resume"].runs) == (1, 2)
 
 
-def test_batches_and_logging_are_stages_between_steps(tmp_path: Path) -> None:
-    """Verl's own data loader and tracker, in a loop like V0's, whose batches stay what they are."""
+@pytest.mark.parametrize(("place", "loads"), [(BASES[0], ["load_prompts"]), (BASES[1], [])])
+def test_batches_and_logging_are_stages_between_steps(place: str, loads: list[str], tmp_path: Path) -> None:
+    """Verl's own data loader and tracker: V0 waits for batches, V1 loads a step's in one stage."""
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
     tracking = pytest.importorskip("verl.utils.tracking")
     seen: list[list[int]] = []
@@ -212,13 +213,10 @@ def test_batches_and_logging_are_stages_between_steps(tmp_path: Path) -> None:
             tracker.log({"loss": 1.0}, step=self.global_steps)
         assert loader.state_dict()["_num_yielded"] == 2
 
-    trainer_class(BASES[0], True, fit=fit)(config_of(tmp_path)).fit()
+    trainer_class(place, True, fit=fit)(config_of(tmp_path)).fit()
     assert seen == [[1, 2], [3, 4]]
     around = [span.name for span in manifest(tmp_path, 1).outside]
-    assert [name for name in around if name in ("log_metrics", "load_prompts")] == [
-        "log_metrics",
-        "load_prompts",
-    ]
+    assert [name for name in around if name in ("log_metrics", "load_prompts")] == ["log_metrics", *loads]
 
 
 ONE_STEP_OFF = "verl.experimental.one_step_off_policy.ray_trainer:OneStepOffRayTrainer"

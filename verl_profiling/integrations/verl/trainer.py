@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 _STEP, _ROLLOUT = "step", "gen"
 _ATTRIBUTE = "_verl_profiler"
 _LAST_STEP = "total_training_steps"
+_LOADS = "_next_train_batch"
 
 _NO_HOOK = (
     "profiling: this run is not profiled, because no method of its trainer is hooked. "
@@ -199,11 +200,19 @@ def hook_v1_trainer(module: Any) -> None:
 def hook_v1_rollout(module: Any) -> None:
     """Begin the rollout when prompts go to the engines, before the timer that waits for responses."""
     wrap(module.PPOTrainer, "_add_batch_to_generate", _beginning_rollout)
+    mark(module.PPOTrainer, _LOADS, partial(trainer_stage, "load_prompts"))
 
 
 def hook_data_loader(module: Any) -> None:
     """Mark the wait for each batch of a data loader as a stage of the trainer."""
-    mark(module._StatefulBaseDataLoaderIter, "__next__", partial(awaited_stage, "load_prompts"))
+    mark(module._StatefulBaseDataLoaderIter, "__next__", _loading)
+
+
+def _loading() -> AbstractContextManager[None]:
+    """Return the stage; none in a V1 trainer, which may load a step's prompts one by one, in one stage."""
+    profiler = active_profiler()
+    is_v1 = profiler is not None and hasattr(profiler.trainer, _LOADS)
+    return nullcontext() if is_v1 else awaited_stage("load_prompts")
 
 
 def _beginning_rollout(add_batch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
