@@ -1,7 +1,7 @@
 """Predictions held against real runs: captures A, predicts B from A alone, runs B, and prints the errors.
 
 Run: ``make what-if-judge``. Each run is a program of its own, ``what_if_loop.py``, with five captured steps.
-A prediction is the median of the predictions from the steps of A. The spread of B is that of its own steps.
+A prediction is the median of the predictions from the steps of A. A spread is that of the steps of one run.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ def run(plan: dict[str, Any], folder: Path) -> list[CapturedStep]:
 def row(pair: Pair, before: list[CapturedStep], after: list[CapturedStep]) -> dict[str, Any]:
     """Return the prediction from the steps of A, beside the steps of B."""
     found = [step.what_if(**pair.change) for step in before]
+    replayed = [step.what_if() for step in before]
     spans_s = [step.what_if().span_us / 1e6 for step in after]
     return {
         "loop": next(name for name, base in LOOPS.items() if base is pair.base),
@@ -101,9 +102,8 @@ def row(pair: Pair, before: list[CapturedStep], after: list[CapturedStep]) -> di
         "predicted_s": statistics.median(one.predicted_us for one in found) / 1e6,
         "truth_s": statistics.median(spans_s),
         "spread_s": max(spans_s) - min(spans_s),
-        "replay_error": max(
-            abs(one.predicted_us / one.span_us - 1) for one in (step.what_if() for step in before)
-        ),
+        "recorded_spread_s": (max(one.span_us for one in found) - min(one.span_us for one in found)) / 1e6,
+        "replay_error": max(abs(one.predicted_us / one.span_us - 1) for one in replayed),
     }
 
 
@@ -115,6 +115,12 @@ def error(row: dict[str, Any]) -> float:
     return float(row["predicted_s"] / row["truth_s"] - 1)
 
 
+def spread(row: dict[str, Any], run: str) -> str:
+    """Return the spread of the steps of a run around their middle."""
+    key = "recorded_spread_s" if run == "recorded" else "spread_s"
+    return f"±{row[key] / 2 / row[f'{run}_s']:.1%}"
+
+
 def is_wrong_way(row: dict[str, Any]) -> bool:
     """Return whether a step became longer or shorter against the prediction, by more than its spread."""
     truth, predicted = (row[key] - row["recorded_s"] for key in ("truth_s", "predicted_s"))
@@ -124,16 +130,16 @@ def is_wrong_way(row: dict[str, Any]) -> bool:
 def markdown(found: dict[str, Any]) -> str:
     """Return the table, and the errors in all."""
     lines = [
-        "| loop | change | step of A | predicted | step of B | error | spread of B |",
-        "|---|---|---|---|---|---|---|",
+        "| loop | change | step of A | predicted | step of B | error | spread of A | spread of B |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for one in found["rows"]:
         cells = (f"{one[key]:.3f} s" for key in ("recorded_s", "predicted_s", "truth_s"))
-        spread = f"±{one['spread_s'] / 2 / one['truth_s']:.1%}"
+        spreads = f"{spread(one, 'recorded')} | {spread(one, 'truth')}"
         wrong = ", wrong way" if is_wrong_way(one) else ""
         what = f"`{one['change']}`" if one["change"] != "none" else "none"
         lines.append(
-            f"| {one['loop']} | {what} | {' | '.join(cells)} | {error(one):+.1%}{wrong} | {spread} |"
+            f"| {one['loop']} | {what} | {' | '.join(cells)} | {error(one):+.1%}{wrong} | {spreads} |"
         )
     changed = [one for one in found["rows"] if one["change"] != "none"]
     errors = [abs(error(one)) for one in changed]
@@ -166,9 +172,9 @@ def main() -> None:
             ]
             if given.loop not in ("", loop) or not pairs:
                 continue
-            before = run(base, Path(folder, loop))
             for number, pair in enumerate(pairs):
-                after = run({**base, **pair.plan}, Path(folder, f"{loop}{number}"))
+                before = run(base, Path(folder, f"{loop}{number}a"))
+                after = run({**base, **pair.plan}, Path(folder, f"{loop}{number}b"))
                 rows.append(row(pair, before, after))
                 print(rows[-1], file=sys.stderr, flush=True)
     found: dict[str, Any] = {"rows": rows}

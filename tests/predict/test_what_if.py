@@ -109,6 +109,7 @@ def test_a_rollout_beside_the_training_is_not_on_the_path(tmp_path: Path) -> Non
     ]
     assert [row.who for row in found.path][:2] == ["rollout0", "controller"]
     assert slack_of(found)["(outside stages)", "rollout0"] == 0.5
+    assert found.notes[0].startswith("rollout waits for work that began before the step")
 
 
 def test_stages_of_two_tasks_of_the_loop_run_side_by_side(tmp_path: Path) -> None:
@@ -244,7 +245,9 @@ def test_a_worker_without_stages_leaves_the_time_to_the_loop(tmp_path: Path) -> 
     assert any("the worker died" in note for note in found.notes)
     assert main(["what-if", str(tmp_path)]) == 1
     rewrite(tmp_path, workers=[worker for worker in read_manifest(tmp_path).workers if not worker.stages])
-    assert {row.who for row in open_step(tmp_path).what_if().path} == {"controller"}
+    found = open_step(tmp_path).what_if()
+    assert {row.who for row in found.path} == {"controller"}
+    assert any(note.startswith("rollout waits for nothing recorded") for note in found.notes)
 
 
 def test_the_command_prints_path_slack_and_changes(

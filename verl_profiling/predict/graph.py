@@ -151,6 +151,7 @@ class Graph:
         tails: Number of a segment, and the numbers of the trajectories or requests that it waits for.
         idle: Time in which all lanes of a process were idle, by process.
         assumed: Number of edges by assumption.
+        unknown: Sentences on stages whose waits are not known.
     """
 
     begin_ns: int
@@ -163,6 +164,7 @@ class Graph:
     tails: dict[int, list[int]] = field(default_factory=dict)
     idle: dict[str, Spans] = field(default_factory=dict)
     assumed: Counter[str] = field(default_factory=Counter)
+    unknown: list[str] = field(default_factory=list)
 
     def close(self) -> None:
         """Set order and delays, once all segments are there."""
@@ -176,7 +178,7 @@ class Graph:
 def read_graph(
     inputs: StepInputs, on_progress: Callable[[Source], None] | None = None
 ) -> tuple[Graph, list[str]]:
-    """Read the traces of one step; return its graph, and sentences on what is missing.
+    """Read the traces of one step; return its graph, and sentences on what is not known.
 
     Args:
         inputs: The step.
@@ -190,7 +192,7 @@ def read_graph(
     served = requests_of(records, step.manifest) if step.manifest else {}
     pieces, _ = pieces_of(records, served)
     graph = graph_of(step, matched_calls(step), records, pieces, served.values())
-    return graph, coverage.missing
+    return graph, [*coverage.missing, *graph.unknown]
 
 
 def graph_of(
@@ -238,6 +240,11 @@ def graph_of(
     loose += _called(root, stages, runs, error_ns, graph.assumed)
     rollouts = [*_trajectories(records, pieces), *_requests(step, served)]
     loose += _rolled_out(root, stages, of_workers, rollouts, error_ns, graph.assumed)
+    for stage in stages:
+        early = [one for one in stage.waits if one.begin_ns <= root.begin_ns]
+        if early or (stage.name == ROLLOUT and not stage.waits):
+            waits = "waits for work that began before the step" if early else "waits for nothing recorded"
+            graph.unknown.append(f"{stage.name} {waits}, so a change is not applied to all that it waits for")
     _Builder(graph, calls, name_of).build(root, loose)
     of_loop_code = [one for one in graph.segments if one.who == who and one.kind == OWN]
     spans = np.array([(one.begin_ns, one.end_ns) for one in of_loop_code], np.int64).reshape(-1, 2)
