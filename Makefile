@@ -271,7 +271,7 @@ what-if-judge: .venv/.ready ## Hold predictions of what-if against real runs (fi
 bench-verl: .venv-verl/.ready ## Measure what profiling costs a real verl run (an hour)
 	.venv-verl/bin/python benchmarks/bench_verl.py
 
-pictures: browser .venv-vllm/.ready demo-watch ## Run the recipe with vLLM and take the documentation's pictures of it
+pictures: browser .venv-vllm/.ready .venv-verl/.ready demo-watch ## Run the recipe with vLLM and take the documentation's pictures of it
 	.venv/bin/python docs/draw_exposed.py docs/images/exposed.png
 	rm -rf outputs/pictures outputs/pictures-agent
 	.venv-vllm/bin/python -m recipes.grpo_tiny.train profiling=e2e profiling.schedule.steps=[5,10,15,20,25,30] \
@@ -281,6 +281,7 @@ pictures: browser .venv-vllm/.ready demo-watch ## Run the recipe with vLLM and t
 	VERL_PROFILING_PICTURES=docs/images VERL_PROFILING_PICTURES_OF=outputs/pictures \
 	  VERL_PROFILING_PICTURES_OF_AGENT=outputs/pictures-agent VERL_PROFILING_PICTURES_OF_WATCH=$(DEMO)/watch \
 	  .venv/bin/python -m pytest tests/test_pictures.py $(PYTEST_ARGS)
+	VERL_PROFILING_PICTURES=docs/images .venv-verl/bin/python -m pytest tests/integrations/test_verl_hangs.py -k tool
 
 clean: ## Remove environments, outputs and caches
 	rm -rf .venv .venv-* tests/browser/node_modules requirements/page/node_modules outputs build dist docs/_build .mypy_cache .ruff_cache .pytest_cache *.egg-info

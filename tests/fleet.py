@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -136,6 +137,12 @@ class Engine(RolloutCaptureMixin):
     async def generate(self, seconds: float) -> None:
         with stage("rollout"):
             await asyncio.sleep(seconds)
+
+    def start_process(self) -> int:
+        """Start a process through a shell, as an engine starts its core; return the id."""
+        self.shell = subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE)
+        assert self.shell.stdout is not None
+        return int(self.shell.stdout.readline())
 
 
 class Agents(AgentLoopCaptureMixin):

@@ -111,13 +111,19 @@ def test_the_trajectories(folder: Path, tmp_path: Path) -> None:
     assert size_of(folder / "trajectories.png")[0] == 2 * 1150
 
 
-def test_top(folder: Path) -> None:
+def draw_top(run: Path, file: Path) -> str:
+    """Draw the frame of ``top`` as it is now; return what was drawn."""
     console = Console(record=True, width=100, file=StringIO(), force_terminal=True, highlight=False)
-    console.print(View(WATCHED).frame())
+    console.print(View(run).frame())
     picture = console.export_svg(title="verl-profiling top")
     picture = re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)  # those are loaded from elsewhere
     lines = [line.rstrip() for line in picture.splitlines() if line.strip()]
-    (folder / "top.svg").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return picture
+
+
+def test_top(folder: Path) -> None:
+    picture = draw_top(WATCHED, folder / "top.svg")
     assert "rollout" in picture
     assert picture.count("http") == picture.count("http://www.w3.org/") + picture.count(
         "https://www.textualize.io"

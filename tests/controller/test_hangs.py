@@ -111,13 +111,18 @@ def test_a_tool_that_never_returns_is_told_by_all_commands(
             assert capsys.readouterr().out.startswith("step 4 hangs: in rollout nothing has progressed for ")
             assert main(["check", config.save_path]) == 1
             assert "step 4 hangs: in rollout" in capsys.readouterr().out
+            assert main(["report", config.save_path, "--save"]) == 0
+            assert capsys.readouterr().out.startswith("step 4 hangs: in rollout")
+            page = Path(config.save_path, "index.html")
+            assert "step 4 hangs: in rollout" in page.read_text()
             switch.unlink()
             ray.get(call)
     assert any("step 4 goes on" in text for text in caplog.messages)
     assert after_a_while(lambda: not list(Path(config.save_path, "hangs").iterdir()))
     assert main(["top", config.save_path, "--once"]) == 0
     assert main(["check", config.save_path]) == 0
-    assert "hangs" not in capsys.readouterr().out
+    assert main(["report", config.save_path, "--save"]) == 0
+    assert "hangs" not in capsys.readouterr().out + page.read_text()
     assert lines(config)[-1].step == 4
 
 
@@ -137,7 +142,7 @@ def test_a_worker_that_sleeps_in_a_stage_is_waited_for(tmp_path: Path, pool: Poo
         assert 0.05 <= (hang.usual_s or 0) < 1
     of_step = [line for line in lines(config) if line.step == 4]
     assert [(bool(line.hang), bool(line.end_ns)) for line in of_step] == [
-        *((True, False), (False, False), (False, True)),
+        *((True, False), (False, False), (True, True)),
     ]
 
 
@@ -154,6 +159,20 @@ def test_an_engine_with_a_request_explains_the_trajectory_that_waits_for_it(
         ray.get(call)
     for engine in engines:
         ray.kill(engine)
+
+
+def test_an_engine_whose_own_process_is_stopped(tmp_path: Path) -> None:
+    """Its server answers; the process is one that a process of the server has started."""
+    config = watched(tmp_path)
+    engine = ray.remote(num_cpus=0)(Engine).remote()
+    ray.get(engine.set_up.remote(config, 0))
+    pid = ray.get(engine.start_process.remote())
+    with loop(config, ("rollout", [engine])) as callback, callback.stage("rollout"), stopped(engine, pid):
+        hang = the_hang(config)
+    assert hang.lane == "rollout0_rank0"
+    assert hang.reason == f"has a process that is stopped by a signal (sleep, pid {pid})"
+    os.kill(pid, signal.SIGKILL)
+    ray.kill(engine)
 
 
 @contextmanager

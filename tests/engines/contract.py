@@ -17,6 +17,8 @@ from verl_profiling.capture.messages import CaptureRequest
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.manifest import Artifact, CaptureResult, Request
+from verl_profiling.watch.hangs import HangReporter
+from verl_profiling.watch.sums import Busy, StageSums
 
 
 def request(folder: Path, step: int = 1, **fields: Any) -> CaptureRequest:
@@ -47,6 +49,13 @@ def noting(replica: int = 0) -> RequestLog:
     log.serve(replica, enable=True)
     log.begin(None)
     return log
+
+
+def reporter_of(log: RequestLog) -> HangReporter:
+    """Switch the watch of a log's engine on; return what knows when it progressed last."""
+    sums = StageSums(16)
+    log.busy = Busy(sums, "generate")
+    return HangReporter(("", 1.0), "rollout0_rank0", "rollout", lambda: [sums])
 
 
 def seconds(request: Request) -> dict[str, float]:

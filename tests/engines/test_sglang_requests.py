@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.contract import noting, seconds
+from tests.engines.contract import noting, reporter_of, seconds
 from tests.engines.server import SGLANG_ON_CPU
 from verl_profiling.engines.sglang import watch_manager
 
@@ -66,7 +66,10 @@ def told_by_prometheus(folder: Path) -> dict[str, float]:
 async def test_the_division_is_that_of_the_engines_own_statistics(
     tiny_model: Path, tmp_path: Path, metrics: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Queued and prefill agree with its histograms; without `enable_metrics` both are unknown."""
+    """Queued and prefill agree with its histograms; without `enable_metrics` both are unknown.
+
+    While nothing is noted, each token is progress for the watch.
+    """
     from sglang.srt.entrypoints.engine import Engine
 
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
@@ -79,14 +82,19 @@ async def test_the_division_is_that_of_the_engines_own_statistics(
     )
     try:
         log = noting(2)
+        reporter = reporter_of(log)
         watch_manager(engine.tokenizer_manager, log)
         told = {meta["id"]: meta for meta in await serve(engine, 8)}
         noted = {request.id: request for request in log.end()}
         histograms = told_by_prometheus(tmp_path) if metrics else {}
+        sampling = {"max_new_tokens": TOKENS, "ignore_eos": True}
+        stream = await engine.async_generate(input_ids=SHARED, sampling_params=sampling, stream=True)
+        seen = [reporter.last_ns() async for _ in stream]
     finally:
         engine.shutdown()
         for process in set(multiprocessing.active_children()) - before:
             process.join(30)
+    assert len(set(seen)) == len(seen) > TOKENS / 8
     assert set(noted) == set(told) == {"first", *(f"r{number}" for number in range(8))}
     for name, request in noted.items():
         own = told[name]

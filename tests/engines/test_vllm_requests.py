@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.contract import noting, seconds
+from tests.engines.contract import noting, reporter_of, seconds
 from verl_profiling.engines.vllm import watch_vllm
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm builds its environment")
@@ -60,7 +60,11 @@ async def serve(engine: Any, requests: int) -> None:
 
 
 async def test_the_division_is_that_of_the_engines_own_statistics(tiny_model: Path) -> None:
-    """Queued, prefill and decode to the microsecond; tokens, cached tokens and preemptions exactly."""
+    """Queued, prefill and decode to the microsecond; tokens, cached tokens and preemptions exactly.
+
+    While nothing is noted, each token is progress for the watch.
+    """
+    from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
@@ -84,11 +88,16 @@ async def test_the_division_is_that_of_the_engines_own_statistics(tiny_model: Pa
     )
     try:
         log = noting(2)
+        reporter = reporter_of(log)
         watch_vllm(engine, log)
         await serve(engine, 8)
         noted = {request.id: request for request in log.end()}
+        sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+        stream = engine.generate({"prompt_token_ids": SHARED}, sampling, request_id="long")
+        seen = [reporter.last_ns() async for _ in stream]
     finally:
         engine.shutdown()
+    assert len(set(seen)) == len(seen) > TOKENS / 8
     given_up = noted.pop("given up")
     assert given_up.failed
     assert set(noted) == {"first", *(f"r{number}" for number in range(8))}

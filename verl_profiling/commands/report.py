@@ -26,7 +26,7 @@ from verl_profiling.run_files import naming, whole_file
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.timeline.inputs import how_to_capture, is_uncaptured, the_run
 from verl_profiling.units import visible
-from verl_profiling.watch_log import read_watch_log
+from verl_profiling.watch_log import latest_step, read_watch_log
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -81,15 +81,15 @@ def _of_uncaptured(runs: Sequence[Path], arguments: argparse.Namespace, *, alone
             raise ConfigError(f"--{option}", how_to_capture(runs[0]))
     written = []
     for run in runs:
-        history, note = _watched(run), how_to_capture(run)
+        (history, hangs), note = _watched(run), how_to_capture(run)
         if arguments.json:
             print(msgspec.json.encode({"run": str(run), "note": note, "watch": history}).decode())
         else:
-            pulse = Pulse(says="no step was captured", is_well=False)
+            pulse = Pulse(says="no step was captured", hangs=hangs, is_well=False)
             fitting_console(Console()).print(watch_frame(run.resolve().name, pulse, history))
             print(visible(note))
         if arguments.save:
-            _write(run / RUN_PAGE, render_run(run, [], [], history).encode())
+            _write(run / RUN_PAGE, render_run(run, [], [], history, hangs).encode())
             written.append(run / RUN_PAGE)
     return written
 
@@ -117,14 +117,14 @@ def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: lis
             _write(step.output("report.json"), data)
             _write(step.output("report.html"), render_html(report).encode())
             written.append(step.output("report.html"))
-    for folder, history in watched.items():
+    for folder, (history, hangs) in watched.items():
         if history and not (arguments.json or arguments.verdict):
-            print(visible(f"watch of {folder}: {watch_sentence(history)}"))
+            print(visible(f"watch of {folder}: {hangs or watch_sentence(history)}"))
     if arguments.save:
         for folder, of_run in runs.items():
             of_run.sort(key=lambda of: of[1].step or 0)
             pages = [step.output("report.html") for step, _ in of_run]
-            page = render_run(folder, pages, [report for _, report in of_run], watched[folder])
+            page = render_run(folder, pages, [report for _, report in of_run], *watched[folder])
             _write(folder / RUN_PAGE, page.encode())
             written.append(folder / RUN_PAGE)
     if arguments.csv:
@@ -148,13 +148,17 @@ def _verdict(reports: Sequence[Report], arguments: argparse.Namespace) -> bool:
     return bool(found)
 
 
-def _watched(run: Path) -> list[StepSummary]:
-    """Return the steps in the watch log of a run; warn if the log is unreadable."""
+def _watched(run: Path) -> tuple[list[StepSummary], str]:
+    """Return the steps in the watch log of a run, and a sentence on a step that hangs.
+
+    Warn if the log is unreadable.
+    """
     try:
-        return logged_steps(read_watch_log(run))
+        lines = read_watch_log(run)
     except TraceFormatError as error:
         warn(str(error))
-        return []
+        return [], ""
+    return logged_steps(lines), "".join(line.hangs for line in latest_step(lines))
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -106,7 +106,7 @@ def _pulse(run: Path, hangs: str) -> Pulse:
     info, heard = read_run(run), "no step logged yet"
     with suppress(OSError):  # the log does not exist, or was just rotated
         quiet_s = time.time() - (run / WATCH_LOG).stat().st_mtime
-        heard = f"last step logged {duration(max(round(quiet_s), 0))} ago"
+        heard = f"{'hang' if hangs else 'last step'} logged {duration(max(round(quiet_s), 0))} ago"
     if info is None:
         return Pulse(says=f"has no {RUN_NAME}; {heard}", hangs=hangs, is_well=not hangs)
     if not info.over:

@@ -43,6 +43,7 @@ class HangWatch:
         log: Writes a line into the run's log.
         ranks: The ranks of the loop, if it has several.
         ended: Set when training ends.
+        hanging: The step that hangs, until it goes on.
         is_left: Whether the loop was left in a step that hung; its line and its files stay.
     """
 
@@ -51,6 +52,7 @@ class HangWatch:
     log: Callable[[StepSummary], object]
     ranks: Ranks | None = None
     ended: threading.Event = field(default_factory=threading.Event)
+    hanging: StepSummary | None = None
     is_left: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
@@ -108,7 +110,7 @@ class HangWatch:
             return
         self._asked = step
         everyone = self._ask()
-        others_s = [state.quiet_s for state in everyone[1:] if not state.problem]
+        others_s = [state.quiet_s for state in everyone[1:] if state.process is not None]
         quiet_s = min([quiet_s, self._quiet_s(step), *others_s])
         if quiet_s < limit_s:
             self._elsewhere_ns = clock.now_ns() - int(1e9 * quiet_s)
@@ -116,6 +118,7 @@ class HangWatch:
         elif step is self.loop.step:
             lane, reason, waiting = culprit(everyone, opened[-1])
             step.hang = Hang(opened[-1], quiet_s, usual_s, lane, reason, waiting)
+            self.hanging = step
             logger.warning("watch: %s; see %s", step.hangs, self.folder)
             self.log(step)
 
@@ -129,17 +132,17 @@ class HangWatch:
         if step is None or self.is_left:
             return
         (self.folder / LOOP_FILE).unlink(missing_ok=True)
-        if step.hang is not None:
+        if self.hanging is step:
+            self.hanging = None
             seconds = duration((clock.now_ns() - step.begin_ns) / 1e9)
             logger.warning("watch: step %d goes on, %s after its begin", step.step, seconds)
             if step is self.loop.step:
-                step.hang = None
-                self.log(step)
+                self.log(msgspec.structs.replace(step, hang=None))
 
     def _usual_s(self, stage: str) -> float | None:
         """Return the median duration of a stage in 20 steps, or of these steps; ``None``: unknown."""
         times = []
-        for step in [*self.loop.summaries][-20:]:
+        for step in [step for step in [*self.loop.summaries] if step.hang is None][-20:]:
             uses = [use for process in step.loop for use in process.stages if use.name == stage]
             times += [use.duration_ns / 1e9 for use in uses] if stage else [step.seconds]
         return median(times) if times else None

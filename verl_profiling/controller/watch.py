@@ -138,7 +138,7 @@ class Watch:
 
     def train_ends(self, timeout_s: float) -> None:
         """Read the workers for the last time, and wait until all summaries are made."""
-        if self.hangs is not None and self.step is not None and self.step.hang is not None:
+        if self.hangs is not None and self.step is not None and self.step is self.hangs.hanging:
             self.hangs.is_left, self.step = True, None
         self.step_ends()
         self._until_s = time.monotonic() + timeout_s

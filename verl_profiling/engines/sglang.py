@@ -339,6 +339,8 @@ def watch_manager(manager: Any, log: RequestLog) -> None:
         return _noting(stream, log.open(id=rid if isinstance(rid, str) else ""), shares_clock)
 
     log.watch_streams(manager, "generate_request", logged)
+    if log.busy is not None:
+        log.busy.sums.tokens.append(partial(getattr, manager, "last_receive_tstamp", 0.0))
 
 
 async def _noting(

@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -349,6 +350,8 @@ def watch_vllm(engine: Any, log: RequestLog) -> None:
     with several samples have none.
     """
     shares_clock = _shares_clock(engine)
+    if log.busy is not None:
+        log.busy.sums.tokens.append(partial(_tokens_of_open_requests, engine))
 
     def logged_stream(
         stream: AsyncGenerator[Any, None], *args: Any, **kwargs: Any
@@ -370,6 +373,13 @@ def watch_vllm(engine: Any, log: RequestLog) -> None:
         log.watch_calls(engine, logged_batch)
     else:
         log.watch_streams(engine, "generate", logged_stream)
+
+
+def _tokens_of_open_requests(engine: Any) -> int:
+    """Return the number of tokens of the engine's open requests; 0 for engines of vLLM's V0."""
+    processor = getattr(getattr(engine, "llm_engine", engine), "output_processor", None)
+    states = [*getattr(processor, "request_states", {}).values()]
+    return sum(len(getattr(getattr(state, "detokenizer", None), "token_ids", ())) for state in states)
 
 
 async def _noting(

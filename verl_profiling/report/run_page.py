@@ -41,7 +41,11 @@ class _Step(NamedTuple):
 
 
 def render_run(
-    directory: Path, pages: Sequence[Path], reports: Sequence[Report], watched: Sequence[StepSummary] = ()
+    directory: Path,
+    pages: Sequence[Path],
+    reports: Sequence[Report],
+    watched: Sequence[StepSummary] = (),
+    hangs: str = "",
 ) -> str:
     """Return the page of a run.
 
@@ -50,6 +54,7 @@ def render_run(
         pages: Page of each captured step, below the run's folder.
         reports: Reports of the captured steps, in order; may be empty.
         watched: Step summaries in the log of the watch, in order.
+        hangs: A sentence on the step that hangs; empty if none does.
     """
     links = [quote(page.relative_to(directory).as_posix()) for page in pages]
     steps = [
@@ -59,7 +64,8 @@ def render_run(
     by_step = {report.step: link for report, link in zip(reports, links, strict=True)}
     logged = _logged(directory, watched, by_step)
     ran = logged or steps
-    content = figures_section(_figures(ran)) if ran else ""
+    content = f'<section id="hang" aria-label="Hang"><p>{escape(visible(hangs))}</p></section>' * bool(hangs)
+    content += figures_section(_figures(ran)) if ran else ""
     if steps:
         content += _slowest(ran)
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import sys
 import threading
 import time
@@ -43,6 +44,7 @@ _PLAIN = (str, int, float)
 
 _LIBRARIES = {*sys.stdlib_module_names, "ray", "torch", "verl_profiling"}
 _STARTS_ACTORS, _COLLECTIVES = "default_worker.py", "distributed_c10d.py"
+_STOPPED = "Tt"  # states in /proc
 
 
 class OpenPart(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -78,7 +80,7 @@ class ProcessState(msgspec.Struct, frozen=True, omit_defaults=True):
         collectives: Number of the last collective that it entered, by process group and size.
         threads: Stack of each thread, innermost frame first.
         tasks: Stack of each asyncio task, outermost frame first.
-        problem: Why there is no state; set by the loop.
+        problem: Why there is no state, or why the process cannot go on.
         distance: How far such a problem is from the cause; set by the loop.
         answers: Whether it answers calls; set by the loop.
     """
@@ -119,6 +121,7 @@ class HangReporter:
     ) -> None:
         self.reports, self._lane, self._role, self._sums = reports, lane, role, sums
         self._loop = asyncio._get_running_loop()
+        self._tokens: tuple[list[object], int] = [], 0
 
     def report(self, goes_on: Callable[[], bool]) -> None:
         """Write the file of this process whenever the loop's file is there."""
@@ -126,7 +129,7 @@ class HangReporter:
         try:
             while goes_on():
                 time.sleep(self.reports[1])
-                asked_ns = 0
+                asked_ns, _ = 0, self._token_ns()
                 with suppress(OSError):
                     asked_ns = path.with_name(LOOP_FILE).stat().st_mtime_ns
                 if asked_ns and asked_ns != written_ns:
@@ -138,9 +141,15 @@ class HangReporter:
             logger.warning("watch: hangs of %s are not reported: %s", self._lane, error, exc_info=error)
 
     def last_ns(self) -> int:
-        """Return when a stage or span began or ended last, as far as it is known."""
+        """Return when a stage or span began or ended last, or when a new token was seen first."""
         times_ns: list[int] = [sums.last_ns() for sums in self._sums()]
-        return max([0, *times_ns, *(span.begin_ns for span in open_spans())])
+        return max([self._token_ns(), *times_ns, *(span.begin_ns for span in open_spans())])
+
+    def _token_ns(self) -> int:
+        tokens = [count() for sums in self._sums() for count in sums.tokens]
+        if tokens != self._tokens[0]:
+            self._tokens = tokens, clock.now_ns()
+        return self._tokens[1]
 
     def stages(self) -> list[tuple[int, str]]:
         """Return the open outermost stages with their begin (unix ns), in order."""
@@ -174,6 +183,7 @@ class HangReporter:
             collectives={group: number for group, number, _ in entered_collectives()},
             threads={name: [*map(_place, stack)] for name, stack in stacks.items()},
             tasks=dict(self._tasks()),
+            problem=_stopped_child() if asked_ns else "",  # the loop may have started all of Ray
         )
 
     def _tasks(self) -> Iterator[tuple[str, list[str]]]:
@@ -191,6 +201,21 @@ def in_background(function: Callable[[], None]) -> threading.Thread | None:
         thread.start()
         return thread
     return None
+
+
+def _stopped_child() -> str:
+    """Return a clause on a process, started by this one or its children, that a signal has stopped."""
+    own, found = str(os.getpid()), {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            name, _, fields = path.read_text().rpartition(")")
+            found[path.parent.name] = (name.partition("(")[2], *fields.split()[:2])
+    for pid, (name, status, parent) in found.items():
+        while parent != own and parent in found:
+            parent = found[parent][2]
+        if status in _STOPPED and parent == own:
+            return f"has a process that is stopped by a signal ({name}, pid {pid})"
+    return ""
 
 
 def _innermost(now_ns: int) -> Iterator[OpenPart]:
@@ -248,7 +273,7 @@ def silent(lane: str, role: str, process: ProcessId | WorkerIdentity, seen: set[
     if process.clock_domain == clock.domain():
         with suppress(OSError):
             status = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-            if status in "TtZX":
+            if status in f"{_STOPPED}ZX":
                 problem = f"is {'dead' if status in 'ZX' else 'stopped by a signal'} (pid {process.pid})"
                 return ProcessState(lane, role, problem=problem)
     is_seen = process.clock_domain in (*seen, clock.domain())

@@ -128,12 +128,14 @@ class StageSums:
     Attributes:
         spans: Sums of the process's trajectories and spans.
         open: The outermost stages that are open, by ``id``.
+        tokens: Functions that return another value once an engine has made a token.
     """
 
     def __init__(self, most: int, memory: Callable[[], tuple[int, int]] = process_memory) -> None:
         self.spans = SpanSums()
         self._ended: deque[tuple[str, int, int, int, int]] = deque(maxlen=most)
         self.open: dict[int, Begun] = {}
+        self.tokens: list[Callable[[], object]] = []
         self._memory = memory
         self._measured_ns, self._measured_after = 0, ""
         self._since_ns = clock.now_ns()
@@ -345,10 +347,13 @@ class Busy:
         sums: The sums that record the stage.
         name: Name of the stage.
         spans: Receives number and total duration of the requests, if given, as spans of that name.
+
+    Attributes:
+        sums: The sums.
     """
 
     def __init__(self, sums: StageSums, name: str, spans: SpanSums | None = None) -> None:
-        self._sums = sums
+        self.sums = sums
         self._name = name
         self._spans = spans
         self._begins_ns: deque[int] = deque()
@@ -360,7 +365,7 @@ class Busy:
             self._begins_ns.append(clock.now_ns())
             if self._stage is None:
                 self._stage = Begun(self._name, clock.now_ns())
-                self._sums.open[id(self._stage)] = self._stage
+                self.sums.open[id(self._stage)] = self._stage
 
     def __exit__(self, *error: object) -> None:
         self._end()
@@ -376,7 +381,7 @@ class Busy:
             if self._spans is not None:
                 self._spans.add(self._name, begin_ns, clock.now_ns(), False)
             if not self._begins_ns and self._stage is not None:
-                self._sums.end(self._stage, clock.now_ns())
+                self.sums.end(self._stage, clock.now_ns())
                 self._stage = None
 
 
