@@ -199,7 +199,8 @@ def loop(folder: str, run_step: Callable[[ProfilingCallback, int], None], worker
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     log = folder / "run" / "watch.jsonl"
-    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    whole = log.read_text().rpartition("\n")[0] if log.exists() else ""  # the last line may be in writing
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def hangs_in(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
