@@ -290,3 +290,30 @@ def test_plain_traces_have_a_path_through_their_collectives(tmp_path: Path) -> N
     assert {row.kind for row in found.path} == {"work", "gloo:all_reduce", "delay"}
     assert path_of(found)
     assert found.predicted_us == pytest.approx(found.span_us)
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_rollout_one_step_off_is_as_long_as_a_step_that_waits_for_it(
+    tmp_path: Path, is_recorded: bool
+) -> None:
+    """The engine takes 7 s, of which 4 s beside the training; steps without a wait would take 5 s."""
+    last = [("rollout", -4, 3)] if is_recorded else []
+    stages = [("rollout", 0.5, 3), ("update_actor", 4, 7.5)]
+    workers = [
+        Worker("rollout", replica=0, stages=[*last, ("rollout", 4, 11)]),
+        Worker("actor", stages=[("update_actor", 4, 7.5)], kernels=WORKS),
+    ]
+    drawn_inputs(tmp_path, stages, workers, end=8.0)
+    step = open_step(tmp_path)
+    assert path_of(step.what_if())[0][0::3] == ("rollout", 3.0)
+    assert "a rollout that began in the last step" in step.what_if().assumed[-1]
+    for changes, seconds in (
+        ({"update_actor": 0.5}, 8.0),
+        ({"rollout": 0.9}, 7.3),
+        ({"rollout": 0.1}, 5.5 + 0.05),
+        ({"rollout": 2.0}, 15.0),
+        ({"update_actor": 3.0}, 5.5 + 7.0),
+    ):
+        found = step.what_if(scale=changes)
+        assert found.predicted_us == pytest.approx(seconds * 1e6, rel=0.02), changes
+        path_of(found)

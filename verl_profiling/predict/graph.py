@@ -23,6 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,7 @@ from verl_profiling.report.collectives import Calls, matched_calls
 from verl_profiling.report.intervals import EMPTY, Ints, Spans, intersection, overlaps, subtract
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.lost import ROLLOUT
-from verl_profiling.report.records import LOOP_LAG, Pieces, Records, pieces_of
+from verl_profiling.report.records import BEFORE, LOOP_LAG, Pieces, Records, pieces_of
 from verl_profiling.report.rollout_section import requests_of
 from verl_profiling.timeline.processes import stages_by_row
 from verl_profiling.timeline.step import Source, StepInputs
@@ -50,6 +51,7 @@ _HIDDEN = 0.5  # share of a collective beside computation, from which on nobody 
 _SAME_NAME = "a stage of the loop waits for the stages of workers with its name"
 _INSIDE = "a stage of the loop waits for the stages of workers inside it"
 _OUTSIDE = "outside stages, the loop waits for workers"
+_STEADY = "a rollout that began in the last step began as late in it as the next one does in this step"
 _ROLLOUT = "a rollout waits for the trajectories and requests that end in it"
 
 
@@ -83,6 +85,20 @@ class Segment:
     part: int = -1
 
 
+class Carried(NamedTuple):
+    """Work that began in the last step, like other work that begins in this step and goes on in the next.
+
+    Attributes:
+        segment: Number of the segment with the rest of the work.
+        mark: Number of the segment at whose end the next work begins.
+        before_ns: Time of the work in the last step.
+    """
+
+    segment: int
+    mark: int
+    before_ns: int
+
+
 @dataclass(slots=True, eq=False)
 class _Run:
     """A stage, a trajectory or a request.
@@ -96,6 +112,7 @@ class _Run:
         row: Row of runs that follow each other.
         pieces: Kind, begin, end and duration of the whole call, of each part of a trajectory or request.
         trajectory: Group and sample of the trajectory.
+        around: Stage that waits for the run, if the run begins earlier.
         inner: Runs that begin because of this run.
         waits: Runs that this run waits for.
         called: Whether a worker has a stage of the same name inside the run.
@@ -111,6 +128,7 @@ class _Run:
     row: object = None
     pieces: Sequence[tuple[str, int, int, int]] = ()
     trajectory: str = ""
+    around: tuple[str, ...] = ()
     inner: list[_Run] = field(default_factory=list)
     waits: list[_Run] = field(default_factory=list)
     called: bool = False
@@ -150,6 +168,7 @@ class Graph:
         parts: Role, stage and number of the run in its process, of each ``part``: the same for all ranks.
         tails: Number of a segment, and the numbers of the trajectories or requests that it waits for.
         idle: Time in which all lanes of a process were idle, by process.
+        carried: Work that began in the last step.
         assumed: Number of edges by assumption.
         unknown: Sentences on stages whose waits are not known.
     """
@@ -163,6 +182,7 @@ class Graph:
     parts: list[tuple[str, str, int]] = field(default_factory=list)
     tails: dict[int, list[int]] = field(default_factory=dict)
     idle: dict[str, Spans] = field(default_factory=dict)
+    carried: list[Carried] = field(default_factory=list)
     assumed: Counter[str] = field(default_factory=Counter)
     unknown: list[str] = field(default_factory=list)
 
@@ -240,12 +260,30 @@ def graph_of(
     loose += _called(root, stages, runs, error_ns, graph.assumed)
     rollouts = [*_trajectories(records, pieces), *_requests(step, served)]
     loose += _rolled_out(root, stages, of_workers, rollouts, error_ns, graph.assumed)
+    later = [run.begin_ns for run in runs if run.name == ROLLOUT and run.end_ns >= root.end_ns]
+    later += [one.begin_ns for one in records.trajectories if one.cut_end]
+    later += [since_ns for worker in step.workers for since_ns in worker.pending_since_ns]
+    carried: list[tuple[_Run, _Run]] = []
     for stage in stages:
         early = [one for one in stage.waits if one.begin_ns <= root.begin_ns]
-        if early or (stage.name == ROLLOUT and not stage.waits):
+        if stage.name != ROLLOUT or (stage.waits and not early):
+            continue
+        next_ns = min((ns for ns in later if ns >= stage.end_ns), default=root.end_ns)
+        if next_ns == root.end_ns:
             waits = "waits for work that began before the step" if early else "waits for nothing recorded"
             graph.unknown.append(f"{stage.name} {waits}, so a change is not applied to all that it waits for")
+            continue
+        if not early:
+            times = (root.begin_ns, stage.end_ns)
+            early = [_Run(ROLLOUT, "", "", *times, pieces=[(BEFORE, *times, 0)], around=(ROLLOUT,))]
+            stage.waits += early
+            loose += early
+        mark = _Run(who, "", "", next_ns, next_ns, pieces=[(OWN, next_ns, next_ns, 0)])
+        loose.append(mark)
+        carried += [(one, mark) for one in early]
+        graph.assumed[_STEADY] += 1
     _Builder(graph, calls, name_of).build(root, loose)
+    graph.carried = [Carried(one.entry, mark.exit, root.end_ns - mark.begin_ns) for one, mark in carried]
     of_loop_code = [one for one in graph.segments if one.who == who and one.kind == OWN]
     spans = np.array([(one.begin_ns, one.end_ns) for one in of_loop_code], np.int64).reshape(-1, 2)
     for one, capture_ns in zip(of_loop_code, overlaps(spans, capture_time(step)).tolist(), strict=True):
@@ -283,6 +321,8 @@ def _join(run: _Run, home: _Run, error_ns: int) -> bool:
     if inside:
         run.clip(home.begin_ns, home.end_ns)
         home.inner.append(run)
+    else:
+        run.around = (home.name,)
     home.waits.append(run)
     return inside
 
@@ -433,7 +473,7 @@ class _Builder:
         ends = sorted((one.end_ns, at) for at, one in enumerate(found) if one.who == root.who)
         for run in loose:
             place = bisect_right(ends, (run.begin_ns, len(found)))
-            self.add(run, ends[place - 1][1] if place else -1, (), -1)
+            self.add(run, ends[place - 1][1] if place else -1, run.around, -1)
         last: dict[object, int] = {}
         for run in sorted(self.runs, key=lambda run: (run.begin_ns, run.end_ns)):
             before = last.get(run.row)
@@ -533,12 +573,16 @@ class _Builder:
             one = Segment(run.who, around, kind, begin_ns, end_ns, [], around, run.trajectory, call_ns, part)
             at = self._new(one, before)
             insort(ends, (end_ns, at))
-        done = Segment(run.who, around, OWN, run.end_ns, run.end_ns, [], around, run.trajectory, part=part)
-        run.entry, run.exit = begun, self._new(done, -1)
         followed = {at for one in self.graph.segments[begun:] for at in one.after}
-        for at in range(begun, run.exit):
-            if at not in followed:
-                self.link(at, run.exit)
+        last = [at for at in range(begun, len(self.graph.segments)) if at not in followed]
+        if len(last) != 1:  # the run ends when the last of them has ended
+            done = Segment(
+                run.who, around, OWN, run.end_ns, run.end_ns, [], around, run.trajectory, part=part
+            )
+            last.append(self._new(done, -1))
+            for at in last[:-1]:
+                self.link(at, last[-1])
+        run.entry, run.exit = begun, last[-1]
 
     def _new(self, segment: Segment, before: int) -> int:
         """Add a segment after another one; return its number."""

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from verl_profiling.predict.graph import Graph
 
+_MOST_STEPS = 50  # until all steps are alike
+
 
 class Replay(NamedTuple):
     """The times of a step, as recorded or after changes, by the number of the segment.
@@ -45,22 +47,38 @@ def replay(
     took_ns: Sequence[int] | None = None,
     delay_ns: Sequence[int] | None = None,
     after: Sequence[Sequence[int]] | None = None,
+    before_ns: Sequence[int] | None = None,
 ) -> Replay:
     """Return the times of a step in which each segment begins as soon as its edges and its delay permit.
+
+    Work that is carried over from the last step has what is left of it, as all steps are alike. What is left
+    is negative if the work ended before the step.
 
     Args:
         graph: The graph.
         took_ns: Duration of each segment; by default as recorded.
         delay_ns: Delay before each segment; by default as recorded.
         after: Edges to each segment; by default as recorded.
+        before_ns: Time of each carried work in the last step; by default as recorded.
     """
+    before_ns = [one.before_ns for one in graph.carried] if before_ns is None else before_ns
     took_ns = [one.end_ns - one.begin_ns for one in graph.segments] if took_ns is None else took_ns
     delay_ns = graph.delay_ns if delay_ns is None else delay_ns
     after = [one.after for one in graph.segments] if after is None else after
+    took_ns = list(took_ns)
+    whole_ns = [took_ns[one.segment] + ns for one, ns in zip(graph.carried, before_ns, strict=True)]
     end_ns = [0] * len(graph.segments)
-    for at in graph.order:
-        ready_ns = max((end_ns[before] for before in after[at]), default=graph.begin_ns)
-        end_ns[at] = ready_ns + delay_ns[at] + took_ns[at]
+    for _ in range(_MOST_STEPS):
+        for at in graph.order:
+            ready_ns = max((end_ns[before] for before in after[at]), default=graph.begin_ns)
+            end_ns[at] = ready_ns + delay_ns[at] + took_ns[at]
+        settled = True
+        for one, ns in zip(graph.carried, whole_ns, strict=True):
+            left_ns = ns - (end_ns[graph.last] - end_ns[one.mark])
+            settled = settled and left_ns == took_ns[one.segment]
+            took_ns[one.segment] = left_ns
+        if settled:
+            break
     return Replay(graph, after, took_ns, delay_ns, end_ns)
 
 
@@ -76,7 +94,9 @@ def critical_path(replayed: Replay) -> list[PathPart]:
         found.append(PathPart(at, begin_ns, end_ns[at], False))
         found.append(PathPart(at, begin_ns - replayed.delay_ns[at], begin_ns, True))
         at = max(replayed.after[at], key=lambda before: end_ns[before], default=None)
-    return [part for part in reversed(found) if part.end_ns > part.begin_ns]
+    first_ns = replayed.graph.begin_ns
+    parts = [part._replace(begin_ns=max(part.begin_ns, first_ns)) for part in reversed(found)]
+    return [part for part in parts if part.end_ns > part.begin_ns]
 
 
 def slacks_ns(replayed: Replay) -> list[int]:

@@ -181,12 +181,15 @@ def _changed(graph: Graph, changes: Changes) -> Replay:
     """Return the replay of a graph with changes."""
     took = [float(one.end_ns - one.begin_ns) for one in graph.segments]
     delay = [float(ns) for ns in graph.delay_ns]
+    before = [float(one.before_ns) for one in graph.carried]
     after: list[Sequence[int]] = [one.after for one in graph.segments]
     for stage, factor in changes.scale.items():
         _known("--scale", stage, {name for one in graph.segments for name in one.within})
         for at, one in enumerate(graph.segments):
             took[at] *= factor if stage in one.within and one.kind != CAPTURE else 1.0
             delay[at] *= factor if stage in one.around else 1.0
+        for number, carried in enumerate(graph.carried):
+            before[number] *= factor if stage in graph.segments[carried.segment].within else 1.0
     for stage in changes.balance:
         _known("--balance", stage, _balanced(graph))
         for at, factor in _shares(graph, stage).items():
@@ -201,7 +204,9 @@ def _changed(graph: Graph, changes: Changes) -> Replay:
             raise ConfigError("--no-tail", "no stage waits for trajectories or requests")
         for at, left_out in _tails(graph, changes.no_tail):
             after[at] = [before for before in after[at] if before not in left_out]
-    return replay(graph, [round(ns) for ns in took], [round(ns) for ns in delay], after)
+    whole = ([round(ns) for ns in column] for column in (took, delay, before))
+    took_ns, delay_ns, before_ns = whole
+    return replay(graph, took_ns, delay_ns, after, before_ns)
 
 
 def _known(option: str, name: str, choices: Iterable[str]) -> None:
