@@ -60,12 +60,14 @@ class SpanTotal(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         duration_ns: Total duration of the spans. Spans overlap and nest, so the total may exceed the duration
             of the step.
         failed: Number of spans that raised.
+        tokens: Tokens of prompts and responses among the facts of the spans.
     """
 
     name: str
     runs: Count
     duration_ns: Duration
     failed: Count = 0
+    tokens: Count = 0
 
     @property
     def seconds(self) -> float:
@@ -75,7 +77,8 @@ class SpanTotal(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     def __add__(self, other: SpanTotal) -> SpanTotal:
         """Return the sum of two totals, under the name of the first."""
         runs, duration_ns = self.runs + other.runs, self.duration_ns + other.duration_ns
-        return SpanTotal(self.name, runs, duration_ns, self.failed + other.failed)
+        failed, tokens = self.failed + other.failed, self.tokens + other.tokens
+        return SpanTotal(self.name, runs, duration_ns, failed, tokens)
 
 
 class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=True):
@@ -92,6 +95,7 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=Tr
         held_bytes: Memory of the same kind at the last reading in the step, after a stage.
         spans: Totals of the process's trajectories and spans, if there are any.
         collectives: The collectives that the process entered, if requested; none after the comparison.
+        counts: The last values of the process's counters, in the last step of a reading.
     """
 
     lane: str
@@ -103,6 +107,7 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=Tr
     held_bytes: int | None = None
     spans: tuple[SpanTotal, ...] = ()
     collectives: Collectives | None = None
+    counts: dict[str, float] | None = None
 
     @property
     def has_spans(self) -> bool:
@@ -202,6 +207,10 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         trainer_idle: Idle time of the training processes; ``None`` if unknown.
         rollout_idle: Idle time of the rollout's replicas, or of the stage ``rollout``; ``None`` if unknown.
         samples: Number of trajectories that ended in the step; without trajectories, number of requests.
+        tokens: Tokens of prompts and responses of these trajectories; 0 if unknown.
+        taken: Number of samples that the training took, as reported by the loop; 0 if unknown.
+        taken_tokens: Their tokens; 0 if unknown.
+        counts: The last values of counters, such as lengths of queues, each summed over the processes.
         hang: The last hang in the step.
         waits: Why a noticed anomaly is not captured yet, e.g. the cooldown; empty if none waits.
     """
@@ -221,6 +230,10 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     trainer_idle: Idle | None = None
     rollout_idle: Idle | None = None
     samples: Count = 0
+    tokens: Count = 0
+    taken: Count = 0
+    taken_tokens: Count = 0
+    counts: dict[str, float] = {}
     hang: Hang | None = None
     waits: str = ""
 
@@ -235,9 +248,15 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.duration_ns / 1e9
 
     @property
-    def samples_per_s(self) -> float:
-        """Samples per second of the step."""
-        return self.samples / self.seconds if self.seconds else 0.0
+    def rates(self) -> dict[str, float]:
+        """Samples and tokens per second of the step that were made and taken, as far as they are known."""
+        known = {
+            "samples_per_s": self.samples,
+            "tokens_per_s": self.tokens,
+            "samples_taken_per_s": self.taken,
+            "tokens_taken_per_s": self.taken_tokens,
+        }
+        return {name: many / self.seconds for name, many in known.items() if many and self.seconds}
 
     @property
     def hangs(self) -> str:
@@ -261,12 +280,15 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         return found
 
     def add_up(self) -> None:
-        """Set ``memory`` and ``spans`` to the sums over the processes."""
+        """Set ``memory``, ``spans`` and ``counts`` to the sums over the processes."""
         roles: dict[str, list[RankUse]] = {}
         for process in (*self.loop, *self.workers):
             roles.setdefault(process.role, []).append(process)
         self.memory = [_memory(role, processes) for role, processes in roles.items()]
         self.spans = _spans([*self.loop, *self.workers])
+        for process in (*self.loop, *self.workers):
+            for name, value in (process.counts or {}).items():
+                self.counts = self.counts | {name: self.counts.get(name, 0.0) + value}
 
 
 def _memory(role: str, processes: Sequence[RankUse]) -> RoleMemory:

@@ -20,8 +20,9 @@ from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.report.sentences import waits
 from verl_profiling.step_summary import Idle, RankUse, SpanTotal, StageUse, StepSummary
+from verl_profiling.trajectories import count
 from verl_profiling.watch.exposed import StepRuns, exposed
-from verl_profiling.watch.idle import idle_of, samples_of
+from verl_profiling.watch.idle import idle_of, made_in
 from verl_profiling.watch.log import WatchLog, values_of
 from verl_profiling.workers import AgentLoopCaptureMixin, CaptureMixin, RequestLog, RolloutCaptureMixin
 
@@ -76,9 +77,11 @@ class Agents(AgentLoopCaptureMixin):
         return max(await asyncio.gather(*(self._play(generate_s, tool_s) for _ in range(3))))
 
     async def _play(self, generate_s: float, tool_s: float) -> float:
-        async with trajectory(group="prompt"):
+        async with trajectory(group="prompt", prompt_tokens=8) as made:
             took_s: float = await self.engine.generate.remote(generate_s, 1)
             await asyncio.sleep(tool_s)
+            made.add(response_tokens=4)
+            count("ready", 2)
         return took_s
 
 
@@ -153,10 +156,15 @@ def test_of_a_controller_with_ray_workers(tmp_path: Path, ray_cluster: None) -> 
             with callback.stage("update_actor"):
                 took_s = ray.get([one.run.remote((1 - share) * STEP_S) for one in trainers])
             truths.append(Truth(time.perf_counter() - begin_s, sum(took_s) / 2, made_s))
-            callback.on_step_end()
+            callback.on_step_end({"samples": 2 if share else 0, "tokens": 24.0})
     check("controller", found, truths)
     assert causes(found) == {("trainer", "rollout"), ("rollout", "training"), ("rollout", "no requests")}
     assert [summary.samples for summary in found] == [0, 0, 3, 3, 3]
+    for summary, truth in [*zip(found, truths, strict=True)][2:]:
+        rates = {"samples": 3, "tokens": 36, "samples_taken": 2, "tokens_taken": 24}
+        true = {f"{name}_per_s": many / truth.step_s for name, many in rates.items()}
+        assert summary.rates == pytest.approx(true, rel=NEAR)
+    assert found[-1].counts == {"ready": 2.0}
     [ray.kill(one) for one in (*trainers, engine, agents)]
 
 
@@ -243,7 +251,7 @@ def judged(loop: Sequence[RankUse], *workers: RankUse, beside: tuple[str, ...] =
     made.loop, made.workers = list(loop), list(workers)
     made.exposed = exposed(made, bool(workers))
     made.trainer_idle, made.rollout_idle = idle_of(made, True, StepRuns(made))
-    made.samples = samples_of(made)
+    made.samples, made.tokens = made_in(made)
     return made
 
 
@@ -304,6 +312,12 @@ def test_sentences_name_who_waits_and_what_each_side_could_do() -> None:
     agents = use("agent_loop_rank0", spans=[SpanTotal("trajectory", 39, 1)])
     made = judged([loop], agents, actor, use("rollout0_rank0", ("generate", 0, 300), spans=requests))
     assert "generation makes 39 samples/s" in next(waits(made))
+    made.tokens, made.taken, made.counts = 39_000, 28, {"message queue": 11.0}
+    assert list(waits(made)) == [
+        "trainer waits 30%: generation makes 39 samples/s, training could take 40",
+        "rollout waits 70%: training takes 28 samples/s, generation could make 130",
+        "made 39 samples/s, 39,000 tokens/s; taken 28 samples/s; message queue 11",
+    ]
     made = judged([loop], actor)
     assert list(waits(made)) == ["trainer waits 30%, mostly: rollout", "rollout waits 70%, mostly: training"]
     assert not list(waits(StepSummary(step=1, begin_ns=BEGIN_NS)))

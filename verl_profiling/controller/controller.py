@@ -132,6 +132,7 @@ class Controller:
             self._order.step_without_begin()
         self._order.in_step = False
         if self.watch is not None:
+            self.watch.takes(metrics)
             self._end_watched_step(self.watch)
         return None if self.live is None else self._end_step(self.live, metrics)
 

@@ -10,11 +10,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from verl_profiling import clock
 from verl_profiling.capture.session import process_session
@@ -24,11 +25,12 @@ from verl_profiling.controller.rank_summaries import RankSummaries
 from verl_profiling.controller.spmd import Ranks
 from verl_profiling.controller.targets import Call, Postponed, Roster, Worker
 from verl_profiling.identity import ProcessId, WorkerIdentity
+from verl_profiling.manifest import finite_numbers
 from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.step_summary import RankUse, StepSummary
 from verl_profiling.watch.collectives import RecorderReading, with_lateness
 from verl_profiling.watch.exposed import StepRuns, exposed
-from verl_profiling.watch.idle import idle_of, samples_of
+from verl_profiling.watch.idle import idle_of, made_in
 from verl_profiling.watch.log import Listener, log_listeners
 from verl_profiling.watch.sums import STAGES_OF_A_STEP, StageSums, WatchQuestion, WatchReading
 
@@ -125,6 +127,13 @@ class Watch:
             self.step.captured = folder
             self.step.begin_ns = clock.now_ns()
 
+    def takes(self, metrics: Mapping[str, Any] | None) -> None:
+        """Note the metrics ``samples`` and ``tokens`` of the open step: what the training took."""
+        if self.step is not None and isinstance(metrics, Mapping):
+            numbers, _ = finite_numbers({name: metrics.get(name) for name in ("samples", "tokens")})
+            self.step.taken = max(0, int(numbers.get("samples", 0)))
+            self.step.taken_tokens = max(0, int(numbers.get("tokens", 0)))
+
     def step_ends(self) -> None:
         """Record the end of a step, and read the workers in the background if due."""
         step, self.step = self.step, None
@@ -204,7 +213,7 @@ class Watch:
             has_workers, runs = bool(self.roster.targets), StepRuns(summary)
             summary.exposed = exposed(summary, has_workers, runs)
             summary.trainer_idle, summary.rollout_idle = idle_of(summary, has_workers, runs)
-            summary.samples = samples_of(summary)
+            summary.samples, summary.tokens = made_in(summary)
             self.summaries.append(summary)
             if self.options.trigger is not None:
                 self.recorders.follow(summary)

@@ -13,6 +13,10 @@ from verl_profiling.units import byte_size, duration
 
 _MOST_BARS = 60
 _LEAST_WAIT = 0.01
+_FLOWS = {
+    "made": {"samples_per_s": "samples", "tokens_per_s": "tokens"},
+    "taken": {"samples_taken_per_s": "samples", "tokens_taken_per_s": "tokens"},
+}
 _BARS = "▁▂▃▄▅▆▇█"
 _BEYOND = "▲"
 _FAR = 3.0  # times the 90th percentile from which on a value lies beyond the axis
@@ -104,17 +108,29 @@ def waits(summary: StepSummary | None) -> Iterator[str]:
     """Yield sentences on the idle shares of training and rollout, their causes, and samples per second."""
     if summary is None:
         return
+    rates = summary.rates
+    made, taken = rates.get("samples_per_s"), rates.get("samples_taken_per_s")
     sides = (
-        ("trainer", summary.trainer_idle, ROLLOUT, "generation makes", "training could take"),
-        ("rollout", summary.rollout_idle, TRAINING, "training takes", "generation could make"),
+        ("trainer", summary.trainer_idle, ROLLOUT, "generation makes", made, "training could take", taken),
+        ("rollout", summary.rollout_idle, TRAINING, "training takes", taken, "generation could make", made),
     )
-    for side, idle, other, made, could in sides:
+    for side, idle, other, does, rate, could, own in sides:
         if idle is not None and idle.share >= _LEAST_WAIT:
             sentence = f"{side} waits {idle.share:.0%}, mostly: {idle.cause or 'in no stage'}"
-            if idle.cause == other and (rate := summary.samples_per_s):
-                sentence = f"{side} waits {idle.share:.0%}: {made} {rate:.3g} samples/s"
-                sentence += f", {could} {rate / (1 - idle.share):.3g}" if idle.share < 1 else ""
+            if idle.cause == other and (rate or made):
+                sentence = f"{side} waits {idle.share:.0%}: {does} {rate or made:.3g} samples/s"
+                sentence += f", {could} {(own or made or 0) / (1 - idle.share):.3g}" if idle.share < 1 else ""
             yield sentence
+    if summary.tokens or summary.taken or summary.taken_tokens or summary.counts:
+        parts = []
+        for flow, names in _FLOWS.items():
+            known = [f"{_number(rates[name])} {what}/s" for name, what in names.items() if name in rates]
+            parts += [f"{flow} {', '.join(known)}"] if known else []
+        yield "; ".join([*parts, *(f"{name} {_number(value)}" for name, value in summary.counts.items())])
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def rollout_sentences(rollout: Rollout) -> Iterator[str]:

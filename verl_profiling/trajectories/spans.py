@@ -111,7 +111,8 @@ class Span(msgspec.Struct, eq=False, gc=False):
             else:
                 _leave(self)
             if _totals is not None:
-                _totals.add(self.name, self.begin_ns, end_ns, self.failed)
+                tokens = _tokens(self.facts) if self.facts else 0
+                _totals.add(self.name, self.begin_ns, end_ns, self.failed, tokens)
 
     async def __aenter__(self) -> Self:  # awaits nothing, so that no other task runs
         return self.__enter__()
@@ -209,7 +210,9 @@ def trajectory_status(group: object, status: str, sample: int | str | None = Non
 
 
 def count(name: str, value: int | float) -> None:
-    """Record the current value of a counter, e.g. the length of a queue; the timeline draws it over time.
+    """Record the current value of a counter, e.g. the length of a queue.
+
+    The timeline draws it over time, and the watch shows the last value.
 
     Args:
         name: Name of the counter.
@@ -217,6 +220,8 @@ def count(name: str, value: int | float) -> None:
     """
     if _log is not None and len(_log.counts) < _log.max_spans:
         _log.counts.append(Counted(str(name), clock.now_ns(), value))
+    if _totals is not None:
+        _totals.count(str(name), value)
 
 
 def current_span() -> Span | None:
@@ -295,6 +300,12 @@ def _leave(ended: Span) -> None:
         node = node.parent
     if node is ended:
         _current.set(ended.parent)
+
+
+def _tokens(facts: dict[str, Any]) -> int:
+    """Return the tokens of prompt and response among the facts of a span."""
+    found = (facts.get(name) for name in ("prompt_tokens", "response_tokens"))
+    return sum(value for value in found if type(value) is int)
 
 
 def _status(kind: type[BaseException]) -> str:

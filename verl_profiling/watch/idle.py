@@ -30,11 +30,15 @@ _Cause = tuple[str, _Floats, _Floats]
 """Name, begins and ends. Where causes overlap, the last one counts."""
 
 
-def samples_of(summary: StepSummary) -> int:
-    """Return the number of trajectories that ended in a step; without trajectories, of engine requests."""
+def made_in(summary: StepSummary) -> tuple[int, int]:
+    """Return the number of trajectories that ended in a step, and their tokens.
+
+    Without trajectories, the first number is of engine requests.
+    """
     spans = [(use.role, one) for use in (*summary.loop, *summary.workers) for one in use.spans]
     requests = sum(one.runs for role, one in spans if role == ROLLOUT_ROLE and one.name == _GENERATE)
-    return sum(one.runs for _, one in spans if one.name == TRAJECTORY) or requests
+    made = [one for _, one in spans if one.name == TRAJECTORY]
+    return sum(one.runs for one in made) or requests, sum(one.tokens for one in made)
 
 
 def idle_of(summary: StepSummary, has_workers: bool, runs: StepRuns) -> tuple[Idle | None, Idle | None]:

@@ -43,8 +43,8 @@ def values_of(summary: StepSummary) -> dict[str, float]:
     for side, idle in (("trainer", summary.trainer_idle), ("rollout", summary.rollout_idle)):
         if idle is not None:
             values[f"{PREFIX}{side}_idle"] = idle.share
-    if summary.samples:
-        values[f"{PREFIX}samples_per_s"] = summary.samples_per_s
+    values |= {f"{PREFIX}{name}": rate for name, rate in summary.rates.items()}
+    values |= {f"{PREFIX}counts/{name}": value for name, value in summary.counts.items()}
     for role in summary.memory:
         for name, size in (("peak", role.peak_bytes), ("held", role.held_bytes)):
             if size is not None:

@@ -194,6 +194,7 @@ class StageSums:
                 held_bytes=memory[at][1] or None,
                 spans=totals[at],
                 collectives=entered[at],
+                counts={**self.spans.counts} or None if at == len(steps) - 1 else None,
             )
             if steps[at][1] >= self._since_ns - ahead_ns
             else None
@@ -259,14 +260,14 @@ def _use(name: str, runs: list[Period]) -> StageUse:
 
 
 _Sums = dict[str, list[int]]
-"""Number, total duration (ns) and failures of spans, by name."""
+"""Number, total duration (ns), failures and tokens of spans, by name."""
 
 
 def _sums_of(sums: _Sums, name: object) -> list[int]:
     """Return the sums of a name; beyond the maximum number of names, the sums of ``OTHERS``."""
     if not isinstance(name, str) or (name not in sums and len(sums) >= MOST_NAMES):
         name = OTHERS
-    return sums.setdefault(name, [0, 0, 0])
+    return sums.setdefault(name, [0, 0, 0, 0])
 
 
 def _add(sums: _Sums, name: str, numbers: list[int]) -> None:
@@ -275,14 +276,24 @@ def _add(sums: _Sums, name: str, numbers: list[int]) -> None:
 
 
 class SpanSums:
-    """Sums spans by name and time slice, in bounded memory, from any thread and task."""
+    """Sums spans by name and time slice, in bounded memory, from any thread and task.
+
+    Attributes:
+        counts: The last value of each counter.
+    """
 
     def __init__(self) -> None:
+        self.counts: dict[str, float] = {}
         self._slices: dict[int, _Sums] = {}
         self._slice_ns = _SHORTEST_SLICE_NS
         self._lock = threading.RLock()  # reentrant: the garbage collector may end a span under the lock
 
-    def add(self, name: str, begin_ns: int, end_ns: int, failed: bool) -> None:
+    def count(self, name: str, value: float) -> None:
+        """Keep the value of a counter, of the first :data:`MOST_NAMES` counters."""
+        if name in self.counts or len(self.counts) < MOST_NAMES:
+            self.counts[name[:_LONGEST_NAME]] = float(value)
+
+    def add(self, name: str, begin_ns: int, end_ns: int, failed: bool, tokens: int = 0) -> None:
         """Add a span that has ended. Any object is accepted as its name, and nothing raises."""
         with self._lock:
             sums = self._slices.get(end_ns // self._slice_ns)
@@ -297,6 +308,7 @@ class SpanSums:
             numbers[0] += 1
             numbers[1] += max(0, end_ns - begin_ns)
             numbers[2] += failed
+            numbers[3] += tokens
 
     def end(self, part: Begun, end_ns: int) -> None:
         """Add a part of a weight update that has ended, in the step of its middle: both may end together."""
