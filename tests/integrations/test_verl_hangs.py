@@ -169,7 +169,7 @@ def test_a_tool_that_never_returns(tmp_path: Path) -> None:
 
 def test_engines_that_are_stopped_or_slow(tmp_path: Path) -> None:
     """An engine's own process, then its server; tokens that come slowly are progress."""
-    overrides = ("trainer.total_training_steps=9", *TWO_REPLICAS, *LONG_RESPONSES)
+    overrides = ("trainer.total_training_steps=11", *TWO_REPLICAS, *LONG_RESPONSES)
     with driven(tmp_path, *overrides) as run:
         cores, servers = run.processes(CORE), run.processes(SERVER)
         assert len(cores) == len(servers) == 2
@@ -181,15 +181,14 @@ def test_engines_that_are_stopped_or_slow(tmp_path: Path) -> None:
             server = run.look()
         run.goes_on()
         steps = run.ended()
-        while run.ended() == steps:
+        while run.ended() < steps + 2:  # the line of a step may come while the next one ends
             for process in cores:
                 os.kill(process.pid, signal.SIGSTOP)
             time.sleep(RESTS_S)
             for process in cores:
                 os.kill(process.pid, signal.SIGCONT)
             time.sleep(RUNS_S)
-        slow = run.lines()[-1]
-        hung = [line.step for line in run.lines() if line.hang and not line.end_ns]
+        slow = max([line for line in run.lines() if line.end_ns][steps:], key=lambda line: line.seconds)
         run.next_step()
     assert core.pids[core.hang.lane] == replica
     assert re.match(
@@ -201,4 +200,4 @@ def test_engines_that_are_stopped_or_slow(tmp_path: Path) -> None:
     for told in (core, server):
         said_everywhere(run, told)
     assert slow.exposed_s["rollout"] > 3 * (server.hang.usual_s or 0), "or it proves nothing"
-    assert slow.step not in hung
+    assert slow.hang is None
