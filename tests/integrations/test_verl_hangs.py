@@ -36,7 +36,7 @@ TWO_REPLICAS = (
 )
 LONG_RESPONSES = ("data.max_response_length=384", "actor_rollout_ref.rollout.max_model_len=512")
 CORE, SERVER = "VLLM::EngineCore", "ray::vLLMHttpServer"
-RUNS_S, RESTS_S = 0.05, 1.0
+RUNS_S, RESTS_S = 0.05, 2.5
 """How long an engine runs, and is stopped, in turns, so that tokens come slowly."""
 
 
