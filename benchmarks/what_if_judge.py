@@ -122,9 +122,10 @@ def spread(row: dict[str, Any], run: str) -> str:
 
 
 def is_wrong_way(row: dict[str, Any]) -> bool:
-    """Return whether a step became longer or shorter against the prediction, by more than its spread."""
+    """Return whether a step changed against the prediction, by more than the spread of both runs."""
     truth, predicted = (row[key] - row["recorded_s"] for key in ("truth_s", "predicted_s"))
-    return bool(abs(truth) > row["spread_s"] and truth * predicted <= 0)
+    noise = max(row["spread_s"], row["recorded_spread_s"])
+    return bool(row["change"] != "none" and abs(truth) > noise and truth * predicted <= 0)
 
 
 def markdown(found: dict[str, Any]) -> str:
