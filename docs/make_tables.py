@@ -14,8 +14,8 @@ every reader renders::
 A table lists the fields of a dataclass: name (after the prefix), type, default, and the meaning that its
 docstring gives. Results are a table of ``benchmarks/results.json``, with where it was measured; ratios are
 those of its rows that are published. Rows are a tuple of named tuples, one column per field. Faults are what
-``make watch-faults``, ``make watch-judge``, ``make hang-judge`` or ``make what-if-judge`` found, with a table of
-their own.
+``make watch-faults``, ``make watch-judge``, ``make hang-judge`` or ``make what-if-judge`` found, with a table
+of their own.
 With ``--check`` nothing is written, and the exit code is 1 when a page is out of date.
 """
 
