@@ -314,7 +314,7 @@ def _spans(processes: Sequence[RankUse]) -> list[SpanTotal]:
     for process in processes:
         for total in process.spans:
             name = total.name
-            if name != OTHERS and role_of.setdefault(name, process.role) != process.role:
+            if name not in (OTHERS, GC) and role_of.setdefault(name, process.role) != process.role:
                 name = f"{name} ({process.role})"
                 total = msgspec.structs.replace(total, name=name)
             found[name] = found[name] + total if name in found else total

@@ -121,7 +121,7 @@ class SpanRecord(msgspec.Struct, frozen=True, array_like=True, tag="s"):
 
 
 class Lag(msgspec.Struct, frozen=True, array_like=True, tag="lag"):
-    """The delay of a callback on an event loop; only logs of version 0.1.0 have it, and it is ignored."""
+    """The delay of a callback on an event loop; only older logs have it, and it is ignored."""
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True, tag="block"):

@@ -36,8 +36,11 @@ def read_watch_log(run: Path) -> Sequence[StepSummary]:
     Raises:
         TraceFormatError: The log leads out of the run's folder, or cannot be read.
     """
-    parts = (run / OLDER_WATCH_LOG, run / WATCH_LOG)
-    return _lines(run, tuple(part.stat().st_size for part in parts if part.exists()))
+    sizes = []
+    for part in (run / OLDER_WATCH_LOG, run / WATCH_LOG):
+        with suppress(FileNotFoundError):
+            sizes.append(part.stat().st_size)
+    return _lines(run, tuple(sizes))
 
 
 @lru_cache(maxsize=1)

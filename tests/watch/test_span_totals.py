@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from verl_profiling.commands import EXIT_OK
 from verl_profiling.run_files import read_manifest
 from verl_profiling.step_summary import OTHERS, RankUse, SpanTotal, StepSummary
 from verl_profiling.trajectories.log import OpenLog
-from verl_profiling.trajectories.spans import start_log, stop_log, total_spans
+from verl_profiling.trajectories.spans import count, start_log, stop_log, total_spans
 from verl_profiling.watch.sums import MOST_NAMES, SpanSums
 from verl_profiling.watch_log import WatchLogReader
 from verl_profiling.workers import AgentLoopCaptureMixin
@@ -134,6 +135,38 @@ def test_any_name_is_counted_and_memory_is_bounded(tally: SpanSums) -> None:
     grown, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert grown < 400_000
+
+
+def test_a_pause_is_no_progress(tally: SpanSums) -> None:
+    """A step may hang while the garbage collector runs."""
+    assert tally.last_ns() == 0
+    tally.add("gc", clock.now_ns() - 20_000_000, clock.now_ns(), False)
+    assert tally.last_ns() == 0
+    tally.add("tool:search", clock.now_ns() - 20_000_000, clock.now_ns(), False)
+    assert tally.last_ns() > 0
+
+
+def test_odd_values_cost_no_step(tmp_path: Path) -> None:
+    """Neither counters that are no numbers nor unknown token counts do."""
+    agents = AgentLoopCaptureMixin()
+    given = {"save_path": str(tmp_path), "watch": {"enable": True}, "schedule": {"steps": []}}
+    callback = ProfilingCallback({"enable": True, **given})
+    agents.init_capture(callback.config)
+    odd: list[Any] = [float("nan"), float("inf"), 10**400, None, "text"]
+    with callback as profiling:
+        profiling.add_workers("agent_loop", [agents])
+        for step in (1, 2, 3):
+            profiling.on_step_begin(step)
+            count("queue\ud800", step)
+            for value in odd:
+                count("queue\ud800", value)
+            with trajectory(prompt_tokens=-1, response_tokens=2**70):
+                time.sleep(0.05)
+            profiling.on_step_end()
+    lines = [*WatchLogReader(tmp_path).read()]
+    assert [line.step for line in lines] == [1, 2, 3]
+    assert lines[-1].counts == {"queue?": 3.0}
+    assert all(total.tokens == 0 for line in lines for total in line.spans)
 
 
 def test_spans_of_one_name_in_two_roles_are_not_counted_twice() -> None:

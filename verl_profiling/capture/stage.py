@@ -255,7 +255,9 @@ class SpanLog:
 
     def ended(self, name: str, begin_ns: int, end_ns: int) -> None:
         """Record a part of a weight update that has ended, inside the stage that is open now."""
-        if self.spans is not None and len(self.spans) < MAX_SPANS:
+        if self.spans is not None and len(self.spans) >= MAX_SPANS:
+            self._left_out += 1
+        elif self.spans is not None:
             parent = _innermost.get()
             while parent is not None and parent.end_ns:
                 parent = parent.parent
@@ -370,11 +372,11 @@ def record_pauses(source: StageSource, log: SpanLog | None) -> None:
 
 
 def _collected(phase: str, _: object) -> None:
-    """Record the pause at the end of a collection, while which no other thread runs."""
+    """Record the pause at the end of a collection, unless its begin was not seen."""
     global _collects_since_ns
     now_ns = clock.now_ns()
-    begin_ns, _collects_since_ns = _collects_since_ns, now_ns
-    if phase == "stop" and now_ns - begin_ns >= PAUSE_NS:
+    begin_ns, _collects_since_ns = _collects_since_ns, now_ns if phase == "start" else 0
+    if phase == "stop" and begin_ns and now_ns - begin_ns >= PAUSE_NS:
         logs = list(_logs.values())
         for log in logs:
             if log.spans is not None:

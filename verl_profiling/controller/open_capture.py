@@ -153,7 +153,7 @@ class OpenCapture:
             controller=WorkerIdentity(role="controller"),
             process=ProcessId.current(),
             stages=self.stages,
-            pauses=self.log.pauses,
+            pauses=[*self.log.pauses, *self.after.pauses],
             outside=self.around or self.outside(),
             rpcs=list(self.rpcs),
             workers=self.workers,

@@ -137,7 +137,8 @@ class Step:
         lane.recorded = spans_of(
             (a.begin_ns, a.end_ns) for a in worker.artifacts if a.lane == lane.source.lane and a.end_ns
         )
-        lane.stages, lane.pauses = worker.stages, time_of(worker.pauses)
+        # Engines compute in other processes than the one that records pauses.
+        lane.stages, lane.pauses = worker.stages, EMPTY if lane.is_engine else time_of(worker.pauses)
         lane.device = _device_of(lane, worker)
         lane.observed = EMPTY if lane.is_unknown else self.whole
         if worker.mode == "discrete":

@@ -33,6 +33,7 @@ _open: dict[int, Span] = {}
 TRAJECTORY: Final = "trajectory"
 """Name of all trajectories in the span totals of the watch."""
 _FAILED: Final = "failed"
+_MOST_TOKENS: Final = 1 << 40
 
 
 class Span(msgspec.Struct, eq=False, gc=False):
@@ -304,8 +305,9 @@ def _leave(ended: Span) -> None:
 
 def _tokens(facts: dict[str, Any]) -> int:
     """Return the tokens of prompt and response among the facts of a span."""
-    found = (facts.get(name) for name in ("prompt_tokens", "response_tokens"))
-    return sum(value for value in found if type(value) is int)
+    prompt, response = facts.get("prompt_tokens"), facts.get("response_tokens")
+    known = prompt if type(prompt) is int and 0 < prompt < _MOST_TOKENS else 0
+    return known + response if type(response) is int and 0 < response < _MOST_TOKENS else known
 
 
 def _status(kind: type[BaseException]) -> str:

@@ -183,7 +183,7 @@ class HangReporter:
             collectives={group: number for group, number, _ in entered_collectives()},
             threads={name: [*map(_place, stack)] for name, stack in stacks.items()},
             tasks=dict(self._tasks()),
-            problem=_stopped_child() if asked_ns else "",  # the loop may have started all of Ray
+            problem=_stopped_child() if asked_ns and self._role == ROLLOUT_ROLE else "",
         )
 
     def _tasks(self) -> Iterator[tuple[str, list[str]]]:
@@ -208,12 +208,14 @@ def _stopped_child() -> str:
     own, found = str(os.getpid()), {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            name, _, fields = path.read_text().rpartition(")")
+            name, _, fields = path.read_text(errors="replace").rpartition(")")  # names are cut at 15 bytes
             found[path.parent.name] = (name.partition("(")[2], *fields.split()[:2])
     for pid, (name, status, parent) in found.items():
-        while parent != own and parent in found:
+        for _ in found:  # a pid may be used again meanwhile, so that parents form a ring
+            if parent == own or parent not in found:
+                break
             parent = found[parent][2]
-        if status in _STOPPED and parent == own:
+        if status == "T" and parent == own:
             return f"has a process that is stopped by a signal ({name}, pid {pid})"
     return ""
 
@@ -272,7 +274,8 @@ def silent(lane: str, role: str, process: ProcessId | WorkerIdentity, seen: set[
     """
     if process.clock_domain == clock.domain():
         with suppress(OSError):
-            status = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            text = Path(f"/proc/{process.pid}/stat").read_text(errors="replace")
+            status = text.rpartition(")")[2].split()[0]
             if status in f"{_STOPPED}ZX":
                 problem = f"is {'dead' if status in 'ZX' else 'stopped by a signal'} (pid {process.pid})"
                 return ProcessState(lane, role, problem=problem)

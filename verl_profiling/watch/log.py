@@ -7,8 +7,10 @@ kept. Trackers get a summary as named numbers.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
+from errno import ENOSPC
 from pathlib import Path
 
 import msgspec
@@ -81,9 +83,11 @@ class WatchLog:
         with self._lock:
             try:
                 with self._path.open("ab", buffering=0) as file:
-                    is_full = file.tell() + len(line) > self._most
-                    if not is_full:
-                        file.write(line)
+                    at = file.tell()
+                    is_full = at + len(line) > self._most
+                    if not is_full and file.write(line) < len(line):
+                        file.truncate(at)
+                        raise OSError(ENOSPC, os.strerror(ENOSPC))
                 if is_full:
                     self._path.replace(self._older)
                     self._path.write_bytes(line)

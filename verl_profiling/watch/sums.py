@@ -18,7 +18,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.identity import ProcessId, WorkerIdentity
-from verl_profiling.manifest import WEIGHT_SYNC
+from verl_profiling.manifest import GC, WEIGHT_SYNC
 from verl_profiling.memory import own_bytes, process_peak_bytes
 from verl_profiling.step_summary import OTHERS, Period, RankUse, SpanTotal, StageUse
 from verl_profiling.watch.collectives import collectives_in
@@ -42,7 +42,7 @@ PAUSE_NS = 50_000_000
 """Minimum interval of memory readings after short stages; 10 times as long after another stage."""
 
 _DEVICES = ("cuda", "npu")
-_LONGEST_NAME = 200
+_LONGEST_NAME, _MOST = 200, 1e300
 _SHORTEST_SLICE_NS = 20_000_000
 _TOUCHING_NS = 1_000_000
 _SLACK_NS = 50_000_000
@@ -270,6 +270,10 @@ def _sums_of(sums: _Sums, name: object) -> list[int]:
     return sums.setdefault(name, [0, 0, 0, 0])
 
 
+def _shown(name: str) -> str:
+    return name[:_LONGEST_NAME].encode("utf-8", "replace").decode()
+
+
 def _add(sums: _Sums, name: str, numbers: list[int]) -> None:
     known = _sums_of(sums, name)
     known[:] = [one + other for one, other in zip(known, numbers, strict=True)]
@@ -290,8 +294,9 @@ class SpanSums:
 
     def count(self, name: str, value: float) -> None:
         """Keep the value of a counter, of the first :data:`MOST_NAMES` counters."""
-        if name in self.counts or len(self.counts) < MOST_NAMES:
-            self.counts[name[:_LONGEST_NAME]] = float(value)
+        name, is_number = _shown(name), isinstance(value, int | float) and abs(value) < _MOST
+        if is_number and (name in self.counts or len(self.counts) < MOST_NAMES):
+            self.counts[name] = float(value)
 
     def add(self, name: str, begin_ns: int, end_ns: int, failed: bool, tokens: int = 0) -> None:
         """Add a span that has ended. Any object is accepted as its name, and nothing raises."""
@@ -313,11 +318,13 @@ class SpanSums:
     def end(self, part: Begun, end_ns: int) -> None:
         """Add a part of a weight update that has ended, in the step of its middle: both may end together."""
         half_ns = (end_ns - part.begin_ns) // 2
-        self.add(f"{WEIGHT_SYNC}/{part.name}", part.begin_ns - half_ns, end_ns - half_ns, False)
+        failed = getattr(part, "failed", False)
+        self.add(f"{WEIGHT_SYNC}/{part.name}", part.begin_ns - half_ns, end_ns - half_ns, failed)
 
     def last_ns(self) -> int:
-        """Return when a span ended last, to the end of its time slice; 0 if no span is kept."""
-        return min(clock.now_ns(), (max([*self._slices], default=-1) + 1) * self._slice_ns)
+        """Return when a span ended last, to the end of its time slice; 0 if none is kept. Pauses are none."""
+        ended = [number for number, sums in [*self._slices.items()] if sums.keys() != {GC}]
+        return min(clock.now_ns(), (max(ended, default=-1) + 1) * self._slice_ns)
 
     def of_steps(self, steps: Sequence[Period], ahead_ns: int) -> list[tuple[SpanTotal, ...]]:
         """Return the sums of the spans that ended in each step; then drop all up to the last step's end.
@@ -328,15 +335,16 @@ class SpanSums:
         """
         found: list[_Sums] = [{} for _ in steps]
         with self._lock:
-            for number in list(self._slices):
+            slices, self._slices = self._slices, {}  # a pause may be added meanwhile
+            for number, sums in slices.items():
                 middle_ns = number * self._slice_ns + self._slice_ns // 2 - ahead_ns
                 if not steps or middle_ns > steps[-1][1]:
+                    self._slices[number] = sums
                     continue
-                sums, at = self._slices.pop(number), bisect_right(steps, middle_ns, key=_begin_of) - 1
+                at = bisect_right(steps, middle_ns, key=_begin_of) - 1
                 if at >= 0 and middle_ns <= steps[at][1]:
                     for name, numbers in sums.items():
-                        shown = name[:_LONGEST_NAME].encode("utf-8", "replace").decode()
-                        _add(found[at], shown, numbers)
+                        _add(found[at], _shown(name), numbers)
             if not self._slices:
                 self._slice_ns = _SHORTEST_SLICE_NS
         return [tuple(SpanTotal(name, *numbers) for name, numbers in totals.items()) for totals in found]
