@@ -157,6 +157,27 @@ def test_a_faster_tool_and_a_rollout_without_its_tail(tmp_path: Path) -> None:
             step.what_if(**wrong)
 
 
+def test_a_tool_takes_its_spans_along_and_leaves_other_calls(tmp_path: Path) -> None:
+    """Inner spans are part of a call, a call beside it is not, and one from before the step has no length."""
+    log = DrawnLog()
+    number = log.trajectory(0, 4.5)
+    outer = log.span("tool:sandbox", 2, 4, number)
+    log.span("sandbox:command", 2.1, 3.9, number, outer)
+    log.span("tool:search", 2.5, 3.1, number)
+    log.trajectory(-7, 3.3, ("tool:search", -7, 3.3))
+    drawn_inputs(tmp_path, [("rollout", 0, 5), ("update_actor", 5, 6)], [], end=6.0)
+    log.add_to(tmp_path)
+    step = open_step(tmp_path)
+    assert step.what_if(tools={"sandbox": 1.8}).predicted_us == pytest.approx(5.8e6)
+    assert step.what_if(tools={"sandbox": 0.1}).predicted_us == pytest.approx(4.8e6)  # after search
+    assert step.what_if(tools={"search": 1.2}).predicted_us == pytest.approx(6e6)
+    slower = step.what_if(tools={"search": 3.0})
+    assert slower.predicted_us == pytest.approx(7e6)
+    assert slower.notes[-1].startswith("extrapolated: calls of search took 600 ms to 600 ms")
+    (saved,) = (row for row in step.what_if().helps if row.option.startswith("--tool sandbox"))
+    assert saved.difference_us == pytest.approx(-1e6)
+
+
 def test_loop_lag_goes_with_the_tool_that_blocks_the_loop(tmp_path: Path) -> None:
     log = DrawnLog()
     number = log.trajectory(0, 3)

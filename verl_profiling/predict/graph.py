@@ -54,6 +54,8 @@ _OUTSIDE = "outside stages, the loop waits for workers"
 _STEADY = "a rollout that began in the last step began as late in it as the next one does in this step"
 _ROLLOUT = "a rollout waits for the trajectories and requests that end in it"
 
+_Calls = tuple[tuple[str, int], ...]
+
 
 @dataclass(slots=True, eq=False)
 class Segment:
@@ -69,7 +71,8 @@ class Segment:
         after: Numbers of the segments that end before this segment begins.
         around: Stages around the delay before the segment.
         trajectory: Group and sample of the trajectory.
-        call_ns: Duration of the whole call of a tool that the segment is part of.
+        calls: Name and duration (ns) of each call around the segment, the outermost first. Absent are calls
+            that began before the step.
         part: Number in :attr:`Graph.parts`, or -1.
     """
 
@@ -81,7 +84,7 @@ class Segment:
     after: list[int]
     around: tuple[str, ...]
     trajectory: str = ""
-    call_ns: int = 0
+    calls: _Calls = ()
     part: int = -1
 
 
@@ -110,7 +113,7 @@ class _Run:
         begin_ns: Begin.
         end_ns: End.
         row: Row of runs that follow each other.
-        pieces: Kind, begin, end and duration of the whole call, of each part of a trajectory or request.
+        pieces: Kind, begin, end and calls of each part of a trajectory or request.
         trajectory: Group and sample of the trajectory.
         around: Stage that waits for the run, if the run begins earlier.
         inner: Runs that begin because of this run.
@@ -126,7 +129,7 @@ class _Run:
     begin_ns: int
     end_ns: int
     row: object = None
-    pieces: Sequence[tuple[str, int, int, int]] = ()
+    pieces: Sequence[tuple[str, int, int, _Calls]] = ()
     trajectory: str = ""
     around: tuple[str, ...] = ()
     inner: list[_Run] = field(default_factory=list)
@@ -147,8 +150,8 @@ class _Run:
         """Clip the run, and everything inside it, to a time."""
         self.begin_ns, self.end_ns = (min(max(ns, begin_ns), end_ns) for ns in (self.begin_ns, self.end_ns))
         self.pieces = [
-            (kind, min(max(since, begin_ns), end_ns), min(max(until, begin_ns), end_ns), call_ns)
-            for kind, since, until, call_ns in self.pieces
+            (kind, min(max(since, begin_ns), end_ns), min(max(until, begin_ns), end_ns), calls)
+            for kind, since, until, calls in self.pieces
         ]
         for run in self.inner:
             run.clip(begin_ns, end_ns)
@@ -275,10 +278,10 @@ def graph_of(
             continue
         if not early:
             times = (root.begin_ns, stage.end_ns)
-            early = [_Run(ROLLOUT, "", "", *times, pieces=[(BEFORE, *times, 0)], around=(ROLLOUT,))]
+            early = [_Run(ROLLOUT, "", "", *times, pieces=[(BEFORE, *times, ())], around=(ROLLOUT,))]
             stage.waits += early
             loose += early
-        mark = _Run(who, "", "", next_ns, next_ns, pieces=[(OWN, next_ns, next_ns, 0)])
+        mark = _Run(who, "", "", next_ns, next_ns, pieces=[(OWN, next_ns, next_ns, ())])
         loose.append(mark)
         carried += [(one, mark) for one in early]
         graph.assumed[_STEADY] += 1
@@ -386,12 +389,20 @@ def _length(run: _Run) -> int:
 
 def _trajectories(records: Records, pieces: Pieces) -> Iterator[_Run]:
     """Yield the trajectories that ended in the step, with their time by cause."""
-    calls: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    around: list[list[tuple[str, int, int]]] = []  # of each span: itself and all around it
     took: defaultdict[str, list[int]] = defaultdict(list)
     spans = records.spans
-    for owner, name, begin, end in _rows(spans.trajectory, spans.name, spans.begin, spans.end):
-        calls[owner, name].append((begin, end))
-        took[records.names[name]].append(end - begin)
+    for owner, name, begin, end, parent in _rows(
+        spans.trajectory, spans.name, spans.begin, spans.end, spans.parent
+    ):
+        around.append(around[parent] if parent >= 0 else [])
+        own = records.trajectories[owner] if owner >= 0 else None
+        if own is None or not (own.cut_begin and begin == own.begin_ns):
+            around[-1] = [*around[-1], (records.names[name], begin, end)]
+            took[records.names[name]].append(end - begin)
+    blocks: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    for loop, begin, what in sorted(_rows(records.blocks.loop, records.blocks.begin, records.blocks.what)):
+        blocks[loop].append((begin, what))
     order = np.lexsort((pieces.begin, pieces.owner))
     rows = list(_rows(*(column[order] for column in pieces[:-1])))
     first = np.searchsorted(pieces.owner[order], np.arange(len(records.trajectories) + 1)).tolist()
@@ -399,24 +410,17 @@ def _trajectories(records: Records, pieces: Pieces) -> Iterator[_Run]:
         if one.cut_end:
             continue
         found = []
-        for _, begin, end, cause, loop in rows[first[number] : first[number + 1]]:
-            kind, call_ns = records.names[cause], 0
-            around = [until - since for since, until in calls[number, cause] if since <= begin < until]
-            if around:
-                call_ns = around[-1]
-            elif kind == LOOP_LAG and (blocker := _blocker(records, loop, end)):
-                kind = f"{LOOP_LAG} by {blocker}"
-                call_ns = round(sum(took[blocker]) / max(len(took[blocker]), 1))
-            found.append((kind, begin, end, call_ns))
+        for _, begin, end, cause, loop, span in rows[first[number] : first[number + 1]]:
+            kind, own_calls = records.names[cause], around[span] if span >= 0 else []
+            calls = tuple((name, until - since) for name, since, until in own_calls if until > begin)
+            if kind == LOOP_LAG and (place := bisect_left(blocks[loop], (end,))):
+                name = records.blockers[blocks[loop][place - 1][1]][1]
+                kind = f"{LOOP_LAG} by {name}"
+                mean_ns = round(sum(took[name]) / max(len(took[name]), 1))
+                calls = ((name, mean_ns),) if mean_ns else ()
+            found.append((kind, begin, end, calls))
         title = f"{one.said.group}.{one.said.sample}" if one.said.group else str(number)
         yield _Run(one.lane, "", "", one.begin_ns, one.end_ns, pieces=found, trajectory=title)
-
-
-def _blocker(records: Records, loop: int, end_ns: int) -> str:
-    """Return the span that blocked an event loop until about a time; else the function."""
-    blocks = records.blocks
-    mine = np.flatnonzero((blocks.loop == loop) & (blocks.begin < end_ns))
-    return records.blockers[int(blocks.what[mine[-1]])][1] if len(mine) else ""
 
 
 def _rows(*columns: Ints) -> Iterator[tuple[int, ...]]:
@@ -429,7 +433,7 @@ def _requests(step: Step, served: Iterable[Request]) -> Iterator[_Run]:
     for worker in step.workers:
         for one in worker.requests:
             if id(one) not in known and one.end_ns > step.begin_ns:
-                pieces = [(*part, 0) for part in one.parts()]
+                pieces = [(*part, ()) for part in one.parts()]
                 run = _Run(worker.name, worker.identity.role, "", one.begin_ns, one.end_ns, pieces=pieces)
                 run.clip(step.begin_ns, step.end_ns)
                 yield run
@@ -567,10 +571,10 @@ class _Builder:
         """Add the parts of a trajectory or a request; a part follows the last part that ended before it."""
         ends: list[tuple[int, int]] = []
         begun = len(self.graph.segments)
-        for kind, begin_ns, end_ns, call_ns in sorted(run.pieces, key=lambda piece: piece[1]):
+        for kind, begin_ns, end_ns, calls in sorted(run.pieces, key=lambda piece: piece[1]):
             place = bisect_right(ends, (begin_ns, begin_ns))
             before = ends[place - 1][1] if place else caller
-            one = Segment(run.who, around, kind, begin_ns, end_ns, [], around, run.trajectory, call_ns, part)
+            one = Segment(run.who, around, kind, begin_ns, end_ns, [], around, run.trajectory, calls, part)
             at = self._new(one, before)
             insort(ends, (end_ns, at))
         followed = {at for one in self.graph.segments[begun:] for at in one.after}

@@ -195,10 +195,9 @@ def _changed(graph: Graph, changes: Changes) -> Replay:
         for at, factor in _shares(graph, stage).items():
             took[at] *= factor
     for name, seconds in changes.tools.items():
-        calls = _calls(graph, name)
         _known("--tool", name, _tools(graph))
-        for at in calls:
-            took[at] *= seconds * 1e9 / graph.segments[at].call_ns
+        for at, call_ns in _calls(graph, name).items():
+            took[at] *= seconds * 1e9 / call_ns
     if changes.no_tail is not None:
         if not graph.tails:
             raise ConfigError("--no-tail", "no stage waits for trajectories or requests")
@@ -246,13 +245,15 @@ def _worked_ns(segments: Iterable[Segment]) -> int:
 
 def _tools(graph: Graph) -> set[str]:
     """Return the names of calls whose duration can be set."""
-    return {one.kind for one in graph.segments if one.call_ns and not one.kind.startswith(LOOP_LAG)}
+    waits = (one for one in graph.segments if not one.kind.startswith(LOOP_LAG))
+    return {name for one in waits for name, _ in one.calls}
 
 
-def _calls(graph: Graph, name: str) -> list[int]:
-    """Return the segments of a tool's calls, and of the loop lag that they cause."""
-    kinds = {called for own in (name, f"{_TOOL}{name}") for called in (own, f"{LOOP_LAG} by {own}")}
-    return [at for at, one in enumerate(graph.segments) if one.kind in kinds and one.call_ns]
+def _calls(graph: Graph, name: str) -> dict[int, int]:
+    """Return the call (ns) of each segment in a tool's calls, and in the loop lag that they cause."""
+    names = (name, f"{_TOOL}{name}")
+    calls = ((at, call) for at, one in enumerate(graph.segments) for call in reversed(one.calls))
+    return {at: call_ns for at, (called, call_ns) in calls if called in names}
 
 
 def _tails(graph: Graph, percent: float) -> Iterable[tuple[int, set[int]]]:
@@ -276,7 +277,7 @@ def _candidates(graph: Graph) -> list[Changes]:
         found.append(Changes(no_tail=90.0))
     for kind in sorted(_tools(graph)):
         if kind.startswith(_TOOL):
-            calls = [graph.segments[at].call_ns for at in _calls(graph, kind)]
+            calls = _calls(graph, kind).values()
             found.append(Changes(tools={kind.removeprefix(_TOOL): sum(calls) / len(calls) / 2e9}))
     return found
 
@@ -295,7 +296,7 @@ def _help(recorded: Replay, changes: Changes) -> HelpRow:
 def _extrapolations(graph: Graph, changes: Changes) -> Iterable[str]:
     """Yield a sentence for each duration of a tool that no call in the capture had."""
     for name, seconds in changes.tools.items():
-        calls = [graph.segments[at].call_ns / 1e9 for at in _calls(graph, name)]
+        calls = [call_ns / 1e9 for call_ns in _calls(graph, name).values()]
         if not min(calls) <= seconds <= max(calls):
             yield (
                 f"extrapolated: calls of {name} took {duration(min(calls))} to {duration(max(calls))} in the "

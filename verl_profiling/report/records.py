@@ -307,6 +307,7 @@ class Pieces(NamedTuple):
         end: End (unix ns).
         cause: Index of the cause in ``causes``.
         loop: Number of the event loop, or -1.
+        span: Number of the innermost span, or -1.
         causes: Names of the causes.
     """
 
@@ -315,12 +316,13 @@ class Pieces(NamedTuple):
     end: Ints
     cause: Ints
     loop: Ints
+    span: Ints
     causes: Sequence[str]
 
     @classmethod
     def made(cls, intervals: Iterable[_Interval], records: Records) -> Pieces:
         """Return intervals as columns."""
-        rows = np.fromiter(chain.from_iterable(intervals), dtype=np.int64).reshape(-1, 5)
+        rows = np.fromiter(chain.from_iterable(intervals), dtype=np.int64).reshape(-1, 6)
         return cls._make((*rows.T, records.names))
 
     def of(self, rows: Ints) -> Pieces:
@@ -378,6 +380,7 @@ class _Interval(NamedTuple):
     end: int
     cause: int
     loop: int = -1
+    span: int = -1
 
 
 def _rows(*columns: Ints) -> Iterator[tuple[int, ...]]:
@@ -395,7 +398,7 @@ def _in_spans(
         request = served.get(number)
         for cause, low, high in _divided(request, begin, end) if request else [(name, begin, end)]:
             delayed = cause not in _IN_ENGINE and high != open_end
-            yield _Interval(owner, low, high, cause, loop if delayed else -1)
+            yield _Interval(owner, low, high, cause, loop if delayed else -1, number)
 
 
 def _divided(request: Request, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
