@@ -222,20 +222,26 @@ def _balanced(graph: Graph) -> list[str]:
 
 
 def _shares(graph: Graph, stage: str) -> dict[int, float]:
-    """Return the factor of each segment of a stage for which each worker takes the mean time."""
+    """Return the factor of each segment of a stage for which each worker takes the mean time.
+
+    Workers that wait for each other take the mean between their collectives.
+    """
     found: defaultdict[int, list[int]] = defaultdict(list)
     for at, one in enumerate(graph.segments):
         if one.part >= 0 and graph.parts[one.part][1] == stage:
             found[one.part].append(at)
-    runs: defaultdict[tuple[str, str, int], list[int]] = defaultdict(list)
-    for part in found:
-        runs[graph.parts[part]].append(part)
+    runs: defaultdict[tuple[str, str, int], list[list[int]]] = defaultdict(list)
+    for part, ats in found.items():
+        runs[graph.parts[part]].append(ats)
     factors: dict[int, float] = {}
-    for parts in runs.values():
-        took = [_worked_ns(graph.segments[at] for at in found[part]) for part in parts]
-        mean = sum(took) / len(took)
-        for part, own in zip(parts, took, strict=True):
-            factors |= {at: mean / own for at in found[part] if own}
+    for run in runs.values():
+        kinds = {tuple(graph.segments[at].kind for at in ats) for ats in run}
+        divided = len(kinds) == 1 and set(*kinds) == {WORK}
+        for phase in zip(*([[at] for at in ats] for ats in run), strict=True) if divided else [run]:
+            took = [_worked_ns(graph.segments[at] for at in ats) for ats in phase]
+            mean = sum(took) / len(took)
+            for ats, worked in zip(phase, took, strict=True):
+                factors |= {at: mean / worked for at in ats if worked}
     return factors
 
 
