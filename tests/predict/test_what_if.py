@@ -338,3 +338,29 @@ def test_a_rollout_one_step_off_is_as_long_as_a_step_that_waits_for_it(
         found = step.what_if(scale=changes)
         assert found.predicted_us == pytest.approx(seconds * 1e6, rel=0.02), changes
         path_of(found)
+
+
+def test_the_next_rollout_begins_after_this_one_also_beside_other_tasks(tmp_path: Path) -> None:
+    """Without that, a long step follows a short one for ever."""
+    engines = [Worker("rollout", replica=0, stages=[("rollout", -4, 5.9), ("rollout", 7, 14)])]
+    stages = [("rollout", 0, 6), ("update_actor", 1, 8), ("mini", 1.3, 6.5, 1)]
+    drawn_inputs(tmp_path, stages, engines)
+    found = open_step(tmp_path).what_if(scale={"rollout": 3.0})
+    assert found.predicted_us == pytest.approx(27.5e6)
+    assert not any(note.startswith("the predicted step is one of many") for note in found.notes)
+
+
+def test_steps_that_alternate_are_predicted_by_the_one_between(tmp_path: Path) -> None:
+    engines = [Worker("rollout", replica=0, stages=[("rollout", -4, 1.3), ("rollout", 3, 14)])]
+    stages = [("rollout", 0, 1.4), ("update_actor", 1.5, 8.5), ("mini", 0.8, 2.5, 1)]
+    drawn_inputs(tmp_path, stages, engines)
+    assert open_step(tmp_path).what_if(scale={"mini": 0.3}).predicted_us == pytest.approx(9.405e6)
+
+
+def test_a_note_says_that_the_steps_differ(tmp_path: Path) -> None:
+    """What is left of the rollout shrinks by 60 ms in each step, and nobody waits for it."""
+    engines = [Worker("rollout", replica=0, stages=[("rollout", -4, 3.9), ("rollout", 5.4, 14)])]
+    drawn_inputs(tmp_path, [("rollout", 0, 4), ("update_actor", 3, 8), ("mini", 8.74, 8.86)], engines)
+    found = open_step(tmp_path).what_if(scale={"mini": 1.5})
+    assert found.predicted_us == pytest.approx(10.06e6)
+    assert any(note.startswith("the predicted step is one of many") for note in found.notes)

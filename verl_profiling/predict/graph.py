@@ -266,7 +266,7 @@ def graph_of(
     later = [run.begin_ns for run in runs if run.name == ROLLOUT and run.end_ns >= root.end_ns]
     later += [one.begin_ns for one in records.trajectories if one.cut_end]
     later += [since_ns for worker in step.workers for since_ns in worker.pending_since_ns]
-    carried: list[tuple[_Run, _Run]] = []
+    carried: list[tuple[_Run, _Run, _Run]] = []
     for stage in stages:
         early = [one for one in stage.waits if one.begin_ns <= root.begin_ns]
         if stage.name != ROLLOUT or (stage.waits and not early):
@@ -283,10 +283,13 @@ def graph_of(
             loose += early
         mark = _Run(who, "", "", next_ns, next_ns, pieces=[(OWN, next_ns, next_ns, ())])
         loose.append(mark)
-        carried += [(one, mark) for one in early]
+        carried += [(one, mark, stage) for one in early]
         graph.assumed[_STEADY] += 1
     _Builder(graph, calls, name_of).build(root, loose)
-    graph.carried = [Carried(one.entry, mark.exit, root.end_ns - mark.begin_ns) for one, mark in carried]
+    for one, mark, stage in carried:
+        graph.carried.append(Carried(one.entry, mark.exit, root.end_ns - mark.begin_ns))
+        graph.segments[mark.entry].after.append(stage.exit)  # the next work begins after this one
+    graph.close()
     of_loop_code = [one for one in graph.segments if one.who == who and one.kind == OWN]
     spans = np.array([(one.begin_ns, one.end_ns) for one in of_loop_code], np.int64).reshape(-1, 2)
     for one, capture_ns in zip(of_loop_code, overlaps(spans, capture_time(step)).tolist(), strict=True):
@@ -414,10 +417,10 @@ def _trajectories(records: Records, pieces: Pieces) -> Iterator[_Run]:
             kind, own_calls = records.names[cause], around[span] if span >= 0 else []
             calls = tuple((name, until - since) for name, since, until in own_calls if until > begin)
             if kind == LOOP_LAG and (place := bisect_left(blocks[loop], (end,))):
-                name = records.blockers[blocks[loop][place - 1][1]][1]
-                kind = f"{LOOP_LAG} by {name}"
-                mean_ns = round(sum(took[name]) / max(len(took[name]), 1))
-                calls = ((name, mean_ns),) if mean_ns else ()
+                blocker = records.blockers[blocks[loop][place - 1][1]][1]
+                kind = f"{LOOP_LAG} by {blocker}"
+                mean_ns = round(sum(took[blocker]) / max(len(took[blocker]), 1))
+                calls = ((blocker, mean_ns),) if mean_ns else ()
             found.append((kind, begin, end, calls))
         title = f"{one.said.group}.{one.said.sample}" if one.said.group else str(number)
         yield _Run(one.lane, "", "", one.begin_ns, one.end_ns, pieces=found, trajectory=title)
@@ -489,7 +492,6 @@ class _Builder:
             self.link(run.exit, at)
             if run.pieces:
                 graph.tails.setdefault(at, []).append(run.exit)
-        graph.close()
 
     def link(self, before: int | None, after: int) -> None:
         """Add an edge between two segments if their times permit it."""

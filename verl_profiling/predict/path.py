@@ -19,6 +19,7 @@ class Replay(NamedTuple):
         took_ns: Duration of each segment.
         delay_ns: Delay before each segment.
         end_ns: End of each segment.
+        alike: Whether the next step would be like this one.
     """
 
     graph: Graph
@@ -26,6 +27,7 @@ class Replay(NamedTuple):
     took_ns: Sequence[int]
     delay_ns: Sequence[int]
     end_ns: Sequence[int]
+    alike: bool
 
     @property
     def span_ns(self) -> int:
@@ -67,19 +69,25 @@ def replay(
     after = [one.after for one in graph.segments] if after is None else after
     took_ns = list(took_ns)
     whole_ns = [took_ns[one.segment] + ns for one, ns in zip(graph.carried, before_ns, strict=True)]
-    end_ns = [0] * len(graph.segments)
+    end_ns, last_ns = [0] * len(graph.segments), [0] * len(whole_ns)
     for _ in range(_MOST_STEPS):
         for at in graph.order:
             ready_ns = max((end_ns[before] for before in after[at]), default=graph.begin_ns)
             end_ns[at] = ready_ns + delay_ns[at] + took_ns[at]
-        settled = True
-        for one, ns in zip(graph.carried, whole_ns, strict=True):
-            left_ns = ns - (end_ns[graph.last] - end_ns[one.mark])
-            settled = settled and left_ns == took_ns[one.segment]
-            took_ns[one.segment] = left_ns
-        if settled:
+        alike = True
+        for number, one in enumerate(graph.carried):
+            left_ns = whole_ns[number] - (end_ns[graph.last] - end_ns[one.mark])
+            more_ns = left_ns - took_ns[one.segment]
+            if (
+                more_ns * last_ns[number] < 0
+            ):  # long and short steps would alternate
+                more_ns = int(more_ns / 2)
+            alike = alike and not more_ns
+            took_ns[one.segment] += more_ns
+            last_ns[number] = more_ns
+        if alike:
             break
-    return Replay(graph, after, took_ns, delay_ns, end_ns)
+    return Replay(graph, after, took_ns, delay_ns, end_ns, alike)
 
 
 def critical_path(replayed: Replay) -> list[PathPart]:

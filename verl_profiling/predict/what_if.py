@@ -18,6 +18,9 @@ from verl_profiling.report.records import LOOP_LAG
 from verl_profiling.units import duration
 
 _TOOL = "tool:"
+_NOT_ALIKE = (
+    "the predicted step is one of many that differ: each leaves more or less work to the next"
+)
 _LEAST_SHARE = 0.001  # of the step, from which on a change is listed
 _LEAST_OF_TAIL = 10  # trajectories or requests of a rollout, from which on its tail may be left out
 
@@ -173,7 +176,7 @@ def predict(
             (row for row in helps if row.difference_share < -_LEAST_SHARE), key=lambda row: row.difference_us
         ),
         assumed=[*(f"{rule} ({many:,})" for rule, many in graph.assumed.items()), *changes.assumed()],
-        notes=[*notes, *_extrapolations(graph, changes)],
+        notes=[*notes, *([] if found.alike else [_NOT_ALIKE]), *_extrapolations(graph, changes)],
     )
 
 
