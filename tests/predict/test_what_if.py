@@ -296,6 +296,20 @@ def test_the_command_prints_path_slack_and_changes(
     assert "did you mean 'rollout'?" in capsys.readouterr().err
 
 
+def test_a_step_without_the_stage_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a warning and exit code 1; a stage that no step has is a mistake."""
+    for name, stages in (("a", STAGES), ("b", STAGES[:2])):
+        (tmp_path / name).mkdir()
+        drawn_inputs(tmp_path / name, stages, [])
+    paths = [str(tmp_path / name) for name in "ab"]
+    assert main(["what-if", *paths, "--scale", "update_actor=0.5", "--json"]) == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["predicted_us"] == pytest.approx(8.5e6)
+    assert "step 1: --scale: the step has no 'update_actor'" in printed.err
+    assert main(["what-if", *paths, "--scale", "train=0.5"]) == 2
+    assert "warning: step 1" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("wrong", [["--scale", "0.5"], ["--tool", "a=fast"], ["--no-tail", "0"]])
 def test_wrong_values_are_refused(tmp_path: Path, wrong: list[str]) -> None:
     with pytest.raises(SystemExit) as left:

@@ -13,6 +13,7 @@ from rich.markup import escape
 from verl_profiling.analysis import CapturedStep
 from verl_profiling.commands import EXIT_FINDING, at_least_0
 from verl_profiling.commands.common import StepByStep, add_communication, add_paths, progress
+from verl_profiling.errors import ConfigError
 from verl_profiling.predict.what_if import PathRow, Prediction, added
 from verl_profiling.report.tables import cells
 from verl_profiling.report.terminal import fitting_console, print_table
@@ -68,17 +69,26 @@ def run(arguments: argparse.Namespace) -> int:
     work = StepByStep(arguments.paths, arguments.communication)
     steps = [step for capture in work.steps for step in capture.by_step()]
     found: list[tuple[CapturedStep, Prediction]] = []
+    refused: list[tuple[CapturedStep, ConfigError]] = []
     with progress("reading", sum(len(step.inputs.sources) for step in steps)) as advance:
         for step in steps:
             with work.surviving():
-                prediction = step.what_if(
-                    scale=dict(arguments.scale),
-                    balance=arguments.balance,
-                    no_tail=arguments.no_tail,
-                    tools=dict(arguments.tool),
-                    on_progress=advance,
-                )
+                try:
+                    prediction = step.what_if(
+                        scale=dict(arguments.scale),
+                        balance=arguments.balance,
+                        no_tail=arguments.no_tail,
+                        tools=dict(arguments.tool),
+                        on_progress=advance,
+                    )
+                except ConfigError as error:
+                    refused.append((step, error))
+                    continue
                 found.append((step, prediction))
+    if refused and not found:
+        raise refused[0][1]
+    for step, error in refused:
+        work.problem(f"{step.inputs.title}: {error}")
     for step, prediction in found:
         if arguments.json:
             print(msgspec.json.encode(prediction).decode())

@@ -78,9 +78,7 @@ def replay(
         for number, one in enumerate(graph.carried):
             left_ns = whole_ns[number] - (end_ns[graph.last] - end_ns[one.mark])
             more_ns = left_ns - took_ns[one.segment]
-            if (
-                more_ns * last_ns[number] < 0
-            ):  # long and short steps would alternate
+            if more_ns * last_ns[number] < 0:  # long and short steps would alternate
                 more_ns = int(more_ns / 2)
             alike = alike and not more_ns
             took_ns[one.segment] += more_ns

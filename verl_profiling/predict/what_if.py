@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -18,9 +18,7 @@ from verl_profiling.report.records import LOOP_LAG
 from verl_profiling.units import duration
 
 _TOOL = "tool:"
-_NOT_ALIKE = (
-    "the predicted step is one of many that differ: each leaves more or less work to the next"
-)
+_NOT_ALIKE = "the predicted step is one of many that differ: each leaves more or less work to the next"
 _LEAST_SHARE = 0.001  # of the step, from which on a change is listed
 _LEAST_OF_TAIL = 10  # trajectories or requests of a rollout, from which on its tail may be left out
 
@@ -220,8 +218,7 @@ def _known(option: str, name: str, choices: Iterable[str]) -> None:
 
 def _balanced(graph: Graph) -> list[str]:
     """Return the stages that several workers of a role run at once."""
-    parts = graph.parts
-    return sorted({name for role, name, number in parts if parts.count((role, name, number)) > 1})
+    return sorted({name for (_, name, _), workers in Counter(graph.parts).items() if workers > 1})
 
 
 def _shares(graph: Graph, stage: str) -> dict[int, float]:
