@@ -299,8 +299,8 @@ class CapturedStep:
         if self._graph is None:
             self._only_step("what_if")
             self._graph = read_graph(self.inputs, on_progress)
-        graph, notes = self._graph
-        return predict(graph, Changes(scale or {}, balance, no_tail, tools or {}), self.step, notes)
+        graph, missing = self._graph
+        return predict(graph, Changes(scale or {}, balance, no_tail, tools or {}), self.step, missing)
 
     def lanes(self, on_progress: Progress | None = None) -> list[Lane]:
         """Read the traces and return the activity of each lane, as intervals on the controller's clock.

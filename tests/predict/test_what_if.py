@@ -173,7 +173,7 @@ def test_a_tool_takes_its_spans_along_and_leaves_other_calls(tmp_path: Path) -> 
     assert step.what_if(tools={"search": 1.2}).predicted_us == pytest.approx(6e6)
     slower = step.what_if(tools={"search": 3.0})
     assert slower.predicted_us == pytest.approx(7e6)
-    assert slower.notes[-1].startswith("extrapolated: calls of search took 600 ms to 600 ms")
+    assert slower.notes[0].startswith("extrapolated: calls of search took 600 ms to 600 ms")
     (saved,) = (row for row in step.what_if().helps if row.option.startswith("--tool sandbox"))
     assert saved.difference_us == pytest.approx(-1e6)
 
@@ -255,7 +255,7 @@ def test_ranks_of_an_spmd_program_are_called_by_nobody(tmp_path: Path) -> None:
 
 
 def test_a_worker_without_stages_leaves_the_time_to_the_loop(tmp_path: Path) -> None:
-    """As does one whose capture failed; a note says what is missing."""
+    """As does one whose capture failed; the prediction says what is missing."""
     synchronous(tmp_path)
     rewrite_worker(
         tmp_path, "actor_rank0", stages=[], artifacts=[], status="failed", reason="the worker died"
@@ -263,7 +263,7 @@ def test_a_worker_without_stages_leaves_the_time_to_the_loop(tmp_path: Path) -> 
     found = open_step(tmp_path).what_if()
     assert ("update_actor", "actor_rank1", "work", 1.9) in path_of(found)
     assert ("update_actor", "controller", "own code", 1.0) in path_of(found)
-    assert any("the worker died" in note for note in found.notes)
+    assert any("the worker died" in sentence for sentence in found.missing)
     assert main(["what-if", str(tmp_path)]) == 1
     rewrite(tmp_path, workers=[worker for worker in read_manifest(tmp_path).workers if not worker.stages])
     found = open_step(tmp_path).what_if()
@@ -294,6 +294,13 @@ def test_the_command_prints_path_slack_and_changes(
     assert found["changes"] == ["--scale rollout=0.5", "--balance update_actor"]
     assert main(["what-if", str(tmp_path), "--scale", "rollot=0.5"]) == 2
     assert "did you mean 'rollout'?" in capsys.readouterr().err
+
+
+def test_a_damaged_trace_is_said_and_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    synchronous(tmp_path)
+    (tmp_path / "actor_rank0.torch.json.gz").write_bytes(b"no trace")
+    assert main(["what-if", str(tmp_path)]) == 1
+    assert "missing: actor_rank0" in capsys.readouterr().out.replace(f"{tmp_path}/", "").replace("\n", " ")
 
 
 def test_a_step_without_the_stage_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(msgspec.json.encode(prediction).decode())
         else:
             _print(step.inputs.title, prediction, fitting_console(Console()))
-    return EXIT_FINDING if any(step.inputs.absent for step, _ in found) else work.exit_code
+    return EXIT_FINDING if any(prediction.missing for _, prediction in found) else work.exit_code
 
 
 def _named(read: Callable[[str], float]) -> Callable[[str], tuple[str, float]]:
@@ -145,7 +145,7 @@ def _print(title: str, found: Prediction, console: Console) -> None:
         ("Changes that would help", found.helps[:_ROWS], ""),
     ):
         print_table(console, name, *cells(table), below)
-    for kind, sentences in (("assumed", found.assumed), ("note", found.notes)):
+    for kind, sentences in (("missing", found.missing), ("assumed", found.assumed), ("note", found.notes)):
         for sentence in sentences[:_SENTENCES]:
             console.print(f"[dim]{kind}: {escape(sentence)}[/dim]")
         if len(sentences) > _SENTENCES:

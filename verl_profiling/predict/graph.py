@@ -201,7 +201,7 @@ class Graph:
 def read_graph(
     inputs: StepInputs, on_progress: Callable[[Source], None] | None = None
 ) -> tuple[Graph, list[str]]:
-    """Read the traces of one step; return its graph, and sentences on what is not known.
+    """Read the traces of one step; return its graph, and sentences on missing data.
 
     Args:
         inputs: The step.
@@ -215,7 +215,7 @@ def read_graph(
     served = requests_of(records, step.manifest) if step.manifest else {}
     pieces, _ = pieces_of(records, served)
     graph = graph_of(step, matched_calls(step), records, pieces, served.values())
-    return graph, [*coverage.missing, *graph.unknown]
+    return graph, coverage.missing
 
 
 def graph_of(

@@ -130,6 +130,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         path: The critical path of the predicted step, in order; the durations add up to ``predicted_us``.
         slack: Slack of each process in each stage.
         helps: Effects of single changes, the largest first; empty with changes.
+        missing: Sentences on missing data.
         assumed: Sentences on what is assumed.
         notes: Sentences on what is not known, and on changes outside of what the capture shows.
     """
@@ -141,12 +142,13 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     path: list[PathRow]
     slack: list[SlackRow]
     helps: list[HelpRow]
+    missing: list[str]
     assumed: list[str]
     notes: list[str]
 
 
 def predict(
-    graph: Graph, changes: Changes | None = None, step: int | None = None, notes: Iterable[str] = ()
+    graph: Graph, changes: Changes | None = None, step: int | None = None, missing: Sequence[str] = ()
 ) -> Prediction:
     """Return the step after changes, its critical path and its slack.
 
@@ -154,7 +156,7 @@ def predict(
         graph: The graph of the step.
         changes: The changes; by default none.
         step: Number of the step.
-        notes: Sentences on what is not known.
+        missing: Sentences on missing data.
 
     Raises:
         ConfigError: The step has no such stage, tool or rollout.
@@ -173,8 +175,9 @@ def predict(
         helps=sorted(
             (row for row in helps if row.difference_share < -_LEAST_SHARE), key=lambda row: row.difference_us
         ),
+        missing=list(missing),
         assumed=[*(f"{rule} ({many:,})" for rule, many in graph.assumed.items()), *changes.assumed()],
-        notes=[*notes, *([] if found.alike else [_NOT_ALIKE]), *_extrapolations(graph, changes)],
+        notes=[*_extrapolations(graph, changes), *([] if found.alike else [_NOT_ALIKE]), *graph.unknown],
     )
 
 
