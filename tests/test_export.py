@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 from drawn_logs import MS, Drawn
-from step_folders import build_step, rewrite
+from step_folders import build_step, rewrite, rewrite_worker
 
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
+from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import StageSpan, StepSpan
 from verl_profiling.run_files import read_manifest
 
@@ -171,6 +172,33 @@ def test_stages_are_below_their_step(tmp_path: Path, receiver: Receiver) -> None
     receiver.requests.clear()
     assert main(["export", str(folder), "--otlp", receiver.url]) == EXIT_OK
     assert [span.SerializeToString() for _, span in receiver.spans()] == first
+
+
+def test_stages_of_an_spmd_program_are_sent_once(tmp_path: Path, receiver: Receiver) -> None:
+    folder = build_step(tmp_path)
+    process = ProcessId(host="here", clock_domain="here", pid=7)
+    rank0, _ = (worker for worker in read_manifest(folder).workers if worker.identity.role == "actor")
+    rewrite(folder, process=process, stages=rank0.stages)
+    rewrite_worker(folder, "actor_rank0", process=process)
+    assert main(["export", str(folder), "--otlp", receiver.url]) == EXIT_OK
+    lanes = [lane["service.instance.id"] for lane, span in receiver.spans() if span.name == "update_actor"]
+    assert [lane.removesuffix("_rank0") for lane in lanes] == ["controller", "actor_rank1"]
+
+
+def test_a_stage_is_below_the_stage_around_it_also_beside_other_tasks(
+    tmp_path: Path, receiver: Receiver
+) -> None:
+    """Tasks of an event loop share a thread, so an outer stage may begin between the two."""
+    folder = build_step(tmp_path)
+    begin = read_manifest(folder).begin_ns
+    times = [("rollout", 0, 60, 0), ("train", 10, 40, 0), ("wait", 20, 50, 1), ("late", 65, 70, 1)]
+    stages = [StageSpan(name, begin + a * 1000, begin + b * 1000, depth=d) for name, a, b, d in times]
+    rewrite(folder, stages=stages)
+    assert main(["export", str(folder), "--otlp", receiver.url]) == EXIT_OK
+    loop = {span.name: span for lane, span in receiver.spans() if lane["service.name"] == "controller"}
+    named = {span.span_id: name for name, span in loop.items()}
+    parents = {name: named[span.parent_span_id] for name, span in loop.items() if span.parent_span_id}
+    assert parents == {"rollout": "step 12", "train": "step 12", "wait": "rollout", "late": "step 12"}
 
 
 def test_many_spans_travel_in_batches(

@@ -457,6 +457,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                 return clock.offset_ns
         return 0
 
+    def runs_the_loop(self, worker: CaptureResult) -> bool:
+        """Return whether a worker is the rank of an SPMD program whose stages are the loop's."""
+        own, stages = ({(one.name, one.begin_ns) for one in spans} for spans in (worker.stages, self.stages))
+        return worker.process == self.process is not None and own == stages != set()
+
 
 class NsysRange(msgspec.Struct, frozen=True, kw_only=True):
     """One range of the ``nsys`` tool, as logged by its process next to the reports.

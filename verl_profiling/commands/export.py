@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import islice
@@ -21,7 +21,7 @@ from verl_profiling.commands.common import StepByStep, add_paths, progress
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.manifest import Request, StageSpan, StepSpan
 from verl_profiling.timeline.member import read_logs
-from verl_profiling.timeline.processes import joined, requests_by_id
+from verl_profiling.timeline.processes import joined, requests_by_id, stages_by_row
 from verl_profiling.trajectory_log import Fact, TrajectoryLog
 
 _SCHEMA = "https://opentelemetry.io/schemas/1.41.0"
@@ -144,7 +144,9 @@ def _spans(step: CapturedStep, work: StepByStep, advance: Progress) -> Iterator[
 
     processes: dict[str, _Facts] = {}
     everyone = [(manifest.controller, manifest.stages)]
-    for who, stages in [*everyone, *((worker.identity, worker.stages) for worker in manifest.workers)]:
+    for worker in manifest.workers:  # the stages of the rank that runs the loop are already there
+        everyone.append((worker.identity, [] if manifest.runs_the_loop(worker) else worker.stages))
+    for who, stages in everyone:
         process: _Facts = {
             "service.namespace": "verl_profiling",
             "service.name": who.role,
@@ -171,11 +173,15 @@ def _spans(step: CapturedStep, work: StepByStep, advance: Progress) -> Iterator[
 
 
 def _stages(stages: Sequence[StageSpan], lane: str, root: Callable[[int], _Key]) -> Iterator[_Part]:
-    """Yield the stages of a process; the depth tells the parent."""
-    around: dict[tuple[int, int], _Key] = {}
-    for number, one in enumerate(sorted(stages, key=lambda stage: (stage.begin_ns, stage.depth))):
-        parent = around.get((one.thread, one.depth - 1)) or root(one.begin_ns)
-        key = around[one.thread, one.depth] = (parent[0], lane, "stage", number)
+    """Yield the stages of a process, each below the stage around it."""
+    rows: defaultdict[int, list[tuple[int, _Key]]] = defaultdict(list)
+    for number, (one, row) in enumerate(stages_by_row(stages)):
+        around = rows[row]
+        while around and around[-1][0] < one.end_ns:
+            around.pop()
+        parent = around[-1][1] if around else root(one.begin_ns)
+        key = (parent[0], lane, "stage", number)
+        around.append((one.end_ns, key))
         yield key, parent, one.name, one.begin_ns, one.end_ns, {}, _FAILED if one.failed else "", ()
 
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_profiling.manifest import CaptureResult, Request, StageSpan
+from verl_profiling.manifest import Request, StageSpan
 from verl_profiling.report.anatomy import capture_time
 from verl_profiling.report.build import read_step, read_trajectories
 from verl_profiling.report.capture_rows import VALIDATE
@@ -231,7 +231,7 @@ def graph_of(
         served: The requests of trajectories.
     """
     error_ns = max((clock.error_ns for clock in step.manifest.clocks), default=0) if step.manifest else 0
-    of_loop = [worker for worker in step.workers if _runs_the_loop(worker, step)]
+    of_loop = [worker for worker in step.workers if step.manifest and step.manifest.runs_the_loop(worker)]
     who, role = next(((one.name, one.identity.role) for one in of_loop), (LOOP, ""))
     root = _Run(who, role, "", step.begin_ns, step.end_ns)
     stages = list(_stages(who, role, step.stages, root))
@@ -295,13 +295,6 @@ def graph_of(
     for one, capture_ns in zip(of_loop_code, overlaps(spans, capture_time(step)).tolist(), strict=True):
         one.kind = CAPTURE if 2 * capture_ns > one.end_ns - one.begin_ns else OWN
     return graph
-
-
-def _runs_the_loop(worker: CaptureResult, step: Step) -> bool:
-    """Return whether a worker is a rank of an SPMD program, and the rank whose stages are the loop's."""
-    loop = step.manifest.process if step.manifest else None
-    stages = [{(span.name, span.begin_ns) for span in spans} for spans in (worker.stages, step.stages)]
-    return loop is not None and worker.process == loop and stages[0] == stages[1] != set()
 
 
 def _stages(who: str, role: str, spans: Iterable[StageSpan], around: _Run) -> Iterator[_Run]:
