@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         for step in steps:
             with work.surviving():
                 try:
-                    prediction = step.what_if(
+                    prediction = CapturedStep(step.inputs).what_if(  # whose graph goes at once
                         scale=dict(arguments.scale),
                         balance=arguments.balance,
                         no_tail=arguments.no_tail,
@@ -87,8 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
                 found.append((step, prediction))
     if refused and not found:
         raise refused[0][1]
-    for step, error in refused:
-        work.problem(f"{step.inputs.title}: {error}")
+    for step, problem in refused:
+        work.problem(f"{step.inputs.title}: {problem}")
     for step, prediction in found:
         if arguments.json:
             print(msgspec.json.encode(prediction).decode())

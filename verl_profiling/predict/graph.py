@@ -286,8 +286,8 @@ def graph_of(
         carried += [(one, mark, stage) for one in early]
         graph.assumed[_STEADY] += 1
     _Builder(graph, calls, name_of).build(root, loose)
-    for one, mark, stage in carried:
-        graph.carried.append(Carried(one.entry, mark.exit, root.end_ns - mark.begin_ns))
+    for work, mark, stage in carried:
+        graph.carried.append(Carried(work.entry, mark.exit, root.end_ns - mark.begin_ns))
         graph.segments[mark.entry].after.append(stage.exit)  # the next work begins after this one
     graph.close()
     of_loop_code = [one for one in graph.segments if one.who == who and one.kind == OWN]
