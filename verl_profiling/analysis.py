@@ -290,7 +290,8 @@ class CapturedStep:
             on_progress: Called with each trace once it is read.
 
         Raises:
-            ConfigError: The step has no such stage, tool or rollout, or the capture holds several steps.
+            ConfigError: The step has no such stage, tool or rollout, a number is wrong, or the capture holds
+                several steps.
             TraceFormatError: There is neither a manifest nor a readable trace.
         """
         from verl_profiling.predict.graph import read_graph

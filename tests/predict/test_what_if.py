@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -312,9 +313,32 @@ def test_a_step_without_the_stage_is_left_out(tmp_path: Path, capsys: pytest.Cap
     assert main(["what-if", *paths, "--scale", "update_actor=0.5", "--json"]) == 1
     printed = capsys.readouterr()
     assert json.loads(printed.out)["predicted_us"] == pytest.approx(8.5e6)
-    assert "step 1: --scale: the step has no 'update_actor'" in printed.err
+    assert "step 1: --scale: the step has no stage 'update_actor'" in printed.err
     assert main(["what-if", *paths, "--scale", "train=0.5"]) == 2
     assert "warning: step 1" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"scale": {"rollout": -5}}, "rollout=-5 is not a finite number"),
+        ({"scale": {"rollout": math.nan}}, "rollout=nan is not a finite number"),
+        ({"tools": {"search": math.inf}}, "search=inf is not a finite number"),
+        ({"no_tail": 0}, "above 0 and at most 100"),
+        ({"tools": {"search": 1}}, "no whole call of 'search'; there is none"),
+        ({"balance": ["reward"]}, "no stage of several workers 'reward'; choose from: rollout, update_actor"),
+    ],
+)
+def test_wrong_changes_are_refused(tmp_path: Path, changes: dict, said: str) -> None:
+    synchronous(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        open_step(tmp_path).what_if(**changes)
+
+
+def test_changes_are_said_as_they_were_given(tmp_path: Path) -> None:
+    agents(tmp_path)
+    found = open_step(tmp_path).what_if(no_tail=99.95, tools={"search": 1234.5})
+    assert found.changes == ["--no-tail 99.95", "--tool search=1234.5s"]
 
 
 @pytest.mark.parametrize("wrong", [["--scale", "0.5"], ["--tool", "a=fast"], ["--no-tail", "0"]])

@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
                         on_progress=advance,
                     )
                 except ConfigError as error:
-                    refused.append((step, error))
+                    refused.append((step, error.with_traceback(None)))  # its frames have the graph
                     continue
                 found.append((step, prediction))
     if refused and not found:
@@ -117,7 +117,7 @@ def _seconds(text: str) -> float:
 def _percent(text: str) -> float:
     percent = at_least_0("a percentage such as 95")(text.removesuffix("%"))
     if not 0 < percent <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage from 1 to 100")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage above 0 and at most 100")
     return percent
 
 

@@ -41,10 +41,10 @@ class Changes(NamedTuple):
     def options(self) -> list[str]:
         """Return the changes as options of the command."""
         return [
-            *(f"--scale {name}={factor:.3g}" for name, factor in self.scale.items()),
+            *(f"--scale {name}={factor:.6g}" for name, factor in self.scale.items()),
             *(f"--balance {name}" for name in self.balance),
-            *([f"--no-tail {self.no_tail:.3g}"] if self.no_tail is not None else []),
-            *(f"--tool {name}={seconds:.3g}s" for name, seconds in self.tools.items()),
+            *([f"--no-tail {self.no_tail:.6g}"] if self.no_tail is not None else []),
+            *(f"--tool {name}={seconds:.6g}s" for name, seconds in self.tools.items()),
         ]
 
     def assumed(self) -> list[str]:
@@ -159,9 +159,15 @@ def predict(
         missing: Sentences on missing data.
 
     Raises:
-        ConfigError: The step has no such stage, tool or rollout.
+        ConfigError: The step has no such stage, tool or rollout, or a number is wrong.
     """
     changes = changes or Changes()
+    for option, numbers in (("--scale", changes.scale), ("--tool", changes.tools)):
+        for name, number in numbers.items():
+            if not 0 <= number < math.inf:
+                raise ConfigError(option, f"{name}={number} is not a finite number of at least 0")
+    if changes.no_tail is not None and not 0 < changes.no_tail <= 100:
+        raise ConfigError("--no-tail", f"{changes.no_tail} is not a percentage above 0 and at most 100")
     recorded = replay(graph)
     found = _changed(graph, changes)
     helps = [] if changes.options() else [_help(recorded, one) for one in _candidates(graph)]
@@ -188,18 +194,18 @@ def _changed(graph: Graph, changes: Changes) -> Replay:
     before = [float(one.before_ns) for one in graph.carried]
     after: list[Sequence[int]] = [one.after for one in graph.segments]
     for stage, factor in changes.scale.items():
-        _known("--scale", stage, {name for one in graph.segments for name in one.within})
+        _known("--scale", "stage", stage, {name for one in graph.segments for name in one.within})
         for at, one in enumerate(graph.segments):
             took[at] *= factor if stage in one.within and one.kind != CAPTURE else 1.0
             delay[at] *= factor if stage in one.around else 1.0
         for number, carried in enumerate(graph.carried):
             before[number] *= factor if stage in graph.segments[carried.segment].within else 1.0
     for stage in changes.balance:
-        _known("--balance", stage, _balanced(graph))
+        _known("--balance", "stage of several workers", stage, _balanced(graph))
         for at, factor in _shares(graph, stage).items():
             took[at] *= factor
     for name, seconds in changes.tools.items():
-        _known("--tool", name, _tools(graph))
+        _known("--tool", "whole call of", name, _tools(graph))
         for at, call_ns in _calls(graph, name).items():
             took[at] *= seconds * 1e9 / call_ns
     if changes.no_tail is not None:
@@ -212,11 +218,11 @@ def _changed(graph: Graph, changes: Changes) -> Replay:
     return replay(graph, took_ns, delay_ns, after, before_ns)
 
 
-def _known(option: str, name: str, choices: Iterable[str]) -> None:
+def _known(option: str, what: str, name: str, choices: Iterable[str]) -> None:
     names = set(choices)
     if name not in names and f"{_TOOL}{name}" not in names:
-        shown = {one.removeprefix(_TOOL) for one in names}
-        raise ConfigError(option, f"the step has no {name!r}; {choices_hint(name, shown)}")
+        hint = choices_hint(name, {one.removeprefix(_TOOL) for one in names}) if names else "there is none"
+        raise ConfigError(option, f"the step has no {what} {name!r}; {hint}")
 
 
 def _balanced(graph: Graph) -> list[str]:
@@ -287,7 +293,8 @@ def _candidates(graph: Graph) -> list[Changes]:
     for kind in sorted(_tools(graph)):
         if kind.startswith(_TOOL):
             calls = _calls(graph, kind).values()
-            found.append(Changes(tools={kind.removeprefix(_TOOL): sum(calls) / len(calls) / 2e9}))
+            half_s = float(f"{sum(calls) / len(calls) / 2e9:.3g}")
+            found.append(Changes(tools={kind.removeprefix(_TOOL): half_s}))
     return found
 
 
