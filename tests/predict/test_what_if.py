@@ -237,6 +237,10 @@ def test_the_time_of_the_capture_itself_is_not_scaled(tmp_path: Path) -> None:
         ("update_actor", "controller", "capture", 0.5),
     ]
     assert step.what_if(scale={"update_actor": 0.5}).predicted_us == pytest.approx(9e6)
+    rewrite_worker(tmp_path, "actor_rank0", stages=[])
+    step = open_step(tmp_path)
+    assert ("update_actor", "controller", "own code", 3.0) in path_of(step.what_if())
+    assert step.what_if(scale={"update_actor": 0}).predicted_us == pytest.approx(8e6)
 
 
 def test_ranks_of_an_spmd_program_are_called_by_nobody(tmp_path: Path) -> None:
@@ -253,6 +257,18 @@ def test_ranks_of_an_spmd_program_are_called_by_nobody(tmp_path: Path) -> None:
     assert {row.who for row in found.path} == {"actor_rank0"}
     assert slack_of(found)["update_actor", "actor_rank1"] == 2.1
     assert found.assumed == []
+
+
+def test_the_time_of_the_capture_is_known_in_an_spmd_program(tmp_path: Path) -> None:
+    tool = [("start", 5.0, 5.5, "update_actor"), ("stop", 7.5, 8.0, "update_actor")]
+    stages = [("update_actor", 5, 8), ("mini", 5.5, 7.5, 1)]
+    drawn_inputs(tmp_path, stages, [Worker("actor", stages=stages, kernels=WORKS, tool=tool)])
+    rank0 = ProcessId(host="here", clock_domain="here", pid=7)
+    rewrite(tmp_path, process=rank0)
+    rewrite_worker(tmp_path, "actor_rank0", process=rank0)
+    step = open_step(tmp_path)
+    assert path_of(step.what_if())[1] == ("update_actor", "actor_rank0", "capture", 0.5)
+    assert step.what_if(scale={"update_actor": 0.5}).predicted_us == pytest.approx(9e6)
 
 
 def test_a_worker_without_stages_leaves_the_time_to_the_loop(tmp_path: Path) -> None:

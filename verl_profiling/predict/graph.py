@@ -74,6 +74,7 @@ class Segment:
         calls: Name and duration (ns) of each call around the segment, the outermost first. Absent are calls
             that began before the step.
         part: Number in :attr:`Graph.parts`, or -1.
+        capture_ns: Time of the capture itself in a segment of the loop.
     """
 
     who: str
@@ -86,6 +87,7 @@ class Segment:
     trajectory: str = ""
     calls: _Calls = ()
     part: int = -1
+    capture_ns: int = 0
 
 
 class Carried(NamedTuple):
@@ -290,10 +292,11 @@ def graph_of(
         graph.carried.append(Carried(work.entry, mark.exit, root.end_ns - mark.begin_ns))
         graph.segments[mark.entry].after.append(stage.exit)  # the next work begins after this one
     graph.close()
-    of_loop_code = [one for one in graph.segments if one.who == who and one.kind == OWN]
-    spans = np.array([(one.begin_ns, one.end_ns) for one in of_loop_code], np.int64).reshape(-1, 2)
-    for one, capture_ns in zip(of_loop_code, overlaps(spans, capture_time(step)).tolist(), strict=True):
-        one.kind = CAPTURE if 2 * capture_ns > one.end_ns - one.begin_ns else OWN
+    own = [one for one in graph.segments if one.who == who and one.kind in (OWN, WORK) and not one.trajectory]
+    spans = np.array([(one.begin_ns, one.end_ns) for one in own], np.int64).reshape(-1, 2)
+    for one, capture_ns in zip(own, overlaps(spans, capture_time(step)).tolist(), strict=True):
+        one.capture_ns = capture_ns
+        one.kind = CAPTURE if 2 * capture_ns > one.end_ns - one.begin_ns else one.kind
     return graph
 
 

@@ -196,7 +196,8 @@ def _changed(graph: Graph, changes: Changes) -> Replay:
     for stage, factor in changes.scale.items():
         _known("--scale", "stage", stage, {name for one in graph.segments for name in one.within})
         for at, one in enumerate(graph.segments):
-            took[at] *= factor if stage in one.within and one.kind != CAPTURE else 1.0
+            if stage in one.within:
+                took[at] = one.capture_ns + (took[at] - one.capture_ns) * factor
             delay[at] *= factor if stage in one.around else 1.0
         for number, carried in enumerate(graph.carried):
             before[number] *= factor if stage in graph.segments[carried.segment].within else 1.0
@@ -245,7 +246,7 @@ def _shares(graph: Graph, stage: str) -> dict[int, float]:
     factors: dict[int, float] = {}
     for run in runs.values():
         kinds = {tuple(graph.segments[at].kind for at in ats) for ats in run}
-        divided = len(kinds) == 1 and set(*kinds) == {WORK}
+        divided = len(kinds) == 1 and set(*kinds) <= {WORK, CAPTURE}
         for phase in zip(*([[at] for at in ats] for ats in run), strict=True) if divided else [run]:
             took = [_worked_ns(graph.segments[at] for at in ats) for ats in phase]
             mean = sum(took) / len(took)
