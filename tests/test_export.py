@@ -201,6 +201,15 @@ def test_a_stage_is_below_the_stage_around_it_also_beside_other_tasks(
     assert parents == {"rollout": "step 12", "train": "step 12", "wait": "rollout", "late": "step 12"}
 
 
+def test_a_plain_trace_has_nothing_to_send(
+    tmp_path: Path, receiver: Receiver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = next(build_step(tmp_path).glob("actor_rank0*.json.gz")).rename(tmp_path / "rank0.json.gz")
+    assert main(["export", str(trace), "--otlp", receiver.url]) == EXIT_FINDING
+    assert "no manifest, so there are no stages" in capsys.readouterr().err
+    assert receiver.requests == []
+
+
 def test_many_spans_travel_in_batches(
     tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,6 +133,7 @@ def _spans(step: CapturedStep, work: StepByStep, advance: Progress) -> Iterator[
     """Yield the spans of a captured step with the facts of their processes: stages, then trajectories."""
     manifest = step.manifest
     if manifest is None:
+        work.problem(f"{step.directory}: no manifest, so there are no stages and trajectories to send")
         return
     whole = StepSpan(step=manifest.step, begin_ns=manifest.begin_ns, end_ns=manifest.end_ns)
     steps = manifest.step_spans or [whole]
