@@ -115,6 +115,32 @@ def test_any_fit_is_profiled(place: str, mixin: bool, fit: Callable[..., Any], t
     assert last.end_ns - last.begin_ns == pytest.approx(trainer.timing["update_actor"] * 1e9, abs=1e6)
 
 
+class Batch:
+    """Four samples, as verl's batches have them."""
+
+    meta_info = {"global_token_num": [10, 20, 30, 40]}
+
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("place", BASES)
+def test_the_watch_knows_what_the_training_takes(place: str, tmp_path: Path) -> None:
+    """The samples of all updates of a step, and their tokens."""
+
+    def fit(self: Any) -> None:
+        for self.global_steps in (1, 2, 3):
+            with timer("step", self.timing):
+                for _ in range(self.global_steps):
+                    assert self._update_actor(Batch()) == "updated"
+
+    members = {"fit": fit, "_update_actor": lambda self, batch: "updated"}
+    settings = {"schedule": {"steps": []}, "watch": {"enable": True}}
+    trainer_class(place, False, **members)(config_of(tmp_path, **settings)).fit()
+    found = {line.step: (line.taken, line.taken_tokens) for line in WatchLogReader(tmp_path).read()}
+    assert found == {1: (4, 100), 2: (8, 200), 3: (12, 300)}
+
+
 @pytest.mark.parametrize("error", [ValueError("broken"), asyncio.CancelledError()])
 def test_an_exception_inside_the_coroutine_passes(error: BaseException, tmp_path: Path) -> None:
     """Whatever leaves the coroutine passes, a cancellation too, and what was recorded is kept."""

@@ -106,6 +106,7 @@ class AsyncTrainerProfiler(Profiler):
             return
         self._is_over = False
         metrics = {"policy_version/end": self._step if self._by_version else self._policy_version}
+        metrics |= self.taken()
         if not self._by_version:
             metrics["policy_version/batch"] = self._batch_version
         await self._callback.on_rollout_end()

@@ -6,14 +6,14 @@ import asyncio
 import logging
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from verl_profiling.controller.callback import AsyncProfilingCallback, ProfilingCallback
 from verl_profiling.errors import ToolUnavailableError, TraceFormatError
-from verl_profiling.integrations.hooks import misfits, usable
+from verl_profiling.integrations.hooks import misfits, usable, wrap
 from verl_profiling.integrations.verl import parts_of
 from verl_profiling.integrations.verl.versions_and_stages import TRAINER_STAGES, untested
 from verl_profiling.integrations.verl.workers import ROLLOUTER, rollout_processes
@@ -75,6 +75,9 @@ class Profiler:
         self._callback = callback
         self.misfits: list[str] = []
         self._policy_version = 0
+        self._taken: dict[str, int] = {}
+        if hasattr(trainer, "_update_actor"):
+            wrap(trainer, "_update_actor", self._taking)
         self._tracking: Any = None
         self._logged_step = 0
         self.summaries: deque[StepSummary] = deque(maxlen=_MOST_WAITING)
@@ -95,6 +98,18 @@ class Profiler:
         """Update the policy version at the end of a timer."""
         if name == _WEIGHT_UPDATE:
             self._policy_version = getattr(self.trainer, "global_steps", self._policy_version)
+
+    def _taking(self, update: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        with suppress(Exception):  # another kind of batch
+            self._taken["samples"] = self._taken.get("samples", 0) + len(batch)
+            tokens = sum(batch.meta_info["global_token_num"])
+            self._taken["tokens"] = self._taken.get("tokens", 0) + tokens
+        return update(batch, *args, **kwargs)
+
+    def taken(self) -> dict[str, int]:
+        """Return the samples that the training took in this step, and their tokens where verl counts them."""
+        taken, self._taken = self._taken, {}
+        return taken
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Return a stage of the controller."""

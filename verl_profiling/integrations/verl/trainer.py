@@ -108,7 +108,7 @@ class TrainerProfiler(Profiler):
         """End the step or the rollout."""
         super().ends(name)
         if name == _STEP and self is active_profiler():
-            self._callback.on_step_end({"policy_version/end": self._policy_version})
+            self._callback.on_step_end({"policy_version/end": self._policy_version, **self.taken()})
         elif name == _ROLLOUT:
             self._generating = False
             self._callback.on_rollout_end()
