@@ -56,7 +56,7 @@ def test_the_first_screen_says_what_is_wrong(tmp_path: Path, fault: str, cause: 
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_it_fits_the_terminal(report: Report, width: int) -> None:
-    """From 80 to 100 columns; a table's number stays in one piece, and so does a lane's name, if over lines."""
+    """From 80 to 100 columns; numbers of tables stay in one piece, and so do names of lanes over lines."""
     text = printed(report, width)
     assert max(map(len, text.splitlines())) <= min(width, 100)
     tables = text.partition("\nStages")[2]
