@@ -6,12 +6,14 @@ everything is requested.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import asked_sentences, figures, rollout_sentences, sentences, waits
@@ -22,6 +24,7 @@ _FINDINGS = 3
 _FIRST = {"suspects": 6, "stages": 7, "trajectory_causes": 5, "lost": 5}
 """Rows of each table of the first screen."""
 _PROBLEMS = 2
+_BEFORE_UNIT, _JOIN = re.compile(r"(?<=\d) (?=(?:s|ms|us|ns)\b)"), "\ue000"
 
 
 def fitting_console(console: Console) -> Console:
@@ -66,13 +69,14 @@ def print_report(report: Report, console: Console, *, everything: bool = False) 
     policy = f", policy version {report.policy_version}" if report.policy_version is not None else ""
     console.print(f"[bold]{escape(report.title)}[/bold]{policy}")
     for line in asked_sentences(report.asked):
-        console.print(f"[dim]{escape(line)}[/dim]")
+        console.print(_wrapped(f"[dim]{escape(line)}[/dim]", console))
     if not report.complete:
         console.print("[yellow]The step ended early; this report covers the recorded part.[/yellow]")
     for figure in figures(report):
-        console.print(f"{figure.title}: [bold]{figure.value}[/bold], {escape(figure.line)}")
+        line = f"{figure.title}: [bold]{figure.value}[/bold], {escape(figure.line)}"
+        console.print(_wrapped(line, console))
     for line in () if everything else waits(report.watched):
-        console.print(escape(line))
+        console.print(_wrapped(escape(line), console))
     _print_findings(report, console, None if everything else _FINDINGS)
     for name in TABLES if everything else _first(report):
         _print_table(report, name, console, everything=everything)
@@ -142,12 +146,20 @@ def _print_findings(report: Report, console: Console, most: int | None) -> None:
     grid = Table.grid(padding=(0, 1))
     for finding in report.findings[:most]:
         text = f"{escape(finding.text)} [dim]Try: {escape(finding.advice)}.[/dim]"
-        grid.add_row("[bold yellow]•[/bold yellow]", text)
+        grid.add_row("[bold yellow]•[/bold yellow]", _wrapped(text, console, margin=2))
     if most is not None and len(report.findings) > most:
         grid.add_row("", f"[dim]{len(report.findings) - most} more: --all[/dim]")
     if not report.findings:
         grid.add_row("[green]•[/green]", "No finding is above its threshold.")
     console.print(grid)
+
+
+def _wrapped(markup: str, console: Console, margin: int = 0) -> Text:
+    """Return a sentence in lines that fit, in which each time stays on the line of its unit."""
+    lines = Text.from_markup(_BEFORE_UNIT.sub(_JOIN, markup)).wrap(console, console.width - margin)
+    for line in lines:
+        line.plain = line.plain.replace(_JOIN, " ")
+    return Text("\n").join(lines)
 
 
 def _problems(report: Report) -> list[str]:
