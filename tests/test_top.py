@@ -101,7 +101,7 @@ class TestOneFrame:
         assert "\x1b" not in printed
         for text in (
             f"run: {ProcessId.current()}, last step logged ",
-            "step 29: 8.50 s, median of 30 8.50 s",
+            "step 29: 8.50 s, median 8.50 s of 30 steps",
             "actor_rank2 +500 ms",
             "(in no stage)",
             "9 GB  3 GB  actor_rank3",

@@ -45,7 +45,7 @@ def test_the_terminal_shows_the_history_and_says_how_to_capture(
     said = capsys.readouterr().out
     for text in (
         "a run: no step was captured",
-        "step 19: 9.50 s, median of 20 9.50 s",
+        "step 19: 9.50 s, median 9.50 s of 20 steps",
         "actor_rank2 +500 ms",
         "tool:search",
         f"`verl-profiling trigger '{run}'` requests a capture from a running job.",

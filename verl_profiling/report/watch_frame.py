@@ -171,7 +171,7 @@ def _drawn(steps: Sequence[StepSummary]) -> Iterator[Text | Table]:
     captured = f", captured: {latest.captured}" if latest.captured else ""
     yield _line(
         (f"step {latest.step}", "bold"),
-        f": {duration(took[-1])}, median of {len(took)} {duration(median(took))}{policy}{captured}",
+        f": {duration(took[-1])}, median {duration(median(took))} of {counted(len(took), 'step')}{policy}{captured}",
     )
     yield _line((sparkline(took, 2 * _TREND), "cyan"))
     yield Text()
