@@ -169,10 +169,8 @@ def _drawn(steps: Sequence[StepSummary]) -> Iterator[Text | Table]:
     took = [step.seconds for step in steps]
     policy = "" if latest.policy_version is None else f", policy version {latest.policy_version}"
     captured = f", captured: {latest.captured}" if latest.captured else ""
-    yield _line(
-        (f"step {latest.step}", "bold"),
-        f": {duration(took[-1])}, median {duration(median(took))} of {counted(len(took), 'step')}{policy}{captured}",
-    )
+    usual = f"median {duration(median(took))} of {counted(len(took), 'step')}"
+    yield _line((f"step {latest.step}", "bold"), f": {duration(took[-1])}, {usual}{policy}{captured}")
     yield _line((sparkline(took, 2 * _TREND), "cyan"))
     yield Text()
     yield _stages(steps)
