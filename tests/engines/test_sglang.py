@@ -124,6 +124,7 @@ class TestOnlySGLang:
 
 
 # SGLang's shutdown ends every child of this process, so what has an engine of its own comes last.
+# The watchdog of another engine takes that for a crash, and ends this process.
 
 
 class TestTensorParallel(RanksContract):
@@ -133,8 +134,9 @@ class TestTensorParallel(RanksContract):
 
     @pytest_asyncio.fixture(scope="class", loop_scope="module")
     async def server(
-        self, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+        self, server: Server, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
     ) -> AsyncIterator[Server]:
+        server.close()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
             server = Server(tiny_model, tmp_path_factory.mktemp("save"), tp_size=2)
