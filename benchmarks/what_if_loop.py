@@ -33,6 +33,7 @@ class Plan:
         reward_s: Scoring, by the loop itself (s).
         sync_s: Weight update of each engine (s).
         generate_s: A generation of each trajectory (s); empty without trajectories.
+        token_s: Generation of each token (s).
         tool_s: Each call of the tool (s).
         turns: Turns of each trajectory.
         done: Share of the trajectories after which the rollout ends.
@@ -45,6 +46,7 @@ class Plan:
     reward_s: float = 0.15
     sync_s: float = 0.1
     generate_s: tuple[float, ...] = ()
+    token_s: float = 0.01
     tool_s: float = 0.1
     turns: int = 2
     done: float = 1.0
@@ -83,7 +85,7 @@ class Engine(RolloutCaptureMixin):
         """Answer one request."""
         with self.requests.open(prompt_tokens=8, id=request_id) as request:
             await pause(seconds)
-            request.response_tokens += 8
+            request.response_tokens += round(seconds / self.plan.token_s)
 
     async def load(self) -> None:
         """Take new weights."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -59,6 +60,30 @@ def test_the_terminal_shows_the_history_and_says_how_to_capture(
     for command in (["merge", str(run)], ["diff", str(run), str(run)]):
         assert main(command) == EXIT_BAD_INPUT
         assert "No step was captured. schedule.steps lists steps" in capsys.readouterr().err
+
+
+def run_table(said: str) -> dict[str, list[str]]:
+    """Return the cells of the table on a run, by the first word of each row."""
+    rows = said.partition("steps of the watch")[2].partition("from, to:")[0].splitlines()[3:]
+    return {row.split()[0]: re.split(r"  +", row.strip())[1:] for row in rows if row.strip()}
+
+
+def test_a_drift_is_more_than_chance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rollout that grows by a tenth; scoring that jitters by as much and an update by a little do not."""
+    log = WatchLog(tmp_path)
+    for number in range(40):
+        jitter = (number * 17 % 40) / 40
+        rollout = 5000 + 500 * number / 40 + 100 * jitter
+        times = {"rollout": rollout, "reward": 1000 + 500 * jitter, "update_actor": 3000 + 20 * number / 40}
+        log(summary(number, times))
+    assert main(["report", str(tmp_path)]) == EXIT_OK
+    rows = run_table(capsys.readouterr().out)
+    assert list(rows) == ["step", "rollout", "update_actor", "reward", "(in"]
+    assert rows["rollout"][:3] == ["5.29 s", "5.11 s", "5.48 s"]
+    assert rows["rollout"][3].startswith("+")
+    assert 400 < float(rows["rollout"][3].split()[0]) < 600
+    assert rows["reward"][3].startswith(("▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"))
+    assert rows["update_actor"][3][:1] not in "+-"
 
 
 def test_the_page_of_the_run_has_every_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,11 @@ from verl_profiling.analysis import CapturedStep, open_steps
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK, local_path
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.report.model import Report
+from verl_profiling.report.watch_frame import logged_steps
 from verl_profiling.run_files import clear_leftovers
+from verl_profiling.step_summary import StepSummary
 from verl_profiling.units import visible
+from verl_profiling.watch_log import latest_step, read_watch_log
 
 
 def add_paths(parser: argparse.ArgumentParser) -> None:
@@ -97,6 +100,19 @@ class StepByStep:
         """Print a warning about a step, and set the exit code to 1."""
         warn(sentence)
         self.exit_code = EXIT_FINDING
+
+
+def watched(run: Path) -> tuple[list[StepSummary], str]:
+    """Return the steps in the watch log of a run, and a sentence on a step that hangs.
+
+    Warn if the log is unreadable.
+    """
+    try:
+        lines = read_watch_log(run)
+    except TraceFormatError as error:
+        warn(str(error))
+        return [], ""
+    return logged_steps(lines), "".join(line.hangs for line in latest_step(lines))
 
 
 def warn(problem: str) -> None:

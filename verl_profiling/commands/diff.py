@@ -5,15 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
 
 from verl_profiling.analysis import saved_report
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK, at_least_0, local_path
-from verl_profiling.commands.common import StepByStep, add_communication
+from verl_profiling.commands.common import StepByStep, add_communication, watched
+from verl_profiling.predict.explain import explain
+from verl_profiling.predict.graph import Graph, read_graph
 from verl_profiling.report.diff import LEAST_S, Change, Diff, compare, print_diff
 from verl_profiling.report.model import Report
+from verl_profiling.step_summary import StepSummary
+from verl_profiling.timeline.inputs import the_run
 from verl_profiling.units import duration, visible
 
 
@@ -41,15 +46,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare both sides."""
-    (before, code_before), (after, code_after) = (
-        _reports(path, arguments) for path in (arguments.before, arguments.after)
-    )
-    diff = compare(before, after)
+    before, after = (_side(path, arguments) for path in (arguments.before, arguments.after))
+    explained = explain(before.graphs, after.graphs) if before.graphs and after.graphs else {}
+    diff = compare(before.reports, after.reports, (before.logged, after.logged), explained)
     if arguments.json:
         print(msgspec.json.encode(diff).decode())
     else:
         print_diff(diff, Console())
-    exit_code = max(code_before, code_after)
+    exit_code = max(before.exit_code, after.exit_code)
     if arguments.fail_above is None:
         return exit_code
     slower = diff.slower_than(arguments.fail_above)
@@ -72,12 +76,23 @@ def _named(change: Change) -> str:
     return visible(f"{change.name} ({duration(change.change_s, signed=True)}{share})")
 
 
-def _reports(path: Path, arguments: argparse.Namespace) -> tuple[list[Report], int]:
-    """Return the reports of one side, and the exit code."""
+class _Side(NamedTuple):
+    reports: list[Report]
+    graphs: list[Graph]
+    logged: list[StepSummary]
+    exit_code: int
+
+
+def _side(path: Path, arguments: argparse.Namespace) -> _Side:
+    """Read one side; there are no graphs of a saved report, and of plain traces."""
     if (saved := saved_report(path)) is not None:
-        return [saved], EXIT_OK
+        return _Side([saved], [], [], EXIT_OK)
     work = StepByStep([path], arguments.communication)
-    return [report for _, report in work.reports()], work.exit_code
+    found = work.reports()
+    graphs = [read_graph(step.inputs)[0] for step, _ in found if step.manifest]
+    run = the_run(path)
+    logged = watched(run)[0] if run.is_dir() else []
+    return _Side([report for _, report in found], graphs, logged, work.exit_code)
 
 
 def _share(text: str) -> float:

@@ -12,21 +12,20 @@ from rich.console import Console
 
 from verl_profiling.analysis import CapturedStep, open_run
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.commands.common import StepByStep, add_communication, add_paths, warn
-from verl_profiling.errors import ConfigError, TraceFormatError
+from verl_profiling.commands.common import StepByStep, add_communication, add_paths, warn, watched
+from verl_profiling.errors import ConfigError
 from verl_profiling.report.files import write_csv, write_tensorboard
 from verl_profiling.report.findings import OWN_COST
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
-from verl_profiling.report.run_page import RUN_PAGE, render_run
+from verl_profiling.report.run_page import RUN_PAGE, render_run, stage_seconds
 from verl_profiling.report.sentences import counted
 from verl_profiling.report.terminal import fitting_console, print_report
-from verl_profiling.report.watch_frame import Pulse, logged_steps, watch_frame, watch_sentence
+from verl_profiling.report.watch_frame import STEP, Pulse, print_run, seconds_of, watch_frame, watch_sentence
 from verl_profiling.run_files import naming, whole_file
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.timeline.inputs import how_to_capture, is_uncaptured, the_run
 from verl_profiling.units import visible
-from verl_profiling.watch_log import latest_step, read_watch_log
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -81,12 +80,13 @@ def _of_uncaptured(runs: Sequence[Path], arguments: argparse.Namespace, *, alone
             raise ConfigError(f"--{option}", how_to_capture(runs[0]))
     written = []
     for run in runs:
-        (history, hangs), note = _watched(run), how_to_capture(run)
+        (history, hangs), note = watched(run), how_to_capture(run)
         if arguments.json:
             print(msgspec.json.encode({"run": str(run), "note": note, "watch": history}).decode())
         else:
             pulse = Pulse(says="no step was captured", hangs=hangs, is_well=False)
             fitting_console(Console()).print(watch_frame(run.resolve().name, pulse, history))
+            _print_run(history, [])
             print(visible(note))
         if arguments.save:
             _write(run / RUN_PAGE, render_run(run, [], [], history, hangs).encode())
@@ -106,7 +106,7 @@ def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: lis
         run = step.directory.parent
         if any(run.resolve().is_relative_to(path.resolve()) for path in paths):
             runs.setdefault(run, []).append((step, report))
-    watched = {run: _watched(run) for run in runs}
+    logs = {run: watched(run) for run in runs}
     for step, report in reports:
         if arguments.json:
             print(msgspec.json.encode(report).decode())
@@ -117,14 +117,15 @@ def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: lis
             _write(step.output("report.json"), data)
             _write(step.output("report.html"), render_html(report).encode())
             written.append(step.output("report.html"))
-    for folder, (history, hangs) in watched.items():
-        if history and not (arguments.json or arguments.verdict):
+    for folder, (history, hangs) in {} if arguments.json or arguments.verdict else logs.items():
+        if history:
             print(visible(f"watch of {folder}: {hangs or watch_sentence(history)}"))
+        _print_run(history, [report for _, report in runs[folder]])
     if arguments.save:
         for folder, of_run in runs.items():
             of_run.sort(key=lambda of: of[1].step or 0)
             pages = [step.output("report.html") for step, _ in of_run]
-            page = render_run(folder, pages, [report for _, report in of_run], *watched[folder])
+            page = render_run(folder, pages, [report for _, report in of_run], *logs[folder])
             _write(folder / RUN_PAGE, page.encode())
             written.append(folder / RUN_PAGE)
     if arguments.csv:
@@ -137,6 +138,13 @@ def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: lis
     return EXIT_FINDING if stands_out else work.exit_code
 
 
+def _print_run(history: Sequence[StepSummary], reports: Sequence[Report]) -> None:
+    """Print a table on the steps in the log of the watch, else on the captured steps."""
+    captured = [{**stage_seconds(report), STEP: report.span_us / 1e6} for report in reports]
+    which = "steps of the watch, exposed time" if history else "captured steps"
+    print_run(list(map(seconds_of, history)) or captured, which, fitting_console(Console()))
+
+
 def _verdict(reports: Sequence[Report], arguments: argparse.Namespace) -> bool:
     """Print the finding with most seconds of all steps; return whether there is any."""
     found = [(one, report) for report in reports for one in report.findings if one.rule not in OWN_COST]
@@ -146,19 +154,6 @@ def _verdict(reports: Sequence[Report], arguments: argparse.Namespace) -> bool:
         text = f"{report.title}: {most.text} Try: {most.advice}."
     print(visible(text), file=sys.stderr if arguments.json else sys.stdout)
     return bool(found)
-
-
-def _watched(run: Path) -> tuple[list[StepSummary], str]:
-    """Return the steps in the watch log of a run, and a sentence on a step that hangs.
-
-    Warn if the log is unreadable.
-    """
-    try:
-        lines = read_watch_log(run)
-    except TraceFormatError as error:
-        warn(str(error))
-        return [], ""
-    return logged_steps(lines), "".join(line.hangs for line in latest_step(lines))
 
 
 def _write(path: Path, content: bytes) -> None:

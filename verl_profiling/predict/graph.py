@@ -55,6 +55,7 @@ _STEADY = "a rollout that began in the last step began as late in it as the next
 _ROLLOUT = "a rollout waits for the trajectories and requests that end in it"
 
 _Calls = tuple[tuple[str, int], ...]
+_Piece = tuple[str, int, int, _Calls, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +76,7 @@ class Segment:
             that began before the step.
         part: Number in :attr:`Graph.parts`, or -1.
         capture_ns: Time of the capture itself in a segment of the loop.
+        tokens: Tokens of the response, for a part of a request.
     """
 
     who: str
@@ -88,6 +90,7 @@ class Segment:
     calls: _Calls = ()
     part: int = -1
     capture_ns: int = 0
+    tokens: int = 0
 
 
 class Carried(NamedTuple):
@@ -115,7 +118,7 @@ class _Run:
         begin_ns: Begin.
         end_ns: End.
         row: Row of runs that follow each other.
-        pieces: Kind, begin, end and calls of each part of a trajectory or request.
+        pieces: Kind, begin, end, calls and response tokens of each part of a trajectory or request.
         trajectory: Group and sample of the trajectory.
         around: Stage that waits for the run, if the run begins earlier.
         inner: Runs that begin because of this run.
@@ -131,7 +134,7 @@ class _Run:
     begin_ns: int
     end_ns: int
     row: object = None
-    pieces: Sequence[tuple[str, int, int, _Calls]] = ()
+    pieces: Sequence[_Piece] = ()
     trajectory: str = ""
     around: tuple[str, ...] = ()
     inner: list[_Run] = field(default_factory=list)
@@ -152,8 +155,8 @@ class _Run:
         """Clip the run, and everything inside it, to a time."""
         self.begin_ns, self.end_ns = (min(max(ns, begin_ns), end_ns) for ns in (self.begin_ns, self.end_ns))
         self.pieces = [
-            (kind, min(max(since, begin_ns), end_ns), min(max(until, begin_ns), end_ns), calls)
-            for kind, since, until, calls in self.pieces
+            (kind, min(max(since, begin_ns), end_ns), min(max(until, begin_ns), end_ns), calls, tokens)
+            for kind, since, until, calls, tokens in self.pieces
         ]
         for run in self.inner:
             run.clip(begin_ns, end_ns)
@@ -216,12 +219,12 @@ def read_graph(
     records = Records(read_trajectories(inputs, coverage, {}), step.begin_ns, step.end_ns)
     served = requests_of(records, step.manifest) if step.manifest else {}
     pieces, _ = pieces_of(records, served)
-    graph = graph_of(step, matched_calls(step), records, pieces, served.values())
+    graph = graph_of(step, matched_calls(step), records, pieces, served)
     return graph, coverage.missing
 
 
 def graph_of(
-    step: Step, calls: Iterable[Calls], records: Records, pieces: Pieces, served: Iterable[Request]
+    step: Step, calls: Iterable[Calls], records: Records, pieces: Pieces, served: Mapping[int, Request]
 ) -> Graph:
     """Return the graph of a step.
 
@@ -230,7 +233,7 @@ def graph_of(
         calls: The matched collectives.
         records: The trajectories.
         pieces: Time of the trajectories by cause.
-        served: The requests of trajectories.
+        served: The request of each span of a trajectory, by the number of the span.
     """
     error_ns = max((clock.error_ns for clock in step.manifest.clocks), default=0) if step.manifest else 0
     of_loop = [worker for worker in step.workers if step.manifest and step.manifest.runs_the_loop(worker)]
@@ -263,7 +266,7 @@ def graph_of(
             of_workers[lane.name].append(_Run(lane.name, lane.source.role, "", *times))
     runs = list(chain.from_iterable(of_workers.values()))
     loose += _called(root, stages, runs, error_ns, graph.assumed)
-    rollouts = [*_trajectories(records, pieces), *_requests(step, served)]
+    rollouts = [*_trajectories(records, pieces, served), *_requests(step, served.values())]
     loose += _rolled_out(root, stages, of_workers, rollouts, error_ns, graph.assumed)
     later = [run.begin_ns for run in runs if run.name == ROLLOUT and run.end_ns >= root.end_ns]
     later += [one.begin_ns for one in records.trajectories if one.cut_end]
@@ -280,10 +283,10 @@ def graph_of(
             continue
         if not early:
             times = (root.begin_ns, stage.end_ns)
-            early = [_Run(ROLLOUT, "", "", *times, pieces=[(BEFORE, *times, ())], around=(ROLLOUT,))]
+            early = [_Run(ROLLOUT, "", "", *times, pieces=[(BEFORE, *times, (), 0)], around=(ROLLOUT,))]
             stage.waits += early
             loose += early
-        mark = _Run(who, "", "", next_ns, next_ns, pieces=[(OWN, next_ns, next_ns, ())])
+        mark = _Run(who, "", "", next_ns, next_ns, pieces=[(OWN, next_ns, next_ns, (), 0)])
         loose.append(mark)
         carried += [(one, mark, stage) for one in early]
         graph.assumed[_STEADY] += 1
@@ -386,7 +389,7 @@ def _length(run: _Run) -> int:
     return run.end_ns - run.begin_ns
 
 
-def _trajectories(records: Records, pieces: Pieces) -> Iterator[_Run]:
+def _trajectories(records: Records, pieces: Pieces, served: Mapping[int, Request]) -> Iterator[_Run]:
     """Yield the trajectories that ended in the step, with their time by cause."""
     around: list[list[tuple[str, int, int]]] = []  # of each span: itself and all around it
     took: defaultdict[str, list[int]] = defaultdict(list)
@@ -417,7 +420,8 @@ def _trajectories(records: Records, pieces: Pieces) -> Iterator[_Run]:
                 kind = f"{LOOP_LAG} by {blocker}"
                 mean_ns = round(sum(took[blocker]) / max(len(took[blocker]), 1))
                 calls = ((blocker, mean_ns),) if mean_ns else ()
-            found.append((kind, begin, end, calls))
+            tokens = served[span].response_tokens if span in served else 0
+            found.append((kind, begin, end, calls, tokens))
         title = f"{one.said.group}.{one.said.sample}" if one.said.group else str(number)
         yield _Run(one.lane, "", "", one.begin_ns, one.end_ns, pieces=found, trajectory=title)
 
@@ -432,7 +436,7 @@ def _requests(step: Step, served: Iterable[Request]) -> Iterator[_Run]:
     for worker in step.workers:
         for one in worker.requests:
             if id(one) not in known and one.end_ns > step.begin_ns:
-                pieces = [(*part, ()) for part in one.parts()]
+                pieces = [(*part, (), one.response_tokens) for part in one.parts()]
                 run = _Run(worker.name, worker.identity.role, "", one.begin_ns, one.end_ns, pieces=pieces)
                 run.clip(step.begin_ns, step.end_ns)
                 yield run
@@ -569,10 +573,11 @@ class _Builder:
         """Add the parts of a trajectory or a request; a part follows the last part that ended before it."""
         ends: list[tuple[int, int]] = []
         begun = len(self.graph.segments)
-        for kind, begin_ns, end_ns, calls in sorted(run.pieces, key=lambda piece: piece[1]):
+        for kind, begin_ns, end_ns, calls, tokens in sorted(run.pieces, key=lambda piece: piece[1]):
             place = bisect_right(ends, (begin_ns, begin_ns))
             before = ends[place - 1][1] if place else caller
             one = Segment(run.who, around, kind, begin_ns, end_ns, [], around, run.trajectory, calls, part)
+            one.tokens = tokens
             at = self._new(one, before)
             insort(ends, (end_ns, at))
         followed = {at for one in self.graph.segments[begun:] for at in one.after}

@@ -1,14 +1,16 @@
 """Compares two steps or two runs: changes of stages, lanes, causes and kernels, and their noise.
 
-Compared are medians over the steps of each side. The noise is half the range over the steps of a side, the
-larger of both sides. Noise is known only if each side has several steps.
+Compared are medians over the captured steps of each side, and over all steps of the watch's log. The noise
+is half the range over the steps of a side, the larger of both sides. Noise is known only if each side has
+several steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from statistics import median
+from types import MappingProxyType
 from typing import ClassVar
 
 import msgspec
@@ -16,8 +18,11 @@ from rich.console import Console
 
 from verl_profiling.report.anatomy import CAPTURE_CALLS
 from verl_profiling.report.model import Report
+from verl_profiling.report.records import UNEXPLAINED
 from verl_profiling.report.tables import cells, named, without_middle
 from verl_profiling.report.terminal import fitting_console, print_table
+from verl_profiling.report.watch_frame import middle, seconds_of
+from verl_profiling.step_summary import StepSummary
 from verl_profiling.units import duration
 
 _SMALLEST_SHARE = 0.01
@@ -32,16 +37,19 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A number of both sides, in seconds per step.
 
     Attributes:
-        kind: ``step``, ``stage``, ``outside`` (pauses of the capture, and stages around the step),
-            ``worker`` (busy time), ``lost`` (lane-seconds), ``trajectory`` (trajectory-seconds by cause) or
-            ``kernel`` (self time).
-        name: Name of the stage, lane, cause or kernel.
+        kind: ``step``, ``explained`` (part of the step's change), ``watch`` (step and exposed time of stages,
+            of all steps in the watch's log), ``stage``, ``outside`` (pauses of the capture, and stages around
+            the step), ``worker`` (busy time), ``lost`` (lane-seconds), ``trajectory`` (trajectory-seconds by
+            cause) or ``kernel`` (self time).
+        name: Name of the part, stage, lane, cause or kernel.
         before_s: Median over the steps of A; ``None`` if A does not have it.
         after_s: Median over the steps of B; ``None`` if B does not have it.
         change_s: ``after_s - before_s``, where ``None`` counts as 0.
-        change: ``change_s / before_s``; ``None`` if ``before_s`` is 0 or ``None``.
+        change: ``change_s / before_s``; ``None`` if ``before_s`` is 0 or ``None``. For ``explained``, the
+            share of the step of A.
         noise_s: Half the range over the steps, the larger of both sides; ``None`` unless both
-            sides have several steps.
+            sides have several steps. For ``watch``, without a tenth of the steps at each end of the range;
+            for ``explained``, of the part's effect on the steps.
     """
 
     columns: ClassVar[str] = "name, before_s, after_s, change_s, relative=change_share, noise"
@@ -72,6 +80,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 _TITLES = {
     "step": "Step",
+    "explained": "The change of the step, by part",
+    "watch": "All steps of the watch, exposed time",
     "stage": "Stages",
     "outside": "Outside",
     "lost": "Lost lane-seconds",
@@ -89,19 +99,38 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         before: Number of steps of A.
         after: Number of steps of B.
         changes: One entry per number that at least one side has.
+        logged: Number of steps in the watch's log of A and of B.
     """
 
     before: int
     after: int
     changes: list[Change]
+    logged: tuple[int, int] = (0, 0)
+
+    @property
+    def explained(self) -> str:
+        """The step's change by part, with the parts that exceed the noise; empty without an explanation."""
+        step, *parts = (one for one in self.changes if one.kind in ("step", "explained"))
+        if not parts or not step.before_s:
+            return ""
+        said = f"step {duration(step.change_s, signed=True)} ({step.change:+.1%})"
+        if not step.stands_out:
+            return f"{said}: within the noise"
+        large = [one for one in parts[:-1] if one.stands_out]
+        small_s = sum(one.change_s for one in parts[:-1] if not one.stands_out)
+        named = [*((one.name, one.change_s) for one in large), ("parts within the noise", small_s)]
+        shares = [f"{name} {seconds / step.before_s:+.1%}" for name, seconds in named if seconds]
+        return f"{said}: {', '.join([*shares, f'{UNEXPLAINED} {parts[-1].change:+.1%}'])}"
 
     @property
     def basis(self) -> str:
         """The number of compared steps on each side, and whether the noise is known, as text."""
+        logged = f"; the watch has {self.logged[0]:,} and {self.logged[1]:,}" if all(self.logged) else ""
         if self.before > 1 and self.after > 1:
-            return f"medians of {self.before} steps before and {self.after} after; noise is half their range"
+            steps = f"medians of {self.before} steps before and {self.after} after"
+            return f"{steps}{logged}; noise is half their range"
         return (
-            f"{self.before} step(s) before and {self.after} after; the noise is unknown, "
+            f"{self.before} step(s) before and {self.after} after{logged}; the noise is unknown, "
             "because only several steps on both sides show it"
         )
 
@@ -126,15 +155,47 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-def compare(before: Sequence[Report], after: Sequence[Report]) -> Diff:
-    """Compare the steps of two sides."""
+def compare(
+    before: Sequence[Report],
+    after: Sequence[Report],
+    logged: tuple[Sequence[StepSummary], Sequence[StepSummary]] = ((), ()),
+    explained: Mapping[str, tuple[float, float]] = MappingProxyType({}),
+) -> Diff:
+    """Compare the steps of two sides.
+
+    Args:
+        before: Reports of the captured steps of A.
+        after: Reports of the captured steps of B.
+        logged: Steps in the watch's log of A and of B.
+        explained: Change of the step by part (s), and its noise (s).
+    """
     left, right = ([dict(_numbers_of(report)) for report in side] for side in (before, after))
     _join(left, right)
     keys = dict.fromkeys(key for numbers in (*left, *right) for key in numbers)
     changes = [_change(key, left, right) for key in keys]
+    if all(logged):
+        past, now = ([_of_watch(step) for step in side] for side in logged)
+        changes += [_change(key, past, now) for key in dict.fromkeys(chain.from_iterable((*past, *now)))]
+    step = next(change for change in changes if change.kind == "step")
+    for name, (change_s, noise_s) in explained.items():
+        part = Change(
+            kind="explained",
+            name=name,
+            before_s=None,
+            after_s=None,
+            change_s=change_s,
+            change=change_s / step.before_s if step.before_s else None,
+            noise_s=None if step.noise_s is None else noise_s,
+        )
+        changes.append(part)
     order = list(_TITLES)
-    changes.sort(key=lambda change: (order.index(change.kind), -abs(change.change_s)))
-    return Diff(before=len(before), after=len(after), changes=changes)
+    changes.sort(key=lambda one: (order.index(one.kind), _is_rest(one), -abs(one.change_s)))
+    logs = (len(logged[0]), len(logged[1]))
+    return Diff(before=len(before), after=len(after), changes=changes, logged=logs)
+
+
+def _is_rest(change: Change) -> bool:
+    return (change.kind, change.name) == ("explained", UNEXPLAINED)
 
 
 _Key = tuple[str, str]
@@ -166,10 +227,17 @@ def _numbers_of(report: Report) -> Iterator[tuple[_Key, float]]:
     yield from ((("kernel", name), seconds) for name, seconds in kernels.items())
 
 
+def _of_watch(step: StepSummary) -> dict[_Key, float]:
+    return {("watch", name): seconds for name, seconds in seconds_of(step).items()}
+
+
 def _change(key: _Key, before: list[dict[_Key, float]], after: list[dict[_Key, float]]) -> Change:
     sides = [_values(key, steps) for steps in (before, after)]
     a, b = (median(values) if values else None for values in sides)
     known = all(len(values) > 1 for values in sides if values) and len(before) > 1 and len(after) > 1
+    ranges = [
+        middle(values) if key[0] == "watch" else (min(values), max(values)) for values in sides if values
+    ]
     difference = (b or 0.0) - (a or 0.0)
     return Change(
         kind=key[0],
@@ -178,7 +246,7 @@ def _change(key: _Key, before: list[dict[_Key, float]], after: list[dict[_Key, f
         after_s=b,
         change_s=difference,
         change=difference / a if a else None,
-        noise_s=max((max(values) - min(values)) / 2 for values in sides if values) if known else None,
+        noise_s=max((high - low) / 2 for low, high in ranges) if known else None,
     )
 
 
@@ -195,7 +263,8 @@ def _values(key: _Key, steps: list[dict[_Key, float]]) -> list[float]:
 def print_diff(diff: Diff, console: Console) -> None:
     """Print the largest changes of each kind; changes within the noise are dim."""
     console = fitting_console(console)
-    console.print(diff.basis)
+    for sentence in filter(None, (diff.basis, diff.explained)):
+        console.print(sentence, markup=False)
     for kind, title in _TITLES.items():
         rows = [change for change in diff.changes if change.kind == kind]
         headings, lines = cells(rows[:_SHOWN])

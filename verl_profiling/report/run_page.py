@@ -58,7 +58,7 @@ def render_run(
     """
     links = [quote(page.relative_to(directory).as_posix()) for page in pages]
     steps = [
-        _Step(page_title(report), link, report.span_us / 1e6, _stage_seconds(report))
+        _Step(page_title(report), link, report.span_us / 1e6, stage_seconds(report))
         for report, link in zip(reports, links, strict=True)
     ]
     by_step = {report.step: link for report, link in zip(reports, links, strict=True)}
@@ -107,7 +107,7 @@ def _slowest(ran: Sequence[_Step]) -> str:
     )
 
 
-def _stage_seconds(report: Report) -> dict[str, float]:
+def stage_seconds(report: Report) -> dict[str, float]:
     """Return the time of each outermost stage of the controller, and of the rest of the step."""
     return {row.name: row.duration_us / 1e6 for row in report.stages if row.depth == 0}
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import nlargest
+from math import sqrt
 from pathlib import Path
-from statistics import median
+from statistics import correlation, median
 from types import MappingProxyType
+from typing import ClassVar
 
 import msgspec
-from rich.console import Group
+from rich.console import Console, Group
 from rich.constrain import Constrain
 from rich.table import Table
 from rich.text import Text
@@ -18,7 +21,8 @@ from verl_profiling.capture_request import Trigger
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, ManifestState
 from verl_profiling.report.sentences import axis_top, counted, sparkline, waits
-from verl_profiling.report.terminal import table_of
+from verl_profiling.report.tables import cells
+from verl_profiling.report.terminal import print_table, table_of
 from verl_profiling.run_files import named_file
 from verl_profiling.shifts import Past, noticed_from
 from verl_profiling.step_summary import RoleMemory, StepSummary
@@ -33,8 +37,12 @@ _MANY_UNSTEADY = 3
 _MOST_RATIO = 10
 _RATIO, _WINDOW, _MATTERS = 1.3, 20, 0.05  # defaults of watch.trigger
 
+_BY_CHANCE = 3.3  # standard deviations that a correlation with time exceeds in one of a thousand stages
+_LEAST_DRIFT = 0.01  # of the step
+
 IN_NO_STAGE = "(in no stage)"
 """Name of the time of a step outside all stages."""
+STEP = "step"
 
 
 def logged_steps(lines: Iterable[StepSummary], before: Iterable[StepSummary] = ()) -> list[StepSummary]:
@@ -69,6 +77,61 @@ def watch_sentence(steps: Sequence[StepSummary]) -> str:
     found = excess([step.exposed_s for step in steps], index)
     why = f" ({found[0] or IN_NO_STAGE} {duration(found[1], signed=True)})" if found else ""
     return f"{which}; median {duration(median(took))}, {longest}{why}"
+
+
+def seconds_of(step: StepSummary) -> dict[str, float]:
+    """Return the time of a step, and the exposed time of its stages, by name (s)."""
+    stages = {name or IN_NO_STAGE: seconds for name, seconds in step.exposed_s.items()}
+    return {**stages, STEP: step.seconds}
+
+
+def middle(values: Sequence[float]) -> tuple[float, float]:
+    """Return the range of some values without a tenth of them at each end."""
+    ordered, cut = sorted(values), len(values) // 10
+    return ordered[cut], ordered[-1 - cut]
+
+
+class _RunRow(msgspec.Struct, frozen=True):
+    columns: ClassVar[str] = "name, median_s, from=low_s, to=high_s, drift=change_s, trend"
+
+    name: str
+    median_s: float
+    low_s: float
+    high_s: float
+    change_s: float | None
+    trend: str
+
+
+def print_run(steps: Sequence[Mapping[str, float]], which: str, console: Console) -> None:
+    """Print median, spread and drift of the step and the longest stages, for a run of several steps.
+
+    Args:
+        steps: Time of each step, and of its stages, by name (s).
+        which: Kind of the steps.
+        console: Where to print it.
+    """
+    if len(steps) < 2:
+        return
+    series = {name: [step.get(name, 0.0) for step in steps] for name in dict.fromkeys([STEP, *steps[-1]])}
+    least_s = _LEAST_DRIFT * median(series[STEP])
+    rows = [
+        _RunRow(name, median(values), *middle(values), _drift(values, least_s), sparkline(values, _TREND))
+        for name, values in series.items()
+    ]
+    shown = sorted(rows, key=lambda row: (row.name != STEP, -row.median_s))[:_MANY_STAGES]
+    note = "from, to: without a tenth of the steps at each end; drift: over the run, if beyond chance and 1%"
+    print_table(console, f"{len(steps):,} {which}", *cells(shown), note)
+
+
+def _drift(values: Sequence[float], least: float) -> float | None:
+    """Return the change from the begin to the end of a run; ``None`` if it may be chance, or is small."""
+    ordered, third = sorted(values), len(values) // 3
+    ranks = [bisect_left(ordered, value) + bisect_right(ordered, value) for value in values]
+    if third == 0 or ordered[0] == ordered[-1]:
+        return None
+    drift = 1.5 * (median(values[-third:]) - median(values[:third]))
+    by_chance = abs(correlation(ranks, range(len(ranks)))) * sqrt(len(ranks) - 1) < _BY_CHANCE
+    return None if by_chance or abs(drift) < least else drift
 
 
 class _Head(msgspec.Struct, frozen=True):

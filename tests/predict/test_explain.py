@@ -1,0 +1,182 @@
+"""What explains the difference of two runs: of real loops with injected changes, and of drawn steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from drawn_logs import DrawnLog
+from drawn_steps import STAGES, Drawn, Worker, drawn_inputs
+from drawn_summaries import summary
+
+from verl_profiling.cli import main
+from verl_profiling.report.diff import Change, Diff
+from verl_profiling.watch.log import WatchLog
+
+LOOP = Path(__file__).parents[2] / "benchmarks" / "what_if_loop.py"
+GENERATE_S = [0.05, 0.06, 0.08, 0.1, 0.12, 0.15, 0.2, 0.3]
+PLAN = {"generate_s": GENERATE_S, "ranks_s": [0.2, 0.2], "reward_s": 0.05, "sync_s": 0.1, "steps": 5}
+LONGER = {"generate_s": [1.5 * seconds for seconds in GENERATE_S]}
+SYNC, LENGTHS = "update_weights", "response lengths of rollout"
+
+
+def diff(before: Path, after: Path, capsys: pytest.CaptureFixture[str]) -> Diff:
+    main(["diff", str(before), str(after), "--json"])
+    return msgspec.json.decode(capsys.readouterr().out, type=Diff)
+
+
+def of_kind(found: Diff, kind: str) -> dict[str, Change]:
+    return {change.name: change for change in found.changes if change.kind == kind}
+
+
+def parts_of(found: Diff) -> dict[str, float]:
+    """Return the parts of the step's change (s), which add up to it."""
+    parts = {name: change.change_s for name, change in of_kind(found, "explained").items()}
+    assert sum(parts.values()) == pytest.approx(of_kind(found, "step")["step"].change_s)
+    assert list(parts)[-1:] == ["unexplained"] * bool(parts)
+    return parts
+
+
+@pytest.fixture(scope="module")
+def cluster(ray_cluster: None) -> str:
+    import ray
+
+    address: str = ray.get_runtime_context().gcs_address
+    return address
+
+
+def run_loop(folder: Path, cluster: str, **plan: Any) -> Path:
+    """Run the loop of Ray actors that the predictions of ``what-if`` are judged by."""
+    command = [sys.executable, str(LOOP), str(folder), json.dumps({**PLAN, **plan})]
+    done = subprocess.run(
+        command, check=False, timeout=120, capture_output=True, env={**os.environ, "RAY_ADDRESS": cluster}
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory, cluster: str) -> Path:
+    return run_loop(tmp_path_factory.mktemp("before"), cluster)
+
+
+@pytest.mark.recipes
+@pytest.mark.parametrize(
+    ("plan", "parts"),
+    [
+        ({"sync_s": 0.3}, {SYNC}),
+        (LONGER, {LENGTHS}),
+        ({**LONGER, "token_s": 0.015}, {"time per token of rollout"}),
+        ({"tool_s": 0.25}, {"tool:search of rollout"}),
+        ({**LONGER, "sync_s": 0.3}, {LENGTHS, SYNC}),
+    ],
+    ids=["weight sync", "longer responses", "slower engine", "slower tool", "both"],
+)
+def test_an_injected_change_explains_nine_tenths_of_the_difference(
+    tmp_path: Path,
+    before: Path,
+    cluster: str,
+    plan: dict[str, Any],
+    parts: set[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = diff(before, run_loop(tmp_path, cluster, **plan), capsys)
+    explained, change_s = parts_of(found), of_kind(found, "step")["step"].change_s
+    assert set(sorted(explained, key=explained.__getitem__)[-len(parts) :]) == parts
+    assert sum(explained[part] for part in parts) == pytest.approx(change_s, rel=0.1)
+    assert abs(explained["unexplained"]) <= 0.1 * change_s
+    assert all(part in found.explained for part in parts)
+
+
+def draw(run: Path, step: int, stages: list[Drawn], end: float = 10.0) -> Path:
+    """Draw a step in which an actor works in ``update_actor``, up to 0.1 s before the end of the stage."""
+    times = {name: (begin + 0.1, until - 0.1) for name, begin, until in stages}
+    actor = Worker("actor", stages=[("update_actor", *times["update_actor"])])
+    folder = run / f"step_{step:06d}"
+    folder.mkdir(parents=True)
+    drawn_inputs(folder, stages, [actor], end)
+    return run
+
+
+def test_parts_are_replaced_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stage that takes longer, one that A does not have, one that B does not have; nothing is left."""
+    before = draw(tmp_path / "a", 1, [*STAGES, ("save", 9.0, 9.5)])
+    longer = [("rollout", 0, 4), ("reward", 4, 5), ("update_actor", 5, 9.5), ("test", 9.5, 10.5)]
+    after = draw(tmp_path / "b", 1, [*longer, ("update_weights", 10.5, 11.5)], 12.0)
+    found = diff(before, after, capsys)
+    parts = {name: pytest.approx(seconds, abs=1e-6) for name, seconds in parts_of(found).items()}
+    assert parts["update_actor"] == 1.5
+    assert parts["test"] == 1.0
+    assert parts["save"] == -0.5
+    assert parts["unexplained"] == 0.0
+    assert "rollout" not in parts
+    assert found.explained.startswith("step +2.00 s (+20.0%): update_actor +15.0%, test +10.0%, save -5.0%")
+
+
+def test_the_longest_takes_the_place_of_the_longest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A slower tool matters only in the last trajectory, whichever it is."""
+    runs = []
+    for name, ends in (("before", (1.0, 3.9)), ("short", (3.9, 2.0)), ("long", (4.9, 1.0))):
+        late_s = max(ends) - 3.9
+        stages = [(stage, begin + late_s * bool(begin), end + late_s) for stage, begin, end in STAGES]
+        runs.append(draw(tmp_path / name, 1, stages, 10.0 + late_s))
+        log = DrawnLog()
+        for end in ends:
+            log.trajectory(0, end, ("tool:search", 0, end))
+        log.add_to(runs[-1] / "step_000001")
+    before, short, long = runs
+    assert {*parts_of(diff(before, short, capsys))} == {"(all others)", "unexplained"}
+    assert parts_of(diff(before, long, capsys))["tool:search of rollout"] == pytest.approx(1.0)
+
+
+def test_a_change_within_the_noise_is_said_to_be_noise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the whole step, or of a part of it."""
+
+    def run(name: str, *steps: tuple[float, float]) -> Path:
+        for number, (updated, sent) in enumerate(steps, 1):
+            stages = [("update_actor", 0, updated), ("update_weights", updated, updated + sent)]
+            draw(tmp_path / name, number, stages, updated + sent)
+        return tmp_path / name
+
+    before = run("before", (5, 1), (5.2, 1), (5.4, 1))
+    assert diff(before, run("alike", (5.1, 1), (5.3, 1.1)), capsys).explained.endswith(": within the noise")
+    found = diff(before, run("slower", (6, 1), (6.2, 1.1), (6.4, 1.4)), capsys)
+    assert found.explained == (
+        "step +1.10 s (+17.7%): update_actor +16.1%, parts within the noise +1.6%, unexplained +0.0%"
+    )
+    noise = {name: change.noise_s for name, change in of_kind(found, "explained").items()}
+    assert (noise["update_actor"], noise["update_weights"]) == (pytest.approx(0.2), pytest.approx(0.2))
+    steady = diff(before, run("steady", (6, 1.1), (6.2, 1.1), (6.4, 1.1)), capsys)
+    assert "update_actor +16.1%, update_weights +1.6%" in steady.explained
+
+
+def test_all_steps_of_the_watch_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside the captured ones, and without the tenth at each end, where the first step warms up."""
+    runs = [draw(tmp_path / name, 1, STAGES) for name in ("before", "after")]
+    for run, took_ms in zip(runs, (3000, 3500), strict=True):
+        log = WatchLog(run)
+        for number in range(20):
+            warm_up_ms = 60_000 if number == 0 else number
+            log(summary(number, {"rollout": 5000, "update_actor": took_ms + warm_up_ms}))
+    found = diff(*runs, capsys)
+    watched = of_kind(found, "watch")
+    assert {*watched} == {"step", "rollout", "update_actor", "(in no stage)"}
+    assert (watched["update_actor"].before_s, watched["step"].before_s) == (3.0105, 8.5105)
+    assert watched["update_actor"].change_s == watched["step"].change_s == pytest.approx(0.5)
+    assert watched["step"].noise_s == pytest.approx(0.0075)
+    assert found.basis.startswith("1 step(s) before and 1 after; the watch has 20 and 20")
+    saved = tmp_path / "report.json"
+    main(["report", str(runs[0]), "--json"])
+    saved.write_text(capsys.readouterr().out)
+    alone = diff(saved, runs[1], capsys)
+    assert (alone.explained, alone.logged) == ("", (0, 20))

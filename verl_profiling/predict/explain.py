@@ -1,0 +1,140 @@
+"""Explains the difference of two runs: parts of A's steps are replaced by those of B, and replayed.
+
+A part is an outermost stage, or one kind of the time of trajectories and requests. The time of responses is
+two parts: their lengths, and the time per token. Values of A become the values of B with the same rank: the
+median becomes the median, and the longest the longest.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from operator import sub
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from verl_profiling.predict.graph import CAPTURE, DELAY, Graph, Segment
+from verl_profiling.predict.path import replay
+from verl_profiling.report.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
+from verl_profiling.report.records import OTHERS, UNEXPLAINED
+
+_RESPONSES = ("decode", "generate")  # kinds whose time grows with the length of the response
+
+_LEAST_SHARE = 0.001  # of the step, from which on a part is listed
+
+
+class _Unit(NamedTuple):
+    """The time of one part in one step, for one process, trajectory or request.
+
+    Attributes:
+        step: Index of the step.
+        at: Numbers of the segments, and of delays as if they followed all segments.
+        value: The time (ns), the tokens, or the time per token.
+    """
+
+    step: int
+    at: list[int]
+    value: float
+
+
+_Units = dict[tuple[str, str], list[_Unit]]
+_Changes = list[tuple[_Unit, float]]
+
+
+def explain(before: Sequence[Graph], after: Sequence[Graph]) -> dict[str, tuple[float, float]]:
+    """Return how much each part explains of the difference between the median steps, and the noise (s).
+
+    The parts are replaced one after the other, first the part with the largest effect alone. A part that only
+    B has is removed from B. The last value is the unexplained rest, so all add up to the difference.
+
+    Args:
+        before: The steps of A, at least one.
+        after: The steps of B, at least one.
+    """
+    own, other = _units(before), _units(after)
+    changes: defaultdict[str, _Changes] = defaultdict(list)
+    for (part, kind), units in own.items():
+        changes[part] += _replaced(units, other.get((part, kind), ()))
+    last_s = median(_spans_s(before))
+    alone = {part: median(_spans_s(before, change)) - last_s for part, change in changes.items()}
+    found: dict[str, float] = {}
+    done: _Changes = []
+    for part in sorted(alone, key=lambda part: -abs(alone[part])):
+        done += changes[part]
+        found[part] = -last_s + (last_s := median(_spans_s(before, done)))
+    after_s = median(_spans_s(after))
+    for part in dict.fromkeys(part for part, _ in other if part not in changes):
+        gone = [(unit, 0.0) for (name, _), units in other.items() if name == part for unit in units]
+        found[part] = after_s - median(_spans_s(after, gone))
+    sides = [[(one.end_ns - one.begin_ns) / 1e9 for one in side] for side in (before, after)]
+    change_s = median(sides[1]) - median(sides[0])
+    large = {part: s for part, s in found.items() if abs(s) >= _LEAST_SHARE * median(sides[0])}
+    noise = {part: max(_noise_s(before, own, part), _noise_s(after, other, part)) for part in large}
+    rest = {OTHERS: sum(found.values()) - sum(large.values()), UNEXPLAINED: change_s - sum(found.values())}
+    step_noise_s = max((max(side) - min(side)) / 2 for side in sides)
+    return {part: (s, noise.get(part, step_noise_s)) for part, s in (large | rest).items()}
+
+
+def _noise_s(graphs: Sequence[Graph], units: _Units, part: str) -> float:
+    """Return half the range over the steps of the excess that a part causes in each of them (s)."""
+    usual: _Changes = []
+    for (name, _), found in units.items():
+        for step in range(len(graphs)) if name == part else ():
+            usual += _replaced([unit for unit in found if unit.step == step], found)
+    excess = list(map(sub, _spans_s(graphs), _spans_s(graphs, usual)))
+    return float(max(excess) - min(excess)) / 2
+
+
+def _units(graphs: Sequence[Graph]) -> _Units:
+    found: _Units = defaultdict(list)
+    for step, graph in enumerate(graphs):
+        took = [one.end_ns - one.begin_ns for one in graph.segments]
+        for carried in graph.carried:
+            took[carried.segment] += carried.before_ns
+        owned: defaultdict[tuple[str, str, str, object], list[int]] = defaultdict(list)
+        for at, one in enumerate(graph.segments):
+            whose = one.trajectory or (at if one.tokens else "")
+            for kind, stages, place in ((one.kind, one.within, at), (DELAY, one.around, at + len(took))):
+                stage = stages[0] if stages else OUTSIDE_STAGES
+                owned[_part(one, kind, stage), kind, stage, (one.who, whose)].append(place)
+        times = np.array(took + graph.delay_ns, float)
+        for (part, kind, stage, _), places in owned.items():
+            spent = float(times[places].sum())
+            tokens = sum(graph.segments[at].tokens for at in places) if kind in _RESPONSES else 0
+            if tokens:
+                found[f"response lengths of {stage}", kind].append(_Unit(step, places, tokens))
+                found[f"time per token of {stage}", kind].append(_Unit(step, places, spent / tokens))
+            elif spent > 0:
+                found[part, kind].append(_Unit(step, places, spent))
+    return found
+
+
+def _part(one: Segment, kind: str, stage: str) -> str:
+    if kind == CAPTURE:
+        return CAPTURE_CALLS
+    return f"{kind} of {stage}" if one.trajectory or one.tokens else stage
+
+
+def _replaced(units: Sequence[_Unit], others: Sequence[_Unit]) -> _Changes:
+    """Return the factor from each value to the other value of the same rank; 0 without others."""
+    values, wanted = (np.array([unit.value for unit in side]) for side in (units, others or units))
+    ranks = (values.argsort().argsort() + 0.5) / len(values)
+    matched = np.interp(ranks, (np.arange(len(wanted)) + 0.5) / len(wanted), np.sort(wanted))
+    return list(zip(units, (matched / values * bool(others)).tolist(), strict=True))
+
+
+def _spans_s(graphs: Sequence[Graph], changes: Sequence[tuple[_Unit, float]] = ()) -> list[float]:
+    """Return the replayed steps (s)."""
+    factors = [np.ones(2 * len(graph.segments)) for graph in graphs]
+    for unit, factor in changes:
+        factors[unit.step][unit.at] *= factor
+    spans = []
+    for graph, of_step in zip(graphs, factors, strict=True):
+        count = len(graph.segments)
+        took = [one.end_ns - one.begin_ns for one in graph.segments]
+        times = np.rint(np.array(took + graph.delay_ns, float) * of_step).astype(int).tolist()
+        before = [round(one.before_ns * of_step[one.segment]) for one in graph.carried]
+        spans.append(replay(graph, times[:count], times[count:], None, before).span_ns / 1e9)
+    return spans
