@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -191,11 +192,26 @@ def killed(actor: Any, pid: int) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize(("befalls", "reason"), [(stopped, "is stopped by a signal"), (killed, "is dead: ")])
+@contextmanager
+def held(actor: Any, pid: int) -> Iterator[None]:
+    """Let native code keep the interpreter, so that no thread of the process runs."""
+    actor.__ray_call__.remote(lambda worker: ctypes.PyDLL(None).sleep(60))
+    yield
+    ray.kill(actor)
+
+
+@pytest.mark.parametrize(
+    ("befalls", "reason"),
+    [
+        (stopped, "is stopped by a signal"),
+        (killed, "is dead: "),
+        (held, "answers nothing, and writes no file (pid "),
+    ],
+)
 def test_a_worker_that_cannot_answer_is_told_apart(
     tmp_path: Path, pool: Pool, befalls: Callable[[Any, int], Any], reason: str
 ) -> None:
-    """A process that is stopped, and one that is gone while its loop waits for something else."""
+    """A process that is stopped, gone or busy in native code while its loop waits for something else."""
     config = watched(tmp_path)
     set_up(config, pool.sync[:1])
     actor = ray.remote(num_cpus=0)(Reborn).remote(config)
@@ -311,3 +327,32 @@ def test_quiet_steps_leave_nothing(tmp_path: Path, pool: Pool) -> None:
             callback.on_step_end()
     assert hangs(config) == []
     assert not Path(config.save_path, "hangs").exists()
+
+
+def test_no_process_looks_while_no_step_is_open(tmp_path: Path, pool: Pool) -> None:
+    """The threads end after a step, of the loop and of a worker, and are there again in the next step."""
+    config, [worker] = watched(tmp_path), pool.sync[:1]
+    set_up(config, [worker])
+
+    def names(of: Any) -> list[str]:
+        return [thread.name for thread in threading.enumerate()]
+
+    def look(number: int) -> bool:
+        """Return whether so many threads look, soon, in each of the two processes."""
+
+        def is_so() -> bool:
+            everywhere = names(None), ray.get(worker.__ray_call__.remote(names))
+            return all(one.count("verl-profiling-hangs") == number for one in everywhere)
+
+        return after_a_while(is_so)
+
+    with ProfilingCallback(config) as callback:
+        callback.add_workers("actor", [worker])
+        callback.on_step_begin(1)
+        assert look(1)
+        callback.on_step_end()
+        assert look(0)
+        callback.on_step_begin(2)
+        assert look(1)
+        callback.on_step_end()
+    assert look(0)

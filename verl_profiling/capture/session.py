@@ -39,7 +39,7 @@ from verl_profiling.settings.watch import WatchOptions
 from verl_profiling.tools import Tool
 from verl_profiling.trajectories.spans import total_spans
 from verl_profiling.watch.hangs import HangReporter, in_background
-from verl_profiling.watch.sums import STAGES_OF_A_STEP, Busy, StageSums, WatchQuestion, WatchReading
+from verl_profiling.watch.sums import NO_LOOKS, STAGES_OF_A_STEP, Busy, StageSums, WatchQuestion, WatchReading
 
 logger = logging.getLogger(__name__)
 
@@ -111,13 +111,12 @@ class Session:
         if self.sums is None:
             return None
         if question.hangs and (self.reporter is None or self.reporter.reports != question.hangs):
-            self.report_hangs(question.hangs, identity.lane(), identity.role)
+            self.reporter = reporter = HangReporter(
+                question.hangs, identity.lane(), identity.role, lambda: filter(None, [self.sums])
+            )
+            if question.hangs != NO_LOOKS:
+                in_background(lambda: reporter.report(lambda: self.reporter is reporter))
         return self.sums.read(identity, question)
-
-    def report_hangs(self, reports: tuple[str, float], lane: str, role: str) -> None:
-        """Report hangs of this process in the background from now on; see :class:`HangReporter`."""
-        self.reporter = reporter = HangReporter(reports, lane, role, lambda: filter(None, [self.sums]))
-        in_background(lambda: reporter.report(lambda: self.reporter is reporter))
 
     def busy(self, name: str, sums_requests: bool = False) -> Busy | None:
         """Return the stage that is open while any task runs in ``name``; ``None`` if the watch is off."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +20,12 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.capture.session import process_session
 from verl_profiling.controller.spmd import PROBLEMS, Ranks
-from verl_profiling.controller.targets import Call, Postponed, Target
+from verl_profiling.controller.targets import Call, Postponed
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.step_summary import Hang, RankUse, StepSummary
 from verl_profiling.units import duration
 from verl_profiling.watch.hangs import LOOP_FILE, HangReporter, ProcessState, culprit, in_background, silent
-from verl_profiling.watch.sums import StageSums, WatchQuestion, WatchReading
+from verl_profiling.watch.sums import NO_LOOKS, StageSums, WatchQuestion, WatchReading
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,6 @@ class HangWatch:
     is_left: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
-    _told: set[Target] = field(default_factory=set)
     _asked: StepSummary | None = None
     _elsewhere_ns: int = 0
 
@@ -81,7 +80,7 @@ class HangWatch:
         self._reporter = HangReporter(self._reports, who.lane, who.role, self._sums)
         process_session().reporter = self._reporter  # local workers need no thread of their own
         try:
-            self._call({*self.loop.roster.driven(None)} - self._told)
+            self._call(self._reports)
             if self.ranks is not None:
                 self.ranks.set(_KEY, msgspec.msgpack.encode(self._reports))
             while not self.ended.wait(self._reports[1]):
@@ -89,11 +88,14 @@ class HangWatch:
                     self._look(step)
                     continue
                 self._goes_on()
+                self._call(NO_LOOKS)
                 with self._lock:
                     if self.loop.step is None:
                         self._thread = None  # until the next step begins
                         return
+                self._call(self._reports)
             self._goes_on()
+            self._call(NO_LOOKS)
         except Exception as error:
             logger.error("watch: hangs are not noticed any more: %s", error, exc_info=error)
 
@@ -147,10 +149,9 @@ class HangWatch:
             times += [use.duration_ns / 1e9 for use in uses] if stage else [step.seconds]
         return median(times) if times else None
 
-    def _call(self, targets: Iterable[Target]) -> list[Call]:
-        """Tell workers where to report, and ask whether they answer."""
-        self._told |= {*targets}
-        question = WatchQuestion(hangs=self._reports)
+    def _call(self, reports: tuple[str, float]) -> list[Call]:
+        """Tell workers where to report from now on, and ask whether they answer."""
+        question, targets = WatchQuestion(hangs=reports), self.loop.roster.driven(None)
         return [call for target in targets for call in target.call("read_watch", question)]
 
     def _ask(self) -> list[ProcessState]:
@@ -158,7 +159,7 @@ class HangWatch:
         path, own = self.folder / LOOP_FILE, self._reporter.state(0)
         self.folder.mkdir(exist_ok=True)
         write_json_atomically(path, own, durable=False)
-        calls, asked_ns = self._call(self.loop.roster.driven(None)), path.stat().st_mtime_ns
+        calls, asked_ns = self._call(self._reports), path.stat().st_mtime_ns
         self.ended.wait(self._reports[1] + _ANSWER_S)
         found = self._states(calls, asked_ns)
         return [own, *{state.lane: state for state in found if state.process != own.process}.values()]
@@ -188,7 +189,7 @@ class HangWatch:
                 yield silent(who.lane(), who.role, who, seen)
 
 
-def report_to_rank_0(ranks: Ranks, who: RankUse) -> None:
+def report_to_rank_0(ranks: Ranks, who: RankUse, sums: StageSums) -> None:
     """Report hangs of this rank of a loop in the background, until training ends."""
 
     def report() -> None:
@@ -196,7 +197,7 @@ def report_to_rank_0(ranks: Ranks, who: RankUse) -> None:
             while not ranks.ended.wait(_ANSWER_S):
                 if (data := ranks.get(_KEY)) is not None:
                     reports = msgspec.msgpack.decode(data, type=tuple[str, float])
-                    process_session().report_hangs(reports, who.lane, who.role)
-                    return
+                    reporter = HangReporter(reports, who.lane, who.role, lambda: {sums})
+                    reporter.report(lambda: not ranks.ended.is_set())
 
     in_background(report)

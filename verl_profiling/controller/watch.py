@@ -104,7 +104,7 @@ class Watch:
         if self.hangs is not None:
             self.hangs.ranks = ranks
         else:
-            report_to_rank_0(ranks, self.who)
+            report_to_rank_0(ranks, self.who, self.sums)
 
     def log_into(self, run: Path) -> None:
         """Write the summaries into the run's folder until training ends."""

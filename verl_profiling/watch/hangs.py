@@ -1,7 +1,8 @@
 """The open work of a process in a hang: stages, spans, collectives and Python stacks; and the kinds of hang.
 
-A busy process answers no call. So each process has a thread that writes ``hangs/<lane>.json`` while the file
-of the loop is there. Hooks do nothing for it: the thread reads what the watch keeps anyway.
+A busy process answers no call. So each process has a thread, as long as a step is open, that writes
+``hangs/<lane>.json`` while the file of the loop is there. Hooks do nothing for it: the thread reads what the
+watch keeps anyway.
 """
 
 from __future__ import annotations
@@ -124,12 +125,12 @@ class HangReporter:
         self._tokens: tuple[list[object], int] = [], 0
 
     def report(self, goes_on: Callable[[], bool]) -> None:
-        """Write the file of this process whenever the loop's file is there."""
-        path, written_ns = Path(self.reports[0], f"{self._lane}.json"), 0
+        """Write the file of this process whenever the loop's file is there; at the end, look once more."""
+        path, written_ns, is_last = Path(self.reports[0], f"{self._lane}.json"), 0, False
         try:
-            while goes_on():
+            while not is_last:
                 time.sleep(self.reports[1])
-                asked_ns, _ = 0, self._token_ns()
+                is_last, asked_ns, _ = not goes_on(), 0, self._token_ns()
                 with suppress(OSError):
                     asked_ns = path.with_name(LOOP_FILE).stat().st_mtime_ns
                 if asked_ns and asked_ns != written_ns:

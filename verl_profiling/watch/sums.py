@@ -49,6 +49,8 @@ _SLACK_NS = 50_000_000
 _SMALL_PART = 100
 """A part counts from 1/100: of an ended stage inside a step, or of a step inside an open stage."""
 
+NO_LOOKS = ("", 0.0)
+"""Ends the looks of a process for hangs."""
 
 _USES = msgspec.msgpack.Decoder(list[RankUse | None])
 
@@ -60,7 +62,8 @@ class WatchQuestion(msgspec.Struct, frozen=True, kw_only=True):
         steps: Begin and end of each step, on the clock of the loop's process.
         offsets_ns: Measured clock offsets by clock domain: the domain's clock minus the loop's clock.
         collectives: Whether the collectives that the process entered are requested, too.
-        hangs: Folder of the files of hangs, and pause between two looks for the loop's file (s).
+        hangs: Folder of the files of hangs, and pause between two looks for the loop's file (s);
+            :data:`NO_LOOKS` once no step is open.
     """
 
     steps: list[Period] = []
