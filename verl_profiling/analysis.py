@@ -57,7 +57,10 @@ Progress = Callable[[object], None]
 
 
 def open_step(
-    path: str | os.PathLike[str], limits: Limits | None = None, communication: Sequence[str] = ()
+    path: str | os.PathLike[str],
+    limits: Limits | None = None,
+    communication: Sequence[str] = (),
+    ray: str | None = None,
 ) -> CapturedStep:
     """Open one step.
 
@@ -65,12 +68,13 @@ def open_step(
         path: Step folder, trace, or a folder with one step or with the traces of one step.
         limits: How much of each trace is read.
         communication: Regular expressions of further communication kernels.
+        ray: Address of the Ray cluster that reads the traces, e.g. ``auto``; ``None`` for this host.
 
     Raises:
         TraceFormatError: There is nothing to analyse, or the manifest cannot be read.
         ConfigError: There are several steps, or an expression is invalid.
     """
-    return only_step(open_run(path, limits, communication).steps(), path)
+    return only_step(open_run(path, limits, communication, ray).steps(), path)
 
 
 def only_step(steps: Sequence[CapturedStep], path: str | os.PathLike[str]) -> CapturedStep:
@@ -87,7 +91,10 @@ def only_step(steps: Sequence[CapturedStep], path: str | os.PathLike[str]) -> Ca
 
 
 def open_run(
-    path: str | os.PathLike[str], limits: Limits | None = None, communication: Sequence[str] = ()
+    path: str | os.PathLike[str],
+    limits: Limits | None = None,
+    communication: Sequence[str] = (),
+    ray: str | None = None,
 ) -> CapturedRun:
     """Open all steps of a run.
 
@@ -95,18 +102,20 @@ def open_run(
         path: Run folder, or any path for :func:`open_step`.
         limits: How much of each trace is read.
         communication: Regular expressions of further communication kernels.
+        ray: Address of the Ray cluster that reads the traces, e.g. ``auto``; ``None`` for this host.
 
     Raises:
         TraceFormatError: There is no such file or folder, or it holds several runs.
         ConfigError: An expression is invalid.
     """
-    return CapturedRun(the_run(Path(path)), limits or Limits(), tuple(communication))
+    return CapturedRun(the_run(Path(path)), limits or Limits(), tuple(communication), ray)
 
 
 def open_steps(
     paths: Sequence[str | os.PathLike[str]],
     limits: Limits | None = None,
     communication: Sequence[str] = (),
+    ray: str | None = None,
 ) -> tuple[list[CapturedStep], list[str]]:
     """Open the steps under several paths; plain traces from all paths form one capture.
 
@@ -114,6 +123,7 @@ def open_steps(
         paths: Paths as for :func:`open_run`.
         limits: How much of each trace is read.
         communication: Regular expressions of further communication kernels.
+        ray: Address of the Ray cluster that reads the traces, e.g. ``auto``; ``None`` for this host.
 
     Returns:
         The readable steps, and one sentence per problem of incomplete or unreadable steps.
@@ -124,13 +134,13 @@ def open_steps(
     """
     patterns = tuple(communication)
     communicates(patterns)
-    return _opened([the_run(Path(path)) for path in paths], limits or Limits(), patterns)
+    return _opened([the_run(Path(path)) for path in paths], limits or Limits(), patterns, ray)
 
 
 def _opened(
-    paths: Sequence[Path], limits: Limits, communication: tuple[str, ...]
+    paths: Sequence[Path], limits: Limits, communication: tuple[str, ...], ray: str | None
 ) -> tuple[list[CapturedStep], list[str]]:
-    steps, damaged = steps_of(paths)
+    steps, damaged = steps_of(paths, ray)
     for step in steps:
         step.limits, step.communication = limits, communication
     begun = [f"{step.directory}: {step.unfinished}" for step in steps if step.unfinished]
@@ -171,13 +181,21 @@ class CapturedRun:
         directory: The run's folder.
         limits: How much of each trace is read.
         communication: Regular expressions of further communication kernels.
+        ray: Address of the Ray cluster that reads the traces; ``None`` for this host.
     """
 
-    def __init__(self, directory: Path, limits: Limits, communication: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        limits: Limits,
+        communication: tuple[str, ...] = (),
+        ray: str | None = None,
+    ) -> None:
         communicates(communication)
         self.directory = directory
         self.limits = limits
         self.communication = communication
+        self.ray = ray
 
     def steps(self) -> list[CapturedStep]:
         """Return the readable steps, in order; warn of each unreadable or incomplete step.
@@ -185,7 +203,7 @@ class CapturedRun:
         Raises:
             TraceFormatError: There is nothing to analyse, or no manifest can be read.
         """
-        steps, problems = _opened([self.directory], self.limits, self.communication)
+        steps, problems = _opened([self.directory], self.limits, self.communication, self.ray)
         for problem in problems:
             warnings.warn(problem, stacklevel=2)
         return steps
@@ -212,7 +230,7 @@ class CapturedRun:
         Raises:
             TraceFormatError: There is nothing to check.
         """
-        return check(self.directory, self.limits)
+        return check(self.directory, self.limits, self.ray)
 
 
 class CapturedStep:
@@ -402,7 +420,7 @@ class CapturedStep:
         Raises:
             TraceFormatError: There is nothing to check.
         """
-        return check(self.directory, self.inputs.limits)
+        return check(self.directory, self.inputs.limits, self.inputs.ray)
 
     def output(self, name: str) -> Path:
         """Return the default path of a result: next to the traces, with a unique name for the step.

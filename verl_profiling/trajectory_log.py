@@ -8,7 +8,7 @@ trajectories, and the analysis reads logs with :func:`read_log`.
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -319,21 +319,21 @@ LaterStatuses = dict[tuple[str, int | str | None], tuple[int, str]]
 """Time and status of the last change on each sample of a group, or on all of it (``None``)."""
 
 
-def later_statuses(logs: Iterable[tuple[Path, int]]) -> LaterStatuses:
-    """Return the status changes in all trajectory logs of a step.
+def later_statuses(path: Path, offset_ns: int) -> LaterStatuses:
+    """Return the status changes in one trajectory log.
 
     A change may be in the log of another process than the trajectory.
 
     Args:
-        logs: The logs, each with the clock offset to subtract from its times.
+        path: The log.
+        offset_ns: The clock offset to subtract from its times.
     """
     found: LaterStatuses = {}
-    for path, offset_ns in logs:
-        with suppress(TraceFormatError):  # a damaged log is reported when its trajectories are read
-            for change in _decoded(path, b'["status"'):
-                if isinstance(change, StatusChange) and change.group:
-                    key, new = (change.group, change.sample), (change.at_ns - offset_ns, change.status)
-                    found[key] = max(found.get(key, new), new)
+    with suppress(TraceFormatError):  # a damaged log is reported when its trajectories are read
+        for change in _decoded(path, b'["status"'):
+            if isinstance(change, StatusChange) and change.group:
+                key, new = (change.group, change.sample), (change.at_ns - offset_ns, change.status)
+                found[key] = max(found.get(key, new), new)
     return found
 
 

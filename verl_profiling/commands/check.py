@@ -8,7 +8,7 @@ import msgspec
 
 from verl_profiling.analysis import open_run
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.commands.common import add_paths
+from verl_profiling.commands.common import add_paths, add_ray
 from verl_profiling.report.check import CheckResult
 from verl_profiling.units import visible
 
@@ -22,12 +22,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "example: verl-profiling check outputs/run && echo complete"
     add_paths(parser)
+    add_ray(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, one document per path")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the artifacts under each path."""
-    results = [open_run(path).check() for path in dict.fromkeys(arguments.paths)]
+    results = [open_run(path, ray=arguments.ray).check() for path in dict.fromkeys(arguments.paths)]
     if arguments.json:
         for result in results:
             print(msgspec.json.encode(result).decode())

@@ -45,12 +45,25 @@ def add_communication(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_ray(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--ray``."""
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
+        help="read each trace on the node of a Ray cluster that has it; without an address, in the cluster "
+        "that runs here",
+    )
+
+
 class StepByStep:
     """The steps under some paths; a damaged step is skipped with a warning.
 
     Args:
         paths: The paths on the command line.
         communication: Regular expressions of further communication kernels.
+        ray: Address of the Ray cluster that reads the traces; ``None`` for this host.
 
     Raises:
         TraceFormatError: There is nothing to analyse.
@@ -60,8 +73,10 @@ class StepByStep:
         exit_code: 0, or 1 after a warning.
     """
 
-    def __init__(self, paths: Sequence[Path], communication: Sequence[str] = ()) -> None:
-        self.steps, problems = open_steps(paths, communication=communication)
+    def __init__(
+        self, paths: Sequence[Path], communication: Sequence[str] = (), ray: str | None = None
+    ) -> None:
+        self.steps, problems = open_steps(paths, communication=communication, ray=ray)
         self._failures: list[TraceFormatError] = []
         self.exit_code = EXIT_OK
         for problem in problems:

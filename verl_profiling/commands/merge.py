@@ -7,7 +7,7 @@ from pathlib import Path
 
 from verl_profiling.analysis import CapturedStep, Progress
 from verl_profiling.commands import at_least_0, count, size
-from verl_profiling.commands.common import StepByStep, add_paths, progress
+from verl_profiling.commands.common import StepByStep, add_paths, add_ray, progress
 from verl_profiling.errors import ConfigError
 from verl_profiling.run_files import clear_leftovers
 from verl_profiling.units import byte_size, listed
@@ -22,6 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "example: verl-profiling merge outputs/run/step_000012 --stage rollout --min-us 5"
     add_paths(parser)
+    add_ray(parser)
     parser.add_argument("-o", "--output", type=Path, help="file to write (only for a single step)")
     parser.add_argument(
         "--stage",
@@ -49,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Merge every step under the path."""
-    work = StepByStep(arguments.paths)
+    work = StepByStep(arguments.paths, ray=arguments.ray)
     if arguments.output:
         if len(work.steps) > 1:
             titles = listed([step.inputs.title for step in work.steps])

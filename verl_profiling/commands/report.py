@@ -12,7 +12,7 @@ from rich.console import Console
 
 from verl_profiling.analysis import CapturedStep, open_run
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK
-from verl_profiling.commands.common import StepByStep, add_communication, add_paths, warn, watched
+from verl_profiling.commands.common import StepByStep, add_communication, add_paths, add_ray, warn, watched
 from verl_profiling.errors import ConfigError
 from verl_profiling.report.files import write_csv, write_tensorboard
 from verl_profiling.report.findings import OWN_COST
@@ -38,6 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: verl-profiling report outputs/run/step_000012 --json | jq .workers"
     add_paths(parser)
     add_communication(parser)
+    add_ray(parser)
     parser.add_argument(
         "--verdict", action="store_true", help="print one line; exit 1 if a finding stands out in any step"
     )
@@ -96,7 +97,7 @@ def _of_uncaptured(runs: Sequence[Path], arguments: argparse.Namespace, *, alone
 
 def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: list[Path]) -> int:
     """Report on the captured steps; append the written files to ``written``, and return the exit code."""
-    work = StepByStep(paths, arguments.communication)
+    work = StepByStep(paths, arguments.communication, arguments.ray)
     reports = work.reports()
     for path in paths:
         if sentence := open_run(path).never_came():

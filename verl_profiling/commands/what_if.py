@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from verl_profiling.analysis import CapturedStep
 from verl_profiling.commands import EXIT_FINDING, at_least_0
-from verl_profiling.commands.common import StepByStep, add_communication, add_paths, progress
+from verl_profiling.commands.common import StepByStep, add_communication, add_paths, add_ray, progress
 from verl_profiling.errors import ConfigError
 from verl_profiling.predict.what_if import PathRow, Prediction, added
 from verl_profiling.report.tables import cells
@@ -32,6 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: verl-profiling what-if outputs/run/step_000012 --scale update_actor=0.5"
     add_paths(parser)
     add_communication(parser)
+    add_ray(parser)
     parser.add_argument(
         "--scale",
         type=_named(at_least_0("a factor such as 0.5")),
@@ -66,7 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the critical path of each step, as recorded or with changes."""
-    work = StepByStep(arguments.paths, arguments.communication)
+    work = StepByStep(arguments.paths, arguments.communication, arguments.ray)
     steps = [step for capture in work.steps for step in capture.by_step()]
     found: list[tuple[CapturedStep, Prediction]] = []
     refused: list[tuple[CapturedStep, ConfigError]] = []

@@ -277,7 +277,7 @@ def _located(folder: Path, results: list[CaptureResult], notes: list[str]) -> li
             artifacts.append(artifact)
         workers.append(msgspec.structs.replace(worker, artifacts=artifacts))
     if hosts:
-        notes.append(f"files of {', '.join(hosts)} are not visible on this host: copy them into this folder")
+        notes.append(f"files of {', '.join(hosts)} are not visible on this host: --ray reads them there")
     return workers
 
 

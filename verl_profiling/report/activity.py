@@ -16,10 +16,12 @@ from itertools import compress, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.errors import TraceFormatError
+from verl_profiling.manifest import StageSpan
 from verl_profiling.report.intervals import EMPTY, Spans, length, nested_times, union
 from verl_profiling.report.kinds import (
     COMMUNICATION,
@@ -43,7 +45,7 @@ from verl_profiling.report.kinds import (
 )
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.timeline.step import Source, StepInputs
-from verl_profiling.timeline.trace import NO_ARGS, Event, Trace
+from verl_profiling.timeline.trace import NO_ARGS, Event, Limits, Trace
 from verl_profiling.units import duration
 
 _CHUNK_BYTES = 2 << 20  # JSON per chunk: long arrays, but events stay in a CPU cache
@@ -84,38 +86,90 @@ class Rows(NamedTuple):
 _NO_ROWS = Rows(EMPTY, np.empty(0, np.int32), np.empty(0, np.int32))
 
 
-class LaneReader:
-    """Reads the traces of one lane, and collects their rows.
-
-    Args:
-        sources: The traces.
-        step: The step, for the stages and the device of the lane.
-        inputs: Limits on reading, and the user's patterns of communication kernels.
+class LaneJob(msgspec.Struct, frozen=True, kw_only=True):
+    """The inputs of a process that reads the traces of one lane.
 
     Attributes:
-        paths: The readable traces.
-        events: Number of events read.
-        problems: Sentences on unreadable parts.
-        notes: Sentences on limits of the report's numbers.
+        sources: The traces.
+        limits: Limits on reading each trace.
+        communication: Regular expressions of further communication kernels.
+        is_captured: Whether the step has a manifest.
+        stages: The outermost stages of the lane, in order.
+        marks: Names of the worker's stages, which are operators in traces of torch_npu.
+        between: Begin and end of the step (unix ns), if the traces hold several steps.
         unrecorded: Kind of the lane's device, if the artifacts show that the device was in use but not
             recorded.
     """
 
-    def __init__(self, sources: Sequence[Source], step: Step, inputs: StepInputs) -> None:
+    sources: list[Source]
+    limits: Limits
+    communication: tuple[str, ...]
+    is_captured: bool
+    stages: list[StageSpan]
+    marks: set[str]
+    between: tuple[int, int] | None
+    unrecorded: str
+
+    @property
+    def place(self) -> Source:
+        """The trace whose host reads the lane."""
+        return next((source for source in self.sources if source.where), self.sources[0])
+
+
+def lane_job(sources: list[Source], step: Step, inputs: StepInputs) -> LaneJob:
+    """Return the inputs for the traces of one lane of a step."""
+    workers = [worker for worker in step.workers if worker.name == sources[0].worker]
+    return LaneJob(
+        sources=sources,
+        limits=inputs.limits,
+        communication=inputs.communication,
+        is_captured=step.manifest is not None,
+        stages=step.stages_of(sources[0]),
+        marks={span.name for worker in workers for span in worker.stages},
+        between=(step.begin_ns, step.end_ns) if inputs.capture else None,
+        unrecorded=step.unrecorded_device(sources[0]),
+    )
+
+
+class LaneTraces(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of the traces of one lane.
+
+    Attributes:
+        lanes: One lane per device, or the host's lane if there is no device.
+        paths: The readable traces.
+        events: Number of events read.
+        problems: Sentences on unreadable parts.
+        notes: Sentences on limits of the report's numbers.
+    """
+
+    lanes: list[Lane] = []
+    paths: list[Path] = []
+    events: int = 0
+    problems: list[str] = []
+    notes: list[str] = []
+
+
+def read_lane(job: LaneJob) -> LaneTraces:
+    """Read the traces of one lane. Without a readable trace, or an event of known work, it has no lanes."""
+    reader = _LaneReader(job)
+    lanes = reader.lanes()
+    return LaneTraces(
+        lanes=lanes, paths=reader.paths, events=reader.events, problems=reader.problems, notes=reader.notes
+    )
+
+
+class _LaneReader:
+    """Reads the traces of one lane, and collects their rows."""
+
+    def __init__(self, job: LaneJob) -> None:
         self.paths: list[Path] = []
         self.events = 0
         self.problems: list[str] = []
         self.notes: list[str] = []
-        self.unrecorded = step.unrecorded_device(sources[0])
-        self._sources, self._limits = sources, inputs.limits
-        self._is_captured = step.manifest is not None
-        self._stages = step.stages_of(sources[0])
-        self._between = (step.begin_ns, step.end_ns) if inputs.capture else None
-        workers = [worker for worker in step.workers if worker.name == sources[0].worker]
-        marks = {span.name for worker in workers for span in worker.stages}  # operators, in torch_npu
-        check = communicates(inputs.communication)
+        self._job, self._stages = job, job.stages
+        check = communicates(job.communication)
         self._kind = cache(
-            lambda category, name: NOTHING if name in marks else kind_of(category, name, check)
+            lambda category, name: NOTHING if name in job.marks else kind_of(category, name, check)
         )
         self._keys: list[Key] = []
         self._numbers: dict[Any, int] = {}
@@ -138,11 +192,8 @@ class LaneReader:
         self._cut_off: list[str] = []
 
     def lanes(self) -> list[Lane]:
-        """Read the traces; return one lane per device, or the host's lane if there is no device.
-
-        Without a readable trace, or without an event of known work, the list is empty.
-        """
-        for source in self._sources:
+        """Read the traces; return one lane per device, or the host's lane if there is no device."""
+        for source in self._job.sources:
             try:
                 self._read(source)
             except TraceFormatError as error:
@@ -154,7 +205,7 @@ class LaneReader:
         kinds = self._kinds_of(rows.keys)
         devices = list(self._devices(rows, kinds))
         lane = Lane(
-            source=self._sources[0],
+            source=self._job.sources[0],
             paths=self.paths,
             host=union(*self._host),
             blocked=union(*self._blocked),
@@ -165,7 +216,8 @@ class LaneReader:
         if devices:
             found = ((rows if mine.all() else rows.of(mine), name) for name, mine in devices)
             return [self._reduced(mine, _ON_DEVICE, replace(lane, accelerator=name)) for mine, name in found]
-        lost = f"has no event of {self.unrecorded}, although the device was in use" if self.unrecorded else ""
+        unrecorded = self._job.unrecorded
+        lost = f"has no event of {unrecorded}, although the device was in use" if unrecorded else ""
         if self._cut_off and (self._says_device or self._launches):
             lost = "ends before the first event of its device"
         if lost:
@@ -181,7 +233,7 @@ class LaneReader:
 
     def _read(self, source: Source) -> None:
         """Read one trace."""
-        trace = Trace(source.path, self._limits)
+        trace = Trace(source.file, self._job.limits)
         self.paths.append(source.path)
         self._groups.add(only_group(trace.metadata.get("distributedInfo")))
         self._said.clear()
@@ -288,8 +340,8 @@ class LaneReader:
         """Keep device rows; reduce host rows to the times of work and of blocking calls."""
         on_host = (kinds > UNKNOWN) & (kinds < ITERATION)
         self._works |= bool(on_host.any())
-        if self._between is not None:
-            begin_ns, end_ns = self._between
+        if self._job.between is not None:
+            begin_ns, end_ns = self._job.between
             iteration = kinds == ITERATION  # belongs to the step in which it begins
             inside = (rows.spans[:, 0] < end_ns) & (rows.spans[:, 1] > begin_ns)
             inside &= (rows.spans[:, 0] >= begin_ns) | ~iteration
@@ -389,7 +441,7 @@ class LaneReader:
         found = {category[:_LONGEST_NAME] or "no category" for category in self._categories}
         if "Trace" in found and found <= _MARKS and not self.problems:
             said = f"{path.name}: the process ran no operator during the recording"
-            (self.notes if self._is_captured else self.problems).append(said)
+            (self.notes if self._job.is_captured else self.problems).append(said)
             return
         named = ", ".join(sorted(found)[:_MOST_CATEGORIES])
         text = f"no event is work of a device or an operator, only {named}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import reduce
+from functools import partial, reduce
 from itertools import groupby
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, WEIGHT_SYNC, Manifest
 from verl_profiling.report import anatomy, capture_rows, collectives, lost, numbers
-from verl_profiling.report.activity import LaneReader
+from verl_profiling.report.activity import LaneTraces, lane_job, read_lane
 from verl_profiling.report.findings import find
 from verl_profiling.report.intervals import EMPTY, intersection
 from verl_profiling.report.lanes import Step
@@ -21,6 +21,7 @@ from verl_profiling.report.model import Coverage, Report
 from verl_profiling.report.rollout_section import rollout_of
 from verl_profiling.report.suspects import asked_of
 from verl_profiling.step_summary import StepSummary
+from verl_profiling.timeline.cluster import results
 from verl_profiling.timeline.member import read_logs
 from verl_profiling.timeline.merge import zero_ns
 from verl_profiling.timeline.step import Source, StepInputs
@@ -53,19 +54,22 @@ def read_step(
         known = {source.lane for source in inputs.files}
         coverage.expected = len(expected)
         coverage.lanes = [lane for lane in dict.fromkeys(expected) if lane not in known]
-    for name, group in groupby(inputs.sources, key=lambda source: source.lane):
-        sources = list(group)
-        reader = LaneReader(sources, step, inputs)
-        lanes = reader.lanes()
-        for lane in lanes:
+    jobs = [lane_job(list(group), step, inputs) for _, group in groupby(inputs.sources, lambda one: one.lane)]
+    calls = [(partial(read_lane, job), job.place) for job in jobs]
+    for job, found in zip(jobs, results(calls, inputs.ray), strict=True):
+        name = job.sources[0].lane
+        if isinstance(found, TraceFormatError):
+            found = LaneTraces(problems=[str(found)])
+        for lane in found.lanes:
             step.add(lane)
-        coverage.unrecorded += [name] if reader.unrecorded and lanes and lanes[0].is_unknown else []
-        coverage.lanes += [name] if reader.problems else []
-        coverage.missing += reader.problems
-        coverage.read += len(reader.paths)
-        coverage.events += reader.events
-        notes += reader.notes
-        for source in sources:
+        is_unrecorded = job.unrecorded and found.lanes and found.lanes[0].is_unknown
+        coverage.unrecorded += [name] if is_unrecorded else []
+        coverage.lanes += [name] if found.problems else []
+        coverage.missing += found.problems
+        coverage.read += len(found.paths)
+        coverage.events += found.events
+        notes += found.notes
+        for source in job.sources:
             if on_progress:
                 on_progress(source)
     if manifest is None:

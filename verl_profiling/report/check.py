@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -12,16 +13,19 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import step_folder_name
 from verl_profiling.manifest import CUT_SHORT, MANIFEST_NAME, RUN_NAME, Artifact
 from verl_profiling.run_files import never_came, read_manifest, read_run
+from verl_profiling.timeline.cluster import results
 from verl_profiling.timeline.inputs import (
     UNWRITTEN,
     how_to_capture,
     is_step,
     is_uncaptured,
     located,
+    on_other_host,
     step_folders,
     unfinished,
 )
 from verl_profiling.timeline.plain import plain_steps
+from verl_profiling.timeline.step import Source
 from verl_profiling.timeline.trace import Blocks, Limits, Trace
 from verl_profiling.trajectory_log import LOG_SUFFIX, read_log
 from verl_profiling.units import visible_text_of
@@ -64,22 +68,24 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-def check(path: Path, limits: Limits | None = None) -> CheckResult:
+def check(path: Path, limits: Limits | None = None, ray: str | None = None) -> CheckResult:
     """Read all expected files of a step folder, a run folder or a folder of traces.
 
     Args:
         path: The folder, or a trace.
         limits: How much of each trace is read.
+        ray: Address of the Ray cluster that reads the artifacts of step folders; ``None`` for this host.
 
     Raises:
         TraceFormatError: There is nothing to check.
+        ToolUnavailableError: No Ray cluster runs at the address.
     """
     limits = limits or Limits()
     lost = list(_check_run(path))
     if is_step(path):
-        checked = list(_check_step(path, path, limits))
+        checked = list(_check_step(path, path, limits, ray))
     elif path.is_dir() and ((folders := step_folders(path)) or lost or is_uncaptured(path)):
-        checked = lost + [entry for folder in folders for entry in _check_step(path, folder, limits)]
+        checked = lost + [entry for folder in folders for entry in _check_step(path, folder, limits, ray)]
     elif path.is_dir():
         steps, damaged = plain_steps([path])
         files = [source.path for step in steps for source in step.files]
@@ -115,7 +121,7 @@ def _check_run(run: Path) -> Iterator[Checked]:
             yield Checked(path=WATCH_LOG, status="failed", reason=last.hangs)
 
 
-def _check_step(root: Path, folder: Path, limits: Limits) -> Iterator[Checked]:
+def _check_step(root: Path, folder: Path, limits: Limits, ray: str | None) -> Iterator[Checked]:
     where = "" if folder == root else f"{folder.name}/"
     name = f"{where}{MANIFEST_NAME}"
     if not (folder.is_symlink() or (folder / MANIFEST_NAME).exists()):
@@ -131,14 +137,30 @@ def _check_step(root: Path, folder: Path, limits: Limits) -> Iterator[Checked]:
     elif not manifest.complete:
         said = "; ".join(note for note in manifest.notes if note.startswith(CUT_SHORT))
         yield Checked(path=name, status="cut", reason=said or CUT_SHORT)
+    artifacts = (artifact for worker in manifest.workers for artifact in worker.artifacts)
+    checked = results([_check_where_it_is(folder, one, where, limits, ray) for one in artifacts], ray)
     for worker in manifest.workers:
-        yield from (_check_artifact(folder, artifact, where, limits) for artifact in worker.artifacts)
+        for artifact, found in zip(worker.artifacts, checked, strict=False):
+            if isinstance(found, TraceFormatError):
+                found = Checked(path=where + artifact.path, status="missing", reason=found.problem)
+            yield found
         explained = any(artifact.status not in ("ok", "pending", "skipped") for artifact in worker.artifacts)
         if worker.status not in ("ok", "skipped") and not explained:  # it died, for one
             yield Checked(path=f"{where}{worker.name}", status=worker.status, reason=worker.reason)
     if not manifest.workers:
         reason = "; ".join(("no worker was captured", *manifest.notes))
         yield Checked(path=name, status="empty", reason=reason)
+
+
+def _check_where_it_is(
+    folder: Path, artifact: Artifact, where: str, limits: Limits, ray: str | None
+) -> tuple[Callable[[], Checked], Source]:
+    """Return the call that checks an artifact on the host that has it, and the file."""
+    there = on_other_host(folder, artifact, ray)
+    file = Source(path=folder / artifact.path, lane=artifact.lane, worker="", role="", where=there)
+    if there:
+        folder = Path(there.partition(":")[2].removesuffix(artifact.path))
+    return partial(_check_artifact, folder, artifact, where, limits), file
 
 
 def _check_artifact(folder: Path, artifact: Artifact, where: str, limits: Limits) -> Checked:

@@ -35,12 +35,18 @@ def find_steps(path: Path) -> list[StepInputs]:
     return steps_of([the_run(path)])[0]
 
 
-def steps_of(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceFormatError]]:
+def steps_of(
+    paths: Sequence[Path], ray: str | None = None
+) -> tuple[list[StepInputs], list[TraceFormatError]]:
     """Return the readable steps of each path, and an error for each unreadable step.
 
     A run folder yields its own steps, but no steps of runs in subfolders.
 
     Plain traces of all paths are grouped into steps together.
+
+    Args:
+        paths: The paths.
+        ray: Address of the Ray cluster that reads the files, also files that only other hosts have.
 
     Raises:
         TraceFormatError: As for :func:`find_steps`.
@@ -57,13 +63,15 @@ def steps_of(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceFormatE
             continue
         for folder in folders:
             try:
-                steps[folder.resolve()] = _from_manifest(folder)
+                steps[folder.resolve()] = _from_manifest(folder, ray)
             except TraceFormatError as error:
                 damaged.append(error)
     traces, unreadable = plain_steps(plain)
     found, damaged = [*steps.values(), *traces], [*damaged, *unreadable]
     if not found:
         raise damaged[0]
+    for step in found:
+        step.ray = ray
     return found, damaged
 
 
@@ -177,7 +185,13 @@ def located(directory: Path, artifact: Artifact) -> tuple[Path | None, Any, str]
     return path, status, "; ".join(filter(None, (artifact.reason, elsewhere)))
 
 
-def _from_manifest(directory: Path) -> StepInputs:
+def on_other_host(directory: Path, artifact: Artifact, ray: str | None) -> str:
+    """Return ``host:path`` of an artifact that a Ray task has to read on its host; ``""`` for any other."""
+    path, status, _ = located(directory, artifact)
+    return artifact.where if ray is not None and path is None and status == "missing" else ""
+
+
+def _from_manifest(directory: Path, ray: str | None) -> StepInputs:
     if not (directory.is_symlink() or (directory / MANIFEST_NAME).exists()):
         raise TraceFormatError(directory, UNWRITTEN)
     manifest = read_manifest(directory)
@@ -196,8 +210,10 @@ def _from_manifest(directory: Path) -> StepInputs:
             if artifact.status == "skipped":
                 continue
             path, status, why = located(directory, artifact)
-            if path is not None:
-                found += (_source(manifest, worker, artifact, file) for file in _files_in(path))
+            where = on_other_host(directory, artifact, ray)
+            files = list(_files_in(path or directory / artifact.path)) if path or where else []
+            found += (_source(manifest, worker, artifact, file, where) for file in files)
+            if path is not None or files:
                 continue
             state = "missing" if status == "failed" else status
             inputs.absent.append(f"{artifact.path} is {state}{f': {why}' if why else ''}")
@@ -219,7 +235,7 @@ def _shifted(worker: CaptureResult, offset_ns: int) -> CaptureResult:
     return msgspec.structs.replace(worker, **parts, pending_since_ns=pending)
 
 
-def _source(manifest: Manifest, worker: CaptureResult, artifact: Artifact, path: Path) -> Source:
+def _source(manifest: Manifest, worker: CaptureResult, artifact: Artifact, path: Path, where: str) -> Source:
     identity = worker.identity
     lane_rank = re.search(r"_rank(\d+)$", artifact.lane)
     return Source(
@@ -232,6 +248,7 @@ def _source(manifest: Manifest, worker: CaptureResult, artifact: Artifact, path:
         topology=identity.topology,
         offset_ns=manifest.offset_ns(identity),
         stage=artifact.stage,
+        where=where,
     )
 
 

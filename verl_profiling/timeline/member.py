@@ -20,6 +20,7 @@ from isal import isal_zlib
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import Request
+from verl_profiling.timeline.cluster import results
 from verl_profiling.timeline.processes import (
     TRAJECTORIES_PID,
     Processes,
@@ -140,7 +141,7 @@ def write_member(job: MemberJob) -> Member:
         OSError: The member cannot be written.
     """
     bytes(_KEPT_BYTES)  # freeing it raises glibc's mmap threshold: freed blocks up to this size are reused
-    trace = Trace(job.source.path, job.limits)
+    trace = Trace(job.source.file, job.limits)
     processes = Processes(job.pid, job.source.title, job.lane_index)
     written = left_out = 0
     problems = []
@@ -214,18 +215,31 @@ _BAD = {"failed": "terrible", "cancelled": "bad"}
 _Record = TrajectoryRecord | SpanRecord | Block
 
 
+def statuses_of(inputs: StepInputs) -> LaterStatuses:
+    """Return the last status changes in all trajectory logs of a step."""
+    found: LaterStatuses = {}
+    calls = [(partial(_statuses_in, source), source) for source in inputs.logs]
+    for statuses in results(calls, inputs.ray):
+        for key, new in () if isinstance(statuses, TraceFormatError) else statuses.items():
+            found[key] = max(found.get(key, new), new)
+    return found
+
+
+def _statuses_in(source: Source) -> LaterStatuses:
+    return later_statuses(source.file, source.offset_ns)
+
+
 def read_logs(inputs: StepInputs) -> Iterator[tuple[Source, TrajectoryLog | None, list[str]]]:
     """Yield the logs of a step, sorted by lane, with one log in memory at a time.
 
     Each item has the source, the log from :func:`linked_log` (``None`` if unreadable), and sentences on
     unreadable or unrecorded parts. Statuses are the latest in any log of the step.
     """
-    statuses = later_statuses((source.path, source.offset_ns) for source in inputs.logs)
-    for source in inputs.logs:
-        try:
-            log = linked_log(source, inputs.limits, statuses)
-        except TraceFormatError as error:
-            yield source, None, [str(error)]
+    statuses = statuses_of(inputs)
+    calls = [(partial(linked_log, source, inputs.limits, statuses), source) for source in inputs.logs]
+    for source, log in zip(inputs.logs, results(calls, inputs.ray), strict=True):
+        if isinstance(log, TraceFormatError):
+            yield source, None, [str(log)]
         else:
             yield source, log, [f"{source.path.name}: {problem}" for problem in log.problems]
 
@@ -238,7 +252,7 @@ def linked_log(source: Source, limits: Limits, statuses: LaterStatuses) -> Traje
     Raises:
         TraceFormatError: The file is not a trajectory log, or cannot be read.
     """
-    log = read_log(source.path, limits.reached)
+    log = read_log(source.file, limits.reached)
     for place, trajectory in enumerate(log.trajectories):
         if (status := last_status(trajectory, statuses)) != trajectory.status:
             log.trajectories[place] = msgspec.structs.replace(trajectory, status=status)

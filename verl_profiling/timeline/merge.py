@@ -10,10 +10,9 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from tempfile import TemporaryDirectory
 
 import msgspec
 
@@ -21,11 +20,13 @@ from verl_profiling.capture_request import parse_ranks
 from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
 from verl_profiling.manifest import SCHEMA_VERSION
 from verl_profiling.run_files import scratch_folder
+from verl_profiling.timeline.cluster import results
 from verl_profiling.timeline.member import (
     Member,
     MemberFile,
     MemberJob,
     compressor,
+    statuses_of,
     write_log_member,
     write_member,
 )
@@ -42,12 +43,9 @@ from verl_profiling.timeline.processes import (
 )
 from verl_profiling.timeline.step import TIMELINE_MARK, TIMELINE_NAME, Keep, Source, StepInputs
 from verl_profiling.timeline.trace import Event, Trace
-from verl_profiling.trajectory_log import later_statuses
 
 _SLACK_NS = 3_600_000_000_000  # the clock starts an hour before the step, so that no ts is negative
 _LONGEST_US = 1e6  # longer events are never dropped to reduce the size
-_THREADS = Path("/proc/self/task")  # has one entry per thread, including threads of libraries
-_SPAWN_BYTES = 8 << 20  # for smaller inputs, starting processes takes longer than it saves
 
 
 class MergeResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +100,7 @@ def merge(
         while True:
             plan, pids = _plan(inputs, scratch, base_ns, keep)
             members = []
-            for job, member in _run(plan, jobs):
+            for job, member in _run(plan, inputs.ray, jobs):
                 members.append(member)
                 if on_progress:
                     on_progress(job.source)
@@ -183,7 +181,7 @@ def _plan(
         for request, row in zip(worker.requests, request_rows(worker), strict=True)
         if keep.holds(request.begin_ns, request.end_ns)
     }
-    statuses = later_statuses((source.path, source.offset_ns) for source in inputs.logs)
+    statuses = statuses_of(inputs)
     uses: dict[str, int] = {}
     plan = []
     for index, source in enumerate(inputs.files, 1):
@@ -205,33 +203,29 @@ def _plan(
     return plan, pids
 
 
-def _run(plan: list[MemberJob], jobs: int) -> Iterator[tuple[MemberJob, Member]]:
-    if min(jobs, len(plan)) < 2 or sum(job.source.path.stat().st_size for job in plan) < _SPAWN_BYTES:
-        yield from ((job, _write(job)) for job in plan)
-        return
-    with ProcessPoolExecutor(min(jobs, len(plan)), mp_context=get_context(_start_method())) as pool:
-        yield from zip(plan, pool.map(_write, plan), strict=True)
+def _run(plan: list[MemberJob], ray: str | None, jobs: int) -> Iterator[tuple[MemberJob, Member]]:
+    """Yield the member of each log or trace; an unreadable file gets an empty member."""
+    write: Callable[[MemberJob], Member | tuple[Member, bytes]] = _write if ray is None else _sent
+    written = results([(partial(write, job), job.source) for job in plan], ray, jobs)
+    for job, member in zip(plan, written, strict=True):
+        if isinstance(member, TraceFormatError):
+            job.output.touch()
+            member = Member(path=job.source.path, problems=[member.problem], is_readable=False)
+        elif isinstance(member, tuple):
+            member, content = member
+            job.output.write_bytes(content)
+        yield job, member
 
 
 def _write(job: MemberJob) -> Member:
-    """Write the member of a log or a trace; an unreadable file gets an empty member."""
-    try:
-        return write_log_member(job) if job.source.is_log else write_member(job)
-    except TraceFormatError as error:
-        job.output.touch()
-        return Member(path=job.source.path, problems=[error.problem], is_readable=False)
+    return write_log_member(job) if job.source.is_log else write_member(job)
 
 
-def _start_method() -> Literal["fork", "spawn"]:
-    """Return the start method for processes: ``fork``, or ``spawn`` if this process has threads.
-
-    Forked processes start faster, because they import nothing. But they copy locks that threads hold, without
-    threads to release them.
-    """
-    try:
-        return "fork" if len(list(_THREADS.iterdir())) == 1 else "spawn"
-    except OSError:  # a system without /proc
-        return "spawn"
+def _sent(job: MemberJob) -> tuple[Member, bytes]:
+    """Return a member with its content, from a host that cannot write the output."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder, job.output.name)
+        return _write(msgspec.structs.replace(job, output=path)), path.read_bytes()
 
 
 def _opening(inputs: StepInputs, plan: list[MemberJob], pids: dict[str, int], base_ns: int) -> list[Event]:

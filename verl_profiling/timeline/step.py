@@ -32,6 +32,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         offset_ns: Clock offset: time in the file minus time on the controller's clock.
         stage: The recorded stage, in discrete mode.
         begin_ns: Begin of the first event (unix ns), for a file without a manifest.
+        where: ``host:path`` of a file on another host's own file system, which a Ray task reads; ``path`` is
+            its path if it were in the step folder.
     """
 
     path: Path
@@ -44,6 +46,21 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     offset_ns: int = 0
     stage: str | None = None
     begin_ns: int = 0
+    where: str = ""
+
+    @property
+    def host(self) -> str:
+        """The only host that has the file; ``""`` for a file that is visible here."""
+        return self.where.partition(":")[0]
+
+    @property
+    def file(self) -> Path:
+        """The file to open, on its host; the uncompressed file if only that exists."""
+        if not self.where:
+            return self.path
+        file = Path(self.where.partition(":")[2])
+        raw = file.with_name(file.name.removesuffix(".gz"))
+        return raw if raw.exists() and not file.exists() else file
 
     @property
     def is_log(self) -> bool:
@@ -86,6 +103,7 @@ class StepInputs(msgspec.Struct, kw_only=True):
         absent: Sentences on artifacts and workers that are missing.
         limits: Limits on reading each trace.
         communication: Regular expressions of further communication kernels.
+        ray: Address of the Ray cluster that reads the files; ``None`` for this host.
         unfinished: Reason why the capture has no end, e.g. that the job still runs; empty for a complete
             capture.
         name: Path of a single plain trace, shown after the step's number.
@@ -101,6 +119,7 @@ class StepInputs(msgspec.Struct, kw_only=True):
     unfinished: str = ""
     limits: Limits = Limits()
     communication: tuple[str, ...] = ()
+    ray: str | None = None
     name: str = ""
     label: str = ""
 

@@ -1,0 +1,182 @@
+"""Files that only other nodes have, read there by real Ray.
+
+Each node is a raylet with its own host name, and its own file system at the folder of the run. Namespaces of
+one machine give it both.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import psutil
+import pytest
+from conftest import ROOT
+from drawn_logs import add_log
+from step_folders import build_step, rewrite_worker
+
+from verl_profiling.cli import main
+from verl_profiling.run_files import read_manifest
+from verl_profiling.trajectory_log import (
+    LoopRecord,
+    SpanRecord,
+    StatusChange,
+    TrajectoryLog,
+    TrajectoryRecord,
+)
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.timeout(600)
+NODES = ("node1", "node2")
+START = """
+hostname "$0"
+mount --bind "$1" "$2"
+exec "$3" -m ray.scripts.scripts start --address "$4" --num-cpus 1 --num-gpus 0 --block
+"""
+QUIET: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+
+
+class Cluster(NamedTuple):
+    """A running cluster.
+
+    Attributes:
+        disk: Folder of the step's run, which is another file system on each node.
+        disks: The file system of each node, as seen from here.
+        nodes: The command that runs each node.
+    """
+
+    disk: Path
+    disks: dict[str, Path]
+    nodes: dict[str, subprocess.Popen[bytes]]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Three nodes: this process is on the first; the others have their own name and disk."""
+    if subprocess.run(["unshare", "--uts", "--mount", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("namespaces are not allowed")
+    ray.shutdown()
+    disk = tmp_path_factory.mktemp("run")
+    disks = {name: tmp_path_factory.mktemp(name) for name in NODES}
+    paths = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
+    ray.init(
+        "local", num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": paths}
+    )
+    address = ray.get_runtime_context().gcs_address
+    nodes: dict[str, subprocess.Popen[bytes]] = {}
+    for name, own in disks.items():
+        command = ["unshare", "--uts", "--mount", "sh", "-c", START, name, own, disk, sys.executable, address]
+        while name not in alive():  # on a busy machine, a raylet may give up
+            nodes[name] = subprocess.Popen(command, env={**os.environ, **paths}, **QUIET)
+            until(lambda: name in alive() or nodes[name].poll() is not None)  # noqa: B023
+    yield Cluster(disk, disks, nodes)
+    for node in nodes.values():
+        node.terminate()
+        node.wait(60)
+    ray.shutdown()
+
+
+def alive() -> set[str]:
+    return {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
+
+
+def until(holds: Callable[[], bool], seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, alive()
+        time.sleep(0.2)
+
+
+def build(folder: Path) -> Path:
+    """Build a step with three traces and two logs, of which the second has the status of the first."""
+    step = build_step(folder)
+    begin_ns, ids = read_manifest(step).begin_ns, range(50)
+    ends = [(begin_ns + 1_000 * id, begin_ns + 500_000 + 1_000 * id) for id in ids]
+    trajectories = [TrajectoryRecord(id, f"g{id}", 0, *ends[id], "done", 0, "", {}) for id in ids]
+    spans = [SpanRecord(id, id, -1, "tool:search", *ends[id], 7, 0, False, "", {}) for id in ids]
+    lanes = [
+        {"lane": f"agent_loop_rank{rank}", "begin_ns": begin_ns, "end_ns": ends[-1][1]} for rank in (0, 1)
+    ]
+    loops = [LoopRecord(0, 7, "loop")]
+    add_log(step, TrajectoryLog(**lanes[0], loops=loops, trajectories=trajectories, spans=spans))
+    statuses = [StatusChange("g3", None, "filtered", ends[-1][1])]
+    add_log(step, TrajectoryLog(**lanes[1], loops=loops, spans=spans[:1], statuses=statuses), rank=1)
+    return step
+
+
+def moved(step: Path, cluster: Cluster) -> None:
+    """Move one trace and one log to each other node; the manifest says where they are."""
+    owners = {"actor_rank0": "node1", "agent_loop_rank0": "node1", "actor_rank1": "node2"}
+    owners["agent_loop_rank1"] = "node2"
+    for worker in read_manifest(step).workers:
+        if node := owners.get(worker.name):
+            [artifact] = worker.artifacts
+            (cluster.disks[node] / step.name).mkdir(exist_ok=True)
+            shutil.move(step / artifact.path, cluster.disks[node] / step.name / artifact.path)
+            where = f"{node}:{step / artifact.path}"
+            rewrite_worker(step, worker.name, artifacts=[msgspec.structs.replace(artifact, where=where)])
+
+
+def outputs(step: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, tuple[int, bytes]]:
+    """Return exit code and result of each command."""
+    found = {}
+    for command in ("merge", "report", "check", "what-if"):
+        flags = [] if command == "merge" else ["--json"]
+        code = main([command, str(step), *flags, *options])
+        found[command] = code, capsys.readouterr().out.encode()
+    found["timeline"] = 0, (step / "timeline.json.gz").read_bytes()
+    return found
+
+
+def test_files_of_other_nodes_give_the_same_results(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Byte for byte those of one machine with all files; without Ray, four files are missing."""
+    step = build(cluster.disk)
+    together = outputs(step, capsys)
+    moved(step, cluster)
+    assert outputs(step, capsys, "--ray") == together
+    assert {code for code, _ in together.values()} == {0}
+    assert b"filtered" in together["report"][1]
+    assert main(["report", str(step)]) == 1
+
+
+def test_a_dead_node_costs_its_files_and_is_named(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The results of the other nodes are as without those files."""
+    step = next(cluster.disk.glob("step_*"))
+    [raylet] = [
+        one for one in psutil.Process(cluster.nodes["node2"].pid).children() if one.name() == "raylet"
+    ]
+    raylet.kill()
+    until(lambda: "node2" not in alive())
+    assert main(["report", str(step), "--json", "--ray"]) == 1
+    report = msgspec.json.decode(capsys.readouterr().out.splitlines()[-1])  # Ray reports the death above
+    assert [row["name"] for row in report["workers"]] == ["actor_rank0", "rollout0_rank0"]
+    missing = report["coverage"]["missing"]
+    assert [Path(sentence.partition(":")[0]).name.partition(".")[0] for sentence in missing] == [
+        "actor_rank1",
+        "agent_loop_rank1",
+    ]
+    assert all(
+        "cannot be read on node2: no node of the Ray cluster has this host name" in one for one in missing
+    )
+    for command in ("merge", "check", "what-if"):
+        assert main([command, str(step), "--ray"]) == 1
+        said = capsys.readouterr()
+        assert "cannot be read on node2" in said.out + said.err
+
+
+def test_an_address_without_a_cluster_is_an_error(tmp_path: Path, run_python: Callable[..., Any]) -> None:
+    """One line says so, in a process that no cluster knows."""
+    code = "import sys; from verl_profiling.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = run_python(code, "report", build_step(tmp_path / "run"), "--ray", "nowhere", status=2)
+    assert done.stderr.splitlines()[-1].startswith("verl-profiling: error: --ray nowhere: ")

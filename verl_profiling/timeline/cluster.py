@@ -1,0 +1,115 @@
+"""Runs functions that read one file: in this process, in several processes, or as tasks of a Ray cluster.
+
+A task runs on the host that has the file, and only its result travels.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from verl_profiling.errors import ToolUnavailableError, TraceFormatError
+from verl_profiling.timeline.step import Source
+
+T = TypeVar("T")
+
+_THREADS = Path("/proc/self/task")  # has one entry per thread, including threads of libraries
+_SPAWN_BYTES = 8 << 20  # for smaller inputs, starting processes takes longer than it saves
+
+
+def results(
+    calls: Sequence[tuple[Callable[[], T], Source]], ray: str | None, jobs: int = 1
+) -> Iterator[T | TraceFormatError]:
+    """Yield the result of each call in order; for an unreadable file, the error.
+
+    Args:
+        calls: Picklable functions, each with its file.
+        ray: Address of a Ray cluster; ``None`` for this host.
+        jobs: Number of processes on this host.
+
+    Raises:
+        ToolUnavailableError: Ray is not installed, or no cluster runs at the address.
+    """
+    if ray is not None:
+        yield from _of_tasks(calls, ray)
+    elif min(jobs, len(calls)) < 2 or sum(file.path.stat().st_size for _, file in calls) < _SPAWN_BYTES:
+        yield from (_result(call) for call, _ in calls)
+    else:
+        with ProcessPoolExecutor(min(jobs, len(calls)), mp_context=get_context(_start_method())) as pool:
+            yield from pool.map(_result, [call for call, _ in calls])
+
+
+def _result(call: Callable[[], T]) -> T | TraceFormatError:
+    try:
+        return call()
+    except TraceFormatError as error:
+        return error
+
+
+def _start_method() -> Literal["fork", "spawn"]:
+    """Return the start method for processes: ``fork``, or ``spawn`` if this process has threads.
+
+    Forked processes start faster, because they import nothing. But they copy locks that threads hold, without
+    threads to release them.
+    """
+    try:
+        return "fork" if len(list(_THREADS.iterdir())) == 1 else "spawn"
+    except OSError:  # a system without /proc
+        return "spawn"
+
+
+def _of_tasks(
+    calls: Sequence[tuple[Callable[[], T], Source]], address: str
+) -> Iterator[T | TraceFormatError]:
+    """Yield the results of Ray tasks; a file of this host that no task could read is read here."""
+    ray = _connected(address)
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = {node["NodeManagerHostname"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    task = ray.remote(num_cpus=1, max_retries=0)(_result_there)
+    tasks: deque[Any] = deque()  # each is freed once its result is here
+    for call, file in calls:
+        node = nodes.get(file.host)
+        where = NodeAffinitySchedulingStrategy(node, soft=False) if node else "SPREAD"
+        is_lost = file.host and not node
+        tasks.append(None if is_lost else task.options(scheduling_strategy=where).remote(call, file))
+    for call, file in calls:
+        found, why = None, "no node of the Ray cluster has this host name"
+        if (running := tasks.popleft()) is not None:
+            try:
+                found = ray.get(running)
+            except RayError as error:  # the node died, or the process was killed
+                why = f"the task ended with {type(error).__name__}"
+        if found is None and file.host:
+            found = TraceFormatError(file.path, f"cannot be read on {file.host}: {why}")
+        yield _result(call) if found is None else found
+
+
+def _result_there(call: Callable[[], T], file: Source) -> T | TraceFormatError | None:
+    """Return the result of a call; ``None`` if this host does not see a file of the calling host."""
+    return _result(call) if file.host or file.path.exists() else None
+
+
+def _connected(address: str) -> Any:
+    """Return the module ``ray``, connected to a cluster.
+
+    Raises:
+        ToolUnavailableError: Ray is not installed, or no cluster runs at the address.
+    """
+    try:
+        import ray
+
+        if not ray.is_initialized():
+            ray.init(address, log_to_driver=False, configure_logging=False)
+    except ImportError as error:
+        raise ToolUnavailableError(
+            f"--ray needs {error.name}: pip install 'verl-profiling[train]'"
+        ) from error
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ToolUnavailableError(f"--ray {address}: {str(error).partition('. ')[0]}") from error
+    return ray
