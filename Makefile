@@ -265,7 +265,7 @@ watch-judge: .venv/.ready ## Print what the watch notices of ten faults in three
 hang-judge: .venv/.ready ## Put hangs into running loops, and print what the watch says of them (a quarter of an hour)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/hang_judge.py
 
-what-if-judge: .venv/.ready ## Hold predictions of what-if against real runs (five minutes)
+what-if-judge: .venv/.ready .venv-vllm/.ready ## Hold predictions of what-if against real runs (a quarter of an hour)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/what_if_judge.py
 
 bench-verl: .venv-verl/.ready ## Measure what profiling costs a real verl run (an hour)

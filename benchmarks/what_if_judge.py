@@ -1,6 +1,7 @@
 """Predictions held against real runs: captures A, predicts B from A alone, runs B, and prints the errors.
 
-Run: ``make what-if-judge``. Each run is a program of its own, ``what_if_loop.py``, with five captured steps.
+Run: ``make what-if-judge``. Each run has five captured steps. The runs of sleeping loops are programs of
+their own, ``what_if_loop.py``; those of a recipe follow each other in one program, ``what_if_recipes.py``.
 A prediction is the median of the predictions from the steps of A. A spread is that of the steps of one run.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import statistics
@@ -23,14 +25,11 @@ import results
 
 from verl_profiling.analysis import CapturedStep, open_run
 
-__all__ = ["PAIRS", "Pair", "markdown"]
+__all__ = ["LOOPS", "Loop", "Pair", "markdown"]
 
-RESULTS = Path(__file__).with_name("what_if_judge.json")
+HERE = Path(__file__).parent
+RESULTS = HERE / "what_if_judge.json"
 LIMIT_S = 300
-
-ENGINES = {"engines_s": [0.9, 0.5], "ranks_s": [0.4, 0.8], "reward_s": 0.2}
-AGENTS = {"generate_s": [0.1, 0.12, 0.15, 0.18, 0.2, 0.25, 0.3, 0.6], "tool_s": 0.2, "ranks_s": [0.5, 0.5]}
-BESIDE = {"engines_s": [1.4, 1.2], "ranks_s": [0.5, 0.5], "beside": True}
 
 
 @dataclass(frozen=True)
@@ -38,65 +37,218 @@ class Pair:
     """Two runs that differ by one change.
 
     Attributes:
-        base: Plan of run A.
         change: Arguments of ``CapturedStep.what_if``.
-        plan: The change, in the plan of run B.
+        before: Plan of run A, where it differs from the loop's.
+        after: Plan of run B, where it differs from run A's.
     """
 
-    base: dict[str, Any]
     change: dict[str, Any]
-    plan: dict[str, Any] = field(default_factory=dict)
+    after: dict[str, Any] = field(default_factory=dict)
+    before: dict[str, Any] = field(default_factory=dict)
 
 
-PAIRS = (
-    Pair(ENGINES, {}),
-    Pair(ENGINES, {"scale": {"update_actor": 0.5}}, {"ranks_s": [0.2, 0.4]}),
-    Pair(ENGINES, {"scale": {"rollout": 0.5}}, {"engines_s": [0.45, 0.25]}),
-    Pair(ENGINES, {"scale": {"reward": 2.0}}, {"reward_s": 0.4}),
-    Pair(ENGINES, {"balance": ["update_actor"]}, {"ranks_s": [0.6, 0.6]}),
-    Pair(ENGINES, {"balance": ["rollout"]}, {"engines_s": [0.7, 0.7]}),
-    Pair(
-        ENGINES,
-        {"balance": ["rollout"], "scale": {"update_actor": 1.5}},
-        {"engines_s": [0.7, 0.7], "ranks_s": [0.6, 1.2]},
-    ),
-    Pair(AGENTS, {}),
-    Pair(AGENTS, {"tools": {"search": 0.05}}, {"tool_s": 0.05}),
-    Pair(AGENTS, {"tools": {"search": 0.4}}, {"tool_s": 0.4}),
-    Pair(AGENTS, {"no_tail": 87.5}, {"done": 0.875}),
-    Pair(AGENTS, {"no_tail": 50.0}, {"done": 0.5}),
-    Pair(AGENTS, {"no_tail": 75.0, "tools": {"search": 0.1}}, {"done": 0.75, "tool_s": 0.1}),
-    Pair(BESIDE, {}),
-    Pair(BESIDE, {"scale": {"update_actor": 0.5}}, {"ranks_s": [0.25, 0.25]}),
-    Pair(BESIDE, {"scale": {"rollout": 0.5}}, {"engines_s": [0.7, 0.6]}),
+@dataclass(frozen=True)
+class Loop:
+    """A loop with its pairs.
+
+    Attributes:
+        plan: Plan of all its runs.
+        pairs: The pairs.
+        recipe: Recipe of the loop; empty for a sleeping loop.
+        settings: Overrides of the recipe's configuration.
+        environment: Environment with the recipe's engine.
+    """
+
+    plan: dict[str, Any]
+    pairs: tuple[Pair, ...]
+    recipe: str = ""
+    settings: tuple[str, ...] = ()
+    environment: str = ".venv"
+
+
+def scale(**factors: float) -> dict[str, Any]:
+    """Return the change of stages."""
+    return {"scale": factors}
+
+
+MODEL = (
+    "profiling.tool=spans",
+    "profiling.watch.enable=false",
+    "actor.lr=0",
+    "model.hidden_size=128",
+    "model.intermediate_size=384",
+    "model.num_hidden_layers=4",
 )
+SMALL = (*MODEL[:3], "batch.prompts=3", "agent.turns=2", "agent.processes=1")
+
+LOOPS = {
+    "engines": Loop(
+        {"engines_s": [0.9, 0.5], "ranks_s": [0.4, 0.8], "reward_s": 0.2},
+        (
+            Pair({}),
+            Pair(scale(update_actor=0.5), {"ranks_s": [0.2, 0.4]}),
+            Pair(scale(rollout=0.5), {"engines_s": [0.45, 0.25]}),
+            Pair(scale(reward=2.0), {"reward_s": 0.4}),
+            Pair({"balance": ["update_actor"]}, {"ranks_s": [0.6, 0.6]}),
+            Pair({"balance": ["rollout"]}, {"engines_s": [0.7, 0.7]}),
+            Pair(
+                {"balance": ["rollout"], **scale(update_actor=1.5)},
+                {"engines_s": [0.7, 0.7], "ranks_s": [0.6, 1.2]},
+            ),
+        ),
+    ),
+    "agents": Loop(
+        {"generate_s": [0.1, 0.12, 0.15, 0.18, 0.2, 0.25, 0.3, 0.6], "tool_s": 0.2, "ranks_s": [0.5, 0.5]},
+        (
+            Pair({}),
+            Pair({"tools": {"search": 0.05}}, {"tool_s": 0.05}),
+            Pair({"tools": {"search": 0.4}}, {"tool_s": 0.4}),
+            Pair({"no_tail": 87.5}, {"done": 0.875}),
+            Pair({"no_tail": 50.0}, {"done": 0.5}),
+            Pair({"no_tail": 75.0, "tools": {"search": 0.1}}, {"done": 0.75, "tool_s": 0.1}),
+        ),
+    ),
+    "queues": Loop(
+        {"generate_s": [0.06, 0.08, 0.1, 0.12, 0.12, 0.14, 0.16, 0.2], "tool_s": 0.2, "slots": 1},
+        (
+            Pair({"tools": {"search": 0.05}}, {"tool_s": 0.05}),
+            Pair({"tools": {"search": 0.5}}, {"tool_s": 0.5}),
+            Pair({"no_tail": 50.0}, {"done": 0.5}),
+        ),
+    ),
+    "beside": Loop(
+        {"engines_s": [1.4, 1.2], "ranks_s": [0.5, 0.5], "beside": True},
+        (
+            Pair({}),
+            Pair(scale(update_actor=0.5), {"ranks_s": [0.25, 0.25]}),
+            Pair(scale(rollout=0.5), {"engines_s": [0.7, 0.6]}),
+        ),
+    ),
+    "grpo_tiny": Loop(
+        {},
+        (
+            Pair({}),
+            Pair(scale(update_actor=2.0), {"epochs": 2}),
+            Pair(scale(update_actor=3.0), {"epochs": 3}),
+            Pair(scale(update_actor=0.5), {"epochs": 1}, {"epochs": 2}),
+            Pair(scale(rollout=2.0), {"generate": [2, 2]}),
+            Pair(scale(rollout=0.5), {"generate": [1, 1]}, {"generate": [2, 2]}),
+            Pair(scale(old_log_prob=4.0), {"log_prob": 4}),
+            Pair(scale(old_log_prob=0.25), {"log_prob": 1}, {"log_prob": 4}),
+            Pair({"balance": ["rollout"]}, {"generate": [2, 2]}, {"generate": [3, 1]}),
+            Pair({"balance": ["rollout"]}, {"generate": [3, 3]}, {"generate": [1, 5]}),
+            Pair(scale(update_actor=2.0, rollout=2.0), {"epochs": 2, "generate": [2, 2]}),
+            Pair(
+                {"balance": ["rollout"], **scale(update_actor=2.0)},
+                {"epochs": 2, "generate": [2, 2]},
+                {"generate": [3, 1]},
+            ),
+        ),
+        "grpo_tiny",
+        MODEL,
+    ),
+    "grpo_tiny, torch": Loop(
+        {},
+        (
+            Pair({}),
+            Pair(scale(update_actor=2.0), {"epochs": 2}),
+            Pair(scale(rollout=0.5), {"generate": [1, 1]}, {"generate": [2, 2]}),
+            Pair({"balance": ["update_actor"]}, {"rows": [2, 2]}, {"rows": [3, 1]}),
+            Pair({"balance": ["update_actor"]}, {"rows": [3, 3]}, {"rows": [1, 5]}),
+        ),
+        "grpo_tiny",
+        (*MODEL[1:], "batch.prompts=16"),
+    ),
+    "agent_tiny": Loop(
+        {},
+        (
+            Pair({}),
+            Pair({"tools": {"sandbox": 0.2}}, {"sandbox_s": 0.2}),
+            Pair({"tools": {"sandbox": 0.1}}, {"sandbox_s": 0.1}, {"sandbox_s": 0.25}),
+            Pair({"tools": {"search": 0.3}}, {"agent": {"search_s": 0.3}}),
+            Pair(scale(update_actor=3.0), {"epochs": 3}),
+            Pair({"no_tail": 75.0}, {"done": 0.75}),
+        ),
+        "agent_tiny",
+        SMALL,
+    ),
+    "agent_tiny, mended": Loop(
+        {"sandbox_s": 0.2},
+        (
+            Pair({}),
+            Pair({"tools": {"sandbox": 0.4}}, {"sandbox_s": 0.4}),
+            Pair({"tools": {"sandbox": 0.1}}, {"sandbox_s": 0.1}),
+            Pair({"tools": {"search": 0.3}}, {"agent": {"search_s": 0.3, "sandbox_blocks": False}}),
+            Pair({"no_tail": 75.0}, {"done": 0.75}),
+            Pair({"no_tail": 50.0}, {"done": 0.5}),
+        ),
+        "agent_tiny",
+        (*SMALL, "agent.sandbox_blocks=false"),
+    ),
+    "grpo_tiny, vLLM": Loop(
+        {},
+        (
+            Pair({}),
+            Pair(scale(rollout=2.0), {"generate": [2]}, {"generate": [1]}),
+            Pair(scale(rollout=0.25), {"generate": [1]}, {"generate": [4]}),
+            Pair(scale(update_actor=2.0), {"epochs": 2}),
+            Pair(scale(old_log_prob=4.0), {"log_prob": 4}),
+        ),
+        "grpo_tiny",
+        (*MODEL, "rollout.engine=vllm", "rollout.replicas=1"),
+        ".venv-vllm",
+    ),
+    "agent_tiny, vLLM": Loop(
+        {"sandbox_s": 0.2},
+        (
+            Pair({}),
+            Pair({"tools": {"sandbox": 0.4}}, {"sandbox_s": 0.4}),
+            Pair({"tools": {"sandbox": 0.1}}, {"sandbox_s": 0.1}),
+            Pair({"tools": {"search": 0.3}}, {"agent": {"search_s": 0.3}}),
+            Pair({"no_tail": 75.0}, {"done": 0.75}),
+            Pair(scale(update_actor=3.0), {"epochs": 3}),
+        ),
+        "agent_tiny",
+        (
+            *SMALL,
+            "agent.sandbox_blocks=false",
+            "rollout.engine=vllm",
+            "rollout.replicas=1",
+        ),
+        ".venv-vllm",
+    ),
+}
 
 
-def run(plan: dict[str, Any], folder: Path) -> list[CapturedStep]:
-    """Run the loop; return its captured steps.
+def run(loop: Loop, plans: list[dict[str, Any]], folder: Path) -> list[list[CapturedStep]]:
+    """Run the plans of a loop; return the captured steps of each.
 
     Raises:
         RuntimeError: The loop has failed.
     """
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("what_if_loop.py")),
-        str(folder),
-        json.dumps(plan),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
-    if done.returncode:
-        raise RuntimeError(f"{plan}: {done.stderr[-2000:]}")
-    return open_run(folder).steps()
+    python = str(results.ROOT / loop.environment / "bin/python")
+    if loop.recipe:
+        settings = json.dumps(loop.settings)
+        commands = [
+            [python, str(HERE / "what_if_recipes.py"), str(folder), loop.recipe, settings, json.dumps(plans)]
+        ]
+    else:
+        program = str(HERE / "what_if_loop.py")
+        commands = [[python, program, str(folder / str(at)), json.dumps(one)] for at, one in enumerate(plans)]
+    for command in commands:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+        if done.returncode:
+            raise RuntimeError(f"{command}: {done.stderr[-2000:]}")
+    return [open_run(folder / str(at)).steps() for at in range(len(plans))]
 
 
-def row(pair: Pair, before: list[CapturedStep], after: list[CapturedStep]) -> dict[str, Any]:
+def row(loop: str, pair: Pair, before: list[CapturedStep], after: list[CapturedStep]) -> dict[str, Any]:
     """Return the prediction from the steps of A, beside the steps of B."""
     found = [step.what_if(**pair.change) for step in before]
     replayed = [step.what_if() for step in before]
     spans_s = [step.what_if().span_us / 1e6 for step in after]
     return {
-        "loop": next(name for name, base in LOOPS.items() if base is pair.base),
+        "loop": loop,
         "change": " ".join(found[0].changes) or "none",
         "recorded_s": statistics.median(one.span_us for one in found) / 1e6,
         "predicted_s": statistics.median(one.predicted_us for one in found) / 1e6,
@@ -105,9 +257,6 @@ def row(pair: Pair, before: list[CapturedStep], after: list[CapturedStep]) -> di
         "recorded_spread_s": (max(one.span_us for one in found) - min(one.span_us for one in found)) / 1e6,
         "replay_error": max(abs(one.predicted_us / one.span_us - 1) for one in replayed),
     }
-
-
-LOOPS = {"engines": ENGINES, "agents": AGENTS, "beside": BESIDE}
 
 
 def error(row: dict[str, Any]) -> float:
@@ -142,14 +291,30 @@ def markdown(found: dict[str, Any]) -> str:
         lines.append(
             f"| {one['loop']} | {what} | {' | '.join(cells)} | {error(one):+.1%}{wrong} | {spreads} |"
         )
-    changed = [one for one in found["rows"] if one["change"] != "none"]
-    errors = [abs(error(one)) for one in changed]
-    if errors:
-        lines += [
-            "",
-            f"{len(errors)} pairs with a change: error {statistics.median(errors):.1%} in the median, "
-            f"at most {max(errors):.1%}; {sum(map(is_wrong_way, changed))} in the wrong direction.",
-        ]
+    groups = {
+        "no change": [one for one in found["rows"] if one["change"] == "none"],
+        "a change, loops that sleep": [one for one in found["rows"] if not LOOPS[one["loop"]].recipe],
+        "a change, recipes": [one for one in found["rows"] if LOOPS[one["loop"]].recipe],
+    }
+    lines += [
+        "",
+        "| pairs with | number | median error | 90% of errors | largest | wrong way |",
+        "|---|---|---|---|---|---|",
+    ]
+    for title, rows in groups.items():
+        chosen = [one for one in rows if title == "no change" or one["change"] != "none"]
+        errors = sorted(abs(error(one)) for one in chosen)
+        if errors:
+            shares = (statistics.median(errors), errors[math.ceil(0.9 * len(errors)) - 1], errors[-1])
+            cells = (f"{share:.1%}" for share in shares)
+            lines.append(
+                f"| {title} | {len(errors)} | {' | '.join(cells)} | {sum(map(is_wrong_way, chosen))} |"
+            )
+    replayed = max((one["replay_error"] for one in found["rows"]), default=0.0)
+    lines += [
+        "",
+        f"The replay of a captured step without a change differs from the step by at most {replayed:.2%}.",
+    ]
     if "measured" in found:
         lines += ["", f"{results.where(found['measured'])}."]
     return "\n".join(lines)
@@ -158,30 +323,36 @@ def markdown(found: dict[str, Any]) -> str:
 def main() -> None:
     """Run the pairs that are asked for, and print the table; all of them are kept as the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(".")[0])
-    parser.add_argument("--loop", default="", choices=["", *LOOPS], help="only this loop; keeps no results")
+    parser.add_argument(
+        "--loops",
+        nargs="*",
+        default=list(LOOPS),
+        choices=LOOPS,
+        help="only these; rows of others stay if they are of this commit",
+    )
     parser.add_argument(
         "--change", default="", help="only changes that this pattern matches; keeps no results"
     )
+    parser.add_argument("--keep", type=Path, help="folder in which the runs are kept")
     given = parser.parse_args()
     ray.init("local", num_cpus=4, include_dashboard=False, logging_level="ERROR")
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
-    rows = []
+    found: dict[str, Any] = {"measured": results.here(), "rows": []}
+    if not given.change and RESULTS.exists():
+        known = json.loads(RESULTS.read_text())
+        if known["measured"]["commit"] == found["measured"]["commit"]:
+            found["rows"] = [one for one in known["rows"] if one["loop"] not in given.loops]
     with tempfile.TemporaryDirectory(prefix="what-if-judge-") as folder:
-        for loop, base in LOOPS.items():
-            pairs = [
-                pair for pair in PAIRS if pair.base is base and re.search(given.change, str(pair.change))
-            ]
-            if given.loop not in ("", loop) or not pairs:
-                continue
-            for number, pair in enumerate(pairs):
-                before = run(base, Path(folder, f"{loop}{number}a"))
-                after = run({**base, **pair.plan}, Path(folder, f"{loop}{number}b"))
-                rows.append(row(pair, before, after))
-                print(rows[-1], file=sys.stderr, flush=True)
-    found: dict[str, Any] = {"rows": rows}
-    if not (given.loop or given.change):
-        found["measured"] = results.here()
-        results.write(RESULTS, found)
+        for name in given.loops:
+            loop = LOOPS[name]
+            pairs = [pair for pair in loop.pairs if re.search(given.change, str(pair.change))]
+            plans = [{**loop.plan, **pair.before, **more} for pair in pairs for more in ({}, pair.after)]
+            runs = run(loop, plans, (given.keep or Path(folder)) / name.replace(", ", "_"))
+            for pair, before, after in zip(pairs, runs[::2], runs[1::2], strict=True):
+                found["rows"].append(row(name, pair, before, after))
+                print(found["rows"][-1], file=sys.stderr, flush=True)
+            if not given.change:
+                results.write(RESULTS, found)
     print(markdown(found))
 
 

@@ -37,6 +37,7 @@ class Plan:
         tool_s: Each call of the tool (s).
         turns: Turns of each trajectory.
         done: Share of the trajectories after which the rollout ends.
+        slots: Requests that an engine serves at a time.
         beside: Whether the next rollout runs beside the training.
         steps: Steps of the run, all but the first two captured.
     """
@@ -50,6 +51,7 @@ class Plan:
     tool_s: float = 0.1
     turns: int = 2
     done: float = 1.0
+    slots: int = 100
     beside: bool = False
     steps: int = 7
 
@@ -73,7 +75,7 @@ class Engine(RolloutCaptureMixin):
 
     def __init__(self, plan: Plan, config: dict[str, Any], replica: int) -> None:
         self.plan, self.replica = plan, replica
-        self.requests = RequestLog()
+        self.requests, self.slots = RequestLog(), asyncio.Semaphore(plan.slots)
         self.init_capture(config, replica=replica, requests=self.requests)
 
     async def roll_out(self) -> None:
@@ -84,7 +86,10 @@ class Engine(RolloutCaptureMixin):
     async def generate(self, request_id: str, seconds: float) -> None:
         """Answer one request."""
         with self.requests.open(prompt_tokens=8, id=request_id) as request:
-            await pause(seconds)
+            request.arrival_ns = time.time_ns()
+            async with self.slots:
+                request.scheduled_ns = time.time_ns()
+                await pause(seconds)
             request.response_tokens += round(seconds / self.plan.token_s)
 
     async def load(self) -> None:

@@ -1,0 +1,241 @@
+"""The recipes for ``what_if_judge.py``: real models, engines and training, with a workload that is replayed.
+
+Run: ``what_if_recipes.py FOLDER RECIPE OVERRIDES PLANS``. The overrides of the configuration are a JSON list
+of texts, the plans one of objects with the fields of :class:`Plan`. The processes start once; each plan is a
+run of its own. A first step is recorded. All others have its prompts, and make as many tokens as recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from recipes.agent_tiny import agent_loop, environment
+from recipes.agent_tiny import train as agent_tiny
+from recipes.grpo_tiny import rollout, workers
+from recipes.grpo_tiny import train as grpo_tiny
+from verl_profiling import ProfilingCallback
+
+WARM, CAPTURED = 1, 5
+"""Steps of a run."""
+
+Responses = dict[str, list[Any]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The work of a run, beside the recorded workload.
+
+    Attributes:
+        generate: Number of times that each replica generates its batch.
+        log_prob: Number of times that log-probabilities are computed.
+        epochs: Epochs of the update.
+        rows: Number of times that each rank has its rows in a mini-batch.
+        agent: Settings of the agent loops.
+        sandbox_s: Duration of a call of the sandbox (s).
+        done: Share of the trajectories after which the rollout ends.
+    """
+
+    generate: tuple[int, ...] = (1, 1)
+    log_prob: int = 1
+    epochs: int = 1
+    rows: tuple[int, ...] = (1, 1)
+    agent: dict[str, Any] = field(default_factory=dict)
+    sandbox_s: float = 0.1
+    done: float = 1.0
+
+
+class Rank(workers.ActorWorker):
+    """A training rank that does some of its work several times."""
+
+    def begin(self, plan: Plan, _: Responses) -> None:
+        """Begin a run."""
+        self.plan = plan
+        self.config.mini_batches = 2 * plan.epochs
+
+    def update_actor(self, batch: dict[str, torch.Tensor]) -> float:
+        """Train on the planned rows."""
+        many = self.plan.epochs * self.plan.rows[torch.distributed.get_rank()]
+        return super().update_actor({name: torch.cat([tensor] * many) for name, tensor in batch.items()})
+
+    def _log_prob(self, tokens: torch.Tensor) -> torch.Tensor:
+        for _ in range(0 if torch.is_grad_enabled() else self.plan.log_prob - 1):
+            super()._log_prob(tokens)
+        return super()._log_prob(tokens)
+
+
+class Prompt(list[int]):
+    """A prompt with its recorded response."""
+
+    response: list[int] | None = None
+
+
+class Replayed:
+    """An engine that makes recorded responses; the first responses are recorded."""
+
+    recorded: Responses = {}
+    passes = 1
+    batches = 0
+
+    async def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Make the responses of a batch, as often as planned."""
+        for _ in range(self.passes):
+            self.batches += 1
+            self._request_ids = (f"{self.batches}.{place}" for place in itertools.count())
+            responses = await super().generate(self.known(prompts, "batch"))
+        return self.recorded.setdefault("batch", responses)
+
+    async def complete(self, prompt: list[int], request_id: str) -> list[int]:
+        """Make one response, known by its id without the step."""
+        name = request_id.partition(".")[2]
+        [prompt] = self.known([prompt], name)
+        [response] = self.recorded.setdefault(name, [await super().complete(prompt, request_id)])
+        return response
+
+    def known(self, prompts: list[list[int]], name: str) -> list[Prompt]:
+        """Return prompts with what is recorded of them."""
+        found = list(map(Prompt, prompts))
+        for prompt, response in zip(found, self.recorded.get(name, ()), strict=False):
+            prompt.response = response
+        return found
+
+
+class Transformers(Replayed, rollout.TransformersEngine):
+    """The engine in the process of the replica."""
+
+    def _sample(self, prompts: list[Prompt]) -> list[list[int]]:
+        if prompts[0].response is None:
+            return super()._sample(prompts)
+        rollout.RESPONSE_LENGTH = max(len(prompt.response) for prompt in prompts)
+        self.handle.generation_config.eos_token_id = None
+        super()._sample(prompts)
+        return [prompt.response for prompt in prompts]
+
+
+class VLLM(Replayed, rollout.VLLMEngine):
+    """vLLM."""
+
+    async def complete(self, prompt: list[int], request_id: str) -> list[int]:
+        """Make as many tokens as the response has."""
+        if found := self.recorded.get(request_id.partition(".")[2]):
+            settings = {"max_tokens": len(found[0]), "ignore_eos": True, "detokenize": False}
+            self._sampling = type(self._sampling)(**settings)
+        return await super().complete(prompt, request_id)
+
+
+class Server(rollout.RolloutServer):
+    """A replica."""
+
+    async def start(self) -> None:
+        """Start its engine."""
+        rollout.ENGINES.update(transformers=Transformers, vllm=VLLM)
+        await super().start()
+
+    async def begin(self, plan: Plan, recorded: Responses) -> Responses:
+        """Begin a run with what all replicas have recorded; return the own part."""
+        self.engine.passes = plan.generate[self.replica]
+        self.engine.recorded = {**recorded, **self.engine.recorded}
+        return self.engine.recorded
+
+
+class Tools(environment.Tools):
+    """Tools with a sandbox whose calls take the same time."""
+
+    def __init__(self, config: DictConfig, sandbox_s: float) -> None:
+        super().__init__(OmegaConf.merge(config, {"sandbox_s": 0}))
+        self.sandbox_s = sandbox_s
+
+    def _run(self, number: int, answer: list[int]) -> bool:
+        begin = time.perf_counter()
+        right = super()._run(number, answer)
+        time.sleep(max(begin + self.sandbox_s - time.perf_counter(), 0))
+        return right
+
+
+class AgentLoop(agent_loop.AgentLoop):
+    """The process that makes trajectories."""
+
+    async def begin(self, plan: Plan, _: Responses) -> None:
+        """Begin a run."""
+        self.given = getattr(self, "given", self.config)
+        self.config = OmegaConf.merge(self.given, plan.agent)
+        self.tools, self.done = Tools(self.config, plan.sandbox_s), plan.done
+
+    async def play(self, jobs: list[agent_loop.Job]) -> list[agent_loop.Episode]:
+        """Make the planned share of the trajectories; in place of the others stands the first one."""
+        self.rng = random.Random(0)
+        made = [asyncio.create_task(self.play_one(job)) for job in jobs]
+        for first in itertools.islice(asyncio.as_completed(made), round(self.done * len(made))):
+            episode = await first
+        for task in made:
+            task.cancel()
+        found = await asyncio.gather(*made, return_exceptions=True)
+        return [episode if isinstance(one, BaseException) else one for one in found]
+
+
+def agent_step(
+    config: DictConfig, actors: list[Any], servers: list[Any], loops: list[Any], profiling: Any, step: int
+) -> None:
+    """Make trajectories, and train on them."""
+    profiling.on_rollout_begin()
+    jobs = agent_tiny.jobs_of(config, step, random.Random(config.seed))
+    episodes = agent_tiny.spread(loops, "play", jobs)
+    profiling.on_rollout_end()
+    rewards = torch.tensor([episode.reward for episode in episodes])
+    agent_tiny.update(config, actors, servers, profiling, agent_tiny.collate(episodes), rewards)
+
+
+def main() -> None:
+    """Run the plans."""
+    folder, recipe, overrides, plans = sys.argv[1], sys.argv[2], *map(json.loads, sys.argv[3:])
+    with initialize_config_dir(str(Path(rollout.__file__).parents[1] / recipe), version_base=None):
+        config = compose("config", ["profiling=e2e", "profiling.strict=true", *overrides])
+    ray.init(**OmegaConf.to_container(config.ray), logging_level="ERROR")
+    remote = ray.remote(num_cpus=0)
+    init_method = f"file://{tempfile.mkdtemp(prefix='what_if_')}/rendezvous"
+    actors = [remote(Rank).remote(config, rank, init_method) for rank in range(config.actor.world_size)]
+    servers = [remote(Server).remote(config, replica) for replica in range(config.rollout.replicas)]
+    ray.get([server.start.remote() for server in servers])
+    loops = []
+    if recipe == "agent_tiny":
+        loops = [remote(AgentLoop).remote(config, rank, servers) for rank in range(config.agent.processes)]
+    recorded: Responses = {}
+    for number, plan in enumerate([Plan(), *(Plan(**plan) for plan in plans)]):
+        begun = [one.begin.remote(plan, recorded) for one in [*servers, *actors, *loops]]
+        for found in ray.get(begun)[: len(servers)]:
+            recorded |= {name: response for name, response in found.items() if name != "batch"}
+        steps = WARM + CAPTURED if number else 1
+        settings = {
+            **OmegaConf.to_container(config.profiling, resolve=True),
+            "save_path": str(Path(folder, str(number - 1))),
+            "schedule": {"steps": list(range(WARM + 1, WARM + CAPTURED + 1))},
+        }
+        with ProfilingCallback(settings) as profiling:
+            profiling.add_workers("actor", actors)
+            profiling.add_rollout(servers)
+            if loops:
+                profiling.add_workers("agent_loop", loops)
+            for step in range(1, steps + 1):
+                profiling.on_step_begin(step)
+                if loops:
+                    agent_step(config, actors, servers, loops, profiling, step)
+                else:
+                    grpo_tiny.grpo_step(config, actors, servers, profiling, random.Random(config.seed))
+                profiling.on_step_end()
+
+
+if __name__ == "__main__":
+    main()
