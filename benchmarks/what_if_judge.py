@@ -335,8 +335,9 @@ def main() -> None:
     )
     parser.add_argument("--keep", type=Path, help="folder in which the runs are kept")
     given = parser.parse_args()
-    ray.init("local", num_cpus=4, include_dashboard=False, logging_level="ERROR")
-    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    if not all(LOOPS[name].recipe for name in given.loops):
+        ray.init("local", num_cpus=4, include_dashboard=False, logging_level="ERROR")
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     found: dict[str, Any] = {"measured": results.here(), "rows": []}
     if not given.change and RESULTS.exists():
         known = json.loads(RESULTS.read_text())

@@ -10,17 +10,20 @@ from verl_profiling.predict.path import critical_path, replay, slacks_ns
 
 
 @st.composite
-def graphs(draw: st.DrawFn) -> Graph:
-    """Return a random graph whose last segment follows all others."""
+def graphs(draw: st.DrawFn, queues: tuple[str, ...] = ("",)) -> Graph:
+    """Return a random graph whose last segment follows all others, and of which some wait in queues."""
     graph = Graph(begin_ns=100, end_ns=0)
+    free = dict.fromkeys(queues, graph.begin_ns)
     count = draw(st.integers(1, 25))
     for number in range(count):
         few = st.lists(st.integers(0, number - 1), max_size=4, unique=True) if number else st.just([])
         after = list(range(number)) if number == count - 1 else draw(few)
         ready = max((graph.segments[at].end_ns for at in after), default=graph.begin_ns)
-        begin = ready + draw(st.sampled_from([0, 0, 1, 7]))
-        end = begin + draw(st.integers(0, 50))
-        graph.segments.append(Segment(f"lane{number % 3}", ("s",), "work", begin, end, after, ("s",)))
+        queue = draw(st.sampled_from(queues))
+        begin = max(ready, free[queue] if queue else 0) + draw(st.sampled_from([0, 0, 1, 7]))
+        free[queue] = end = begin + draw(st.integers(0, 50))
+        found = Segment(f"lane{number % 3}", ("s",), "work", begin, end, after, ("s",), queue=queue)
+        graph.segments.append(found)
     graph.last = count - 1
     graph.end_ns = graph.segments[-1].end_ns
     graph.close()
@@ -28,14 +31,14 @@ def graphs(draw: st.DrawFn) -> Graph:
 
 
 @settings(deadline=None)
-@given(graphs())
+@given(graphs(queues=("", "a", "b")))
 def test_a_replay_without_changes_is_the_step(graph: Graph) -> None:
     replayed = replay(graph)
     assert list(replayed.end_ns) == [one.end_ns for one in graph.segments]
 
 
 @settings(deadline=None)
-@given(graphs())
+@given(graphs(queues=("", "a", "b")))
 def test_the_path_is_a_chain_as_long_as_the_step(graph: Graph) -> None:
     replayed = replay(graph)
     path = critical_path(replayed)

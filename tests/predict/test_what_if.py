@@ -158,6 +158,25 @@ def test_a_faster_tool_and_a_rollout_without_its_tail(tmp_path: Path) -> None:
             step.what_if(**wrong)
 
 
+@pytest.mark.parametrize(("overlap", "seconds"), [(0.0, 12.8), (1.0, 12.0)])
+def test_requests_wait_for_an_engine_that_serves_one_at_a_time(
+    tmp_path: Path, overlap: float, seconds: float
+) -> None:
+    """All tools end at 4 s; then three requests follow each other, or each takes as long as recorded."""
+    log = DrawnLog()
+    for number, served in enumerate([(1, 3), (3 - overlap, 5), (5, 7)]):
+        log.trajectory(0, served[1], ("tool:search", 0, 1 + number / 2))
+        log.span("generate", 1 + number / 2, served[1], number, request=f"0-{number}")
+    requests = [(1, 3, 9), (3 - overlap, 5, 9), (5, 7, 9)]
+    drawn_inputs(tmp_path, [("rollout", 0, 7.2)], [Worker("rollout", replica=0, requests=requests)])
+    log.add_to(tmp_path)
+    step = open_step(tmp_path)
+    assert step.what_if().predicted_us == pytest.approx(10e6)
+    served = [who for _, who, kind, _ in path_of(step.what_if()) if kind in ("generate", "decode")]
+    assert served == [f"agent_loop_rank0 g.{number}" for number in ((2,) if overlap else (0, 1, 2))]
+    assert step.what_if(tools={"search": 4.0}).predicted_us == pytest.approx(seconds * 1e6)
+
+
 def test_a_tool_takes_its_spans_along_and_leaves_other_calls(tmp_path: Path) -> None:
     """Inner spans are part of a call, a call beside it is not, and one from before the step has no length."""
     log = DrawnLog()

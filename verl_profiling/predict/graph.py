@@ -10,6 +10,7 @@ edge                                 evidence                                   
 next segment of the same thread      order of time                                    yes
 span of a trajectory to its request  request id                                       yes
 collective, after its last rank      calls matched by group and order                 yes
+request, after another one           the engine served one at a time                  yes
 stage of the loop, and of a worker   same name; else the time inside a stage that has assumed
                                      no worker stage of its name
 rollout, and trajectory or request   it ends in the stage                             assumed
@@ -22,7 +23,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +37,16 @@ from verl_profiling.report.collectives import Calls, matched_calls
 from verl_profiling.report.intervals import EMPTY, Ints, Spans, intersection, overlaps, subtract
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.lost import ROLLOUT
-from verl_profiling.report.records import BEFORE, LOOP_LAG, Pieces, Records, pieces_of
+from verl_profiling.report.records import (
+    BEFORE,
+    FROM_THE_ENGINE,
+    GENERATE,
+    LOOP_LAG,
+    TO_THE_ENGINE,
+    Pieces,
+    Records,
+    pieces_of,
+)
 from verl_profiling.report.rollout_section import requests_of
 from verl_profiling.timeline.processes import stages_by_row
 from verl_profiling.timeline.step import Source, StepInputs
@@ -55,7 +65,6 @@ _STEADY = "a rollout that began in the last step began as late in it as the next
 _ROLLOUT = "a rollout waits for the trajectories and requests that end in it"
 
 _Calls = tuple[tuple[str, int], ...]
-_Piece = tuple[str, int, int, _Calls, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +86,7 @@ class Segment:
         part: Number in :attr:`Graph.parts`, or -1.
         capture_ns: Time of the capture itself in a segment of the loop.
         tokens: Tokens of the response, for a part of a request.
+        queue: Engine that serves such segments one at a time, first come first served; empty for others.
     """
 
     who: str
@@ -91,6 +101,18 @@ class Segment:
     part: int = -1
     capture_ns: int = 0
     tokens: int = 0
+    queue: str = ""
+
+
+class _Piece(NamedTuple):
+    """A part of a trajectory or request, as in :class:`Segment`."""
+
+    kind: str
+    begin_ns: int
+    end_ns: int
+    calls: _Calls = ()
+    tokens: int = 0
+    queue: str = ""
 
 
 class Carried(NamedTuple):
@@ -118,7 +140,7 @@ class _Run:
         begin_ns: Begin.
         end_ns: End.
         row: Row of runs that follow each other.
-        pieces: Kind, begin, end, calls and response tokens of each part of a trajectory or request.
+        pieces: Parts of a trajectory or request.
         trajectory: Group and sample of the trajectory.
         around: Stage that waits for the run, if the run begins earlier.
         inner: Runs that begin because of this run.
@@ -134,7 +156,7 @@ class _Run:
     begin_ns: int
     end_ns: int
     row: object = None
-    pieces: Sequence[_Piece] = ()
+    pieces: list[_Piece] = field(default_factory=list)
     trajectory: str = ""
     around: tuple[str, ...] = ()
     inner: list[_Run] = field(default_factory=list)
@@ -154,10 +176,9 @@ class _Run:
     def clip(self, begin_ns: int, end_ns: int) -> None:
         """Clip the run, and everything inside it, to a time."""
         self.begin_ns, self.end_ns = (min(max(ns, begin_ns), end_ns) for ns in (self.begin_ns, self.end_ns))
-        self.pieces = [
-            (kind, min(max(since, begin_ns), end_ns), min(max(until, begin_ns), end_ns), calls, tokens)
-            for kind, since, until, calls, tokens in self.pieces
-        ]
+        for at, one in enumerate(self.pieces):
+            since, until = (min(max(ns, begin_ns), end_ns) for ns in (one.begin_ns, one.end_ns))
+            self.pieces[at] = one._replace(begin_ns=since, end_ns=until)
         for run in self.inner:
             run.clip(begin_ns, end_ns)
 
@@ -173,6 +194,7 @@ class Graph:
         last: Number of the segment with which the step ends.
         order: Numbers of the segments, each after those in its ``after``.
         delay_ns: Time between each segment's begin and the last end before it.
+        later_ns: Time by which a segment enters its queue later than the last end before it.
         parts: Role, stage and number of the run in its process, of each ``part``: the same for all ranks.
         tails: Number of a segment, and the numbers of the trajectories or requests that it waits for.
         idle: Time in which all lanes of a process were idle, by process.
@@ -187,6 +209,7 @@ class Graph:
     last: int = 0
     order: list[int] = field(default_factory=list)
     delay_ns: list[int] = field(default_factory=list)
+    later_ns: list[int] = field(default_factory=list)
     parts: list[tuple[str, str, int]] = field(default_factory=list)
     tails: dict[int, list[int]] = field(default_factory=dict)
     idle: dict[str, Spans] = field(default_factory=dict)
@@ -198,9 +221,18 @@ class Graph:
         """Set order and delays, once all segments are there."""
         found = self.segments
         self.order = sorted(range(len(found)), key=lambda at: (found[at].begin_ns, found[at].end_ns, at))
-        self.delay_ns = [
-            one.begin_ns - max((found[at].end_ns for at in one.after), default=self.begin_ns) for one in found
-        ]
+        self.delay_ns, self.later_ns = [0] * len(found), [0] * len(found)
+        queues: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (self.begin_ns, self.begin_ns))
+        for at in self.order:
+            one = found[at]
+            ready_ns = max((found[before].end_ns for before in one.after), default=self.begin_ns)
+            if one.queue:
+                entered_ns, free_ns = queues[one.queue]
+                self.later_ns[at] = max(entered_ns - ready_ns, 0)
+                entered_ns = ready_ns + self.later_ns[at]
+                queues[one.queue] = entered_ns, one.end_ns
+                ready_ns = max(entered_ns, free_ns)
+            self.delay_ns[at] = one.begin_ns - ready_ns
 
 
 def read_graph(
@@ -283,10 +315,10 @@ def graph_of(
             continue
         if not early:
             times = (root.begin_ns, stage.end_ns)
-            early = [_Run(ROLLOUT, "", "", *times, pieces=[(BEFORE, *times, (), 0)], around=(ROLLOUT,))]
+            early = [_Run(ROLLOUT, "", "", *times, pieces=[_Piece(BEFORE, *times)], around=(ROLLOUT,))]
             stage.waits += early
             loose += early
-        mark = _Run(who, "", "", next_ns, next_ns, pieces=[(OWN, next_ns, next_ns, (), 0)])
+        mark = _Run(who, "", "", next_ns, next_ns, pieces=[_Piece(OWN, next_ns, next_ns)])
         loose.append(mark)
         carried += [(one, mark, stage) for one in early]
         graph.assumed[_STEADY] += 1
@@ -389,8 +421,27 @@ def _length(run: _Run) -> int:
     return run.end_ns - run.begin_ns
 
 
+def _queued(records: Records, served: Mapping[int, Request]) -> dict[int, int]:
+    """Return the end of the request before each one of an engine that serves one at a time, by its span.
+
+    Such an engine never served two requests at once, though one was sent before another one began.
+    """
+    found: dict[int, int] = {}
+    engines: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for span, one in served.items():
+        engines[one.replica].append((one.scheduled_ns or one.begin_ns, one.end_ns, span))
+    for served_here in engines.values():
+        pairs = list(pairwise(sorted(served_here)))
+        apart = all(end_ns <= begin_ns for (_, end_ns, _), (begin_ns, _, _) in pairs)
+        if apart and any(records.spans.begin[span] < begin_ns for (begin_ns, _, _), (_, _, span) in pairs):
+            found |= {span: 0 for *_, span in served_here}
+            found |= {span: end_ns for (_, end_ns, _), (*_, span) in pairs}
+    return found
+
+
 def _trajectories(records: Records, pieces: Pieces, served: Mapping[int, Request]) -> Iterator[_Run]:
     """Yield the trajectories that ended in the step, with their time by cause."""
+    queued = _queued(records, served)
     around: list[list[tuple[str, int, int]]] = []  # of each span: itself and all around it
     took: defaultdict[str, list[int]] = defaultdict(list)
     spans = records.spans
@@ -411,7 +462,7 @@ def _trajectories(records: Records, pieces: Pieces, served: Mapping[int, Request
     for number, one in enumerate(records.trajectories):
         if one.cut_end:
             continue
-        found = []
+        found: list[_Piece] = []
         for _, begin, end, cause, loop, span in rows[first[number] : first[number + 1]]:
             kind, own_calls = records.names[cause], around[span] if span >= 0 else []
             calls = tuple((name, until - since) for name, since, until in own_calls if until > begin)
@@ -421,7 +472,15 @@ def _trajectories(records: Records, pieces: Pieces, served: Mapping[int, Request
                 mean_ns = round(sum(took[blocker]) / max(len(took[blocker]), 1))
                 calls = ((blocker, mean_ns),) if mean_ns else ()
             tokens = served[span].response_tokens if span in served else 0
-            found.append((kind, begin, end, calls, tokens))
+            request = served.get(span)
+            if request is None or span not in queued or kind.startswith((LOOP_LAG, FROM_THE_ENGINE)):
+                found.append(_Piece(kind, begin, end, calls, tokens))
+            elif kind not in (TO_THE_ENGINE, "queued"):
+                if found and found[-1].queue and found[-1].end_ns == begin:
+                    begin, kind = found.pop().begin_ns, GENERATE
+                found.append(_Piece(kind, begin, end, calls, tokens, f"replica {request.replica}"))
+            elif queued[span] <= records.spans.begin[span]:  # the engine was free
+                found.append(_Piece(kind, begin, end, calls, tokens))
         title = f"{one.said.group}.{one.said.sample}" if one.said.group else str(number)
         yield _Run(one.lane, "", "", one.begin_ns, one.end_ns, pieces=found, trajectory=title)
 
@@ -436,7 +495,7 @@ def _requests(step: Step, served: Iterable[Request]) -> Iterator[_Run]:
     for worker in step.workers:
         for one in worker.requests:
             if id(one) not in known and one.end_ns > step.begin_ns:
-                pieces = [(*part, (), one.response_tokens) for part in one.parts()]
+                pieces = [_Piece(*part, (), one.response_tokens) for part in one.parts()]
                 run = _Run(worker.name, worker.identity.role, "", one.begin_ns, one.end_ns, pieces=pieces)
                 run.clip(step.begin_ns, step.end_ns)
                 yield run
@@ -573,11 +632,12 @@ class _Builder:
         """Add the parts of a trajectory or a request; a part follows the last part that ended before it."""
         ends: list[tuple[int, int]] = []
         begun = len(self.graph.segments)
-        for kind, begin_ns, end_ns, calls, tokens in sorted(run.pieces, key=lambda piece: piece[1]):
+        for piece in sorted(run.pieces, key=lambda piece: piece.begin_ns):
+            kind, begin_ns, end_ns, calls, tokens, queue = piece
             place = bisect_right(ends, (begin_ns, begin_ns))
             before = ends[place - 1][1] if place else caller
             one = Segment(run.who, around, kind, begin_ns, end_ns, [], around, run.trajectory, calls, part)
-            one.tokens = tokens
+            one.tokens, one.queue = tokens, queue
             at = self._new(one, before)
             insort(ends, (end_ns, at))
         followed = {at for one in self.graph.segments[begun:] for at in one.after}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from verl_profiling.predict.graph import Graph
@@ -20,6 +21,7 @@ class Replay(NamedTuple):
         delay_ns: Delay before each segment.
         end_ns: End of each segment.
         alike: Whether the next step would be like this one.
+        order: Numbers of the segments, each after those in its ``after``.
     """
 
     graph: Graph
@@ -28,6 +30,7 @@ class Replay(NamedTuple):
     delay_ns: Sequence[int]
     end_ns: Sequence[int]
     alike: bool
+    order: Sequence[int]
 
     @property
     def span_ns(self) -> int:
@@ -53,6 +56,8 @@ def replay(
 ) -> Replay:
     """Return the times of a step in which each segment begins as soon as its edges and its delay permit.
 
+    A segment with a queue begins after all that entered the queue before it.
+
     Work that is carried over from the last step has what is left of it, as all steps are alike. What is left
     is negative if the work ended before the step.
 
@@ -69,11 +74,9 @@ def replay(
     after = [one.after for one in graph.segments] if after is None else after
     took_ns = list(took_ns)
     whole_ns = [took_ns[one.segment] + ns for one, ns in zip(graph.carried, before_ns, strict=True)]
-    end_ns, last_ns = [0] * len(graph.segments), [0] * len(whole_ns)
+    last_ns = [0] * len(whole_ns)
     for _ in range(_MOST_STEPS):
-        for at in graph.order:
-            ready_ns = max((end_ns[before] for before in after[at]), default=graph.begin_ns)
-            end_ns[at] = ready_ns + delay_ns[at] + took_ns[at]
+        end_ns, queued, order = _ends(graph, took_ns, delay_ns, after)
         alike = True
         for number, one in enumerate(graph.carried):
             left_ns = whole_ns[number] - (end_ns[graph.last] - end_ns[one.mark])
@@ -85,7 +88,38 @@ def replay(
             last_ns[number] = more_ns
         if alike:
             break
-    return Replay(graph, after, took_ns, delay_ns, end_ns, alike)
+    return Replay(graph, queued, took_ns, delay_ns, end_ns, alike, order)
+
+
+def _ends(
+    graph: Graph, took_ns: Sequence[int], delay_ns: Sequence[int], after: Sequence[Sequence[int]]
+) -> tuple[list[int], list[Sequence[int]], list[int]]:
+    """Return the end of each segment, all edges with those of the queues, and the order of the segments."""
+    end_ns, edges, order = [0] * len(graph.segments), list(after), list[int]()
+    place = {at: number for number, at in enumerate(graph.order)}
+    following: list[list[int]] = [[] for _ in after]
+    for at, before in enumerate(after):
+        for one in before:
+            following[one].append(at)
+    missing = list(map(len, after))
+    ready = [(graph.begin_ns + graph.later_ns[at], place[at], at) for at in graph.order if not after[at]]
+    last: dict[str, int] = {}
+    heapify(ready)
+    while ready:
+        ready_ns, _, at = heappop(ready)
+        if queue := graph.segments[at].queue:
+            if queue in last:
+                edges[at] = [*after[at], last[queue]]
+                ready_ns = max(ready_ns, end_ns[last[queue]])
+            last[queue] = at
+        end_ns[at] = ready_ns + delay_ns[at] + took_ns[at]
+        order.append(at)
+        for one in following[at]:
+            missing[one] -= 1
+            if not missing[one]:
+                since_ns = max(end_ns[before] for before in after[one])
+                heappush(ready, (since_ns + graph.later_ns[one], place[one], one))
+    return end_ns, edges, order
 
 
 def critical_path(replayed: Replay) -> list[PathPart]:
@@ -98,8 +132,10 @@ def critical_path(replayed: Replay) -> list[PathPart]:
     while at is not None:
         begin_ns = end_ns[at] - replayed.took_ns[at]
         found.append(PathPart(at, begin_ns, end_ns[at], False))
-        found.append(PathPart(at, begin_ns - replayed.delay_ns[at], begin_ns, True))
-        at = max(replayed.after[at], key=lambda before: end_ns[before], default=None)
+        before = max(replayed.after[at], key=lambda before: end_ns[before], default=None)
+        since_ns = replayed.graph.begin_ns if before is None else end_ns[before]
+        found.append(PathPart(at, since_ns, begin_ns, True))
+        at = before
     first_ns = replayed.graph.begin_ns
     parts = [part._replace(begin_ns=max(part.begin_ns, first_ns)) for part in reversed(found)]
     return [part for part in parts if part.end_ns > part.begin_ns]
@@ -109,8 +145,10 @@ def slacks_ns(replayed: Replay) -> list[int]:
     """Return how much longer each segment could take without a longer step."""
     end_ns = replayed.end_ns
     latest_ns = [end_ns[replayed.graph.last]] * len(end_ns)
-    for at in reversed(replayed.graph.order):
-        begin_ns = latest_ns[at] - replayed.took_ns[at] - replayed.delay_ns[at]
-        for before in replayed.after[at]:
-            latest_ns[before] = min(latest_ns[before], begin_ns)
+    for at in reversed(replayed.order):
+        before = replayed.after[at]
+        slack_ns = latest_ns[at] - end_ns[at]
+        ready_ns = max((end_ns[one] for one in before), default=0)
+        for one in before:
+            latest_ns[one] = min(latest_ns[one], ready_ns + slack_ns)
     return [max(latest - end, 0) for latest, end in zip(latest_ns, end_ns, strict=True)]
