@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -26,6 +27,7 @@ from verl_profiling.report.model import Report
 from verl_profiling.run_files import known_run, never_came, read_run
 from verl_profiling.timeline.inputs import steps_of, the_run
 from verl_profiling.timeline.merge import MergeResult, merge, select_ranks, stage_windows
+from verl_profiling.timeline.processes import Slice
 from verl_profiling.timeline.step import TIMELINE_NAME, Keep, StepInputs, one_by_one
 from verl_profiling.timeline.trace import Limits
 from verl_profiling.units import visible
@@ -275,11 +277,13 @@ class CapturedStep:
             ConfigError: The capture holds several steps, each with its own report (see :meth:`by_step`).
             TraceFormatError: There is neither a manifest nor a readable trace.
         """
-        from verl_profiling.report.build import build_report
+        from verl_profiling.predict.what_if import with_predictions
+        from verl_profiling.report.build import build_report, read_step
 
         if self._report is None:
             self._only_step("report")
-            self._report = build_report(self.inputs, on_progress)
+            content = read_step(self.inputs, on_progress)
+            self._report = with_predictions(build_report(self.inputs, content), content)
         return self._report
 
     def _only_step(self, method: str) -> None:
@@ -312,12 +316,14 @@ class CapturedStep:
                 several steps.
             TraceFormatError: There is neither a manifest nor a readable trace.
         """
-        from verl_profiling.predict.graph import read_graph
+        from verl_profiling.predict.graph import graph_of
         from verl_profiling.predict.what_if import Changes, predict
+        from verl_profiling.report.build import read_step
 
         if self._graph is None:
             self._only_step("what_if")
-            self._graph = read_graph(self.inputs, on_progress)
+            content = read_step(self.inputs, on_progress)
+            self._graph = graph_of(content), content.coverage.missing
         graph, missing = self._graph
         return predict(graph, Changes(scale or {}, balance, no_tail, tools or {}), self.step, missing)
 
@@ -334,7 +340,7 @@ class CapturedStep:
         """
         from verl_profiling.report.build import read_step
 
-        return read_step(self.inputs, on_progress)[0].lanes
+        return read_step(self.inputs, on_progress).step.lanes
 
     def to_frame(self, name: FrameName) -> DataFrame:
         """Return one table of the report as a pandas data frame.
@@ -412,7 +418,17 @@ class CapturedStep:
             max_bytes=max_bytes,
             jobs=jobs,
             on_progress=on_progress,
+            critical_path=cache(lambda: list(self._critical_path())),
         )
+
+    def _critical_path(self) -> Iterator[Slice]:
+        """Yield the critical path of each step of the capture; plain traces have none on their timeline."""
+        for step in self.by_step():
+            if step.manifest is not None:
+                for row in step.report().critical_path:
+                    begin_ns = step.manifest.begin_ns + round(row.begin_us * 1000)
+                    about = {"stage": row.stage, "process": row.who, "kind": row.kind}
+                    yield f"{row.who}: {row.kind}", begin_ns, begin_ns + round(row.duration_us * 1000), about
 
     def check(self) -> CheckResult:
         """Read every artifact to its last byte, and report missing, empty and damaged artifacts.

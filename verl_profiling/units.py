@@ -24,18 +24,18 @@ def duration(seconds: float, *, signed: bool = False) -> str:
     if not seconds:
         return "0 s"
     unit, scale = _unit(seconds, _TIMES)
-    return f"{'+' if signed and seconds > 0 else ''}{_three_digits(seconds / scale)} {unit}"
+    return f"{'+' if signed and seconds > 0 else ''}{three_digits(seconds / scale)} {unit}"
 
 
 def lane_seconds(seconds: float, whose: str = "lane") -> str:
     """Return a total time of lanes or devices: ``4.34 lane-seconds``."""
-    return f"{_three_digits(seconds)} {whose}-seconds"
+    return f"{three_digits(seconds)} {whose}-seconds"
 
 
 def byte_size(size: float) -> str:
     """Return a number of bytes with a suitable unit: ``2 GB``, ``12.3 MB``, ``512 bytes``."""
     unit, scale = _unit(size, _SIZES)
-    number = _three_digits(size / scale)
+    number = three_digits(size / scale)
     return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
 
 
@@ -65,7 +65,8 @@ def _unit(value: float, units: tuple[tuple[str, float], ...]) -> tuple[str, floa
     return next((unit for unit in units if abs(value) >= 0.9995 * unit[1]), units[-1])
 
 
-def _three_digits(value: float) -> str:
+def three_digits(value: float) -> str:
+    """Return a number with three digits, or with all before its point: ``1,234``, ``1.23``, ``0.012``."""
     size = abs(value)
     if size < 0.9995:  # less than one of the smallest unit
         return f"{value:.3g}"

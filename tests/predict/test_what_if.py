@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 from drawn_logs import DrawnLog
 from drawn_steps import STAGES, Worker, drawn_inputs, engine, in_group
-from step_folders import rewrite, rewrite_worker
+from step_folders import read_events, rewrite, rewrite_worker
+from step_outcome import printed
 
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ProcessId
 from verl_profiling.predict.what_if import Prediction
+from verl_profiling.report.tables import TABLES
 from verl_profiling.run_files import read_manifest
 
 WORKS = [("gemm", 5.2, 5.4)]
@@ -88,11 +90,51 @@ def test_a_change_moves_all_that_waits_for_it(tmp_path: Path, changes: dict, sec
 
 def test_changes_are_ranked_by_what_they_bring(tmp_path: Path) -> None:
     synchronous(tmp_path)
-    helps = open_step(tmp_path).what_if().helps
+    helps = open_step(tmp_path).what_if().what_would_help
     assert [row.option for row in helps[:2]] == ["--scale rollout=0.5", "--scale update_actor=0.5"]
     saved = {row.option: pytest.approx(-row.difference_us / 1e6) for row in helps}
     assert saved["--balance rollout"] == 0.95
     assert saved["--scale update_weights=0.5"] == 0.5
+    assert (helps[0].hours_a_day, helps[0].unit) == (pytest.approx(0.2 * 4 * 24), "GPU-hours")
+
+
+def test_path_and_changes_are_part_of_the_report(tmp_path: Path) -> None:
+    """As in the prediction; of the stages in half of their time, tables show the one that helps most."""
+    synchronous(tmp_path)
+    found, report = open_step(tmp_path).what_if(), open_step(tmp_path).report()
+    assert (report.critical_path, report.what_would_help) == (found.path, found.what_would_help)
+    shown = [row.option for row in TABLES["what_would_help"].rows_shown(report)]
+    assert shown == ["--scale rollout=0.5", "--balance rollout", "--balance update_actor"]
+    assert "rollout in 50% of its time  --scale rollout=0.5" in printed(report, 100, everything=False)
+
+
+def test_a_failed_prediction_costs_two_tables_of_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synchronous(tmp_path)
+    monkeypatch.setattr("verl_profiling.predict.what_if.graph_of", lambda content: 1 / 0)
+    report = open_step(tmp_path).report()
+    assert report.coverage.missing == [
+        "critical path and changes that would help: ZeroDivisionError: division by zero"
+    ]
+    assert (report.critical_path, report.what_would_help, len(report.workers)) == ([], [], 4)
+
+
+def test_the_path_is_the_first_process_of_the_timeline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of the step has its part of the path; an error costs the path alone."""
+    synchronous(tmp_path)
+    for stage, parts in ([], 9), (["--stage", "reward"], 2):
+        assert main(["merge", str(tmp_path), *stage]) == 0
+        events = read_events(Path(capsys.readouterr().out.split()[0]))
+        slices = [event for event in events if event.get("cat") == "critical path"]
+        assert len(slices) == parts
+        assert stage or sum(event["dur"] for event in slices) == pytest.approx(10e6)
+        assert {event["pid"] for event in slices} == {min(event["pid"] for event in events)}
+    monkeypatch.setattr("verl_profiling.report.build.read_step", lambda *given: 1 / 0)
+    assert main(["merge", str(tmp_path)]) == 1
+    assert "critical path: ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_a_rollout_beside_the_training_is_not_on_the_path(tmp_path: Path) -> None:
@@ -194,7 +236,7 @@ def test_a_tool_takes_its_spans_along_and_leaves_other_calls(tmp_path: Path) -> 
     slower = step.what_if(tools={"search": 3.0})
     assert slower.predicted_us == pytest.approx(7e6)
     assert slower.notes[0].startswith("extrapolated: calls of search took 600 ms to 600 ms")
-    (saved,) = (row for row in step.what_if().helps if row.option.startswith("--tool sandbox"))
+    (saved,) = (row for row in step.what_if().what_would_help if row.option.startswith("--tool sandbox"))
     assert saved.difference_us == pytest.approx(-1e6)
 
 

@@ -66,7 +66,7 @@ def test_the_verdict_is_a_line_and_an_exit_code(tmp_path: Path, capsys: pytest.C
     printed = capsys.readouterr()
     [line] = printed.err.splitlines()
     assert line.startswith("step 1: actor_rank1 is slow in update_actor: it worked 10.0 s")
-    assert "waiting. Try: " in line
+    assert "waiting. Would help most: update_actor in 50% of its time (--scale update_actor=0.5), -" in line
     assert json.loads(printed.out)["findings"][0]["lanes"] == ["actor_rank1"]
 
 
@@ -171,7 +171,6 @@ def test_a_stage_in_which_nothing_works_is_named(tmp_path: Path) -> None:
     worker = Worker("actor", stages=[("update_actor", 4, 10)], kernels=[("gemm", 4, 10)])
     finding = said(report_of(tmp_path, WHOLE, [worker]), "idle_stage")
     assert "for 4.00 s (40% of the step), while the loop called workers" in finding.text
-    assert "pass less" in finding.advice
 
 
 def test_a_late_replica_is_named(tmp_path: Path) -> None:
@@ -191,23 +190,21 @@ def test_a_late_replica_is_named(tmp_path: Path) -> None:
     assert late in finding.text
 
 
-def test_graphs_are_advised_where_the_host_is_slow(tmp_path: Path) -> None:
+def test_a_slow_host_is_named(tmp_path: Path) -> None:
     kernels: list[Drawn] = [("k", second, second + 0.2) for second in range(10)]
     calls: list[Drawn] = [("cudaLaunchKernel", second, second + 0.1) for second in range(10)]
     report = report_of(tmp_path, WHOLE, [Worker("actor", stages=WHOLE, kernels=kernels, calls=calls)])
-    finding = said(report, "host_bound")
-    assert "while their hosts were at work" in finding.text
-    assert "CUDA graphs" in finding.advice
+    assert "while their hosts were at work" in said(report, "host_bound").text
 
 
-def test_on_cpus_advice_speaks_of_cpus(tmp_path: Path) -> None:
-    """Nothing is launched there, and there are no CUDA graphs."""
+def test_on_cpus_a_finding_speaks_of_cpus(tmp_path: Path) -> None:
+    """Nothing is launched there."""
     operators: list[Drawn] = [("aten::mm", second, second + 0.5) for second in range(10)]
     workers = [Worker("actor", rank, stages=WHOLE, operators=operators) for rank in range(3)]
     report = report_of(tmp_path, WHOLE, workers)
     finding = said(report, "host_bound")
     assert "ran no operator while their hosts were at work" in finding.text
-    assert not {"CUDA", "launch", "device"} & set((finding.text + finding.advice).replace(".", " ").split())
+    assert not {"CUDA", "launch", "device"} & set(finding.text.replace(".", " ").split())
 
 
 @pytest.mark.parametrize("on_device", [True, False])
@@ -273,7 +270,6 @@ def test_there_are_at_most_five_and_each_has_seconds_and_lanes(tmp_path: Path) -
     names = {row.name for row in report.workers}
     for finding in middle:
         assert finding.seconds > 0
-        assert finding.advice
         assert finding.lanes
         assert set(finding.lanes) <= names
 
@@ -299,7 +295,7 @@ def test_advice_to_record_more_stands_behind_a_culprit(tmp_path: Path) -> None:
 
 
 def test_a_replica_that_is_slow_at_each_token_is_advised_on_its_host(tmp_path: Path) -> None:
-    """Its responses are as long as the others', so no cap of their length helps."""
+    """Not one whose responses are longer than the others'."""
     advice = {}
     for case, tokens in (("slow", 100), ("long", 200)):
         folder = tmp_path / case
@@ -310,8 +306,7 @@ def test_a_replica_that_is_slow_at_each_token_is_advised_on_its_host(tmp_path: P
         ]
         advice[case] = said(report_of(folder, [("rollout", 0, 4)], engines, end=4.5), "long_tail").advice
     assert advice["slow"].startswith("compare host and device of rollout2 with those of the other replicas: ")
-    assert "cap lengths" not in advice["slow"]
-    assert "cap lengths" in advice["long"]
+    assert advice["long"] == ""
 
 
 def test_a_capture_of_the_watch_names_the_replica_that_is_slow_at_each_token(tmp_path: Path) -> None:

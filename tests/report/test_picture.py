@@ -15,6 +15,7 @@ def test_a_late_replica_stands_out(tmp_path: Path) -> None:
     late = whole_step(tmp_path, ranks=16, replicas=4, fault="long tail")
     groups = picture(late)["groups"]
     assert [(g["role"], len(g["lanes"])) for g in groups] == [
+        ("critical path", 1),
         ("controller", 1),
         ("actor", 16),
         ("rollout", 4),
@@ -30,7 +31,21 @@ def test_a_role_shows_from_when_to_when_all_lanes_were_in_a_stage(tmp_path: Path
         Worker("actor", rank, stages=[("update_actor", 5 + rank / 10, 7 + rank)], kernels=[("k", 5, 6)])
         for rank in range(2)
     ]
-    (envelope,) = picture(report_of(tmp_path, STAGES, workers))["groups"][1]["envelope"]
+    (envelope,) = picture(report_of(tmp_path, STAGES, workers))["groups"][2]["envelope"]
     edges = [envelope[key] / 1e6 for key in ("begin", "all_in", "first_out", "end")]
     assert edges == pytest.approx([5, 5.1, 7, 8])
     assert envelope["lanes"] == 2
+
+
+def test_lanes_are_marked_where_they_are_on_the_critical_path(tmp_path: Path) -> None:
+    """The path is a lane of its own, in the colours of the outermost stages."""
+    workers = [
+        Worker("actor", rank, stages=[("update_actor", 5, end)], kernels=[("k", 5, 6)])
+        for rank, end in enumerate((7, 8))
+    ]
+    drawn = picture(report_of(tmp_path, STAGES, workers))
+    path, _, actors = drawn["groups"]
+    said = {span["said"]: drawn["stages"][span["stage"]]["name"] for span in path["lanes"][0]["spans"]}
+    assert said["actor_rank1: work"] == "update_actor"
+    assert [lane["critical"] for lane in actors["lanes"]] == [[], [{"begin": 5e6, "end": 8e6}]]
+    assert actors["critical"] == [{"begin": 5e6, "end": 8e6}]

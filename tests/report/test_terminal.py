@@ -79,6 +79,17 @@ def test_what_is_left_out_is_counted(report: Report) -> None:
     assert "…" in text
     finding = Finding(rule="idle", text="t" * 190, advice="a" * 90, seconds=1.0)
     worst = msgspec.structs.replace(
-        report, findings=[finding] * 5, notes=["n" * 100] * 20, stages=report.stages * 9, lost=report.lost * 9
+        report,
+        findings=[finding] * 5,
+        what_would_help=[
+            msgspec.structs.replace(report.what_would_help[0], option=option)
+            for option in ("--scale update_actor=0.5", *["--balance update_actor"] * 5)
+        ],
+        notes=["n" * 100] * 20,
+        stages=report.stages * 9,
+        lost=report.lost * 9,
     )
-    assert len(printed(worst, 100, everything=False).splitlines()) <= 45
+    shown = printed(worst, 100, everything=False)
+    assert len(shown.splitlines()) <= 45
+    assert shown.count("--balance update_actor") == 2
+    assert "\n3 more findings and 18 more notes: --all\n" in shown

@@ -14,7 +14,8 @@ from verl_profiling.analysis import saved_report
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK, at_least_0, local_path
 from verl_profiling.commands.common import StepByStep, add_communication, watched
 from verl_profiling.predict.explain import explain
-from verl_profiling.predict.graph import Graph, read_graph
+from verl_profiling.predict.graph import Graph, graph_of
+from verl_profiling.report.build import read_step
 from verl_profiling.report.diff import LEAST_S, Change, Diff, compare, print_diff
 from verl_profiling.report.model import Report
 from verl_profiling.step_summary import StepSummary
@@ -89,7 +90,7 @@ def _side(path: Path, arguments: argparse.Namespace) -> _Side:
         return _Side([saved], [], [], EXIT_OK)
     work = StepByStep([path], arguments.communication)
     found = work.reports()
-    graphs = [read_graph(step.inputs)[0] for step, _ in found if step.manifest]
+    graphs = [graph_of(read_step(step.inputs)) for step, _ in found if step.manifest]
     run = the_run(path)
     logged = watched(run)[0] if run.is_dir() else []
     return _Side([report for _, report in found], graphs, logged, work.exit_code)

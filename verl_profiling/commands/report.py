@@ -20,6 +20,7 @@ from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.run_page import RUN_PAGE, render_run, stage_seconds
 from verl_profiling.report.sentences import counted
+from verl_profiling.report.tables import TABLES
 from verl_profiling.report.terminal import fitting_console, print_report
 from verl_profiling.report.watch_frame import STEP, Pulse, print_run, seconds_of, watch_frame, watch_sentence
 from verl_profiling.run_files import naming, whole_file
@@ -152,7 +153,11 @@ def _verdict(reports: Sequence[Report], arguments: argparse.Namespace) -> bool:
     text = f"{counted(len(reports), 'step')}: nothing stands out"
     if found:
         most, report = max(found, key=lambda one: one[0].seconds)
-        text = f"{report.title}: {most.text} Try: {most.advice}."
+        text = f"{report.title}: {most.text}" + (f" Try: {most.advice}." if most.advice else "")
+        text += "".join(
+            f" Would help most: {row.change} ({row.option}), {row.difference_share:+.0%} of the step."
+            for row in TABLES["what_would_help"].rows_shown(report)[:1]
+        )
     print(visible(text), file=sys.stderr if arguments.json else sys.stdout)
     return bool(found)
 

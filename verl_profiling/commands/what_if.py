@@ -14,8 +14,8 @@ from verl_profiling.analysis import CapturedStep
 from verl_profiling.commands import EXIT_FINDING, at_least_0
 from verl_profiling.commands.common import StepByStep, add_communication, add_paths, add_ray, progress
 from verl_profiling.errors import ConfigError
-from verl_profiling.predict.what_if import PathRow, Prediction, added
-from verl_profiling.report.tables import cells
+from verl_profiling.predict.what_if import Prediction
+from verl_profiling.report.tables import cells, summed
 from verl_profiling.report.terminal import fitting_console, print_table
 from verl_profiling.units import duration
 
@@ -131,19 +131,16 @@ def _print(title: str, found: Prediction, console: Console) -> None:
             f" ({duration(changed / 1e6, signed=True)}, {changed / max(found.span_us, 1e-3):+.1%})"
         )
     console.print(f"[bold]{escape(title)}[/bold]: {said}")
-    rows: dict[tuple[str, str, str], PathRow] = {}
-    for row in found.path:
-        key = (row.stage, row.who, row.kind)
-        rows[key] = added(rows[key], row) if key in rows else row
-    largest = sorted(rows.values(), key=lambda row: -row.duration_us)[:_ROWS]
+    rows = summed(found.path)
+    largest = sorted(rows, key=lambda row: -row.duration_us)[:_ROWS]
     rest_us = sum(row.duration_us for row in found.path) - sum(row.duration_us for row in largest)
-    shown = [row for row in rows.values() if row in largest]
+    shown = [row for row in rows if row in largest]
     note = f"and {duration(rest_us / 1e6)} in {len(rows) - _ROWS} others" if len(rows) > _ROWS else ""
     slack = sorted((row for row in found.slack if row.slack_us), key=lambda row: -row.slack_us)
     for name, table, below in (
         ("Critical path", shown, note),
         ("Slack", slack[:_ROWS], f"{len(slack) - _ROWS:,} more: --json" if len(slack) > _ROWS else ""),
-        ("Changes that would help", found.helps[:_ROWS], ""),
+        ("What would help", found.what_would_help[:_ROWS], ""),
     ):
         print_table(console, name, *cells(table), below)
     for kind, sentences in (("missing", found.missing), ("assumed", found.assumed), ("note", found.notes)):

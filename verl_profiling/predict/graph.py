@@ -30,10 +30,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.manifest import Request, StageSpan
+from verl_profiling.report import numbers
 from verl_profiling.report.anatomy import capture_time
-from verl_profiling.report.build import read_step, read_trajectories
+from verl_profiling.report.build import Content
 from verl_profiling.report.capture_rows import VALIDATE
-from verl_profiling.report.collectives import Calls, matched_calls
+from verl_profiling.report.collectives import Calls
 from verl_profiling.report.intervals import EMPTY, Ints, Spans, intersection, overlaps, subtract
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.lost import ROLLOUT
@@ -45,11 +46,8 @@ from verl_profiling.report.records import (
     TO_THE_ENGINE,
     Pieces,
     Records,
-    pieces_of,
 )
-from verl_profiling.report.rollout_section import requests_of
 from verl_profiling.timeline.processes import stages_by_row
-from verl_profiling.timeline.step import Source, StepInputs
 
 LOOP = "controller"
 OWN, CAPTURE, WORK, DELAY = "own code", "capture", "work", "delay"
@@ -201,6 +199,8 @@ class Graph:
         carried: Work that began in the last step.
         assumed: Number of edges by assumption.
         unknown: Sentences on stages whose waits are not known.
+        lanes: Number of the step's devices, else of its workers.
+        on_device: Whether the lanes are devices, and not processes on CPUs.
     """
 
     begin_ns: int
@@ -216,6 +216,8 @@ class Graph:
     carried: list[Carried] = field(default_factory=list)
     assumed: Counter[str] = field(default_factory=Counter)
     unknown: list[str] = field(default_factory=list)
+    lanes: int = 0
+    on_device: bool = False
 
     def close(self) -> None:
         """Set order and delays, once all segments are there."""
@@ -235,44 +237,22 @@ class Graph:
             self.delay_ns[at] = one.begin_ns - ready_ns
 
 
-def read_graph(
-    inputs: StepInputs, on_progress: Callable[[Source], None] | None = None
-) -> tuple[Graph, list[str]]:
-    """Read the traces of one step; return its graph, and sentences on missing data.
-
-    Args:
-        inputs: The step.
-        on_progress: Called with each trace once it is read.
-
-    Raises:
-        TraceFormatError: There is neither a manifest nor a readable trace.
-    """
-    step, coverage, _ = read_step(inputs, on_progress)
-    records = Records(read_trajectories(inputs, coverage, {}), step.begin_ns, step.end_ns)
-    served = requests_of(records, step.manifest) if step.manifest else {}
-    pieces, _ = pieces_of(records, served)
-    graph = graph_of(step, matched_calls(step), records, pieces, served)
-    return graph, coverage.missing
-
-
-def graph_of(
-    step: Step, calls: Iterable[Calls], records: Records, pieces: Pieces, served: Mapping[int, Request]
-) -> Graph:
+def graph_of(content: Content) -> Graph:
     """Return the graph of a step.
 
     Args:
-        step: The step.
-        calls: The matched collectives.
-        records: The trajectories.
-        pieces: Time of the trajectories by cause.
-        served: The request of each span of a trajectory, by the number of the span.
+        content: Everything that was read of the step.
     """
+    step, records, served = content.step, content.records, content.served
     error_ns = max((clock.error_ns for clock in step.manifest.clocks), default=0) if step.manifest else 0
     of_loop = [worker for worker in step.workers if step.manifest and step.manifest.runs_the_loop(worker)]
     who, role = next(((one.name, one.identity.role) for one in of_loop), (LOOP, ""))
     root = _Run(who, role, "", step.begin_ns, step.end_ns)
     stages = list(_stages(who, role, step.stages, root))
     graph = Graph(step.begin_ns, step.end_ns)
+    devices = numbers.shared_devices(step)
+    on_device = [lanes for lanes in devices if lanes[0].on_device]
+    graph.lanes, graph.on_device = len(on_device or devices), bool(on_device)
     loose: list[_Run] = []
     of_workers: defaultdict[str, list[_Run]] = defaultdict(list)
     for worker in step.workers:
@@ -285,6 +265,7 @@ def graph_of(
             loose.append(whole)
         else:
             of_workers[worker.name] += whole.inner
+    graph.lanes = graph.lanes or len(of_workers) + len(loose)
     is_plain = step.manifest is None  # plain traces have no stages: each lane is one run
 
     def name_of(lane: Lane) -> str:
@@ -298,7 +279,7 @@ def graph_of(
             of_workers[lane.name].append(_Run(lane.name, lane.source.role, "", *times))
     runs = list(chain.from_iterable(of_workers.values()))
     loose += _called(root, stages, runs, error_ns, graph.assumed)
-    rollouts = [*_trajectories(records, pieces, served), *_requests(step, served.values())]
+    rollouts = [*_trajectories(records, content.pieces, served), *_requests(step, served.values())]
     loose += _rolled_out(root, stages, of_workers, rollouts, error_ns, graph.assumed)
     later = [run.begin_ns for run in runs if run.name == ROLLOUT and run.end_ns >= root.end_ns]
     later += [one.begin_ns for one in records.trajectories if one.cut_end]
@@ -322,7 +303,7 @@ def graph_of(
         loose.append(mark)
         carried += [(one, mark, stage) for one in early]
         graph.assumed[_STEADY] += 1
-    _Builder(graph, calls, name_of).build(root, loose)
+    _Builder(graph, content.calls, name_of).build(root, loose)
     for work, mark, stage in carried:
         graph.carried.append(Carried(work.entry, mark.exit, root.end_ns - mark.begin_ns))
         graph.segments[mark.entry].after.append(stage.exit)  # the next work begins after this one

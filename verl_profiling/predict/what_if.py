@@ -10,12 +10,16 @@ from typing import ClassVar, NamedTuple
 import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
-from verl_profiling.predict.graph import CAPTURE, DELAY, WORK, Graph, Segment
+from verl_profiling.predict.graph import CAPTURE, DELAY, WORK, Graph, Segment, graph_of
 from verl_profiling.predict.path import Replay, critical_path, replay, slacks_ns
 from verl_profiling.report.anatomy import OUTSIDE_STAGES
+from verl_profiling.report.build import Content
+from verl_profiling.report.columns import HelpRow, PathRow
 from verl_profiling.report.intervals import length, spans_of, within
+from verl_profiling.report.model import Report
 from verl_profiling.report.records import LOOP_LAG
-from verl_profiling.units import duration
+from verl_profiling.report.tables import added
+from verl_profiling.units import duration, visible, visible_text_of
 
 _TOOL = "tool:"
 _NOT_ALIKE = "the predicted step is one of many that differ: each leaves more or less work to the next"
@@ -47,6 +51,15 @@ class Changes(NamedTuple):
             *(f"--tool {name}={seconds:.6g}s" for name, seconds in self.tools.items()),
         ]
 
+    def words(self) -> list[str]:
+        """Return the changes in words."""
+        return [
+            *(f"{name} in {factor:.0%} of its time" for name, factor in self.scale.items()),
+            *(f"{name} balanced" for name in self.balance),
+            *([f"rollout without its last {100 - self.no_tail:.4g}%"] if self.no_tail is not None else []),
+            *(f"each {name} call {duration(seconds)}" for name, seconds in self.tools.items()),
+        ]
+
     def assumed(self) -> list[str]:
         """Return a sentence on each kind of change."""
         said = {
@@ -56,31 +69,6 @@ class Changes(NamedTuple):
             "other calls take as long as before a tool changed, also in a fuller engine": self.tools,
         }
         return [sentence for sentence, change in said.items() if change]
-
-
-class PathRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A time on the critical path.
-
-    Attributes:
-        stage: Stages around it, the outermost first.
-        who: Lane, worker or the loop, and group and sample of a trajectory.
-        kind: ``own code`` of the loop, ``capture`` of the step, ``work`` of a worker, a collective,
-            ``delay``, part of a request, or cause of a trajectory's time.
-        begin_us: Begin, relative to the begin of the step.
-        duration_us: Duration.
-        share: Share of the step.
-        idle_us: Part of a worker's ``duration_us`` in which all its lanes are idle, if a trace is recorded.
-    """
-
-    columns: ClassVar[str] = "stage, who, kind, time=duration_us, share, idle_us"
-
-    stage: str
-    who: str
-    kind: str
-    begin_us: float
-    duration_us: float
-    share: float
-    idle_us: float | None = None
 
 
 class SlackRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,24 +89,6 @@ class SlackRow(msgspec.Struct, frozen=True, kw_only=True):
     slack_us: float
 
 
-class HelpRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The predicted effect of one change.
-
-    Attributes:
-        option: The change, as an option of the command.
-        predicted_us: Duration of the step.
-        difference_us: Difference to the recorded step.
-        difference_share: Difference as a share of the recorded step.
-    """
-
-    columns: ClassVar[str] = "option, step=predicted_us, difference_us, share=difference_share"
-
-    option: str
-    predicted_us: float
-    difference_us: float
-    difference_share: float
-
-
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """A step as it would be after changes; without changes, the recorded step.
 
@@ -129,7 +99,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         changes: The changes, as options of the command.
         path: The critical path of the predicted step, in order; the durations add up to ``predicted_us``.
         slack: Slack of each process in each stage.
-        helps: Effects of single changes, the largest first; empty with changes.
+        what_would_help: Effects of single changes, the largest first; empty with changes.
         missing: Sentences on missing data.
         assumed: Sentences on what is assumed.
         notes: Sentences on what is not known, and on changes outside of what the capture shows.
@@ -141,10 +111,28 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     changes: list[str]
     path: list[PathRow]
     slack: list[SlackRow]
-    helps: list[HelpRow]
+    what_would_help: list[HelpRow]
     missing: list[str]
     assumed: list[str]
     notes: list[str]
+
+
+def with_predictions(report: Report, content: Content) -> Report:
+    """Return a report with its critical path, and with the changes that would help.
+
+    An error costs these two alone: it becomes a sentence on missing data.
+
+    Args:
+        report: The report of a step.
+        content: Everything that was read of the step.
+    """
+    try:
+        found = visible_text_of(predict(graph_of(content)))
+    except Exception as error:
+        problem = f"critical path and changes that would help: {type(error).__name__}: {error}"
+        report.coverage.missing.append(visible(problem))
+        return report
+    return msgspec.structs.replace(report, what_would_help=found.what_would_help, critical_path=found.path)
 
 
 def predict(
@@ -178,7 +166,7 @@ def predict(
         changes=changes.options(),
         path=_path_rows(found),
         slack=_slack_rows(found),
-        helps=sorted(
+        what_would_help=sorted(
             (row for row in helps if row.difference_share < -_LEAST_SHARE), key=lambda row: row.difference_us
         ),
         missing=list(missing),
@@ -302,11 +290,15 @@ def _candidates(graph: Graph) -> list[Changes]:
 def _help(recorded: Replay, changes: Changes) -> HelpRow:
     predicted = _changed(recorded.graph, changes).span_ns
     change = predicted - recorded.span_ns
+    graph, share = recorded.graph, change / max(recorded.span_ns, 1)
     return HelpRow(
+        change=", ".join(changes.words()),
         option=" ".join(changes.options()),
         predicted_us=predicted / 1000,
         difference_us=change / 1000,
-        difference_share=change / max(recorded.span_ns, 1),
+        difference_share=share,
+        hours_a_day=-share * graph.lanes * 24,
+        unit="GPU-hours" if graph.on_device else "lane-hours",
     )
 
 
@@ -329,6 +321,7 @@ def _path_rows(replayed: Replay) -> list[PathRow]:
         row = PathRow(
             stage=" / ".join(stages) or OUTSIDE_STAGES,
             who=f"{one.who} {one.trajectory}" if one.trajectory else one.who,
+            worker=one.who,
             kind=DELAY if part.is_delay else one.kind,
             begin_us=(part.begin_ns - graph.begin_ns) / 1000,
             duration_us=(part.end_ns - part.begin_ns) / 1000,
@@ -348,13 +341,6 @@ def _idle_us(replayed: Replay, at: int) -> float | None:
         return None
     idle_ns = length(within(graph.idle[one.who], one.begin_ns, one.end_ns))
     return idle_ns / 1000 * replayed.took_ns[at] / max(one.end_ns - one.begin_ns, 1)
-
-
-def added(row: PathRow, other: PathRow) -> PathRow:
-    """Return a row with the time of both rows."""
-    idle_us = None if row.idle_us is None else row.idle_us + (other.idle_us or 0.0)
-    duration_us, share = row.duration_us + other.duration_us, row.share + other.share
-    return msgspec.structs.replace(row, duration_us=duration_us, share=share, idle_us=idle_us)
 
 
 def _slack_rows(replayed: Replay) -> list[SlackRow]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import groupby
 from typing import Any
@@ -11,14 +12,15 @@ from typing import Any
 import numpy as np
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import MANIFEST_NAME, WEIGHT_SYNC, Manifest
+from verl_profiling.manifest import MANIFEST_NAME, WEIGHT_SYNC, Manifest, Request
 from verl_profiling.report import anatomy, capture_rows, collectives, lost, numbers
 from verl_profiling.report.activity import LaneTraces, lane_job, read_lane
 from verl_profiling.report.findings import find
 from verl_profiling.report.intervals import EMPTY, intersection
 from verl_profiling.report.lanes import Step
 from verl_profiling.report.model import Coverage, Report
-from verl_profiling.report.rollout_section import rollout_of
+from verl_profiling.report.records import Pieces, Records, pieces_of
+from verl_profiling.report.rollout_section import requests_of, rollout_of
 from verl_profiling.report.suspects import asked_of
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.timeline.cluster import results
@@ -32,10 +34,35 @@ from verl_profiling.watch_log import read_watch_log
 _MOST_NOTES = 100
 
 
-def read_step(
-    inputs: StepInputs, on_progress: Callable[[Source], None] | None = None
-) -> tuple[Step, Coverage, list[str]]:
-    """Read the traces of one step; return the step with its lanes, the coverage, and notes.
+@dataclass(kw_only=True, eq=False)
+class Content:
+    """Everything that was read of a step.
+
+    Attributes:
+        step: The step with its lanes.
+        coverage: Completeness of the step.
+        notes: Notes on the traces.
+        calls: The matched collectives.
+        records: The trajectories.
+        served: The engine's request of each ``generate`` span, by the number of the span.
+        pieces: Time of the trajectories by cause.
+        of_processes: Time of processes outside trajectories by cause.
+        counts: Samples of the processes' counters.
+    """
+
+    step: Step
+    coverage: Coverage
+    notes: list[str]
+    calls: list[collectives.Calls]
+    records: Records
+    served: dict[int, Request]
+    pieces: Pieces
+    of_processes: Pieces
+    counts: capture_rows.Counts
+
+
+def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None = None) -> Content:
+    """Read the files of one step.
 
     Args:
         inputs: The step, from :func:`~verl_profiling.timeline.inputs.find_steps`.
@@ -77,31 +104,42 @@ def read_step(
         if not step.lanes:
             problem = "; ".join(coverage.missing) or "holds no trace to report on"
             raise TraceFormatError(inputs.directory, problem)
-    return step, coverage, notes
+    counts: capture_rows.Counts = {}
+    records = Records(_read_trajectories(inputs, coverage, counts), step.begin_ns, step.end_ns)
+    served = requests_of(records, manifest) if manifest else {}
+    pieces, of_processes = pieces_of(records, served)
+    return Content(
+        step=step,
+        coverage=coverage,
+        notes=notes,
+        calls=collectives.matched_calls(step),
+        records=records,
+        served=served,
+        pieces=pieces,
+        of_processes=of_processes,
+        counts=counts,
+    )
 
 
-def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | None = None) -> Report:
-    """Read the traces of one step and compute its report.
+def build_report(inputs: StepInputs, content: Content) -> Report:
+    """Compute the report of a step, without the changes that would help and the critical path.
 
     Args:
-        inputs: The step, from :func:`~verl_profiling.timeline.inputs.find_steps`.
-        on_progress: Called with each trace once it is read.
-
-    Raises:
-        TraceFormatError: There is neither a manifest nor a readable trace.
+        inputs: The step.
+        content: Everything that was read of it.
     """
     manifest, capture = inputs.manifest, inputs.capture or inputs.manifest
-    step, coverage, notes = read_step(inputs, on_progress)
+    step, calls, notes = content.step, content.calls, content.notes
     tail = numbers.rollout_tail(step)
-    calls = collectives.matched_calls(step)
     waits = collectives.waits(calls)
     for lane in step.lanes:
         lane.waiting = waits.get(lane, EMPTY)
         lane.idle = lost.lost_by_cause(lane, step, tail)
     devices = [(lanes, numbers.lost_of_device(lanes)) for lanes in numbers.shared_devices(step)]
     device_rows = [numbers.device_row(lanes, causes) for lanes, causes in devices]
-    counts: capture_rows.Counts = {}
-    rollout, explanation = rollout_of(step, read_trajectories(inputs, coverage, counts)) or (None, None)
+    rollout, explanation = rollout_of(
+        step, content.records, content.served, content.pieces, content.of_processes
+    ) or (None, None)
     parts: dict[str, dict[str, float]] = {}
     if explanation is not None:
         for cause in lost.BEHIND_TRAJECTORIES:
@@ -146,21 +184,21 @@ def build_report(inputs: StepInputs, on_progress: Callable[[Source], None] | Non
         throughput=numbers.throughput(step, engines, len(devices)),
         gantt=list(anatomy.gantt(step)),
         findings=[],
-        coverage=coverage,
+        coverage=content.coverage,
         notes=notes,
         captured=manifest is not None,
         rollout=rollout,
         devices=device_rows,
         asked=asked,
         suspects=suspects,
-        counters=list(capture_rows.counter_rows(counts, step.begin_ns, step.end_ns)),
+        counters=list(capture_rows.counter_rows(content.counts, step.begin_ns, step.end_ns)),
         watched=_watched(inputs),
         capture_steps=inputs.capture.steps if inputs.capture else [],
     )
     return visible_text_of(find(report))
 
 
-def read_trajectories(
+def _read_trajectories(
     inputs: StepInputs, coverage: Coverage, counts: capture_rows.Counts
 ) -> Iterator[tuple[Source, TrajectoryLog]]:
     """Yield the trajectory logs, one in memory at a time; add notes on damaged logs and on counts."""

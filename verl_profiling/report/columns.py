@@ -59,6 +59,60 @@ class OutsideRow(msgspec.Struct, frozen=True, kw_only=True):
     duration_us: float
 
 
+class HelpRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The predicted effect of one change.
+
+    Attributes:
+        change: The change in words.
+        option: The change, as an option of ``verl-profiling what-if``.
+        predicted_us: Duration of the step.
+        difference_us: Difference to the recorded step.
+        difference_share: Difference as a share of the recorded step.
+        hours_a_day: Saved time of all lanes in 24 hours of such steps.
+        unit: Unit of ``hours_a_day``: ``GPU-hours`` if lanes are GPUs, else ``lane-hours``.
+    """
+
+    columns: ClassVar[str] = (
+        "change, what-if=option, predicted=predicted_us, difference_us, +share=difference_share, "
+        "saved/day=hours_a_day"
+    )
+
+    change: str
+    option: str
+    predicted_us: float
+    difference_us: float
+    difference_share: float
+    hours_a_day: float
+    unit: str
+
+
+class PathRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A time on the critical path.
+
+    Attributes:
+        stage: Stages around it, the outermost first.
+        who: Lane, worker or the loop, and group and sample of a trajectory.
+        kind: ``own code`` of the loop, ``capture`` of the step, ``work`` of a worker, a collective,
+            ``delay``, part of a request, or cause of a trajectory's time.
+        begin_us: Begin, relative to the begin of the step.
+        duration_us: Duration.
+        share: Share of the step.
+        idle_us: Part of a worker's ``duration_us`` in which all its lanes are idle, if a trace is recorded.
+        worker: The lane, worker or loop alone.
+    """
+
+    columns: ClassVar[str] = "stage, who, kind, time=duration_us, share, idle_us"
+
+    stage: str
+    who: str
+    kind: str
+    begin_us: float
+    duration_us: float
+    share: float
+    idle_us: float | None = None
+    worker: str = ""
+
+
 class UseRow(msgspec.Struct, frozen=True, kw_only=True):
     """Time of a lane, or of a device with all lanes that share it, by use.
 

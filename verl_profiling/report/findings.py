@@ -27,21 +27,9 @@ from verl_profiling.units import duration, listed
 
 LIMIT = 5
 _RECORD_LESS = "record less: fewer ranks, no stacks or shapes, the other mode, or the spans tool"
-_AWAIT = "await the call, or run it in a thread (asyncio.to_thread)"
-_TAIL = "or carry the tail over to the next step (partial rollout)"
 _MARK_MORE = "mark more of the agent loop with span(), so that this time gets a name"
+_AWAIT = "await the call, or run it in a thread (asyncio.to_thread)"
 _ADVICE = {
-    "tool": "run more calls concurrently, set a time limit, or cache the results",
-    "sandbox": "keep sandboxes warm, stop them in the background, and run as many as trajectories",
-    "environment": "keep environments warm, start them ahead of time, or give them a time limit",
-    "reward": "score while other trajectories still run, or in more processes",
-    "wait": "add capacity where the trajectories wait, or run fewer trajectories at once",
-    "queued": "more replicas, fewer requests at once, or less reserved memory for each (a larger KV cache)",
-    "decode": f"cap the response length, balance prompts by expected length, {_TAIL}",
-    "to the engine": "check the way from the loop to the engine's scheduler: the load balancer, HTTP, "
-    "tokenizing and other work in the server's process",
-    "from the engine": "check the way from the engine to the loop: detokenizing and other work in the "
-    "server's process, HTTP",
     LOOP_LAG: f"find the calls that block the event loops: {_AWAIT}",
     OWN_CODE: _MARK_MORE,
     BEFORE: "switch the watch on, which remembers open spans, or capture steps in a row",
@@ -96,8 +84,7 @@ def _comes_last(report: Report) -> Iterator[Finding]:
             f"Of the captured ranks, {asked.last} is the last to enter the collectives of "
             f"{asked.stage or 'the step'}: the others waited {duration(asked.waited_s)} for it."
         )
-        advice = "look at its work before the collectives, and compare its kernels with those of the others"
-        yield Finding("straggler", text, advice, asked.waited_s, [asked.last])
+        yield Finding("straggler", text, "", asked.waited_s, [asked.last])
 
 
 def _in_no_stage(report: Report) -> Iterator[Finding]:
@@ -173,16 +160,11 @@ def _stragglers(report: Report) -> Iterator[Finding]:
             f"{row.slowest} is slow in {row.stage}: it worked {_time(row.slowest_us)}, {who} "
             f"{_time(others_us)}, which is {report.lane_seconds(row.behind_us / 1e6)} of waiting."
         )
-        clocks = "clocks of its device, " if _on_devices(report) else ""
-        advice = (
-            "balance the micro-batches by tokens, and compare its host with those of the others "
-            f"({clocks}other processes)"
-        )
         several = (f"{row.slowest}_rank", f"{row.slowest} ")  # a replica's ranks, a process's devices
         names = [one.name for one in report.workers]
         lanes = [name for name in names if name == row.slowest or name.startswith(several)]
         share = row.behind_us / (row.workers * _span_us(report))
-        yield Finding("straggler", text, advice, row.behind_us / 1e6, lanes or [row.slowest], share)
+        yield Finding("straggler", text, "", row.behind_us / 1e6, lanes or [row.slowest], share)
 
 
 def _idle_stages(report: Report) -> Iterator[Finding]:
@@ -193,12 +175,10 @@ def _idle_stages(report: Report) -> Iterator[Finding]:
             f"In {stage.name}, all recorded lanes were idle for {_time(stage.idle_us)} "
             f"({share:.0%} of the step)"
         )
-        advice = "run the stage beside the rollout or the training, or spread it over more processes"
         if any(span.name == stage.name and span.lane != "controller" for span in report.gantt):
             text += ", while the loop called workers or received results"
-            advice = "pass less data to the workers and back, or use a faster transport"
         lost_s = stage.idle_us / 1e6 * len(report.devices)
-        yield Finding("idle_stage", f"{text}.", advice, lost_s, lanes, share)
+        yield Finding("idle_stage", f"{text}.", "", lost_s, lanes, share)
 
 
 def _communication(report: Report) -> Iterator[Finding]:
@@ -213,15 +193,12 @@ def _communication(report: Report) -> Iterator[Finding]:
         f"{report.lane_seconds(exposed / 1e6)} of the busy time ({exposed / (busy or 1.0):.0%}) are "
         f"communication without computation at the same time{said}."
     )
-    advice = "fewer and larger collectives, or fewer ranks: on CPUs, collectives take cores from computation"
-    if _on_devices(report):
-        advice = "prefetch shards (FSDP), overlap gradient reduction, or use a smaller parallel group"
     lanes = _lanes_that_lost(report.devices, lambda row: row.exposed_communication_us)
     observed = sum(row.span_us for row in report.devices) or 1.0
-    yield Finding("exposed_communication", text, advice, exposed / 1e6, lanes, exposed / observed)
+    yield Finding("exposed_communication", text, "", exposed / 1e6, lanes, exposed / observed)
 
 
-def _of_cause(report: Report, cause: str, text: str, advice: str) -> Finding:
+def _of_cause(report: Report, cause: str, text: str, advice: str = "") -> Finding:
     """Return a finding on the idle time of devices with a cause."""
     return _lost(report, cause, report.devices, lambda row: row.lost_us.get(cause, 0.0), text, advice)
 
@@ -231,7 +208,7 @@ def _idle(report: Report) -> Iterator[Finding]:
         yield _with_parts(report, cause, text, advice)
 
 
-def _with_parts(report: Report, cause: str, text: str, advice: str) -> Finding:
+def _with_parts(report: Report, cause: str, text: str, advice: str = "") -> Finding:
     """Return a finding on a cause of idle time, with the largest parts of the cause."""
     most, rollout = next(iter(_parts(report, cause)), ""), report.rollout
     if most == LOOP_LAG and rollout is not None and _loops_are_blocked(report, rollout):
@@ -245,7 +222,7 @@ def _lost(
     rows: Sequence[DeviceRow],
     lost_us: Callable[[DeviceRow], float],
     text: str,
-    advice: str,
+    advice: str = "",
 ) -> Finding:
     """Return a finding on lost time of devices, in lane-seconds and as a share of their observed time."""
     total, observed = sum(map(lost_us, rows)), sum(row.span_us for row in report.devices) or 1.0
@@ -263,9 +240,8 @@ def _tail(report: Report) -> Iterator[Finding]:
             f"waited for the last replica of the rollout (rollout{tail.last_replica} was done after "
             f"{_time(tail.last_finish_us)}, the median is {_time(tail.median_finish_us)}{tokens})"
         )
-        advice = f"if its responses are longer: balance prompts, cap lengths, {_TAIL}; else compare its host"
         late = [row.name for row in report.workers if row.replica == tail.last_replica is not None]
-        found = _of_cause(report, "long_tail", text, slow_replica(report.replicas) or advice)
+        found = _of_cause(report, "long_tail", text, slow_replica(report.replicas))
         yield msgspec.structs.replace(found, lanes=late or found.lanes)
 
 
@@ -276,11 +252,10 @@ def _slow_replica(report: Report) -> Iterator[Finding]:
         row, usual_us = found
         own_us = row.per_token_p50_us or usual_us
         text = f"{row.worker} takes {_time(own_us)} a token, the other replicas {_time(usual_us)}."
-        advice = "compare its host and device with those of the others, and the number of its requests"
         lanes = [one.name for one in report.workers if one.replica == row.replica] or [row.worker]
         rollout_us = sum(stage.duration_us for stage in report.stages if stage.name == ROLLOUT)
         share = 1 - usual_us / own_us
-        yield Finding("slow_replica", text, advice, share * rollout_us / 1e6 * len(lanes), lanes, share)
+        yield Finding("slow_replica", text, "", share * rollout_us / 1e6 * len(lanes), lanes, share)
 
 
 def _after_generation(report: Report) -> Iterator[Finding]:
@@ -289,8 +264,7 @@ def _after_generation(report: Report) -> Iterator[Finding]:
     polls = polling is not None and polling.late_share >= FINDINGS["polling"]
     if not (polls and next(iter(_parts(report, "after_generation")), "") == f"controller: {POLLING}"):
         text = "were idle in the rollout after the last replica was done"
-        advice = "overlap the loop's work there (scoring, moving responses) with generation or training"
-        yield _with_parts(report, "after_generation", text, advice)
+        yield _with_parts(report, "after_generation", text)
 
 
 def _parts(report: Report, cause: str) -> Mapping[str, float]:
@@ -316,21 +290,17 @@ def _host_bound(report: Report) -> Iterator[Finding]:
     engines = bool(report.replicas) and engines_us > sum(row.host_bound_us for row in report.workers) / 2
     where = "between iterations of engines that had requests" if engines else "while their hosts were at work"
     text = f"had no work {where}: the host did not launch work in time"
-    larger = "more requests at once" if engines else "larger micro-batches"
-    advice = f"{larger}, graphs of kernels (CUDA graphs), torch.compile"
     if not _on_devices(report):
         text = f"ran no operator {where}: the time went into Python between operators, or waits for a core"
-        larger += "" if engines else ", torch.compile"
-        advice = f"fewer, larger operators ({larger}), no more processes than cores"
 
     def in_common_us(row: DeviceRow) -> float:
         return min(row.host_bound_us, usual[tuple(row.roles)])
 
-    yield _lost(report, "host_bound", rows, in_common_us, text, advice)
+    yield _lost(report, "host_bound", rows, in_common_us, text)
 
 
 def _unexplained(report: Report) -> Iterator[Finding]:
-    text, advice = "were idle for unknown reasons", "look at the lanes in the timeline"
+    text, advice = "were idle for unknown reasons", ""
     if not report.captured:
         text = "were idle while no operator or call ran: in Python, or waiting for data or a core"
         advice = "record Python stacks, which show the cause"
@@ -390,7 +360,7 @@ def _last_trajectories(report: Report, rollout: Rollout) -> Iterator[Finding]:
             f"({last.trajectories / last.of:.1%} of {last.of} trajectories)"
             + (f": {most.share:.0%} of that is {_called(cause)}." if most else ".")
         )
-        advice = (slow_replica(report.replicas) if cause == "decode" else "") or _advice(cause)
+        advice = slow_replica(report.replicas) if cause == "decode" else _ADVICE.get(cause, "")
         share = last.share - last.trajectories / last.of
         yield Finding("last_trajectories", text, advice, last.seconds, share=share)
 
@@ -409,7 +379,7 @@ def _one_cause(report: Report, rollout: Rollout) -> Iterator[Finding]:
             f"{_called(row.cause)}{each or ''}."
         )
         seconds = row.share * rollout.wall_s
-        yield Finding("trajectory_cause", text, _advice(row.cause), seconds, share=row.share)
+        yield Finding("trajectory_cause", text, _ADVICE.get(row.cause, ""), seconds, share=row.share)
 
 
 def _for_nothing(report: Report, rollout: Rollout) -> Iterator[Finding]:
@@ -419,8 +389,7 @@ def _for_nothing(report: Report, rollout: Rollout) -> Iterator[Finding]:
         f"{share:.0%} of the trajectories' time ({duration(sum(row.seconds for row in rows))}) went into "
         "unused trajectories: " + ", ".join(f"{row.trajectories} {row.status}" for row in rows[:4])
     )
-    advice = "stop them sooner, filter prompts before the rollout, or repair the causes of failures"
-    yield Finding("trajectories_for_nothing", f"{text}.", advice, share * rollout.wall_s, share=share)
+    yield Finding("trajectories_for_nothing", f"{text}.", "", share * rollout.wall_s, share=share)
 
 
 def _polling(report: Report, rollout: Rollout) -> Iterator[Finding]:
@@ -440,10 +409,6 @@ def _called(cause: str) -> str:
     """Return a cause for use in a sentence, e.g. ``tool `search``` for ``tool:search``."""
     family, _, name = cause.partition(":")
     return f"{family} `{name}`" if name and family in ("tool", "wait") else cause
-
-
-def _advice(cause: str) -> str:
-    return _ADVICE.get(cause) or _ADVICE.get(cause.partition(":")[0]) or _ADVICE["tool"]
 
 
 def _on_all(report: Report, seconds: float) -> float:
@@ -482,15 +447,8 @@ def _time(us: float) -> str:
 
 
 _IDLE = {  # sentence and advice of causes that need no more
-    "no_requests": (
-        "of engines waited for requests, and no request was on its way",
-        "more trajectories at once, so that some generate while others wait for tools; or shorten "
-        "these waits",
-    ),
-    "weight_sync": (
-        "were idle while weights went to the engines",
-        "transfer in larger buckets or over a faster path, or synchronise less often",
-    ),
+    "no_requests": ("of engines waited for requests, and no request was on its way", ""),
+    "weight_sync": ("were idle while weights went to the engines", ""),
     "gc": (
         "were idle while Python's garbage collector stopped their process",
         "gc.freeze() after the first step, or gc.disable() and a gc.collect() between steps",

@@ -12,13 +12,15 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.report.columns import WorkerRow
+from verl_profiling.report.columns import PathRow, WorkerRow
 from verl_profiling.report.model import Finding, GanttSpan, Report
 from verl_profiling.report.sentences import Figure, asked_sentences, figures, rollout_sentences, sentences
 from verl_profiling.report.tables import TABLES, Cell, cause_key, cells, named, stage_class, without_middle
 from verl_profiling.units import duration, listed
 
 CONTROLLER = "controller"
+_PATH = "critical path"
+_LEAST_SHARE = 0.0005  # of the step, from which on a part of the critical path is drawn
 _ROLE = re.compile(r"(.*?)(?:_rank)?\d*")
 _REASONS = {"straggler": "slower than the others", "long_tail": "last in the rollout"}  # by rule
 _CURVES = ("load", "communication", "waiting")  # one without anything in it is empty
@@ -26,12 +28,15 @@ _CURVES = ("load", "communication", "waiting")  # one without anything in it is 
 
 def picture(report: Report) -> dict[str, Any]:
     """Return the data of the picture: lanes by role with stages and load over time, and running requests."""
-    stages = list(dict.fromkeys(span.name for span in report.gantt))
+    path = [row for row in report.critical_path if row.share >= _LEAST_SHARE] if report.captured else []
+    names = (*(span.name for span in report.gantt), *(row.stage.split(" / ")[0] for row in path))
+    stages = list(dict.fromkeys(names))
     found = [finding for finding in report.findings if finding.rule in _REASONS]
     reasons = {lane: _REASONS[finding.rule] for finding in found for lane in finding.lanes}
     lanes = [_lane(owner, row, spans, stages, reasons) for owner, row, spans in _rows(report)]
-    groups: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[dict[str, Any]]] = {_PATH: [_path_lane(path, stages)]} if path else {}
     for lane in lanes:
+        lane["critical"] = [_times(row) for row in path if row.worker in (lane["name"], lane["worker"])]
         groups.setdefault(lane["role"], []).append(lane)
     return {
         "span_us": max(report.span_us, 1.0),
@@ -90,6 +95,26 @@ def _lane(
     }
 
 
+def _path_lane(path: Sequence[PathRow], stages: Sequence[str]) -> dict[str, Any]:
+    """Return the critical path as a lane, with a span for each of its parts."""
+    lane = _lane(_PATH, None, [], stages, {})
+    lane["spans"] = [
+        {
+            **_times(row),
+            "stage": stages.index(row.stage.split(" / ")[0]),
+            "row": 0,
+            "nested": False,
+            "said": f"{row.who}: {row.kind}",
+        }
+        for row in path
+    ]
+    return lane
+
+
+def _times(row: PathRow) -> dict[str, float]:
+    return {"begin": round(row.begin_us, 1), "end": round(row.begin_us + row.duration_us, 1)}
+
+
 def _group(role: str, lanes: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the lanes of a role, and the begin and end of each run of a stage on the lanes."""
     runs: dict[tuple[int, int], list[dict[str, Any]]] = {}
@@ -103,6 +128,7 @@ def _group(role: str, lanes: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "role": role,
         "lanes": lanes,
+        "critical": [span for lane in lanes for span in lane.get("critical", ())],
         **{curve: _mean([lane[curve] for lane in loaded]) for curve in _CURVES},
         "envelope": [
             {
@@ -281,11 +307,12 @@ def summary(report: Report) -> str:
 
 
 def _sentence(finding: Finding, lanes: int) -> str:
-    """Return a finding with its advice, and with the lanes that its text does not list, unless all lanes."""
+    """Return a finding with any advice, and with the lanes that its text does not list, unless all lanes."""
     words = re.findall(r"\w+", finding.text)
     named = [name for name in finding.lanes if name not in words] if len(finding.lanes) < lanes else []
     where = f" <span>Where: {escape(listed(named))}.</span>" if named else ""
-    return f"{escape(finding.text)}{where} <span>Try: {escape(finding.advice)}.</span>"
+    advice = f" <span>Try: {escape(finding.advice)}.</span>" if finding.advice else ""
+    return f"{escape(finding.text)}{where}{advice}"
 
 
 def _sections(report: Report) -> Iterator[str]:

@@ -118,12 +118,12 @@ class GanttSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One finding: a sentence on lost time, with advice.
+    """One finding: a sentence on lost time.
 
     Attributes:
         rule: Name of the rule; ``docs/report.md`` gives its threshold.
         text: A sentence with its number.
-        advice: Suggested remedy.
+        advice: Suggested remedy, if there is one that no prediction has; else ``""``.
         seconds: Lane-seconds at stake, by which findings are sorted. Findings on missing data come first,
             findings on the capture's own cost last.
         lanes: The lane at fault, if known; else the lanes that lost time, sorted by lost time.
@@ -132,7 +132,7 @@ class Finding(msgspec.Struct, frozen=True):
 
     rule: str
     text: str
-    advice: str
+    advice: str = ""
     seconds: float = 0.0
     lanes: list[str] = []
     share: float = 1.0
@@ -217,6 +217,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         suspects: The suspects of a requested capture, compared with their peers.
         counters: Counters of processes that record trajectories, such as the queue of verl's rollouter.
         watched: The watch's summary of the step, as in its log.
+        what_would_help: Predicted effects of single changes, the largest first.
+        critical_path: The chain of work that made the step as long as it was, in order of time; the durations
+            add up to ``span_us``.
         capture_steps: All steps of the continuous capture, if the step is one of several. ``measures``,
             ``costs``, ``anchors``, events in ``coverage`` and some notes are of the whole capture.
     """
@@ -257,6 +260,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     suspects: list[columns.SuspectRow] = []
     counters: list[columns.CounterRow] = []
     watched: StepSummary | None = None
+    what_would_help: list[columns.HelpRow] = []
+    critical_path: list[columns.PathRow] = []
     capture_steps: list[int] = []
 
     def __repr__(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -47,11 +47,8 @@ from verl_profiling.report.records import (
     Pieces,
     Records,
     Trajectory,
-    pieces_of,
 )
 from verl_profiling.timeline.processes import joined, requests_by_id, shortened
-from verl_profiling.timeline.step import Source
-from verl_profiling.trajectory_log import TrajectoryLog
 
 KEPT = ("done", "running")
 """Statuses of trajectories that are trained on, or may still be."""
@@ -60,22 +57,20 @@ _MOST_GROUPS = 20
 
 
 def rollout_of(
-    step: Step, logs: Iterable[tuple[Source, TrajectoryLog]]
+    step: Step, records: Records, served: Mapping[int, Request], pieces: Pieces, of_processes: Pieces
 ) -> tuple[Rollout, Explanation] | None:
     """Return the section, and the explanation of the step's time; ``None`` without recorded trajectories.
 
     Args:
         step: The step.
-        logs: The trajectory logs of the step, each with its source.
+        records: The trajectories.
+        served: The engine's request of each ``generate`` span, by the number of the span.
+        pieces: Time of the trajectories by cause.
+        of_processes: Time of processes outside trajectories by cause.
     """
-    if step.manifest is None:
-        return None
-    records = Records(logs, step.begin_ns, step.end_ns)
     found, spans = records.trajectories, records.spans
-    if not found and not len(spans.begin):
+    if step.manifest is None or not (found or len(spans.begin)):
         return None
-    served = requests_of(records, step.manifest)
-    pieces, of_processes = pieces_of(records, served)
     explanation = Explanation(pieces, of_processes, step.stages, union(*step.served.values()))
     columns = [(one.begin_ns, one.end_ns, one.validate) for one in found]
     begin, end, validate = np.array(columns, dtype=np.int64).reshape(-1, 3).T

@@ -15,11 +15,11 @@ from zlib import crc32
 
 import msgspec
 
-from verl_profiling.report.columns import CauseRow, Rollout
+from verl_profiling.report.columns import CauseRow, HelpRow, PathRow, Rollout
 from verl_profiling.report.lost import CAUSES, cause_name
 from verl_profiling.report.model import OTHER_RANKS, Report
 from verl_profiling.report.records import LOOP_LAG, UNKNOWN
-from verl_profiling.units import byte_size, duration
+from verl_profiling.units import byte_size, duration, three_digits
 
 _STAGES = (
     *("rollout", "reward", "old_log_prob", "ref_log_prob", "values", "advantage"),
@@ -159,7 +159,6 @@ def cell(field: str, row: Any) -> Cell:
     """Return the cell of a row's field, in the unit of the field; names of nested stages are indented."""
     value = getattr(row, field)
     unit = getattr(row, "unit", "")
-    sign = "+" if field.startswith(("change", "difference")) and value and value > 0 else ""
     if value is None or isinstance(value, str):
         indent = 2 * getattr(row, "depth", 0) if field in ("name", "cause") else 0
         return Cell(value, " " * indent + (value or ""))
@@ -167,12 +166,15 @@ def cell(field: str, row: Any) -> Cell:
         return Cell(value, "yes" if value else "")
     if isinstance(value, list):
         return Cell(value, ", ".join(value))
+    sign = "+" if field.startswith(("change", "difference")) and value and value > 0 else ""
     if field.endswith("_us"):
         return Cell(value, sign + duration(value / 1e6))
     if field.endswith("_s") or field == "seconds" or unit == "s":
         return Cell(value, sign + duration(value))
     if field.endswith("share") or unit == "share":
         return Cell(value, f"{sign}{value:.1%}")
+    if unit.endswith("-hours"):
+        return Cell(value, f"{three_digits(value)} {unit}")
     if "bytes" in (field, unit):
         return Cell(value, sign + byte_size(value))
     return Cell(value, f"{sign}{value:,}" if isinstance(value, int) else f"{sign}{value:,.6g}")
@@ -212,7 +214,7 @@ def flat_rows(step: int | None, found: Iterable[msgspec.Struct]) -> Iterator[dic
 class _Part(msgspec.Struct, frozen=True):
     """A row of the table ``lost``: a cause, or a part of a cause."""
 
-    columns: ClassVar[str] = "name, time=seconds, of observed=share"
+    columns: ClassVar[str] = "name, time=seconds, share"
 
     name: str
     seconds: float
@@ -245,6 +247,28 @@ def _causes(report: Report) -> list[CauseRow]:
     return [msgspec.structs.replace(row, cause=lag) if row.cause == LOOP_LAG else row for row in causes]
 
 
+def _helps(report: Report) -> list[HelpRow]:
+    """Return the changes that would help; of stages in a part of their time, the one that helps most."""
+    scaled = [row for row in report.what_would_help if row.option.startswith("--scale")]
+    return [row for row in report.what_would_help if row not in scaled[1:]]
+
+
+def summed(path: Iterable[PathRow]) -> list[PathRow]:
+    """Return a row for each stage, process and kind of a critical path, in order of their first time."""
+    rows: dict[tuple[str, str, str], PathRow] = {}
+    for row in path:
+        key = (row.stage, row.who, row.kind)
+        rows[key] = added(rows[key], row) if key in rows else row
+    return list(rows.values())
+
+
+def added(row: PathRow, other: PathRow) -> PathRow:
+    """Return a row with the time of both rows."""
+    idle_us = None if row.idle_us is None else row.idle_us + (other.idle_us or 0.0)
+    duration_us, share = row.duration_us + other.duration_us, row.share + other.share
+    return msgspec.structs.replace(row, duration_us=duration_us, share=share, idle_us=idle_us)
+
+
 def _key(row: Any) -> str:
     return cause_key(row.cause)
 
@@ -254,12 +278,18 @@ def _on_cpus(note: str) -> Callable[[Report], str]:
 
 
 _TABLES = (
+    Table("what_would_help", most=3, shown=_helps),
     Table(
         "suspects",
         "Times in stages are without waits for other ranks; all other times are parts of the stage.",
         brief=40,
     ),
     Table("stages", brief=40, key=lambda row: stage_class(row.name)),
+    Table(
+        "critical_path",
+        "The work that made the step as long as it was; the times add up to the step.",
+        shown=lambda report: sorted(summed(report.critical_path), key=lambda row: -row.duration_us),
+    ),
     Table(
         "lost",
         lambda report: f"{report.whose.capitalize()}-seconds idle, or waiting for other ranks.",

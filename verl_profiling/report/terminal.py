@@ -16,12 +16,19 @@ from rich.table import Table
 from rich.text import Text
 
 from verl_profiling.report.model import Report
-from verl_profiling.report.sentences import asked_sentences, figures, rollout_sentences, sentences, waits
+from verl_profiling.report.sentences import (
+    asked_sentences,
+    counted,
+    figures,
+    rollout_sentences,
+    sentences,
+    waits,
+)
 from verl_profiling.report.tables import TABLES, Cell, cells, without_middle
 
 _WIDTH = 100
-_FINDINGS = 3
-_FIRST = {"suspects": 6, "stages": 7, "trajectory_causes": 5, "lost": 5}
+_FINDINGS = 2
+_FIRST = {"what_would_help": 3, "suspects": 6, "stages": 6, "trajectory_causes": 4, "lost": 3}
 """Rows of each table of the first screen."""
 _PROBLEMS = 2
 _BEFORE_UNIT, _JOIN = re.compile(r"(?<=\d) (?=(?:s|ms|us|ns)\b)"), "\ue000"
@@ -86,8 +93,9 @@ def print_report(report: Report, console: Console, *, everything: bool = False) 
         console.print(line)
     if everything:
         return
-    if len(problems) > _PROBLEMS:
-        console.print(f"[dim]{len(problems) - _PROBLEMS} more: --all[/dim]")
+    left_out = {"finding": len(report.findings) - _FINDINGS, "note": len(problems) - _PROBLEMS}
+    if more := [counted(number, f"more {what}") for what, number in left_out.items() if number > 0]:
+        console.print(f"[dim]{' and '.join(more)}: --all[/dim]")
     console.print("[dim]a lane is a process with its device; all tables: --all, --save, --csv, --json[/dim]")
 
 
@@ -145,10 +153,9 @@ def _print_table(report: Report, name: str, console: Console, *, everything: boo
 def _print_findings(report: Report, console: Console, most: int | None) -> None:
     grid = Table.grid(padding=(0, 1))
     for finding in report.findings[:most]:
-        text = f"{escape(finding.text)} [dim]Try: {escape(finding.advice)}.[/dim]"
+        text = escape(finding.text)
+        text += f" [dim]Try: {escape(finding.advice)}.[/dim]" if finding.advice else ""
         grid.add_row("[bold yellow]•[/bold yellow]", _wrapped(text, console, margin=2))
-    if most is not None and len(report.findings) > most:
-        grid.add_row("", f"[dim]{len(report.findings) - most} more: --all[/dim]")
     if not report.findings:
         grid.add_row("[green]•[/green]", "No finding is above its threshold.")
     console.print(grid)

@@ -35,8 +35,10 @@ from verl_profiling.timeline.processes import (
     LANE_PIDS,
     REQUESTS_PID,
     STAGES_TID,
+    Slice,
     controller_events,
     name_process,
+    path_events,
     request_events,
     request_rows,
     requests_by_id,
@@ -76,6 +78,7 @@ def merge(
     max_bytes: int | None = None,
     jobs: int = 1,
     on_progress: Callable[[Source], None] | None = None,
+    critical_path: Callable[[], Iterable[Slice]] = tuple,
 ) -> MergeResult:
     """Write the timeline of one step.
 
@@ -87,6 +90,7 @@ def merge(
         jobs: Number of processes. If ``jobs > 1`` and the caller has threads, its main module must be
             importable, because ``multiprocessing`` then starts processes with ``spawn``.
         on_progress: Called with each trace once its member is written.
+        critical_path: Function that returns the critical path; an error in it costs the path alone.
 
     Raises:
         TraceFormatError: The step has no readable trace.
@@ -104,7 +108,7 @@ def merge(
                 members.append(member)
                 if on_progress:
                     on_progress(job.source)
-            result = _join(scratch / "timeline", inputs, plan, pids, members, base_ns, keep)
+            result = _join(scratch / "timeline", inputs, plan, pids, members, base_ns, keep, critical_path)
             if max_bytes is None or result.bytes <= max_bytes or keep.min_us > _LONGEST_US:
                 break
             share = max_bytes / result.bytes
@@ -121,6 +125,7 @@ def _join(
     members: list[Member],
     base_ns: int,
     keep: Keep,
+    critical_path: Callable[[], Iterable[Slice]],
 ) -> MergeResult:
     """Concatenate the controller's events, the requests and the members into one file.
 
@@ -137,6 +142,13 @@ def _join(
     with path.open("wb") as timeline:
         timeline.write(_gzip(_header(base_ns) + b",\n".join(map(msgspec.json.encode, opening))))
         with MemberFile(timeline) as requests:
+            try:
+                slices, omitted = path_events(critical_path(), base_ns, keep)
+            except Exception as error:
+                problems.append(f"critical path: {type(error).__name__}: {error}")
+            else:
+                left_out += omitted
+                events += requests.write(slices)
             for worker in inputs.manifest.workers if inputs.manifest else ():
                 slices, omitted = request_events(worker, pids[worker.name], base_ns, keep)
                 left_out += omitted

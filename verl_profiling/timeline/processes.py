@@ -38,6 +38,7 @@ STAGES_TID = 1 << 23
 TOOL_TID = STAGES_TID + 2
 """Thread id of the starts and stops of a worker's tool."""
 
+_PATH_PID = 1
 _PROFILER_TID = STAGES_TID + 1
 _PAUSES_TID = STAGES_TID + 3
 _PROFILER_LANES = {"Spans", "Traces", ""}  # process ids of kineto's own events
@@ -354,6 +355,23 @@ def _arrows(stages: dict[str, list[Event]]) -> list[Event]:
 def _end(stage: Event, phase: str, number: int) -> Event:
     bind = "e" if phase == "f" else None
     return Event(phase, "stage", _ARROW, stage.pid, stage.tid, stage.ts, id=number, bp=bind)
+
+
+Slice = tuple[str, int, int, Mapping[str, object]]
+"""Name, begin, end (unix ns) and arguments of a slice."""
+
+
+def path_events(path: Iterable[Slice], base_ns: int, keep: Keep) -> tuple[list[Event], int]:
+    """Return the slices of the critical path, in the first process, and the number of omitted slices.
+
+    Args:
+        path: The critical path.
+        base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
+        keep: Selection of the slices.
+    """
+    slices = [draw(base_ns, _PATH_PID, 1, "critical path", *part) for part in path]
+    kept = keep.select(slices, base_ns)
+    return [*(name_process(_PATH_PID, "critical path") if kept else ()), *kept], len(slices) - len(kept)
 
 
 def requests_by_id(manifest: Manifest) -> dict[str, list[Request]]:

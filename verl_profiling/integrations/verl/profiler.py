@@ -261,7 +261,7 @@ def log_reports(trackers: Mapping[str, Any], run_folder: Path, last_step: int) -
         run_folder: The folder of the step folders.
         last_step: Number of the last step that was logged.
     """
-    from verl_profiling.report.build import build_report
+    from verl_profiling.report.build import build_report, read_step
     from verl_profiling.report.files import scalars
     from verl_profiling.timeline.inputs import find_steps
     from verl_profiling.timeline.step import one_by_one
@@ -269,7 +269,8 @@ def log_reports(trackers: Mapping[str, Any], run_folder: Path, last_step: int) -
     try:
         for capture in find_steps(run_folder):
             for inputs in one_by_one(capture):
-                values = {f"profiling/{name}": value for name, value in scalars(build_report(inputs))}
+                report = build_report(inputs, read_step(inputs))
+                values = {f"profiling/{name}": value for name, value in scalars(report)}
                 log_values(trackers, values, inputs.step, last_step)
     except (TraceFormatError, OSError) as error:
         logger.warning("no report can be made of %s: %s", run_folder, error)

@@ -5,6 +5,7 @@ const PAPER = 680; // fits A4 and Letter, upright
 const FOLDED_FROM = 9; // lanes of a role
 const SHOWN_OUTLIERS = 5;
 const [BAR, STRIP, LOAD, CURVE] = [20, 4, 18, 34]; // heights: a stage, a nested one, load, requests
+const EDGE = 3; // of a lane that is on the critical path
 const TALL_LOAD = 40; // where there are few lanes
 const FEW_LANES = 6;
 const SHORTEST_US = 10; // what fills the picture at the closest zoom
@@ -73,6 +74,10 @@ function drawRow(row, svg, x, width) {
   const drawing = d3.select(svg).attr("width", width).attr("height", row.height);
   drawing.selectAll("g.stage").data(row.spans).join((enter) => enterBar(enter, row))
     .each(function place(span) { placeBar(d3.select(this), row, span, x, width); });
+  const inside = (us) => Math.min(Math.max(x(us), -2), width + 2);
+  drawing.selectAll("rect.critical").data(row.critical ?? []).join("rect").attr("class", "critical")
+    .attr("x", (span) => inside(span.begin)).attr("width", (span) => inside(span.end) - inside(span.begin))
+    .attr("y", row.height - EDGE).attr("height", EDGE);
   if (row.load.length) {
     const y = (share) => row.levels * BAR + 2 + row.loadHeight * (1 - share / 100);
     const alone = row.load.map((share, part) => share - (row.communication[part] ?? 0));
@@ -130,6 +135,7 @@ function linesAt(row, span, us) {
   if (span) {
     const took = span.end - span.begin;
     lines.push(`${duration(took / 1e6)}, from ${duration(span.begin / 1e6)} to ${duration(span.end / 1e6)}`);
+    if (span.said) lines.push(span.said);
     if (span.lanes > 1) lines.push(`the first ends it at ${duration(span.first_out / 1e6)}`);
   }
   if (row.load.length) {
@@ -283,6 +289,7 @@ function makePicture(container, tools) {
   });
   const loads = { compute: data.device ? "computing" : "operators", communication: "communication alone", waiting: "waiting for other ranks" };
   for (const [name, text] of Object.entries(loads)) legend.append(element("li", {}, element("i", { className: name }), text));
+  if (spans.some((span) => span.said)) legend.append(element("li", {}, element("i", { className: "critical" }), "on the critical path"));
   legend.append(element("li", {}, "blank: idle"));
   const buttons = element("div", { className: "zoom" });
   for (const [text, title, act] of [["+", "closer", () => zoomed.call(zoom.scaleBy, 1.6)], ["−", "farther", () => zoomed.call(zoom.scaleBy, 1 / 1.6)], ["whole step", "the whole step", () => zoomed.call(zoom.transform, d3.zoomIdentity)]]) {
