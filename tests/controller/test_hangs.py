@@ -285,8 +285,11 @@ def test_a_task_that_ray_cannot_schedule_is_told(tmp_path: Path, pool: Pool) -> 
     assert "for Ray, with no worker in anything" in hangs(config)[0].reason
 
 
-def test_a_long_step_that_progresses_is_no_hang(tmp_path: Path, pool: Pool, agents: Any) -> None:
+def test_a_long_step_that_progresses_is_no_hang(
+    tmp_path: Path, pool: Pool, agents: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """A busy worker whose stages end, and trajectories that end, for much longer than the limit."""
+    caplog.set_level("INFO")
     config = watched(tmp_path, hang_s=1.5)
     set_up(config, pool.sync[:2])
     ray.get(pool.sync[0].work.remote())  # it imports torch
@@ -298,6 +301,8 @@ def test_a_long_step_that_progresses_is_no_hang(tmp_path: Path, pool: Pool, agen
                 ray.get(agents.call_tool.remote(tmp_path / "none"))
                 time.sleep(0.4)
     assert hangs(config) == []
+    [slow] = [text for text in caplog.messages if "is slow" in text]
+    assert re.fullmatch(r"watch: step 4 is slow, and no hang: \d.* s in update_actor", slow)
 
 
 def test_a_stage_that_usually_takes_long_is_given_the_time(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ class HangWatch:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
     _asked: StepSummary | None = None
+    _slow: StepSummary | None = None
     _elsewhere_ns: int = 0
 
     def step_begins(self) -> None:
@@ -100,14 +101,18 @@ class HangWatch:
             logger.error("watch: hangs are not noticed any more: %s", error, exc_info=error)
 
     def _look(self, step: StepSummary) -> None:
-        quiet_s = self._quiet_s(step)
-        if quiet_s < self.loop.options.hang_s or self._asked not in (None, step):
-            self._goes_on()
-            return
-        opened = ["", *(name for _, name in self._reporter.stages() if name not in step.beside)]
-        usual_s = self._usual_s(opened[-1])
+        quiet_s, opened = self._quiet_s(step), self._reporter.stages()
+        begin_ns, stage = [(step.begin_ns, ""), *(one for one in opened if one[1] not in step.beside)][-1]
+        usual_s, open_s = self._usual_s(stage), (clock.now_ns() - begin_ns) / 1e9
         limit_s = self.loop.options.first_hang_s if usual_s is None else 3 * usual_s
         limit_s = max(self.loop.options.hang_s, limit_s)
+        if quiet_s < self.loop.options.hang_s or self._asked not in (None, step):
+            self._goes_on()
+            if open_s > limit_s and self._slow is not step:
+                self._slow = step
+                where, time = stage or "no stage", duration(open_s)
+                logger.info("watch: step %d is slow, and no hang: %s in %s", step.step, time, where)
+            return
         if quiet_s < limit_s or self._asked is step:
             return
         self._asked = step
@@ -118,8 +123,8 @@ class HangWatch:
             self._elsewhere_ns = clock.now_ns() - int(1e9 * quiet_s)
             self._goes_on()
         elif step is self.loop.step:
-            lane, reason, waiting = culprit(everyone, opened[-1])
-            step.hang = Hang(opened[-1], quiet_s, usual_s, lane, reason, waiting)
+            lane, reason, waiting = culprit(everyone, stage)
+            step.hang = Hang(stage, quiet_s, usual_s, lane, reason, waiting)
             self.hanging = step
             logger.warning("watch: %s; see %s", step.hangs, self.folder)
             self.log(step)
