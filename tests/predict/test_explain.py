@@ -137,6 +137,22 @@ def test_the_longest_takes_the_place_of_the_longest(
     assert parts_of(diff(before, long, capsys))["tool:search of rollout"] == pytest.approx(1.0)
 
 
+def test_training_may_outlast_the_rollout_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loop of A waits for responses that began in the step before; in B they are there."""
+    sides = []
+    for waited, end, made in ((3, 10, {"pending": [3.1]}), (0.1, 12.1, {"stages": [("rollout", 0.2, 10)]})):
+        sides.append(tmp_path / f"{end}" / "step_000001")
+        sides[-1].mkdir(parents=True)
+        actor = Worker("actor", stages=[("update_actor", waited, end)])
+        stages = [("rollout", 0, waited), ("update_actor", waited, end)]
+        drawn_inputs(sides[-1], stages, [Worker("rollout", replica=0, **made), actor], end)
+    parts = parts_of(diff(*sides, capsys))
+    assert parts["update_actor"] == pytest.approx(2.0, abs=0.2)
+    assert parts["unexplained"] == pytest.approx(0.0, abs=0.2)
+
+
 def test_a_change_within_the_noise_is_said_to_be_noise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

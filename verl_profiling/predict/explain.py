@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from verl_profiling.predict.graph import CAPTURE, DELAY, Graph, Segment
+from verl_profiling.predict.graph import CAPTURE, DELAY, WORK, Graph, Segment
 from verl_profiling.predict.path import replay
 from verl_profiling.report.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
-from verl_profiling.report.records import OTHERS, UNEXPLAINED
+from verl_profiling.report.lost import ROLLOUT
+from verl_profiling.report.records import BEFORE, OTHERS, UNEXPLAINED
 
 _RESPONSES = ("decode", "generate")  # kinds whose time grows with the length of the response
 
@@ -96,8 +97,10 @@ def _units(graphs: Sequence[Graph]) -> _Units:
         owned: defaultdict[tuple[str, str, str, object], list[int]] = defaultdict(list)
         for at, one in enumerate(graph.segments):
             whose = one.trajectory or (at if one.tokens else "")
-            for kind, stages, place in ((one.kind, one.within, at), (DELAY, one.around, at + len(took))):
-                stage = stages[0] if stages else OUTSIDE_STAGES
+            outside = ROLLOUT if one.trajectory or one.tokens else OUTSIDE_STAGES
+            own_kind = WORK if one.kind == BEFORE and not one.trajectory else one.kind
+            for kind, stages, place in ((own_kind, one.within, at), (DELAY, one.around, at + len(took))):
+                stage = stages[0] if stages else outside
                 owned[_part(one, kind, stage), kind, stage, (one.who, whose)].append(place)
         times = np.array(took + graph.delay_ns, float)
         for (part, kind, stage, _), places in owned.items():
