@@ -86,8 +86,8 @@ def seconds_of(step: StepSummary) -> dict[str, float]:
 
 
 def middle(values: Sequence[float]) -> tuple[float, float]:
-    """Return the range of some values without a tenth of them at each end."""
-    ordered, cut = sorted(values), len(values) // 10
+    """Return the range of some values without a tenth of them at each end, at least one of five or more."""
+    ordered, cut = sorted(values), min(-(-len(values) // 10), (len(values) - 1) // 4)
     return ordered[cut], ordered[-1 - cut]
 
 
