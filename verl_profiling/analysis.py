@@ -298,6 +298,8 @@ class CapturedStep:
         balance: Sequence[str] = (),
         no_tail: float | None = None,
         tools: Mapping[str, float] | None = None,
+        replicas: int | None = None,
+        one_step_off: bool = False,
         on_progress: Progress | None = None,
     ) -> Prediction:
         """Return the step after changes with its critical path; without changes, the recorded step.
@@ -309,11 +311,13 @@ class CapturedStep:
             balance: Stages that take the mean of their workers on each worker.
             no_tail: Percentage of its trajectories (else requests) after which a rollout ends.
             tools: Duration of each call of a tool (s).
+            replicas: Number of replicas; the prediction has an interval, as with ``one_step_off``.
+            one_step_off: Whether the next rollout runs beside the training.
             on_progress: Called with each trace once it is read.
 
         Raises:
-            ConfigError: The step has no such stage, tool or rollout, a number is wrong, or the capture holds
-                several steps.
+            ConfigError: The step has no such stage, tool, rollout or requests, a number is wrong, or the
+                capture holds several steps.
             TraceFormatError: There is neither a manifest nor a readable trace.
         """
         from verl_profiling.predict.graph import graph_of
@@ -325,7 +329,8 @@ class CapturedStep:
             content = read_step(self.inputs, on_progress)
             self._graph = graph_of(content), content.coverage.missing
         graph, missing = self._graph
-        return predict(graph, Changes(scale or {}, balance, no_tail, tools or {}), self.step, missing)
+        changes = Changes(scale or {}, balance, no_tail, tools or {}, replicas, one_step_off)
+        return predict(graph, changes, self.step, missing)
 
     def lanes(self, on_progress: Progress | None = None) -> list[Lane]:
         """Read the traces and return the activity of each lane, as intervals on the controller's clock.

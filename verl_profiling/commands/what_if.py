@@ -62,6 +62,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=TIME",
         help="each call of a tool takes this time, e.g. search=0.2s",
     )
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        metavar="NUMBER",
+        help="the requests of the rollout are served by this many replicas; prints an interval",
+    )
+    parser.add_argument(
+        "--one-step-off",
+        action="store_true",
+        help="the next rollout runs beside the training, on devices of its own; prints an interval",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, one document per step")
 
 
@@ -80,6 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
                         balance=arguments.balance,
                         no_tail=arguments.no_tail,
                         tools=dict(arguments.tool),
+                        replicas=arguments.replicas,
+                        one_step_off=arguments.one_step_off,
                         on_progress=advance,
                     )
                 except ConfigError as error:
@@ -126,8 +139,11 @@ def _print(title: str, found: Prediction, console: Console) -> None:
     changed = found.predicted_us - found.span_us
     said = f"{duration(found.span_us / 1e6)}"
     if found.changes:
+        said += f", predicted [bold]{duration(found.predicted_us / 1e6)}[/bold]"
+        if found.low_us is not None and found.high_us is not None:
+            said += f" (between {duration(found.low_us / 1e6)} and {duration(found.high_us / 1e6)})"
         said += (
-            f", predicted [bold]{duration(found.predicted_us / 1e6)}[/bold] with {' '.join(found.changes)}"
+            f" with {' '.join(found.changes)}"
             f" ({duration(changed / 1e6, signed=True)}, {changed / max(found.span_us, 1e-3):+.1%})"
         )
     console.print(f"[bold]{escape(title)}[/bold]: {said}")

@@ -83,7 +83,7 @@ class Segment:
             that began before the step.
         part: Number in :attr:`Graph.parts`, or -1.
         capture_ns: Time of the capture itself in a segment of the loop.
-        tokens: Tokens of the response, for a part of a request.
+        request: The request that the segment is a part of.
         queue: Engine that serves such segments one at a time, first come first served; empty for others.
     """
 
@@ -98,8 +98,13 @@ class Segment:
     calls: _Calls = ()
     part: int = -1
     capture_ns: int = 0
-    tokens: int = 0
+    request: Request | None = None
     queue: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the response, for a part of a request."""
+        return self.request.response_tokens if self.request else 0
 
 
 class _Piece(NamedTuple):
@@ -109,7 +114,7 @@ class _Piece(NamedTuple):
     begin_ns: int
     end_ns: int
     calls: _Calls = ()
-    tokens: int = 0
+    request: Request | None = None
     queue: str = ""
 
 
@@ -452,16 +457,15 @@ def _trajectories(records: Records, pieces: Pieces, served: Mapping[int, Request
                 kind = f"{LOOP_LAG} by {blocker}"
                 mean_ns = round(sum(took[blocker]) / max(len(took[blocker]), 1))
                 calls = ((blocker, mean_ns),) if mean_ns else ()
-            tokens = served[span].response_tokens if span in served else 0
             request = served.get(span)
             if request is None or span not in queued or kind.startswith((LOOP_LAG, FROM_THE_ENGINE)):
-                found.append(_Piece(kind, begin, end, calls, tokens))
+                found.append(_Piece(kind, begin, end, calls, request))
             elif kind not in (TO_THE_ENGINE, "queued"):
                 if found and found[-1].queue and found[-1].end_ns == begin:
                     begin, kind = found.pop().begin_ns, GENERATE
-                found.append(_Piece(kind, begin, end, calls, tokens, f"replica {request.replica}"))
+                found.append(_Piece(kind, begin, end, calls, request, f"replica {request.replica}"))
             elif queued[span] <= records.spans.begin[span]:  # the engine was free
-                found.append(_Piece(kind, begin, end, calls, tokens))
+                found.append(_Piece(kind, begin, end, calls, request))
         title = f"{one.said.group}.{one.said.sample}" if one.said.group else str(number)
         yield _Run(one.lane, "", "", one.begin_ns, one.end_ns, pieces=found, trajectory=title)
 
@@ -476,7 +480,7 @@ def _requests(step: Step, served: Iterable[Request]) -> Iterator[_Run]:
     for worker in step.workers:
         for one in worker.requests:
             if id(one) not in known and one.end_ns > step.begin_ns:
-                pieces = [_Piece(*part, (), one.response_tokens) for part in one.parts()]
+                pieces = [_Piece(*part, (), one) for part in one.parts()]
                 run = _Run(worker.name, worker.identity.role, "", one.begin_ns, one.end_ns, pieces=pieces)
                 run.clip(step.begin_ns, step.end_ns)
                 yield run
@@ -614,11 +618,11 @@ class _Builder:
         ends: list[tuple[int, int]] = []
         begun = len(self.graph.segments)
         for piece in sorted(run.pieces, key=lambda piece: piece.begin_ns):
-            kind, begin_ns, end_ns, calls, tokens, queue = piece
+            kind, begin_ns, end_ns, calls, request, queue = piece
             place = bisect_right(ends, (begin_ns, begin_ns))
             before = ends[place - 1][1] if place else caller
             one = Segment(run.who, around, kind, begin_ns, end_ns, [], around, run.trajectory, calls, part)
-            one.tokens, one.queue = tokens, queue
+            one.request, one.queue = request, queue
             at = self._new(one, before)
             insort(ends, (end_ns, at))
         followed = {at for one in self.graph.segments[begun:] for at in one.after}

@@ -1,21 +1,24 @@
-"""Predictions of a step after changes inside of the capture: the same graph, replayed."""
+"""Predictions of a step after changes: the same graph, replayed."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
+from verl_profiling.manifest import WEIGHT_SYNC
 from verl_profiling.predict.graph import CAPTURE, DELAY, WORK, Graph, Segment, graph_of
 from verl_profiling.predict.path import Replay, critical_path, replay, slacks_ns
+from verl_profiling.predict.replicas import on_replicas
 from verl_profiling.report.anatomy import OUTSIDE_STAGES
 from verl_profiling.report.build import Content
 from verl_profiling.report.columns import HelpRow, PathRow
 from verl_profiling.report.intervals import length, spans_of, within
+from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import Report
 from verl_profiling.report.records import LOOP_LAG
 from verl_profiling.report.tables import added
@@ -24,6 +27,7 @@ from verl_profiling.units import duration, visible, visible_text_of
 _TOOL = "tool:"
 _NOT_ALIKE = "the predicted step is one of many that differ: each leaves more or less work to the next"
 _LEAST_SHARE = 0.001  # of the step, from which on a change is listed
+_NOISE = 0.03  # share by which steps differ that are alike, on each side of an interval
 _LEAST_OF_TAIL = 10  # trajectories or requests of a rollout, from which on its tail may be left out
 
 
@@ -35,12 +39,16 @@ class Changes(NamedTuple):
         balance: Stages that take the mean time on each worker.
         no_tail: Percentage of trajectories (else requests) after which a rollout ends.
         tools: Duration of each call of a tool (s).
+        replicas: Number of replicas.
+        one_step_off: Whether the next rollout runs beside the training.
     """
 
     scale: Mapping[str, float] = {}
     balance: Sequence[str] = ()
     no_tail: float | None = None
     tools: Mapping[str, float] = {}
+    replicas: int | None = None
+    one_step_off: bool = False
 
     def options(self) -> list[str]:
         """Return the changes as options of the command."""
@@ -49,6 +57,8 @@ class Changes(NamedTuple):
             *(f"--balance {name}" for name in self.balance),
             *([f"--no-tail {self.no_tail:.6g}"] if self.no_tail is not None else []),
             *(f"--tool {name}={seconds:.6g}s" for name, seconds in self.tools.items()),
+            *([f"--replicas {self.replicas}"] if self.replicas is not None else []),
+            *(["--one-step-off"] if self.one_step_off else []),
         ]
 
     def words(self) -> list[str]:
@@ -67,6 +77,9 @@ class Changes(NamedTuple):
             "a balanced stage takes the mean of its workers, who still do the same work in all": self.balance,
             "a rollout without its tail is followed by stages that take as long as before": self.no_tail,
             "other calls take as long as before a tool changed, also in a fuller engine": self.tools,
+            "rollout and training run side by side as fast as alone, and neither runs in a weight update": (
+                self.one_step_off
+            ),
         }
         return [sentence for sentence, change in said.items() if change]
 
@@ -96,6 +109,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         step: Number of the step.
         span_us: Duration of the recorded step.
         predicted_us: Duration of the predicted step.
+        low_us: Low end of the interval that has the predicted step, for other resources.
+        high_us: High end of the interval.
         changes: The changes, as options of the command.
         path: The critical path of the predicted step, in order; the durations add up to ``predicted_us``.
         slack: Slack of each process in each stage.
@@ -115,6 +130,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     missing: list[str]
     assumed: list[str]
     notes: list[str]
+    low_us: float | None = None
+    high_us: float | None = None
 
 
 def with_predictions(report: Report, content: Content) -> Report:
@@ -157,12 +174,18 @@ def predict(
     if changes.no_tail is not None and not 0 < changes.no_tail <= 100:
         raise ConfigError("--no-tail", f"{changes.no_tail} is not a percentage above 0 and at most 100")
     recorded = replay(graph)
-    found = _changed(graph, changes)
+    found, low_us, high_us = _changed(graph, changes), None, None
+    assumed, notes = changes.assumed(), list(_extrapolations(graph, changes))
+    if changes.replicas is not None or changes.one_step_off:
+        found, spans_ns = _with_resources(found, changes, assumed, notes)
+        low_us, high_us = min(spans_ns) * (1 - _NOISE) / 1000, max(spans_ns) * (1 + _NOISE) / 1000
     helps = [] if changes.options() else [_help(recorded, one) for one in _candidates(graph)]
     return Prediction(
         step=step,
         span_us=recorded.span_ns / 1000,
         predicted_us=found.span_ns / 1000,
+        low_us=low_us,
+        high_us=high_us,
         changes=changes.options(),
         path=_path_rows(found),
         slack=_slack_rows(found),
@@ -170,8 +193,8 @@ def predict(
             (row for row in helps if row.difference_share < -_LEAST_SHARE), key=lambda row: row.difference_us
         ),
         missing=list(missing),
-        assumed=[*(f"{rule} ({many:,})" for rule, many in graph.assumed.items()), *changes.assumed()],
-        notes=[*_extrapolations(graph, changes), *([] if found.alike else [_NOT_ALIKE]), *graph.unknown],
+        assumed=[*(f"{rule} ({many:,})" for rule, many in graph.assumed.items()), *assumed],
+        notes=[*notes, *([] if found.alike else [_NOT_ALIKE]), *graph.unknown],
     )
 
 
@@ -205,6 +228,63 @@ def _changed(graph: Graph, changes: Changes) -> Replay:
     whole = ([round(ns) for ns in column] for column in (took, delay, before))
     took_ns, delay_ns, before_ns = whole
     return replay(graph, took_ns, delay_ns, after, before_ns)
+
+
+def _with_resources(
+    found: Replay, changes: Changes, assumed: list[str], notes: list[str]
+) -> tuple[Replay, list[int]]:
+    """Return the replay with other resources, and all durations (ns) that its interval has.
+
+    Args:
+        found: The replay with all other changes.
+        changes: The changes.
+        assumed: Sentences on what is assumed, which get more.
+        notes: Sentences on extrapolation, which get more.
+    """
+    graph, replays = found.graph, [found]
+    if changes.replicas is not None:
+        outcome = on_replicas(graph, changes.replicas, found.took_ns, found.delay_ns, found.after)
+        assumed += outcome.assumed
+        notes += outcome.notes
+        replays = [
+            replay(graph, [round(ns) for ns in took_ns], found.delay_ns, found.after)
+            for took_ns in (outcome.likely_ns, *outcome.others_ns)
+        ]
+    if not changes.one_step_off:
+        return replays[0], [one.span_ns for one in replays]
+    _known("--one-step-off", "stage", ROLLOUT, {one.within[0] for one in graph.segments if one.within})
+    if graph.carried or graph.unknown:
+        raise ConfigError(
+            "--one-step-off", "needs a step whose rollout begins and ends in it, with engines recorded"
+        )
+    return _beside(replays[0], ""), [
+        _beside(one, who).span_ns for one in replays for who in ("", graph.segments[graph.last].who)
+    ]
+
+
+def _beside(found: Replay, who: str) -> Replay:
+    """Return the longer one of training and rollout, each with the weight update.
+
+    Args:
+        found: The replay of both, one after the other.
+        who: Process whose own time in the rollout stays a part of the training: the loop, or none.
+    """
+    graph = found.graph
+
+    def only(stays: Callable[[str, str], bool]) -> Replay:
+        took_ns = [
+            ns if stays((*one.within, "")[0], one.who) else 0
+            for one, ns in zip(graph.segments, found.took_ns, strict=True)
+        ]
+        delay_ns = [
+            ns if stays((*one.around, "")[0], one.who) else 0
+            for one, ns in zip(graph.segments, found.delay_ns, strict=True)
+        ]
+        return replay(graph, took_ns, delay_ns, found.after)
+
+    training = only(lambda stage, worker: stage != ROLLOUT or worker == who)
+    rollout = only(lambda stage, worker: stage in (ROLLOUT, WEIGHT_SYNC))
+    return max(training, rollout, key=lambda one: one.span_ns)
 
 
 def _known(option: str, what: str, name: str, choices: Iterable[str]) -> None:

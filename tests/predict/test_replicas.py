@@ -1,0 +1,202 @@
+"""Steps on other resources, held against engines that are run iteration by iteration."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from drawn_logs import DrawnLog
+from drawn_steps import STAGES, Worker, drawn_inputs, engine, ns
+from msgspec.structs import replace
+from step_folders import rewrite_worker
+
+from verl_profiling.analysis import open_step
+from verl_profiling.cli import main
+from verl_profiling.errors import ConfigError
+from verl_profiling.manifest import Request
+from verl_profiling.predict.what_if import Prediction
+from verl_profiling.run_files import read_manifest
+
+_DRAWN = random.Random(3)
+LENGTHS = [_DRAWN.randint(40, 400) for _ in range(32)]
+
+
+def linear(running: int) -> float:
+    """Return the seconds of an iteration of an engine that slows down with its requests."""
+    return 0.004 + 0.001 * running
+
+
+def flat(running: int) -> float:
+    return 0.02
+
+
+def served(
+    lengths: Sequence[int], seconds: Callable[[int], float] = linear, slots: int = 99, begin: float = 0.1
+) -> list[tuple[float, float, float, int]]:
+    """Run an engine; return when each request arrived, ran and ended, and its tokens."""
+    now, waiting, running, found = begin, list(enumerate(lengths)), dict[int, int](), {}
+    started: dict[int, float] = {}
+    while waiting or running:
+        while waiting and len(running) < slots:
+            number, length = waiting.pop(0)
+            running[number], started[number] = length, now
+        now += seconds(len(running))
+        for number in list(running):
+            running[number] -= 1
+            if not running[number]:
+                found[number] = (begin, started[number], now, lengths[number])
+                del running[number]
+    return [found[number] for number in range(len(lengths))]
+
+
+def drawn(folder: Path, *replicas: Sequence[tuple[float, float, float, int]]) -> float:
+    """Draw a step whose rollout is of such replicas; return its end: 3 s after the rollout."""
+    last = max(end for one in replicas for _, _, end, _ in one)
+    stages = [("rollout", 0, last), ("update_actor", last, last + 2), ("update_weights", last + 2, last + 3)]
+    drawn_inputs(folder, stages, [engine(at, (0.1, 0.2)) for at in range(len(replicas))], end=last + 3)
+    for at, requests in enumerate(replicas):
+        made = [
+            Request(
+                replica=at,
+                id=f"{at}.{number}",
+                begin_ns=ns(begin),
+                arrival_ns=ns(begin),
+                scheduled_ns=ns(started),
+                end_ns=ns(end),
+                prompt_tokens=9,
+                response_tokens=tokens,
+            )
+            for number, (begin, started, end, tokens) in enumerate(requests)
+        ]
+        rewrite_worker(folder, f"rollout{at}", requests=made)
+    return last + 3
+
+
+def has(found: Prediction, seconds: float) -> bool:
+    assert found.low_us is not None
+    assert found.high_us is not None
+    assert found.low_us <= found.predicted_us <= found.high_us
+    return found.low_us <= seconds * 1e6 <= found.high_us
+
+
+@pytest.mark.parametrize("seconds", [linear, flat])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (1, 4), (2, 1), (2, 4)])
+def test_a_step_on_other_replicas(
+    tmp_path: Path, seconds: Callable[[int], float], before: int, after: int
+) -> None:
+    """The interval holds the truth; with more replicas, it is at most half as wide as all that could be."""
+    step = drawn(tmp_path, *(served(LENGTHS[at::before], seconds) for at in range(before)))
+    truth = 3 + max(end for at in range(after) for _, _, end, _ in served(LENGTHS[at::after], seconds))
+    found = open_step(tmp_path).what_if(replicas=after)
+    assert found.changes == [f"--replicas {after}"]
+    assert has(found, truth), (found.low_us, truth, found.high_us)
+    all_ends = step, 3 + (step - 3) * before / after
+    if after > before:
+        assert found.high_us - found.low_us <= 0.5 * abs(all_ends[1] - all_ends[0]) * 1e6
+    else:
+        assert found.notes[0].startswith("extrapolated: a replica ran")
+
+
+def test_requests_that_all_run_at_once_say_nothing_of_an_engine(tmp_path: Path) -> None:
+    """The interval has all between no change and a rollout in proportion to the requests."""
+    for seconds in (linear, flat):
+        step = drawn(tmp_path, served([150] * 16, seconds))
+        found = open_step(tmp_path).what_if(replicas=2)
+        assert has(found, step)
+        assert has(found, 3 + (step - 3) / 2)
+        assert "ran 16 to 16 requests at once in the capture, and runs 8 to 8" in found.notes[0]
+
+
+def test_a_full_engine_has_as_many_slots_as_it_ran_requests(tmp_path: Path) -> None:
+    """Requests queue for a slot, and two replicas have twice as many."""
+    drawn(tmp_path, served(LENGTHS, slots=8))
+    found = open_step(tmp_path).what_if(replicas=2)
+    truth = 3 + max(end for at in (0, 1) for _, _, end, _ in served(LENGTHS[at::2], slots=8))
+    assert has(found, truth)
+    assert (
+        "a replica runs at most 8 requests at once, as in the capture, where others queued" in found.assumed
+    )
+
+
+def test_requests_of_a_trajectory_follow_each_other(tmp_path: Path) -> None:
+    """Eight trajectories of two turns with a tool between them, all at the same time."""
+    log = DrawnLog()
+    requests = []
+    for sample in range(8):
+        number = log.trajectory(0.1, 5.1)
+        for turn, (begin, end) in enumerate([(0.1, 2.1), (3.1, 5.1)]):
+            log.span("generate", begin, end, number, request=f"{sample}.{turn}")
+            requests.append((begin, begin, end, 100))
+        log.span("tool:search", 2.1, 3.1, number)
+    drawn(tmp_path, requests)
+    names = [f"{sample}.{turn}" for sample in range(8) for turn in range(2)]
+    worker = read_manifest(tmp_path).workers[0]
+    named = [replace(one, id=name) for one, name in zip(worker.requests, names, strict=True)]
+    rewrite_worker(tmp_path, "rollout0", requests=named)
+    log.add_to(tmp_path)
+    found = open_step(tmp_path).what_if(replicas=8)
+    assert found.low_us == pytest.approx(0.97 * (0.1 + 2 / 8 + 1 + 2 / 8 + 3) * 1e6)
+    assert found.high_us == pytest.approx(1.03 * 8.1e6)
+
+
+def test_a_step_one_step_off(tmp_path: Path) -> None:
+    """The longer one of rollout and training, with the weight update; the loop's own 0.2 s may be in both."""
+    workers = [
+        Worker("rollout", replica=0, stages=[("rollout", 0.1, 3.9)]),
+        Worker("actor", stages=[("update_actor", 5, 8)], kernels=[("gemm", 5.2, 5.4)]),
+    ]
+    drawn_inputs(tmp_path, STAGES, workers)
+    step = open_step(tmp_path)
+    for changes, likely, low, high in (
+        ({}, 6.0, 6.0, 6.2),
+        ({"scale": {"rollout": 2.0}}, 9.0, 9.0, 9.0),
+        ({"scale": {"update_actor": 2.0}}, 9.0, 9.0, 9.2),
+    ):
+        found = step.what_if(one_step_off=True, **changes)
+        assert found.predicted_us == pytest.approx(likely * 1e6)
+        assert found.low_us == pytest.approx(0.97 * low * 1e6)
+        assert found.high_us == pytest.approx(1.03 * high * 1e6)
+        assert sum(row.duration_us for row in found.path) == pytest.approx(found.predicted_us)
+
+
+def test_steps_without_what_other_resources_need_are_refused(tmp_path: Path) -> None:
+    drawn(tmp_path, served(LENGTHS))
+    step = open_step(tmp_path)
+    with pytest.raises(ConfigError, match="0 is not a number of at least 1"):
+        step.what_if(replicas=0)
+    rewrite_worker(tmp_path, "rollout0", requests=[])
+    for changes, said in (
+        (
+            {"replicas": 2},
+            "needs requests with tokens in the step, which a capture with rollout.requests has",
+        ),
+        ({"one_step_off": True}, "needs a step whose rollout begins and ends in it, with engines recorded"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            open_step(tmp_path).what_if(**changes)
+
+
+def test_an_engine_that_serves_one_at_a_time_is_refused(tmp_path: Path) -> None:
+    log = DrawnLog()
+    for number, end in enumerate([3, 5]):
+        log.trajectory(1, end)
+        log.span("generate", 1, end, number, request=f"0-{number}")
+    requests = [(1, 3, 9), (3, 5, 9)]
+    drawn_inputs(tmp_path, [("rollout", 0, 6)], [Worker("rollout", replica=0, requests=requests)])
+    log.add_to(tmp_path)
+    with pytest.raises(ConfigError, match="needs engines that serve several requests at once"):
+        open_step(tmp_path).what_if(replicas=2)
+
+
+def test_the_command_prints_the_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawn(tmp_path, served(LENGTHS))
+    assert main(["what-if", str(tmp_path), "--replicas", "2", "--one-step-off"]) == 0
+    lines = " ".join(capsys.readouterr().out.split())
+    assert "step 1: 12.3 s, predicted 6.90 s (between 6.2" in lines
+    assert "with --replicas 2 --one-step-off" in lines
+    assert main(["what-if", str(tmp_path), "--replicas", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["low_us"] < found["predicted_us"] < found["high_us"]

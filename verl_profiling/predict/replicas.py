@@ -1,0 +1,450 @@
+"""Replays of a step with another number of replicas.
+
+A running request makes one token in each iteration of its engine, and the time of an iteration depends on the
+number of running requests: the curve. The work of a request is the number of iterations that fit into its
+recorded time. So a replay with the recorded replicas is the recorded step, and in any other replay a request
+runs until its work is done.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_profiling.errors import ConfigError
+from verl_profiling.predict.graph import Graph
+
+Floats = NDArray[np.float64]
+
+_OPTION = "--replicas"
+_QUEUED, _DECODE = "queued", "decode"
+_IN_ENGINE = (_QUEUED, "first token", "prefill", "generate", _DECODE)
+_WAITED = 0.1  # time in queues per time of running, from which on a replica is full
+_BRIEF = 0.01  # share of the time, which the least and the largest numbers of running requests need
+_LEAST = 8  # requests, from which on a curve is fitted
+_ORDERS = 7  # random ones, in which replicas take turns
+_SAMPLES, _LOW, _HIGH = 200, 0.05, 0.95  # of the bootstrap
+_ROUNDS = 6  # until the fit is steady
+
+
+class _Served(NamedTuple):
+    """A request that ran in the step.
+
+    Attributes:
+        replica: Index of the replica.
+        client: Trajectory of the request, else the request itself.
+        queue: Numbers of its segments in the queue.
+        segments: Numbers of its other segments in the engine, in order.
+        begin_ns: Begin of running, since the begin of the step.
+        end_ns: End of running.
+        since_ns: Begin of the time in which the tokens were made.
+        tokens: Number of tokens that were made in this time.
+    """
+
+    replica: int
+    client: object
+    queue: list[int]
+    segments: list[int]
+    begin_ns: int
+    end_ns: int
+    since_ns: int
+    tokens: int
+
+
+class Outcome(NamedTuple):
+    """Durations of all segments in a step with another number of replicas.
+
+    Attributes:
+        likely_ns: With the fitted curve, and each request at the replica with the fewest requests.
+        others_ns: At the ends of the interval: with other curves, and with replicas that take turns.
+        assumed: Sentences on what is assumed.
+        notes: A sentence on extrapolation, if there is any.
+    """
+
+    likely_ns: list[float]
+    others_ns: list[list[float]]
+    assumed: list[str]
+    notes: list[str]
+
+
+def on_replicas(
+    graph: Graph,
+    replicas: int,
+    took_ns: Sequence[float],
+    delay_ns: Sequence[float],
+    after: Sequence[Sequence[int]],
+) -> Outcome:
+    """Return the durations of segments when requests are served by another number of replicas.
+
+    Args:
+        graph: The graph.
+        replicas: Number of replicas.
+        took_ns: Duration of each segment with the recorded replicas.
+        delay_ns: Delay before each segment.
+        after: Edges to each segment.
+
+    Raises:
+        ConfigError: The number is wrong, or the step lacks requests.
+    """
+    if replicas < 1:
+        raise ConfigError(_OPTION, f"{replicas} is not a number of at least 1")
+    served = list(_served(graph))
+    if not any(one.tokens for one in served):
+        raise ConfigError(
+            _OPTION, "needs requests with tokens in the step, which a capture with rollout.requests has"
+        )
+    if any(graph.segments[at].queue for one in served for at in one.segments):
+        raise ConfigError(_OPTION, "needs engines that serve several requests at once")
+    if graph.carried or graph.unknown:
+        raise ConfigError(_OPTION, "needs a step in which all requests of its rollout begin and end")
+    load = _Load(served)
+    run_ns = sum(one.end_ns - one.begin_ns for one in served)
+    waited = sum(took_ns[at] for one in served for at in one.queue) > _WAITED * run_ns
+    most = int(load.running.max()) if waited else len(served)
+    if waited:  # without a limit, a request is queued as long as it was
+        served = [one._replace(segments=[*one.queue, *one.segments]) for one in served]
+    few, many = _usual(np.bincount(load.running, load.took_ns).astype(np.float64))
+    knots = np.unique([few, (few + many) // 2, many])
+    low, likely, high = _curves(served, load, knots, replicas)
+    between = np.diff(likely) / np.diff(knots) if few < many else likely / knots / 2
+    random = np.random.default_rng(0)
+    orders = [None, range(len(served)), *(random.permutation(len(served)).tolist() for _ in range(_ORDERS))]
+    found, spent_ns = [], np.zeros(len(served) + 1)
+    for curve, below, above, tried in (
+        (low, low[0] / few, 0.0, orders[:2]),
+        (likely, between[0], between[-1], orders[:1]),
+        (high, 0.0, high[-1] / many, orders),
+    ):
+        running = np.maximum(np.arange(len(spent_ns)), 1)
+        seconds = np.interp(running, knots, curve)
+        seconds += above * np.maximum(running - many, 0) - below * np.maximum(few - running, 0)
+        rollout = _Rollout(graph, took_ns, delay_ns, after, served, load, seconds, most)
+        found.append([rollout.replay(replicas, order) for order in tried])
+        spent_ns += rollout.spent_ns
+    assumed = [
+        f"the time of an iteration depends on the running requests alone ({len(served):,} requests)",
+        "a request goes to the replica with the fewest requests; in the interval, also to replicas by turns",
+        "other replicas are as fast as the recorded ones, and have devices of their own",
+    ]
+    if waited:
+        assumed.append(
+            f"a replica runs at most {most:,} requests at once, as in the capture, where others queued"
+        )
+    notes, (fewest, most) = [], _usual(spent_ns)
+    if fewest < few or most > many:
+        notes.append(
+            f"extrapolated: a replica ran {few:,} to {many:,} requests at once in the capture, and runs "
+            f"{fewest:,} to {most:,} in the prediction"
+        )
+    return Outcome(found[1][0], [*found[0], *found[2]], assumed, notes)
+
+
+def _served(graph: Graph) -> Iterator[_Served]:
+    """Yield the requests that ran."""
+    segments: defaultdict[int, list[int]] = defaultdict(list)
+    for at, one in enumerate(graph.segments):
+        if one.request is not None and one.kind in _IN_ENGINE:
+            segments[id(one.request)].append(at)
+    for ats in segments.values():
+        parts = [graph.segments[at] for at in ats]
+        running = [one for one in parts if one.kind != _QUEUED]
+        if not running:
+            continue
+        made = [one for one in running if one.kind == _DECODE]  # without the first token, made by the prefill
+        request = parts[0].request
+        yield _Served(
+            replica=request.replica,  # type: ignore[union-attr]
+            client=(parts[0].who, parts[0].trajectory) if parts[0].trajectory else ats[0],
+            queue=[at for at in ats if graph.segments[at].kind == _QUEUED],
+            segments=[at for at in ats if graph.segments[at].kind != _QUEUED],
+            begin_ns=running[0].begin_ns - graph.begin_ns,
+            end_ns=running[-1].end_ns - graph.begin_ns,
+            since_ns=(made or running)[0].begin_ns - graph.begin_ns,
+            tokens=max(request.response_tokens - bool(made), 0),  # type: ignore[union-attr]
+        )
+
+
+class _Load:
+    """The number of running requests of each replica over time.
+
+    Args:
+        served: The requests.
+
+    Attributes:
+        replicas: Number of replicas.
+        running: Numbers of running requests, one after another and replica by replica.
+        took_ns: For how long each number lasted.
+    """
+
+    def __init__(self, served: Sequence[_Served]) -> None:
+        times, running, self._of = [], [], np.empty(len(served), np.int64)
+        names = sorted({one.replica for one in served})
+        self.replicas = len(names)
+        base = 0
+        for name in names:
+            mine = [number for number, one in enumerate(served) if one.replica == name]
+            edges = np.array([(served[number].begin_ns, served[number].end_ns) for number in mine])
+            at, where = np.unique(edges.ravel(), return_inverse=True)
+            change = np.zeros(len(at), np.int64)
+            np.add.at(change, where.ravel(), np.tile([1, -1], len(mine)))
+            self._of[mine] = base - at[0]  # replicas follow each other on one axis of time
+            times.append(at + base - at[0])
+            running.append(np.cumsum(change))
+            base = int(times[-1][-1])
+        axis = np.concatenate(times)
+        self._axis = axis.astype(np.float64)
+        self.running = np.concatenate(running)[:-1]
+        self.took_ns = np.diff(axis)
+
+    def during(self, begin_ns: Floats, end_ns: Floats, weights: Floats) -> Floats:
+        """Return the integral over a time of each request.
+
+        Args:
+            begin_ns: Begin of each request's time.
+            end_ns: End of each request's time.
+            weights: What is summed over time, for each of ``running``.
+        """
+        sums = np.concatenate(([0.0], np.cumsum(weights * (self.running > 0) * self.took_ns)))
+        first, last = (np.interp(times + self._of, self._axis, sums) for times in (begin_ns, end_ns))
+        return np.asarray(last - first)
+
+
+def _curves(served: Sequence[_Served], load: _Load, knots: NDArray[np.int64], replicas: int) -> list[Floats]:
+    """Return a low, a likely and a high curve: the time of an iteration at each knot.
+
+    Low and high are from a bootstrap over the requests: by them, the recorded work would take least and most
+    time. Without enough requests, they are a curve in proportion to the number of running requests, and a
+    constant one.
+
+    Args:
+        served: The requests.
+        load: The running requests.
+        knots: Numbers of running requests.
+        replicas: Number of replicas of the prediction.
+    """
+    begin, end, tokens = np.array([(one.since_ns, one.end_ns, one.tokens) for one in served], np.float64).T
+    known = tokens > 0
+    tokens, weight = tokens[known], (end - begin)[known]
+    own_ns = weight / tokens
+    hats = [np.interp(load.running, knots, unit) for unit in np.eye(len(knots))]
+    likely = np.full(len(knots), own_ns.mean())
+    samples = np.stack((likely, likely * knots / knots.mean()))
+    for _ in range(_ROUNDS):
+        rate = 1 / np.interp(load.running, knots, likely)
+        made = load.during(begin, end, rate)[known] / tokens
+        parts = np.stack([load.during(begin, end, hat * rate**2)[known] / tokens for hat in hats], axis=1)
+        squares = parts[:, :, None] * parts[:, None, :] * weight[:, None, None]
+        if len(tokens) < _LEAST or np.linalg.cond(squares.sum(axis=0)) > 1e9:
+            likely = samples.mean(axis=0)
+            break
+        targets = parts * ((2 * made - 1) * weight)[:, None]  # Newton's method
+        likely = _bounded(np.linalg.solve(squares.sum(axis=0), targets.sum(axis=0)), knots, own_ns.min())
+    else:
+        drawn = np.random.default_rng(0).multinomial(
+            len(weight), np.full(len(weight), 1 / len(weight)), _SAMPLES
+        )
+        inverse = np.linalg.pinv(np.tensordot(drawn, squares, 1))
+        found = np.einsum("sij,sj->si", inverse, drawn @ targets)
+        samples = np.stack([_bounded(one, knots, own_ns.min()) for one in found])
+    scores = [_slowdown(curve, load, knots, load.replicas / replicas) for curve in samples]
+    order = np.argsort(scores)
+    low, high = (samples[order[round(share * (len(order) - 1))]] for share in (_LOW, _HIGH))
+    return [low, likely, high]
+
+
+def _bounded(curve: Floats, knots: NDArray[np.int64], least: float) -> Floats:
+    """Return a curve that does not fall, and does not rise faster than the number of running requests.
+
+    Args:
+        curve: The curve.
+        knots: Numbers of running requests.
+        least: Least time at the last knot.
+    """
+    found: Floats = curve.copy()
+    found[-1] = max(found[-1], least)
+    for at in range(len(knots) - 2, -1, -1):
+        found[at] = np.clip(found[at], found[at + 1] * knots[at] / knots[at + 1], found[at + 1])
+    return found
+
+
+def _slowdown(curve: Floats, load: _Load, knots: NDArray[np.int64], more: float) -> float:
+    """Return the mean factor of an iteration's time if all replicas run more requests at once."""
+    busy = load.running > 0
+    now, then = (np.interp(load.running[busy] * by, knots, curve) for by in (1.0, more))
+    return float(np.average(then / now, weights=(load.running * load.took_ns)[busy]))
+
+
+def _usual(spent_ns: Floats) -> tuple[int, int]:
+    """Return the least and the largest number of running requests, without brief times.
+
+    Args:
+        spent_ns: Time by the number of running requests.
+    """
+    spent = np.cumsum(spent_ns[1:])
+    few, many = np.searchsorted(spent / spent[-1], (_BRIEF, 1 - _BRIEF)) + 1
+    return int(few), int(many)
+
+
+@dataclass(eq=False)
+class _Replica:
+    """A replica in a replay.
+
+    Attributes:
+        seconds: Time of an iteration by the number of running requests.
+        slots: Most requests that run at once.
+        now_ns: Time of the last change.
+        made: Iterations since the begin of the step.
+        running: Iteration at which each running request ends, and its number.
+        waiting: Number and work of the requests in the queue.
+        version: Number of changes so far.
+        spent_ns: Time by the number of running requests.
+    """
+
+    seconds: list[float]
+    slots: int
+    spent_ns: Floats
+    now_ns: float = 0.0
+    made: float = 0.0
+    running: list[tuple[float, int]] = field(default_factory=list)
+    waiting: deque[tuple[int, float]] = field(default_factory=deque)
+    version: int = 0
+
+    def advance(self, now_ns: float) -> None:
+        """Go on to a time."""
+        if self.running:
+            self.made += (now_ns - self.now_ns) / self.seconds[len(self.running)]
+            self.spent_ns[len(self.running)] += now_ns - self.now_ns
+        self.now_ns = now_ns
+        self.version += 1
+
+    def begin(self) -> Iterator[int]:
+        """Begin requests of the queue, as long as there are slots; yield their numbers."""
+        while self.waiting and len(self.running) < self.slots:
+            number, work = self.waiting.popleft()
+            heappush(self.running, (self.made + work, number))
+            yield number
+
+    def next_ns(self) -> float:
+        """Return the time at which the next running request ends."""
+        return self.now_ns + (self.running[0][0] - self.made) * self.seconds[len(self.running)]
+
+
+_ENDED, _ARRIVED, _NEXT = range(3)  # events: of a segment, of a request, of a replica
+
+
+class _Rollout:
+    """A step as a simulation of events, in which replicas serve the requests of a graph.
+
+    Args:
+        graph: The graph.
+        took_ns: Duration of each segment with the recorded replicas.
+        delay_ns: Delay before each segment.
+        after: Edges to each segment.
+        served: The requests.
+        load: The running requests.
+        seconds: Time of an iteration by the number of running requests.
+        slots: Most requests that a replica runs at once.
+
+    Attributes:
+        spent_ns: Time by the number of running requests, over all replicas and replays.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        took_ns: Sequence[float],
+        delay_ns: Sequence[float],
+        after: Sequence[Sequence[int]],
+        served: Sequence[_Served],
+        load: _Load,
+        seconds: Floats,
+        slots: int,
+    ) -> None:
+        self.spent_ns = np.zeros(len(seconds))
+        self._graph, self._took_ns, self._delay_ns = graph, took_ns, delay_ns
+        self._after, self._served, self._seconds, self._slots = after, served, seconds.tolist(), slots
+        begin, end = np.array([(one.begin_ns, one.end_ns) for one in served], np.float64).T
+        iterations = load.during(begin, end, 1 / seconds[load.running])
+        self._run_ns = [
+            sum(took_ns[at] for at in one.segments if graph.segments[at].kind != _QUEUED) for one in served
+        ]
+        self._work = iterations * self._run_ns / np.maximum(end - begin, 1)
+
+    def replay(self, replicas: int, order: Sequence[int] | None) -> list[float]:
+        """Return the duration of each segment.
+
+        Args:
+            replicas: Number of replicas.
+            order: Numbers of the clients, by their first requests, if replicas take them by turns; else, a
+                request goes to the replica with the fewest requests.
+        """
+        found = list(self._took_ns)
+        owner = {at: number for number, one in enumerate(self._served) for at in one.segments}
+        followers: list[list[int]] = [[] for _ in found]
+        left = [len(before) for before in self._after]
+        for at, before in enumerate(self._after):
+            for one in before:
+                followers[one].append(at)
+        engines = [_Replica(self._seconds, self._slots, self.spent_ns) for _ in range(replicas)]
+        clients: dict[object, int] = {}
+        arrived, begun = [0.0] * len(self._served), [0.0] * len(self._served)
+        events: list[tuple[float, int, int, int]] = []
+
+        def ready(at: int, now_ns: float) -> None:
+            now_ns += self._delay_ns[at]
+            if at not in owner:
+                heappush(events, (now_ns + found[at], _ENDED, at, 0))
+            elif at == self._served[owner[at]].segments[0]:
+                heappush(events, (now_ns, _ARRIVED, owner[at], 0))
+
+        for at, count in enumerate(left):
+            if not count:
+                ready(at, 0.0)
+        while events:
+            now_ns, event, number, version = heappop(events)
+            ended: list[int] = []
+            if event == _ENDED:
+                ended = [number]
+            else:
+                place = number
+                if event == _ARRIVED:
+                    arrived[number] = now_ns
+                    turn = clients.setdefault(self._served[number].client, len(clients))
+                    sizes = [len(engine.running) + len(engine.waiting) for engine in engines]
+                    place = order[turn] % replicas if order is not None else sizes.index(min(sizes))
+                    engines[place].waiting.append((number, self._work[number]))
+                elif version != engines[number].version:
+                    continue
+                engine = engines[place]
+                engine.advance(now_ns)
+                if event == _NEXT:
+                    _, number = heappop(engine.running)
+                    ended = self._served[number].segments
+                    self._divide(number, arrived[number], begun[number], now_ns, found)
+                for new in engine.begin():
+                    begun[new] = now_ns
+                if engine.running:
+                    heappush(events, (engine.next_ns(), _NEXT, place, engine.version))
+            for at in ended:
+                for follower in followers[at]:
+                    left[follower] -= 1
+                    if not left[follower]:
+                        ready(follower, now_ns)
+        return found
+
+    def _divide(
+        self, number: int, arrived_ns: float, begun_ns: float, end_ns: float, found: list[float]
+    ) -> None:
+        """Set the durations of a request's segments."""
+        one = self._served[number]
+        factor = (end_ns - begun_ns) / max(self._run_ns[number], 1)
+        for at in one.segments:
+            is_queue = self._graph.segments[at].kind == _QUEUED
+            found[at] = 0.0 if is_queue else self._took_ns[at] * factor
+        found[one.segments[0]] += begun_ns - arrived_ns
