@@ -13,14 +13,13 @@ import pytest
 from browser import needs_browser, run_script, served
 from rich.console import Console
 
+from verl_profiling.analysis import CapturedStep
 from verl_profiling.cli import main
 from verl_profiling.commands.top import View
 from verl_profiling.commands.view import bundled_ui
-from verl_profiling.report.build import build_report
 from verl_profiling.report.html import render_html
 from verl_profiling.report.run_page import RUN_PAGE, render_run
 from verl_profiling.timeline.inputs import find_steps
-from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.step import StepInputs
 
 PICTURES = os.environ.get("VERL_PROFILING_PICTURES", "")
@@ -56,7 +55,7 @@ def size_of(picture: Path) -> tuple[int, int]:
 
 def photographed(step: StepInputs, folder: Path, picture: Path, *rows: str) -> list[str]:
     """Take a picture of a step's timeline as Perfetto shows it; return the lanes that are on it."""
-    merge(step, folder / "t.json.gz")
+    CapturedStep(step).merge(folder / "t.json.gz")
     with served(folder, bundled_ui()) as server:
         seen = run_script("timeline.js", server.timeline_address("t.json.gz"), str(picture), *rows)
     return list(seen["lanes"])
@@ -65,7 +64,7 @@ def photographed(step: StepInputs, folder: Path, picture: Path, *rows: str) -> l
 def page_of(step: StepInputs, script: str, tmp_path: Path, folder: Path) -> None:
     """Take the pictures of a step's page, with nothing on the browser's console."""
     page = tmp_path / "report.html"
-    page.write_text(render_html(build_report(step)), encoding="utf-8")
+    page.write_text(render_html(CapturedStep(step).report()), encoding="utf-8")
     assert run_script(script, str(page), str(folder))["problems"] == []
 
 
@@ -77,7 +76,7 @@ def test_the_report(step: StepInputs, folder: Path, tmp_path: Path) -> None:
 
 def test_the_page_of_the_run(steps: list[StepInputs], folder: Path, tmp_path: Path) -> None:
     """All its steps side by side, with links to their pages."""
-    reports = [build_report(step) for step in steps]
+    reports = [CapturedStep(step).report() for step in steps]
     run = tmp_path / "grpo_tiny"
     pages = [run / step.directory.name / "report.html" for step in steps]
     for page, report in zip(pages, reports, strict=True):

@@ -15,10 +15,10 @@ import pytest
 from tests.integrations.wheels import sources
 from tests.npu import artifacts_of, engine_sources, outcomes_of
 from verl_profiling import ConfigError, ProfilingConfig
+from verl_profiling.analysis import CapturedStep
 from verl_profiling.engines import adapter, vllm
 from verl_profiling.engines.adapter import engine_tool, rank_of_recording
 from verl_profiling.errors import ToolUnavailableError
-from verl_profiling.report.build import build_report
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
@@ -249,6 +249,6 @@ class TestOwnProfilers:
         [step] = find_steps(Path(folder))
         assert [source.lane for source in step.sources] == ["rollout0_rank0", "rollout0_rank1"]
         assert not merge(step, Path(folder) / "merged.json.gz").problems
-        report = build_report(step)
+        report = CapturedStep(step).report()
         assert [row.name for row in report.workers] == ["rollout0_rank0", "rollout0_rank1"]
         assert all(row.busy_us > 0 for row in report.workers)

@@ -11,9 +11,9 @@ from example_loops import read_trace
 
 from tests.engines.example_engine import OwnServer
 from verl_profiling import ProfilingCallback
+from verl_profiling.analysis import CapturedStep
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
-from verl_profiling.report.build import build_report
 from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import find_steps
 
@@ -77,7 +77,7 @@ def test_replicas_tail_and_requests_are_in_report_and_timeline(
     assert (failed.prompt_tokens, failed.response_tokens, failed.first_token_ns) == (2, 0, 0)
 
     [step] = find_steps(folder)
-    report = build_report(step)
+    report = CapturedStep(step).report()
     assert (report.tail.replicas, report.tail.requests) == (2, 5)
     assert report.tail.last_finish_us > report.tail.median_finish_us
     expected = [f"rollout{replica}_rank0" for replica in range(2)] if artifact else []

@@ -111,7 +111,7 @@ def test_the_picture_is_zoomed_panned_and_selected(seen: dict) -> None:
     assert seen["reset"] == seen["whole"]
     assert len({tuple(seen[name]) for name in ("whole", "panned", "zoomed")}) == 3
     assert seen["selected"] == ["old_log_prob"]
-    assert seen["dimmed"] == seen["stages"] - 3
+    assert seen["dimmed"] == seen["stages"] - 4
     assert seen["cleared"] == 0
 
 
@@ -155,11 +155,11 @@ def test_a_link_to_elsewhere_is_none(report: Report, tmp_path: Path, timeline: s
 
 def test_a_large_role_is_folded_with_those_first_who_stand_out(large: dict) -> None:
     """A button unfolds and folds it and keeps the focus."""
-    assert large["folded"][:3] == ["lane controller", "group actor", "lane actor_rank160"]
+    assert large["folded"][1:4] == ["lane controller", "group actor", "lane actor_rank160"]
     assert len(large["folded"]) < 12
     assert large["button"] == ["all 256", "all 256 lanes of actor"]
     assert sum(row.startswith("lane actor_rank") for row in large["unfolded"]) == 256
-    assert large["unfolded"][2] == "lane actor_rank160"
+    assert large["unfolded"][3] == "lane actor_rank160"
     assert large["focus"] == "true"
     assert large["refolded"] == large["folded"]
     assert 0 < large["unfoldS"] < 10

@@ -73,8 +73,7 @@ class HelpRow(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     columns: ClassVar[str] = (
-        "change, what-if=option, predicted=predicted_us, difference_us, +share=difference_share, "
-        "saved/day=hours_a_day"
+        "change, what-if=option, predicted=predicted_us, difference_us, saved/day=hours_a_day"
     )
 
     change: str

@@ -9,7 +9,7 @@ const EDGE = 3; // of a lane that is on the critical path
 const TALL_LOAD = 40; // where there are few lanes
 const FEW_LANES = 6;
 const SHORTEST_US = 10; // what fills the picture at the closest zoom
-const spans = data.groups.flatMap((group) => group.lanes.flatMap((lane) => lane.spans));
+const spans = data.groups.flatMap((group) => group.lanes.flatMap((lane) => lane.spans)).filter((span) => !span.said);
 
 function timeUnit(seconds) {
   return UNITS.find(([, scale]) => Math.abs(seconds) >= 0.9995 * scale) ?? (seconds ? UNITS.at(-1) : UNITS[0]);
@@ -289,7 +289,7 @@ function makePicture(container, tools) {
   });
   const loads = { compute: data.device ? "computing" : "operators", communication: "communication alone", waiting: "waiting for other ranks" };
   for (const [name, text] of Object.entries(loads)) legend.append(element("li", {}, element("i", { className: name }), text));
-  if (spans.some((span) => span.said)) legend.append(element("li", {}, element("i", { className: "critical" }), "on the critical path"));
+  if (data.groups.some((group) => group.critical.length)) legend.append(element("li", {}, element("i", { className: "critical" }), "on the critical path"));
   legend.append(element("li", {}, "blank: idle"));
   const buttons = element("div", { className: "zoom" });
   for (const [text, title, act] of [["+", "closer", () => zoomed.call(zoom.scaleBy, 1.6)], ["−", "farther", () => zoomed.call(zoom.scaleBy, 1 / 1.6)], ["whole step", "the whole step", () => zoomed.call(zoom.transform, d3.zoomIdentity)]]) {
