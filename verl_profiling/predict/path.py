@@ -96,6 +96,11 @@ def _ends(
 ) -> tuple[list[int], list[Sequence[int]], list[int]]:
     """Return the end of each segment, all edges with those of the queues, and the order of the segments."""
     end_ns, edges, order = [0] * len(graph.segments), list(after), list[int]()
+    if not any(one.queue for one in graph.segments):  # the recorded order is one after changes, too
+        for at in graph.order:
+            ready_ns = max((end_ns[before] for before in after[at]), default=graph.begin_ns)
+            end_ns[at] = ready_ns + delay_ns[at] + took_ns[at]
+        return end_ns, edges, graph.order
     place = {at: number for number, at in enumerate(graph.order)}
     following: list[list[int]] = [[] for _ in after]
     for at, before in enumerate(after):
