@@ -66,7 +66,7 @@ def test_the_verdict_is_a_line_and_an_exit_code(tmp_path: Path, capsys: pytest.C
     printed = capsys.readouterr()
     [line] = printed.err.splitlines()
     assert line.startswith("step 1: actor_rank1 is slow in update_actor: it worked 10.0 s")
-    assert "waiting. Would help most: update_actor in 50% of its time (--scale update_actor=0.5), -" in line
+    assert "waiting. Would help most: update_actor balanced (--balance update_actor), -25% of" in line
     assert json.loads(printed.out)["findings"][0]["lanes"] == ["actor_rank1"]
 
 

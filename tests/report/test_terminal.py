@@ -91,5 +91,5 @@ def test_what_is_left_out_is_counted(report: Report) -> None:
     )
     shown = printed(worst, 100, everything=False)
     assert len(shown.splitlines()) <= 45
-    assert shown.count("--balance update_actor") == 2
+    assert shown.count("--balance update_actor") == 3
     assert "\n3 more findings and 18 more notes: --all\n" in shown

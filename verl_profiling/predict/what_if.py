@@ -179,7 +179,7 @@ def predict(
     if changes.replicas is not None or changes.one_step_off:
         found, spans_ns = _with_resources(found, changes, assumed, notes)
         low_us, high_us = min(spans_ns) * (1 - _NOISE) / 1000, max(spans_ns) * (1 + _NOISE) / 1000
-    helps = [] if changes.options() else [_help(recorded, one) for one in _candidates(graph)]
+    helps = [] if changes.options() else [_help(recorded, *one) for one in _candidates(graph)]
     return Prediction(
         step=step,
         span_us=recorded.span_ns / 1000,
@@ -352,28 +352,35 @@ def _tails(graph: Graph, percent: float) -> Iterable[tuple[int, set[int]]]:
         yield from ((at, left_out) for at in waiting)
 
 
-def _candidates(graph: Graph) -> list[Changes]:
-    """Return single changes to try."""
-    stages = dict.fromkeys(one.within[0] for one in graph.segments if one.within)
-    found = [Changes(scale={stage: 0.5}) for stage in stages]
-    found += [Changes(balance=[stage]) for stage in _balanced(graph)]
+def _candidates(graph: Graph) -> Iterable[tuple[str, Changes]]:
+    """Yield single changes to try, each with the outermost stage that it changes."""
+    outermost: dict[str, str] = {}
+    for one in graph.segments:
+        outermost |= {name: outermost.get(name, one.within[0]) for name in one.within}
+    yield from ((stage, Changes(scale={stage: 0.5})) for stage in dict.fromkeys(outermost.values()))
+    yield from ((outermost[stage], Changes(balance=[stage])) for stage in _balanced(graph))
     if sum(map(len, graph.tails.values())) >= _LEAST_OF_TAIL:
-        found.append(Changes(no_tail=90.0))
+        yield _first_stage(graph, graph.tails), Changes(no_tail=90.0)
     for kind in sorted(_tools(graph)):
         if kind.startswith(_TOOL):
-            calls = _calls(graph, kind).values()
-            half_s = float(f"{sum(calls) / len(calls) / 2e9:.3g}")
-            found.append(Changes(tools={kind.removeprefix(_TOOL): half_s}))
-    return found
+            calls = _calls(graph, kind)
+            half_s = float(f"{sum(calls.values()) / len(calls) / 2e9:.3g}")
+            yield _first_stage(graph, calls), Changes(tools={kind.removeprefix(_TOOL): half_s})
 
 
-def _help(recorded: Replay, changes: Changes) -> HelpRow:
+def _first_stage(graph: Graph, ats: Iterable[int]) -> str:
+    """Return the outermost stage around the first of some segments in a stage."""
+    return next((graph.segments[at].within[0] for at in ats if graph.segments[at].within), "")
+
+
+def _help(recorded: Replay, stage: str, changes: Changes) -> HelpRow:
     predicted = _changed(recorded.graph, changes).span_ns
     change = predicted - recorded.span_ns
     graph, share = recorded.graph, change / max(recorded.span_ns, 1)
     return HelpRow(
         change=", ".join(changes.words()),
         option=" ".join(changes.options()),
+        stage=stage,
         predicted_us=predicted / 1000,
         difference_us=change / 1000,
         difference_share=share,

@@ -65,6 +65,7 @@ class HelpRow(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         change: The change in words.
         option: The change, as an option of ``verl-profiling what-if``.
+        stage: Outermost stage that is changed.
         predicted_us: Duration of the step.
         difference_us: Difference to the recorded step.
         difference_share: Difference as a share of the recorded step.
@@ -78,6 +79,7 @@ class HelpRow(msgspec.Struct, frozen=True, kw_only=True):
 
     change: str
     option: str
+    stage: str
     predicted_us: float
     difference_us: float
     difference_share: float

@@ -182,6 +182,7 @@ def cell(field: str, row: Any) -> Cell:
 
 _CURVES = ("load", "communication_load", "waiting_load")
 _LEAST_PART = 0.0005  # share that is shown: 0.1% and more
+_LARGE_PART = 0.25  # of what a stage in half of its time would bring
 _LOST = {cause: f"lost_{cause}_us" for cause in (*CAUSES, OTHER_RANKS)}
 
 
@@ -248,9 +249,23 @@ def _causes(report: Report) -> list[CauseRow]:
 
 
 def _helps(report: Report) -> list[HelpRow]:
-    """Return the changes that would help; of stages in a part of their time, the one that helps most."""
-    scaled = [row for row in report.what_would_help if row.option.startswith("--scale")]
-    return [row for row in report.what_would_help if row not in scaled[1:]]
+    """Return the changes that would help, with one stage at most that takes a part of its time.
+
+    Left out are stages in which another change brings a large part of that.
+    """
+    helps = report.what_would_help
+    scaled = [row for row in helps if row.option.startswith("--scale")]
+    explained = [
+        one
+        for one in scaled
+        if any(
+            row.stage == one.stage and row.difference_us <= _LARGE_PART * one.difference_us
+            for row in helps
+            if row not in scaled
+        )
+    ]
+    best = next((row for row in scaled if row not in explained), None)
+    return [row for row in helps if row is best or row not in scaled]
 
 
 def summed(path: Iterable[PathRow]) -> list[PathRow]:
