@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import json
 import math
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
