@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,11 @@ import results
 
 from verl_profiling.analysis import CapturedStep, open_run
 
-__all__ = ["LOOPS", "Loop", "Pair", "markdown"]
+__all__ = ["LOOPS", "PAIRS", "markdown"]
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "what_if_judge.json"
-LIMIT_S = 300
+LIMIT_S = 900
 
 
 @dataclass(frozen=True)
@@ -49,18 +50,16 @@ class Pair:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop with its pairs.
+    """A loop of Ray actors that sleep, or a recipe.
 
     Attributes:
         plan: Plan of all its runs.
-        pairs: The pairs.
-        recipe: Recipe of the loop; empty for a sleeping loop.
+        recipe: The recipe.
         settings: Overrides of the recipe's configuration.
         environment: Environment with the recipe's engine.
     """
 
     plan: dict[str, Any]
-    pairs: tuple[Pair, ...]
     recipe: str = ""
     settings: tuple[str, ...] = ()
     environment: str = ".venv"
@@ -71,152 +70,103 @@ def scale(**factors: float) -> dict[str, Any]:
     return {"scale": factors}
 
 
-MODEL = (
-    "profiling.tool=spans",
-    "profiling.watch.enable=false",
-    "actor.lr=0",
-    "model.hidden_size=128",
-    "model.intermediate_size=384",
-    "model.num_hidden_layers=4",
-)
-SMALL = (*MODEL[:3], "batch.prompts=3", "agent.turns=2", "agent.processes=1")
+def tool(name: str, seconds: float) -> dict[str, Any]:
+    """Return the change of a tool."""
+    return {"tools": {name: seconds}}
+
+
+GENERATE_S = [0.1, 0.12, 0.15, 0.18, 0.2, 0.25, 0.3, 0.6]
+TORCH = ("actor.lr=0", "profiling.watch.enable=false", "model.hidden_size=128", "model.num_hidden_layers=4")
+GRPO = (*TORCH, "profiling.tool=spans")
+AGENT = (*TORCH[:2], GRPO[-1], "batch.prompts=3", "agent.turns=2", "agent.processes=1")
+MENDED = (*AGENT, "agent.sandbox_blocks=false")
+VLLM = ("rollout.engine=vllm", "rollout.replicas=1")
 
 LOOPS = {
-    "engines": Loop(
-        {"engines_s": [0.9, 0.5], "ranks_s": [0.4, 0.8], "reward_s": 0.2},
-        (
-            Pair({}),
-            Pair(scale(update_actor=0.5), {"ranks_s": [0.2, 0.4]}),
-            Pair(scale(rollout=0.5), {"engines_s": [0.45, 0.25]}),
-            Pair(scale(reward=2.0), {"reward_s": 0.4}),
-            Pair({"balance": ["update_actor"]}, {"ranks_s": [0.6, 0.6]}),
-            Pair({"balance": ["rollout"]}, {"engines_s": [0.7, 0.7]}),
-            Pair(
-                {"balance": ["rollout"], **scale(update_actor=1.5)},
-                {"engines_s": [0.7, 0.7], "ranks_s": [0.6, 1.2]},
-            ),
-        ),
+    "engines": Loop({"engines_s": [0.9, 0.5], "ranks_s": [0.4, 0.8], "reward_s": 0.2}),
+    "agents": Loop({"generate_s": GENERATE_S, "tool_s": 0.2, "ranks_s": [0.5, 0.5]}),
+    "queues": Loop({"generate_s": [0.1, 0.12, 0.14, 0.16] * 2, "tool_s": 0.2, "slots": 1}),
+    "beside": Loop({"engines_s": [1.4, 1.2], "ranks_s": [0.5, 0.5], "beside": True}),
+    "grpo_tiny": Loop({}, "grpo_tiny", GRPO),
+    "grpo_tiny, torch": Loop({}, "grpo_tiny", (*TORCH, "batch.prompts=16")),
+    "grpo_tiny, vLLM": Loop({}, "grpo_tiny", (*GRPO, *VLLM), ".venv-vllm"),
+    "agent_tiny": Loop({"sandbox_s": 0.06}, "agent_tiny", AGENT),
+    "agent_tiny, mended": Loop({"sandbox_s": 0.2}, "agent_tiny", MENDED),
+    "agent_tiny, vLLM": Loop({"sandbox_s": 0.2}, "agent_tiny", (*MENDED, *VLLM), ".venv-vllm"),
+}
+EVEN: dict[str, Any] = {"balance": ["rollout"]}
+OF_TOOLS = (
+    Pair({}),
+    Pair(tool("sandbox", 0.4), {"sandbox_s": 0.4}),
+    Pair(tool("sandbox", 0.1), {"sandbox_s": 0.1}),
+    Pair(tool("search", 0.3), {"agent": {"search_s": 0.3}}),
+    Pair(scale(update_actor=3.0), {"epochs": 3}),
+    Pair({"no_tail": 75.0}, {"done": 0.75}),
+)
+PAIRS = {
+    "engines": (
+        Pair({}),
+        Pair(scale(update_actor=0.5), {"ranks_s": [0.2, 0.4]}),
+        Pair(scale(rollout=0.5), {"engines_s": [0.45, 0.25]}),
+        Pair(scale(reward=2.0), {"reward_s": 0.4}),
+        Pair({"balance": ["update_actor"]}, {"ranks_s": [0.6, 0.6]}),
+        Pair(EVEN, {"engines_s": [0.7, 0.7]}),
+        Pair(EVEN | scale(update_actor=1.5), {"engines_s": [0.7, 0.7], "ranks_s": [0.6, 1.2]}),
     ),
-    "agents": Loop(
-        {"generate_s": [0.1, 0.12, 0.15, 0.18, 0.2, 0.25, 0.3, 0.6], "tool_s": 0.2, "ranks_s": [0.5, 0.5]},
-        (
-            Pair({}),
-            Pair({"tools": {"search": 0.05}}, {"tool_s": 0.05}),
-            Pair({"tools": {"search": 0.4}}, {"tool_s": 0.4}),
-            Pair({"no_tail": 87.5}, {"done": 0.875}),
-            Pair({"no_tail": 50.0}, {"done": 0.5}),
-            Pair({"no_tail": 75.0, "tools": {"search": 0.1}}, {"done": 0.75, "tool_s": 0.1}),
-        ),
+    "agents": (
+        Pair({}),
+        Pair(tool("search", 0.05), {"tool_s": 0.05}),
+        Pair(tool("search", 0.4), {"tool_s": 0.4}),
+        Pair({"no_tail": 87.5}, {"done": 0.875}),
+        Pair({"no_tail": 50.0}, {"done": 0.5}),
+        Pair({"no_tail": 75.0} | tool("search", 0.1), {"done": 0.75, "tool_s": 0.1}),
     ),
-    "queues": Loop(
-        {"generate_s": [0.06, 0.08, 0.1, 0.12, 0.12, 0.14, 0.16, 0.2], "tool_s": 0.2, "slots": 1},
-        (
-            Pair({"tools": {"search": 0.05}}, {"tool_s": 0.05}),
-            Pair({"tools": {"search": 0.5}}, {"tool_s": 0.5}),
-            Pair({"no_tail": 50.0}, {"done": 0.5}),
-        ),
+    "queues": (
+        Pair(tool("search", 0.05), {"tool_s": 0.05}),
+        Pair(tool("search", 0.5), {"tool_s": 0.5}),
+        Pair({"no_tail": 50.0}, {"done": 0.5}),
     ),
-    "beside": Loop(
-        {"engines_s": [1.4, 1.2], "ranks_s": [0.5, 0.5], "beside": True},
-        (
-            Pair({}),
-            Pair(scale(update_actor=0.5), {"ranks_s": [0.25, 0.25]}),
-            Pair(scale(rollout=0.5), {"engines_s": [0.7, 0.6]}),
-        ),
+    "beside": (
+        Pair({}),
+        Pair(scale(update_actor=0.5), {"ranks_s": [0.25, 0.25]}),
+        Pair(scale(rollout=0.5), {"engines_s": [0.7, 0.6]}),
     ),
-    "grpo_tiny": Loop(
-        {},
-        (
-            Pair({}),
-            Pair(scale(update_actor=2.0), {"epochs": 2}),
-            Pair(scale(update_actor=3.0), {"epochs": 3}),
-            Pair(scale(update_actor=0.5), {"epochs": 1}, {"epochs": 2}),
-            Pair(scale(rollout=2.0), {"generate": [2, 2]}),
-            Pair(scale(rollout=0.5), {"generate": [1, 1]}, {"generate": [2, 2]}),
-            Pair(scale(old_log_prob=4.0), {"log_prob": 4}),
-            Pair(scale(old_log_prob=0.25), {"log_prob": 1}, {"log_prob": 4}),
-            Pair({"balance": ["rollout"]}, {"generate": [2, 2]}, {"generate": [3, 1]}),
-            Pair({"balance": ["rollout"]}, {"generate": [3, 3]}, {"generate": [1, 5]}),
-            Pair(scale(update_actor=2.0, rollout=2.0), {"epochs": 2, "generate": [2, 2]}),
-            Pair(
-                {"balance": ["rollout"], **scale(update_actor=2.0)},
-                {"epochs": 2, "generate": [2, 2]},
-                {"generate": [3, 1]},
-            ),
-        ),
-        "grpo_tiny",
-        MODEL,
+    "grpo_tiny": (
+        Pair({}),
+        Pair(scale(update_actor=2.0), {"epochs": 2}),
+        Pair(scale(update_actor=3.0), {"epochs": 3}),
+        Pair(scale(update_actor=0.5), {"epochs": 1}, {"epochs": 2}),
+        Pair(scale(rollout=2.0), {"generate": [2, 2]}),
+        Pair(scale(rollout=4.0), {"generate": [4, 4]}),
+        Pair(scale(rollout=0.5), {"generate": [1, 1]}, {"generate": [2, 2]}),
+        Pair(EVEN, {"generate": [2, 2]}, {"generate": [3, 1]}),
+        Pair(EVEN, {"generate": [3, 3]}, {"generate": [1, 5]}),
+        Pair(scale(update_actor=2.0, rollout=2.0), {"epochs": 2, "generate": [2, 2]}),
+        Pair(EVEN | scale(update_actor=2.0), {"epochs": 2, "generate": [2, 2]}, {"generate": [3, 1]}),
     ),
-    "grpo_tiny, torch": Loop(
-        {},
-        (
-            Pair({}),
-            Pair(scale(update_actor=2.0), {"epochs": 2}),
-            Pair(scale(rollout=0.5), {"generate": [1, 1]}, {"generate": [2, 2]}),
-            Pair({"balance": ["update_actor"]}, {"rows": [2, 2]}, {"rows": [3, 1]}),
-            Pair({"balance": ["update_actor"]}, {"rows": [3, 3]}, {"rows": [1, 5]}),
-        ),
-        "grpo_tiny",
-        (*MODEL[1:], "batch.prompts=16"),
+    "grpo_tiny, torch": (
+        Pair({}),
+        Pair(scale(update_actor=2.0), {"epochs": 2}),
+        Pair(scale(rollout=0.5), {"generate": [1, 1]}, {"generate": [2, 2]}),
+        Pair({"balance": ["update_actor"]}, {"rows": [2, 2]}, {"rows": [3, 1]}),
+        Pair({"balance": ["update_actor"]}, {"rows": [3, 3]}, {"rows": [1, 5]}),
     ),
-    "agent_tiny": Loop(
-        {},
-        (
-            Pair({}),
-            Pair({"tools": {"sandbox": 0.2}}, {"sandbox_s": 0.2}),
-            Pair({"tools": {"sandbox": 0.1}}, {"sandbox_s": 0.1}, {"sandbox_s": 0.25}),
-            Pair({"tools": {"search": 0.3}}, {"agent": {"search_s": 0.3}}),
-            Pair(scale(update_actor=3.0), {"epochs": 3}),
-            Pair({"no_tail": 75.0}, {"done": 0.75}),
-        ),
-        "agent_tiny",
-        SMALL,
+    "grpo_tiny, vLLM": (
+        Pair({}),
+        Pair(scale(rollout=2.0), {"generate": [2]}, {"generate": [1]}),
+        Pair(scale(rollout=4.0), {"generate": [4]}, {"generate": [1]}),
+        Pair(scale(rollout=0.25), {"generate": [1]}, {"generate": [4]}),
+        Pair(scale(update_actor=2.0), {"epochs": 2}),
+        Pair(scale(update_actor=0.5), {"epochs": 1}, {"epochs": 2}),
     ),
-    "agent_tiny, mended": Loop(
-        {"sandbox_s": 0.2},
-        (
-            Pair({}),
-            Pair({"tools": {"sandbox": 0.4}}, {"sandbox_s": 0.4}),
-            Pair({"tools": {"sandbox": 0.1}}, {"sandbox_s": 0.1}),
-            Pair({"tools": {"search": 0.3}}, {"agent": {"search_s": 0.3, "sandbox_blocks": False}}),
-            Pair({"no_tail": 75.0}, {"done": 0.75}),
-            Pair({"no_tail": 50.0}, {"done": 0.5}),
-        ),
-        "agent_tiny",
-        (*SMALL, "agent.sandbox_blocks=false"),
+    "agent_tiny": (
+        Pair({}),
+        Pair(tool("sandbox", 0.12), {"sandbox_s": 0.12}),
+        Pair(tool("sandbox", 0.06), {"sandbox_s": 0.06}, {"sandbox_s": 0.15}),
+        *OF_TOOLS[3:],
     ),
-    "grpo_tiny, vLLM": Loop(
-        {},
-        (
-            Pair({}),
-            Pair(scale(rollout=2.0), {"generate": [2]}, {"generate": [1]}),
-            Pair(scale(rollout=0.25), {"generate": [1]}, {"generate": [4]}),
-            Pair(scale(update_actor=2.0), {"epochs": 2}),
-            Pair(scale(old_log_prob=4.0), {"log_prob": 4}),
-        ),
-        "grpo_tiny",
-        (*MODEL, "rollout.engine=vllm", "rollout.replicas=1"),
-        ".venv-vllm",
-    ),
-    "agent_tiny, vLLM": Loop(
-        {"sandbox_s": 0.2},
-        (
-            Pair({}),
-            Pair({"tools": {"sandbox": 0.4}}, {"sandbox_s": 0.4}),
-            Pair({"tools": {"sandbox": 0.1}}, {"sandbox_s": 0.1}),
-            Pair({"tools": {"search": 0.3}}, {"agent": {"search_s": 0.3}}),
-            Pair({"no_tail": 75.0}, {"done": 0.75}),
-            Pair(scale(update_actor=3.0), {"epochs": 3}),
-        ),
-        "agent_tiny",
-        (
-            *SMALL,
-            "agent.sandbox_blocks=false",
-            "rollout.engine=vllm",
-            "rollout.replicas=1",
-        ),
-        ".venv-vllm",
-    ),
+    "agent_tiny, mended": (*OF_TOOLS, Pair({"no_tail": 50.0}, {"done": 0.5})),
+    "agent_tiny, vLLM": OF_TOOLS,
 }
 
 
@@ -235,10 +185,14 @@ def run(loop: Loop, plans: list[dict[str, Any]], folder: Path) -> list[list[Capt
     else:
         program = str(HERE / "what_if_loop.py")
         commands = [[python, program, str(folder / str(at)), json.dumps(one)] for at, one in enumerate(plans)]
-    for command in commands:
+
+    def call(command: list[str]) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
         if done.returncode:
             raise RuntimeError(f"{command}: {done.stderr[-2000:]}")
+
+    with ThreadPoolExecutor(2) as pool:  # a sleeping loop leaves room for another one
+        list(pool.map(call, commands))
     return [open_run(folder / str(at)).steps() for at in range(len(plans))]
 
 
@@ -346,7 +300,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="what-if-judge-") as folder:
         for name in given.loops:
             loop = LOOPS[name]
-            pairs = [pair for pair in loop.pairs if re.search(given.change, str(pair.change))]
+            pairs = [pair for pair in PAIRS[name] if re.search(given.change, str(pair.change))]
             plans = [{**loop.plan, **pair.before, **more} for pair in pairs for more in ({}, pair.after)]
             runs = run(loop, plans, (given.keep or Path(folder)) / name.replace(", ", "_"))
             for pair, before, after in zip(pairs, runs[::2], runs[1::2], strict=True):

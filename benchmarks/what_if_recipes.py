@@ -2,7 +2,7 @@
 
 Run: ``what_if_recipes.py FOLDER RECIPE OVERRIDES PLANS``. The overrides of the configuration are a JSON list
 of texts, the plans one of objects with the fields of :class:`Plan`. The processes start once; each plan is a
-run of its own. A first step is recorded. All others have its prompts, and make as many tokens as recorded.
+run of its own. All steps have the same prompts, numbers of tokens, turns, and calls of tools.
 """
 
 from __future__ import annotations
@@ -25,23 +25,20 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipes.agent_tiny import agent_loop, environment
 from recipes.agent_tiny import train as agent_tiny
-from recipes.grpo_tiny import rollout, workers
+from recipes.grpo_tiny import rollout, task, workers
 from recipes.grpo_tiny import train as grpo_tiny
 from verl_profiling import ProfilingCallback
 
 WARM, CAPTURED = 1, 5
 """Steps of a run."""
 
-Responses = dict[str, list[Any]]
-
 
 @dataclass(frozen=True)
 class Plan:
-    """The work of a run, beside the recorded workload.
+    """The work of a run.
 
     Attributes:
         generate: Number of times that each replica generates its batch.
-        log_prob: Number of times that log-probabilities are computed.
         epochs: Epochs of the update.
         rows: Number of times that each rank has its rows in a mini-batch.
         agent: Settings of the agent loops.
@@ -50,7 +47,6 @@ class Plan:
     """
 
     generate: tuple[int, ...] = (1, 1)
-    log_prob: int = 1
     epochs: int = 1
     rows: tuple[int, ...] = (1, 1)
     agent: dict[str, Any] = field(default_factory=dict)
@@ -61,7 +57,7 @@ class Plan:
 class Rank(workers.ActorWorker):
     """A training rank that does some of its work several times."""
 
-    def begin(self, plan: Plan, _: Responses) -> None:
+    def begin(self, plan: Plan) -> None:
         """Begin a run."""
         self.plan = plan
         self.config.mini_batches = 2 * plan.epochs
@@ -71,69 +67,56 @@ class Rank(workers.ActorWorker):
         many = self.plan.epochs * self.plan.rows[torch.distributed.get_rank()]
         return super().update_actor({name: torch.cat([tensor] * many) for name, tensor in batch.items()})
 
-    def _log_prob(self, tokens: torch.Tensor) -> torch.Tensor:
-        for _ in range(0 if torch.is_grad_enabled() else self.plan.log_prob - 1):
-            super()._log_prob(tokens)
-        return super()._log_prob(tokens)
 
-
-class Prompt(list[int]):
-    """A prompt with its recorded response."""
-
-    response: list[int] | None = None
+def response(name: str) -> list[int]:
+    """Return the response with a name, as long as one of a model without training."""
+    rng, tokens = random.Random(name), list[int]()
+    while len(tokens) < task.NUMBERS and task.END not in tokens:
+        tokens.append(rng.randint(0, task.END))
+    return tokens
 
 
 class Replayed:
-    """An engine that makes recorded responses; the first responses are recorded."""
+    """An engine that makes as many tokens as the response has that it returns."""
 
-    recorded: Responses = {}
     passes = 1
-    batches = 0
 
     async def generate(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Make the responses of a batch, as often as planned."""
+        """Make a batch as often as planned."""
         for _ in range(self.passes):
-            self.batches += 1
-            self._request_ids = (f"{self.batches}.{place}" for place in itertools.count())
-            responses = await super().generate(self.known(prompts, "batch"))
-        return self.recorded.setdefault("batch", responses)
+            self._request_ids = (f"{time.time_ns()}.{place}" for place in itertools.count())
+            await super().generate(prompts)
+        return [response(str(place)) for place in range(len(prompts))]
 
     async def complete(self, prompt: list[int], request_id: str) -> list[int]:
-        """Make one response, known by its id without the step."""
-        name = request_id.partition(".")[2]
-        [prompt] = self.known([prompt], name)
-        [response] = self.recorded.setdefault(name, [await super().complete(prompt, request_id)])
-        return response
-
-    def known(self, prompts: list[list[int]], name: str) -> list[Prompt]:
-        """Return prompts with what is recorded of them."""
-        found = list(map(Prompt, prompts))
-        for prompt, response in zip(found, self.recorded.get(name, ()), strict=False):
-            prompt.response = response
-        return found
+        """Make one response, which has the name of its request without the step."""
+        answer = response(request_id.partition(".")[2])
+        self.expect(prompt, len(answer))
+        await super().complete(prompt, request_id)
+        return answer
 
 
 class Transformers(Replayed, rollout.TransformersEngine):
     """The engine in the process of the replica."""
 
-    def _sample(self, prompts: list[Prompt]) -> list[list[int]]:
-        if prompts[0].response is None:
-            return super()._sample(prompts)
-        rollout.RESPONSE_LENGTH = max(len(prompt.response) for prompt in prompts)
+    tokens: dict[int, int] = {}
+
+    def expect(self, prompt: list[int], tokens: int) -> None:
+        """Set the number of tokens; a batch has the most."""
+        self.tokens[id(prompt)] = tokens
+
+    def _sample(self, prompts: list[list[int]]) -> list[list[int]]:
         self.handle.generation_config.eos_token_id = None
-        super()._sample(prompts)
-        return [prompt.response for prompt in prompts]
+        rollout.RESPONSE_LENGTH = self.tokens.pop(id(prompts[0]), task.NUMBERS)
+        return super()._sample(prompts)
 
 
 class VLLM(Replayed, rollout.VLLMEngine):
     """vLLM."""
 
-    async def complete(self, prompt: list[int], request_id: str) -> list[int]:
-        """Make as many tokens as the response has."""
-        if found := self.recorded.get(request_id.partition(".")[2]):
-            settings = {"max_tokens": len(found[0]), "ignore_eos": True, "detokenize": False}
-            self._sampling = type(self._sampling)(**settings)
-        return await super().complete(prompt, request_id)
+    def expect(self, prompt: list[int], tokens: int) -> None:
+        """Set the number of tokens."""
+        self._sampling = type(self._sampling)(max_tokens=tokens, ignore_eos=True, detokenize=False)
 
 
 class Server(rollout.RolloutServer):
@@ -144,11 +127,9 @@ class Server(rollout.RolloutServer):
         rollout.ENGINES.update(transformers=Transformers, vllm=VLLM)
         await super().start()
 
-    async def begin(self, plan: Plan, recorded: Responses) -> Responses:
-        """Begin a run with what all replicas have recorded; return the own part."""
+    async def begin(self, plan: Plan) -> None:
+        """Begin a run."""
         self.engine.passes = plan.generate[self.replica]
-        self.engine.recorded = {**recorded, **self.engine.recorded}
-        return self.engine.recorded
 
 
 class Tools(environment.Tools):
@@ -168,7 +149,7 @@ class Tools(environment.Tools):
 class AgentLoop(agent_loop.AgentLoop):
     """The process that makes trajectories."""
 
-    async def begin(self, plan: Plan, _: Responses) -> None:
+    async def begin(self, plan: Plan) -> None:
         """Begin a run."""
         self.given = getattr(self, "given", self.config)
         self.config = OmegaConf.merge(self.given, plan.agent)
@@ -180,8 +161,8 @@ class AgentLoop(agent_loop.AgentLoop):
         made = [asyncio.create_task(self.play_one(job)) for job in jobs]
         for first in itertools.islice(asyncio.as_completed(made), round(self.done * len(made))):
             episode = await first
-        for task in made:
-            task.cancel()
+        for one in made:
+            one.cancel()
         found = await asyncio.gather(*made, return_exceptions=True)
         return [episode if isinstance(one, BaseException) else one for one in found]
 
@@ -212,23 +193,20 @@ def main() -> None:
     loops = []
     if recipe == "agent_tiny":
         loops = [remote(AgentLoop).remote(config, rank, servers) for rank in range(config.agent.processes)]
-    recorded: Responses = {}
-    for number, plan in enumerate([Plan(), *(Plan(**plan) for plan in plans)]):
-        begun = [one.begin.remote(plan, recorded) for one in [*servers, *actors, *loops]]
-        for found in ray.get(begun)[: len(servers)]:
-            recorded |= {name: response for name, response in found.items() if name != "batch"}
-        steps = WARM + CAPTURED if number else 1
+    steps = range(1, WARM + CAPTURED + 1)
+    for number, plan in enumerate(plans):
+        ray.get([one.begin.remote(Plan(**plan)) for one in [*servers, *actors, *loops]])
         settings = {
             **OmegaConf.to_container(config.profiling, resolve=True),
-            "save_path": str(Path(folder, str(number - 1))),
-            "schedule": {"steps": list(range(WARM + 1, WARM + CAPTURED + 1))},
+            "save_path": str(Path(folder, str(number))),
+            "schedule": {"steps": list(steps[WARM:])},
         }
         with ProfilingCallback(settings) as profiling:
             profiling.add_workers("actor", actors)
             profiling.add_rollout(servers)
             if loops:
                 profiling.add_workers("agent_loop", loops)
-            for step in range(1, steps + 1):
+            for step in steps:
                 profiling.on_step_begin(step)
                 if loops:
                     agent_step(config, actors, servers, loops, profiling, step)
