@@ -87,10 +87,10 @@ def test_an_injected_change_explains_nine_tenths_of_the_difference(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = diff(before, run_loop(tmp_path, cluster, **plan), capsys)
-    explained, change_s = parts_of(found), of_kind(found, "step")["step"].change_s
+    explained, step = parts_of(found), of_kind(found, "step")["step"]
     assert set(sorted(explained, key=explained.__getitem__)[-len(parts) :]) == parts
-    assert sum(explained[part] for part in parts) == pytest.approx(change_s, rel=0.1)
-    assert abs(explained["unexplained"]) <= 0.1 * change_s
+    assert sum(explained[part] for part in parts) == pytest.approx(step.change_s, rel=0.1)
+    assert abs(explained["unexplained"]) <= max(0.1 * step.change_s, step.noise_s or 0.0)
     assert all(part in found.explained for part in parts)
 
 

@@ -23,7 +23,7 @@ from verl_profiling.report.records import BEFORE, OTHERS, UNEXPLAINED
 
 _RESPONSES = ("decode", "generate")  # kinds whose time grows with the length of the response
 
-_LEAST_SHARE = 0.001  # of the step, from which on a part is listed
+_LEAST_SHARE = 0.005  # of the step, from which on a part is listed
 
 
 class _Unit(NamedTuple):
