@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 
 from verl_profiling.settings.watch import Anomaly
-from verl_profiling.step_summary import RankUse, StageUse, StepSummary
+from verl_profiling.step_summary import Period, RankUse, StepSummary
 from verl_profiling.watch.detector import Detector
 from verl_profiling.watch.exposed import exposed
+from verl_profiling.watch.sums import packed_stages
 
 __all__ = ["simulated"]
 
@@ -41,27 +42,31 @@ def simulated(steps: int, spread: float, tail: float) -> dict[str, Any]:
     return {"steps": steps, "spread": spread, "tail": tail, "noticed": noticed}
 
 
+def _process(lane: str, role: str, rank: int, stages: dict[str, list[Period]]) -> RankUse:
+    names, runs = packed_stages(stages)
+    return RankUse(lane=lane, role=role, rank=rank, stages=names, runs=runs)
+
+
 def _summary(step: int, noise: random.Random, spread: float, tail: float) -> StepSummary:
     begin_ns = now_ns = step * 10_000 * MS
-    loop: list[StageUse] = []
-    workers: dict[tuple[str, int], list[StageUse]] = {}
+    loop: dict[str, list[Period]] = {}
+    workers: dict[tuple[str, int], dict[str, list[Period]]] = {}
     for stage, (role, usual_ms) in STAGES.items():
         length = usual_ms * noise.lognormvariate(0, spread)
         if noise.random() < tail:
             length *= noise.paretovariate(2)
         lengths = [int(length * MS * noise.lognormvariate(0, OF_A_RANK)) for _ in range(WORKERS[role])]
         for rank, own_ns in enumerate(lengths):
-            workers.setdefault((role, rank), []).append(StageUse(stage, own_ns, 1, now_ns))
-        loop.append(StageUse(stage, max(lengths) + MS, 1, now_ns))
+            workers.setdefault((role, rank), {})[stage] = [(now_ns, now_ns + own_ns)]
+        loop[stage] = [(now_ns, now_ns + max(lengths) + MS)]
         now_ns += max(lengths) + MS
     summary = StepSummary(
         step=step,
         begin_ns=begin_ns,
         end_ns=now_ns + int(5 * MS * noise.lognormvariate(0, 0.3)),
-        loop=[RankUse(lane="controller", role="controller", stages=tuple(loop))],
+        loop=[_process("controller", "controller", 0, loop)],
         workers=[
-            RankUse(lane=f"{role}_rank{rank}", role=role, rank=rank, stages=tuple(stages))
-            for (role, rank), stages in workers.items()
+            _process(f"{role}_rank{rank}", role, rank, stages) for (role, rank), stages in workers.items()
         ],
     )
     return msgspec.structs.replace(summary, exposed=exposed(summary))

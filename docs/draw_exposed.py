@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import matplotlib
@@ -12,8 +13,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from verl_profiling.step_summary import ExposedStage, RankUse, StageUse, StepSummary
+from verl_profiling.step_summary import ExposedStage, RankUse, StepSummary
 from verl_profiling.watch.exposed import exposed
+from verl_profiling.watch.sums import packed_stages
 
 S = 1_000_000_000
 COLORS = {
@@ -30,6 +32,14 @@ COLORS = {
 STAGES = ("generate", "forward", "backward")
 
 
+def use(lane: str, role: str, *stages: tuple[str, float, float]) -> RankUse:
+    """Return a process with stages: name, begin and length in seconds."""
+    names, runs = packed_stages(
+        {name: [(int(begin * S), int((begin + length) * S))] for name, begin, length in stages}
+    )
+    return RankUse(lane=lane, role=role, stages=names, runs=runs)
+
+
 def ranks_of_one_program() -> StepSummary:
     """Return a step of three ranks that run one program; rank 2 is late, and the others wait for it."""
     durations = ((10, 9, 6), (10, 9, 6), (14, 5, 6))
@@ -38,15 +48,7 @@ def ranks_of_one_program() -> StepSummary:
         begin_ns=0,
         end_ns=26 * S,
         loop=[
-            RankUse(
-                lane=f"actor_rank{rank}",
-                role="actor",
-                rank=rank,
-                stages=[
-                    StageUse(stage, length * S, 1, sum(row[:at]) * S)
-                    for at, (stage, length) in enumerate(zip(STAGES, row, strict=True))
-                ],
-            )
+            use(f"actor_rank{rank}", "actor", *zip(STAGES, accumulate((0, *row)), row, strict=False))
             for rank, row in enumerate(durations)
         ],
     )
@@ -54,15 +56,10 @@ def ranks_of_one_program() -> StepSummary:
 
 def loop_that_calls_workers() -> StepSummary:
     """Return a step of a controller: a slow replica in its rollout, a slow rank in its update."""
-
-    def use(lane: str, role: str, *stages: tuple[str, float, float]) -> RankUse:
-        found = [StageUse(name, int(length * S), 1, int((1 + begin) * S)) for name, begin, length in stages]
-        return RankUse(lane=lane, role=role, stages=found)
-
     return StepSummary(
         step=1,
-        begin_ns=S,
-        end_ns=27 * S,
+        begin_ns=0,
+        end_ns=26 * S,
         loop=[
             use(
                 "controller", "controller", ("rollout", 0.5, 13), ("reward", 14, 2), ("update_actor", 16.5, 9)
@@ -78,12 +75,13 @@ def loop_that_calls_workers() -> StepSummary:
     )
 
 
-def draw_lanes(axes: Axes, lanes: Sequence[tuple[str, Sequence[tuple[str, float, float]]]]) -> None:
-    """Draw processes with their stages: name, begin and length in seconds."""
-    for place, (_lane, stages) in enumerate(lanes):
-        for name, begin, length in stages:
+def draw_lanes(axes: Axes, lanes: Sequence[RankUse]) -> None:
+    """Draw processes with their stages."""
+    for place, lane in enumerate(lanes):
+        for name, begin_ns, _, took_ns in lane.each_run():
+            begin, length = begin_ns / S, took_ns / S
             axes.barh(-place, length, 0.62, left=begin, color=COLORS[name], edgecolor="white", lw=0.8)
-    axes.set_yticks([-place for place in range(len(lanes))], [lane for lane, _ in lanes])
+    axes.set_yticks([-place for place in range(len(lanes))], [use.lane for use in lanes])
     axes.tick_params(length=0)
 
 
@@ -111,15 +109,8 @@ def draw(picture: Path) -> None:
     )
     summary = ranks_of_one_program()
     rows = exposed(summary)
-    lanes = []
-    for use in summary.loop:
-        begin, stages = 0.0, []
-        for stage in use.stages:
-            stages.append((stage.name, begin, stage.duration_ns / S))
-            begin += stage.duration_ns / S
-        lanes.append((use.lane, stages))
     program.set_title("Ranks of one program: how far the furthest is", fontsize=9, loc="left")
-    draw_lanes(program, lanes)
+    draw_lanes(program, summary.loop)
     draw_rows(program, -3.2, rows)
     front = 0.0
     for row in rows[:-1]:
@@ -128,13 +119,7 @@ def draw(picture: Path) -> None:
 
     summary = loop_that_calls_workers()
     calls.set_title("A loop that calls workers: who worked in its stages", fontsize=9, loc="left")
-    draw_lanes(
-        calls,
-        [
-            (use.lane, [(s.name, s.begin_ns / S - 1, s.duration_ns / S) for s in use.stages])
-            for use in (*summary.loop, *summary.workers)
-        ],
-    )
+    draw_lanes(calls, [*summary.loop, *summary.workers])
     draw_rows(calls, -6.2, exposed(summary))
     for axes, place in ((program, -3.2), (calls, -6.2)):
         ticks, labels = list(axes.get_yticks()), [text.get_text() for text in axes.get_yticklabels()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verl_profiling.step_summary import ExposedStage, RankUse, SpanTotal, StageUse, StepSummary
+from verl_profiling.step_summary import ExposedStage, RankUse, SpanTotal, StepSummary
 
 MS = 1_000_000
 BEGIN_NS = 1_700_000_000_000_000_000
@@ -27,14 +27,13 @@ def summary(
         step=step,
         begin_ns=begin_ns,
         end_ns=begin_ns + round(sum(times.values()) * MS),
-        loop=[RankUse(lane="controller", role="controller", stages=[StageUse("rollout", 5000 * MS)])],
+        loop=[RankUse(lane="controller", role="controller")],
         workers=[RankUse(lane="agent_loop_rank0", role="agent_loop", spans=list(spans))] * bool(spans)
         + [
             RankUse(
                 lane=f"actor_rank{rank}",
                 role="actor",
                 rank=rank,
-                stages=[StageUse("update_actor", 3000 * MS)],
                 peak_bytes=None if peak_bytes is None else peak_bytes + rank * 10**9,
                 held_bytes=None if peak_bytes is None else peak_bytes // 2,
             )

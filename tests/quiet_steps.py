@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from verl_profiling.step_summary import RankUse, StageUse, StepSummary
+from verl_profiling.step_summary import RankUse, StepSummary
 from verl_profiling.watch.exposed import exposed
+from verl_profiling.watch.sums import packed_stages
 
 MS = 1_000_000
 USUAL = {"rollout": 500.0, "reward": 50.0, "update_actor": 300.0, "update_weights": 100.0}
 RANKS = 4
+CONTROLLER = RankUse(lane="controller", role="controller")
+
+
+def with_stages(use: RankUse, stages: Mapping[str, Sequence[tuple[int, int]]]) -> RankUse:
+    """Return a process with stages, from begin and end of each run of each stage (ns)."""
+    names, runs = packed_stages(stages)
+    return msgspec.structs.replace(use, stages=names, runs=runs)
 
 
 def summary(
@@ -28,7 +36,8 @@ def summary(
     """Return a step of a controller with engines and training ranks."""
     begin_ns = step * 10_000 * MS
     now_ns = begin_ns + MS
-    loop, lanes = [], {}
+    loop: dict[str, list[tuple[int, int]]] = {}
+    lanes: dict[str, tuple[RankUse, dict[str, list[tuple[int, int]]]]] = {}
     for stage, usual in times.items():
         role = "rollout" if stage.endswith("rollout") else "actor"
         longest = 0
@@ -37,20 +46,22 @@ def summary(
             factor = (slow or {}).get(lane, 1.0) * (
                 noise.lognormvariate(0, 0.02) if noise else 1 + rank / 1e3
             )
-            own = StageUse(stage, int(usual * factor * MS), 1, now_ns)
-            replica = rank if role == "rollout" else None
-            use = RankUse(lane=lane, role=role, rank=rank, replica=replica, stages=[])
-            lanes.setdefault(lane, use).stages.append(own)
-            longest = max(longest, own.duration_ns)
+            own_ns = int(usual * factor * MS)
+            use = RankUse(lane=lane, role=role, rank=rank, replica=rank if role == "rollout" else None)
+            lanes.setdefault(lane, (use, {}))[1][stage] = [(now_ns, now_ns + own_ns)]
+            longest = max(longest, own_ns)
         duration_ns = MS + (longest or int(usual * MS))
-        loop.append(StageUse(stage, duration_ns, 1, now_ns))
+        loop[stage] = [(now_ns, now_ns + duration_ns)]
         now_ns += duration_ns
-    workers = [msgspec.structs.replace(use, held_bytes=(held or {}).get(use.lane)) for use in lanes.values()]
+    workers = [
+        msgspec.structs.replace(with_stages(use, stages), held_bytes=(held or {}).get(use.lane))
+        for use, stages in lanes.values()
+    ]
     found = StepSummary(
         step=step,
         begin_ns=begin_ns,
         end_ns=now_ns + MS,
-        loop=[RankUse(lane="controller", role="controller", stages=loop)],
+        loop=[with_stages(CONTROLLER, loop)],
         workers=workers if read else [],
         captured=captured,
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
+from struct import iter_unpack
 from typing import Annotated
 
 import msgspec
@@ -28,27 +29,6 @@ ROLLOUT, TRAINING, NO_REQUESTS = "rollout", "training", "no requests"
 
 MOST_SPANS = 64
 """Maximum number of span names in a summary."""
-
-
-class StageUse(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """One outermost stage of one process in one step.
-
-    Attributes:
-        name: Name of the stage.
-        duration_ns: Total time of the process in the stage, over all runs.
-        runs: Number of runs.
-        begin_ns: Begin of the first run, on the clock of the loop's process.
-        periods: Begin and end of several runs, in order; empty if unknown. Runs that touch are one period,
-            and the last period covers all further runs.
-        late_ns: Total lateness of the process to the collectives in the stage; ``None`` if unknown.
-    """
-
-    name: str
-    duration_ns: int
-    runs: int = 1
-    begin_ns: Ns = 0
-    periods: tuple[Period, ...] = ()
-    late_ns: int | None = None
 
 
 class SpanTotal(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -89,25 +69,36 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=Tr
         role: Role of the process.
         rank: Rank of the process in the role.
         replica: Index of the replica, for a process that serves a rollout engine.
-        stages: Outermost stages of the process, in order of their first begin.
+        stages: Names of the process's outermost stages in order of their first begin, one per line.
+        runs: The runs of the stages, as rows of four 64-bit numbers: line of the stage, begin, end, and time
+            in the stage (ns), on the clock of the loop's process. Runs that touch are one row.
         peak_bytes: Peak memory at the end of the step, of the device or else of the host, since the begin of
             the process or a reset of torch's peak statistics.
         held_bytes: Memory of the same kind at the last reading in the step, after a stage.
         spans: Totals of the process's trajectories and spans, if there are any.
         collectives: The collectives that the process entered, if requested; none after the comparison.
         counts: The last values of the process's counters, in the last step of a reading.
+        late_ns: Total lateness of the process to the collectives of each stage; ``None`` if unknown.
     """
 
     lane: str
     role: str
     rank: int = 0
     replica: int | None = None
-    stages: tuple[StageUse, ...] = ()
+    stages: str = ""
+    runs: bytes = b""
     peak_bytes: int | None = None
     held_bytes: int | None = None
     spans: tuple[SpanTotal, ...] = ()
     collectives: Collectives | None = None
     counts: dict[str, float] | None = None
+    late_ns: dict[str, int] | None = None
+
+    def each_run(self) -> Iterator[tuple[str, int, int, int]]:
+        """Yield the runs of all stages: name, begin, end, and time in the stage (ns)."""
+        names = self.stages.split("\n")
+        for number, begin_ns, end_ns, took_ns in iter_unpack("4q", self.runs):
+            yield names[number], begin_ns, end_ns, took_ns
 
     @property
     def has_spans(self) -> bool:

@@ -110,11 +110,10 @@ def test_an_engine_is_recorded_in_its_window_whatever_its_own_stage_is_called() 
 
     def generating(step: int, slow: dict[str, float] | None = None) -> StepSummary:
         found = summary(step, slow=slow)
-        for use in found.workers:
-            use.stages[:] = [
-                msgspec.structs.replace(one, name="generate") if one.name == "rollout" else one
-                for one in use.stages
-            ]
+        found.workers[:] = [
+            msgspec.structs.replace(use, stages=use.stages.replace("rollout", "generate"))
+            for use in found.workers
+        ]
         return msgspec.structs.replace(found, exposed=exposed(found))
 
     loop = Loop()

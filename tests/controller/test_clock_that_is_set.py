@@ -38,7 +38,7 @@ with ProfilingCallback(settings) as profiling:
         profiling.on_step_end()
     print(time.time() - profiling.last_folder.stat().st_mtime)
 for summary in profiling.watch.summaries if profiling.watch is not None else ():
-    names = [stage.name for use in summary.workers for stage in use.stages]
+    names = [name for use in summary.workers for name in use.stages.split(chr(10))]
     print(summary.step, summary.duration_ns / 1e9, *names, sep=",", file=sys.stderr)
 """
 

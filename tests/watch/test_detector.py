@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from quiet_steps import MS, RANKS, USUAL, longer, summary
+from quiet_steps import CONTROLLER, MS, RANKS, USUAL, longer, summary, with_stages
 
 from verl_profiling.settings.watch import Anomaly
-from verl_profiling.step_summary import RankUse, SpanTotal, StageUse, StepSummary
+from verl_profiling.step_summary import RankUse, SpanTotal, StepSummary
 from verl_profiling.watch.detector import Detector
 from verl_profiling.watch.exposed import exposed
 from verl_profiling.watch.suspicion import Suspicion
@@ -275,11 +275,13 @@ def test_memory_that_grows_in_all_processes_of_a_role_is_noticed_once() -> None:
 
 def short(step: int, times: Mapping[str, float], scale: float) -> StepSummary:
     """Return a step of a loop that has no workers; its times are so many times as long."""
-    begin_ns, now_ns, stages = step * 10**9, step * 10**9, []
+    begin_ns, now_ns = step * 10**9, step * 10**9
+    stages: dict[str, list[tuple[int, int]]] = {}
     for stage, usual in times.items():
-        stages += [StageUse(stage, int(usual * scale * MS), 1, now_ns)] if stage else []
-        now_ns += int(usual * scale * MS)
-    loop = [RankUse(lane="controller", role="controller", stages=stages)]
+        end_ns = now_ns + int(usual * scale * MS)
+        stages |= {stage: [(now_ns, end_ns)]} if stage else {}
+        now_ns = end_ns
+    loop = [with_stages(CONTROLLER, stages)]
     found = StepSummary(step=step, begin_ns=begin_ns, end_ns=now_ns, loop=loop)
     return msgspec.structs.replace(found, exposed=exposed(found))
 
@@ -337,8 +339,9 @@ def test_time_in_no_stage_is_the_loop_s_own_unless_a_worker_is_in_a_stage() -> N
         found = summary(number)
         end_ns = found.end_ns + int(own_ms * MS)
         if of_worker:
-            stage = StageUse("save", int(own_ms * MS), 1, found.end_ns)
-            found.workers[-1].stages.append(stage)
+            last = found.workers[-1]
+            stages = {name: [(begin_ns, until_ns)] for name, begin_ns, until_ns, _ in last.each_run()}
+            found.workers[-1] = with_stages(last, {**stages, "save": [(found.end_ns, end_ns)]})
         later = msgspec.structs.replace(found, end_ns=end_ns)
         return msgspec.structs.replace(later, exposed=exposed(later))
 
@@ -383,25 +386,25 @@ def test_the_process_that_does_the_work_comes_before_the_agent_loop_that_waits(s
     def step(number: int, ratio: float) -> StepSummary:
         by = {"reward": 1.0, "generate": 1.0, "tool": 1.0, slow: ratio}
         begin_ns, took_ms = number * 10**10, 100 * sum(by.values())
-        stage = StageUse("trajectories", int(took_ms * MS), 1, begin_ns)
         spans = [SpanTotal(name, 8, int(800 * many * MS)) for name, many in by.items()]
         spans.append(SpanTotal("trajectory", 8, int(8 * took_ms * MS)))
-        workers = [RankUse(lane="agent_loop_rank0", role="agent_loop", stages=[stage], spans=spans)]
+        agents = RankUse(lane="agent_loop_rank0", role="agent_loop", spans=spans)
+        workers = [with_stages(agents, {"trajectories": [(begin_ns, begin_ns + int(took_ms * MS))]})]
         for name, role, lane in (
             ("generate", "rollout", "rollout{}_rank0"),
             ("reward", "reward", "reward_rank{}"),
         ):
             for rank, (many, calls) in enumerate(((1.0, 1 if ratio == 1 else 9), (by[name], 3))):
                 did = SpanTotal(name, calls, int(100 * many * calls * MS))
-                stages = [StageUse(name, int(90 * many * MS), 1, begin_ns)] if role == "rollout" else []
-                use = RankUse(lane=lane.format(rank), role=role, rank=rank, stages=stages, spans=[did])
-                workers.append(use)
-        loop = StageUse("rollout", int(took_ms * MS), 1, begin_ns)
+                end_ns = begin_ns + int(90 * many * MS)
+                stages = {name: [(begin_ns, end_ns)]} if role == "rollout" else {}
+                use = RankUse(lane=lane.format(rank), role=role, rank=rank, spans=[did])
+                workers.append(with_stages(use, stages))
         found = StepSummary(
             step=number,
             begin_ns=begin_ns,
             end_ns=begin_ns + int((took_ms + 5) * MS),
-            loop=[RankUse(lane="controller", role="controller", stages=[loop])],
+            loop=[with_stages(CONTROLLER, {"rollout": [(begin_ns, begin_ns + int(took_ms * MS))]})],
             workers=workers,
         )
         return msgspec.structs.replace(found, exposed=exposed(found))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quiet_steps import with_stages
 
-from verl_profiling.step_summary import ExposedStage, RankUse, SpanTotal, StageUse, StepSummary
+from verl_profiling.step_summary import ExposedStage, RankUse, SpanTotal, StepSummary
 from verl_profiling.watch.exposed import exposed, standings
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -22,11 +24,17 @@ Timed = tuple[str, int, int]
 
 
 def use(lane: str, *stages: Timed, role: str = "") -> RankUse:
-    return RankUse(
-        lane=lane,
-        role=role or lane.partition("_")[0].rstrip("0123456789"),
-        stages=[StageUse(name, length * MS, 1, BEGIN_NS + begin * MS) for name, begin, length in stages],
-    )
+    return in_periods(lane, {name: [(begin, begin + length)] for name, begin, length in stages}, role=role)
+
+
+def in_periods(lane: str, stages: Mapping[str, Sequence[tuple[int, int]]], role: str = "") -> RankUse:
+    """Return a process that was in stages several times: from when to when, in milliseconds."""
+    times = {
+        name: [(BEGIN_NS + begin * MS, BEGIN_NS + end * MS) for begin, end in periods]
+        for name, periods in stages.items()
+    }
+    role = role or lane.partition("_")[0].rstrip("0123456789")
+    return with_stages(RankUse(lane=lane, role=role), times)
 
 
 def summary(length: int, loop: list[RankUse], *workers: RankUse) -> StepSummary:
@@ -158,23 +166,14 @@ def test_a_loop_waits_for_what_was_under_way_since_the_step_before() -> None:
     assert exposed(after)[0].leader == "controller"
 
 
-def in_periods(lane: str, name: str, *periods: tuple[int, int]) -> RankUse:
-    """Return a process that was in one stage several times: from when to when, in milliseconds."""
-    at = [(BEGIN_NS + begin * MS, BEGIN_NS + end * MS) for begin, end in periods]
-    took_ns = sum(end - begin for begin, end in at)
-    found = use(lane)
-    stage = StageUse(name, took_ns, len(at), at[0][0], at)
-    return msgspec.structs.replace(found, stages=[stage])
-
-
 def test_of_two_batches_that_were_generated_in_a_step_the_wait_names_the_first_ones_engine() -> None:
     """One step off: the next batch has begun since; it waited for the end of replica 1's first one."""
     [wait, update, _] = exposed(
         summary(
             200,
             controller(("wait_rollout", 5, 60), ("update_actor", 70, 120)),
-            in_periods("rollout0_rank0", "generate", (-60, 20), (68, 130)),
-            in_periods("rollout1_rank0", "generate", (-60, 64), (68, 120)),
+            in_periods("rollout0_rank0", {"generate": [(-60, 20), (68, 130)]}),
+            in_periods("rollout1_rank0", {"generate": [(-60, 64), (68, 120)]}),
             use("actor_rank0", ("update_actor", 71, 118)),
         )
     )
@@ -200,7 +199,7 @@ def test_generation_beside_the_steps_is_exposed_as_the_wait_alone() -> None:
     workers = [
         use("rollout0_rank0", ("generate", 26, 70)),
         use("agent_loop_rank0", ("trajectories", 25, 90), role="agent_loop"),
-        in_periods("reward_rank0", "reward", (50, 60), (90, 118)),
+        in_periods("reward_rank0", {"reward": [(50, 60), (90, 118)]}),
         use("actor_rank0", ("update_actor", 31, 95)),
         use("actor_rank1", ("update_actor", 31, 70)),
     ]
@@ -214,23 +213,15 @@ def test_generation_beside_the_steps_is_exposed_as_the_wait_alone() -> None:
 
 def test_each_run_of_a_stage_is_found_where_it_was() -> None:
     """Two updates in a step, and a generation behind each: nothing is taken for the other's."""
-    loop = [
-        RankUse(
-            lane="controller",
-            role="controller",
-            stages=[
-                *in_periods("controller", "rollout", (0, 40), (100, 140)).stages,
-                *in_periods("controller", "update_actor", (40, 100), (140, 200)).stages,
-            ],
-        )
-    ]
+    marked = {"rollout": [(0, 40), (100, 140)], "update_actor": [(40, 100), (140, 200)]}
+    loop = [in_periods("controller", marked)]
     rows = exposed(
         summary(
             200,
             loop,
-            in_periods("rollout0_rank0", "generate", (1, 30), (101, 139)),
-            in_periods("rollout1_rank0", "generate", (1, 39), (101, 110)),
-            in_periods("actor_rank0", "update_actor", (41, 99), (141, 199)),
+            in_periods("rollout0_rank0", {"generate": [(1, 30), (101, 139)]}),
+            in_periods("rollout1_rank0", {"generate": [(1, 39), (101, 110)]}),
+            in_periods("actor_rank0", {"update_actor": [(41, 99), (141, 199)]}),
         )
     )
     assert in_ms(rows) == [("rollout", 80), ("update_actor", 120)]
@@ -239,12 +230,14 @@ def test_each_run_of_a_stage_is_found_where_it_was() -> None:
 
 names = st.sampled_from(["a", "b", "c", "d", ""])
 numbers = st.integers(-(10**18), 10**18) | st.integers(0, 50)
-periods = st.lists(st.tuples(numbers, numbers), max_size=3)
+periods = st.lists(
+    st.tuples(numbers, numbers).map(lambda times: (min(times), max(times))), min_size=1, max_size=3
+)
 uses = st.builds(
-    RankUse,
-    lane=st.sampled_from(["x0", "x1", "y0", "y1", "z"]),
-    role=st.sampled_from(["controller", "actor", "rollout"]),
-    stages=st.lists(st.builds(StageUse, names, numbers, st.integers(-1, 3), numbers, periods), max_size=5),
+    lambda lane, role, stages: with_stages(RankUse(lane=lane, role=role), stages),
+    st.sampled_from(["x0", "x1", "y0", "y1", "z"]),
+    st.sampled_from(["controller", "actor", "rollout"]),
+    st.dictionaries(names, periods),
 )
 
 

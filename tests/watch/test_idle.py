@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import ray
+from quiet_steps import with_stages
 from step_folders import build_step
 
 from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingConfig, stage, trajectory
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.report.sentences import waits
-from verl_profiling.step_summary import Idle, RankUse, SpanTotal, StageUse, StepSummary
+from verl_profiling.step_summary import Idle, RankUse, SpanTotal, StepSummary
 from verl_profiling.trajectories import count
 from verl_profiling.watch.exposed import StepRuns, exposed
 from verl_profiling.watch.idle import idle_of, made_in
@@ -237,12 +238,11 @@ def test_of_one_process_that_trains_and_generates(tmp_path: Path, session: Sessi
 
 def use(lane: str, *stages: tuple[str, int, int], spans: Sequence[SpanTotal] = ()) -> RankUse:
     """Return a process with stages: name, begin and length in milliseconds."""
-    return RankUse(
-        lane=lane,
-        role=lane.partition("_")[0].rstrip("0123456789"),
-        stages=[StageUse(name, length * MS, 1, BEGIN_NS + begin * MS) for name, begin, length in stages],
-        spans=list(spans),
-    )
+    times = {
+        name: [(BEGIN_NS + begin * MS, BEGIN_NS + (begin + length) * MS)] for name, begin, length in stages
+    }
+    role = lane.partition("_")[0].rstrip("0123456789")
+    return with_stages(RankUse(lane=lane, role=role, spans=tuple(spans)), times)
 
 
 def judged(loop: Sequence[RankUse], *workers: RankUse, beside: tuple[str, ...] = ()) -> StepSummary:
@@ -266,14 +266,14 @@ def test_of_ranks_that_run_the_loop() -> None:
 
 def test_the_cause_is_what_is_open_meanwhile() -> None:
     """Reward and weight sync are no training, and generation in the background is behind other stages."""
-    loop = use("controller", ("wait:rollout", 0, 200), ("reward", 200, 400), ("update_actor", 600, 400))
-    behind = use("controller", ("rollout", 0, 1000))
+    stages = [("wait:rollout", 0, 200), ("reward", 200, 400), ("update_actor", 600, 400)]
+    loop = use("controller", *stages)
     actor = use("actor_rank0", ("update_actor", 600, 400))
     engine = use("rollout0_rank0", ("generate", 0, 100))
     made = judged([loop], actor, engine)
     assert made.trainer_idle == Idle(0.6, "reward", 0.4)
     assert made.rollout_idle == Idle(0.9, "reward", 0.4)
-    both = msgspec.structs.replace(loop, stages=[*behind.stages, *loop.stages])
+    both = use("controller", ("rollout", 0, 1000), *stages)
     made = judged([both], actor, engine, beside=("rollout",))
     assert made.trainer_idle == Idle(0.6, "reward", 0.4)
     sync = use("actor_rank0", ("update_weights", 100, 700), ("update_actor", 800, 200))

@@ -150,8 +150,8 @@ class HangWatch:
         """Return the median duration of a stage in 20 steps, or of these steps; ``None``: unknown."""
         times = []
         for step in [step for step in [*self.loop.summaries] if step.hang is None][-20:]:
-            uses = [use for process in step.loop for use in process.stages if use.name == stage]
-            times += [use.duration_ns / 1e9 for use in uses] if stage else [step.seconds]
+            runs = [[run for run in process.each_run() if run[0] == stage] for process in step.loop]
+            times += [sum(run[3] for run in one) / 1e9 for one in runs if one] if stage else [step.seconds]
         return median(times) if times else None
 
     def _call(self, reports: tuple[str, float]) -> list[Call]:

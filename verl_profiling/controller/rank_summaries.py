@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from verl_profiling import clock
@@ -146,12 +147,9 @@ def _key(rank: int, number: int) -> str:
 
 
 def _later(uses: list[RankUse], by_ns: dict[str, int]) -> list[RankUse]:
-    """Return copies of stage records, shifted by a time per lane."""
+    """Return copies of the processes, with the runs of their stages shifted by a time per lane."""
     shifted = []
     for use in uses:
-        ns, stages = by_ns[use.lane], []
-        for stage in use.stages:
-            periods = tuple((begin_ns + ns, end_ns + ns) for begin_ns, end_ns in stage.periods)
-            stages.append(replace(stage, begin_ns=stage.begin_ns + ns, periods=periods))
-        shifted.append(replace(use, stages=tuple(stages)))
+        runs, ns = np.frombuffer(use.runs, np.int64).reshape(-1, 4), by_ns[use.lane]
+        shifted.append(replace(use, runs=(runs + np.array([0, ns, ns, 0])).tobytes()))
     return shifted

@@ -42,6 +42,9 @@ LOOP = RankUse(lane="controller", role="controller")
 LEAST_PAUSE_S = 1.0
 """Time (s) after which the workers are read, even if fewer steps than ``watch.every`` have ended."""
 
+_Uses = dict[ProcessId, tuple[WorkerIdentity, list[RankUse | None]]]
+"""The replies of processes: the worker, and its stages in each step."""
+
 _HANDSHAKES = 32
 _LONGEST_WAIT_S, _RESTART_PAUSE_S = 1.0, 0.2
 
@@ -257,7 +260,7 @@ class WatchedWorkers:
             left_s: Returns how long to wait for replies.
         """
         times = [(step.begin_ns, step.end_ns) for step in steps]
-        uses: dict[ProcessId, list[RankUse | None]] = {}
+        uses: _Uses = {}
         self._late = [call for call in self._late if not call.future.done()]
         to_call = {*self._roster.driven(None)}
         while (to_call := to_call - {call.target for call in self._late}) and left_s() > 0:
@@ -269,9 +272,9 @@ class WatchedWorkers:
             self._wait(calls, left_s)
             answered = [call for call in calls if call.future.done()]
             to_call = {call.target for call in answered if not self._take(call, times, uses)}
+        ordered = sorted(uses.values(), key=lambda use: (use[0].role, use[0].rank, use[0].lane()))
         for at, step in enumerate(steps):
-            found = [use for of_steps in uses.values() if (use := of_steps[at]) is not None]
-            step.workers = sorted(found, key=lambda use: (use.role, use.rank, use.lane))
+            step.workers = [use for _, found in ordered if (use := found[at]) is not None]
 
     def _wait(self, calls: Sequence[Call], left_s: Callable[[], float]) -> None:
         for call in calls:
@@ -286,7 +289,7 @@ class WatchedWorkers:
             self._say(call, f"has not replied to read_watch for {waited_s:.1f} s; read again after the reply")
         self._late += late
 
-    def _take(self, call: Call, times: Sequence[object], uses: dict[ProcessId, list[RankUse | None]]) -> bool:
+    def _take(self, call: Call, times: Sequence[object], uses: _Uses) -> bool:
         """Add a reply; return ``False`` if the worker restarts, or its clock offset was unknown."""
         reading = call.reply()
         if call.error is not None and "ActorUnavailableError" in call.problem():  # Ray restarts it
@@ -306,7 +309,7 @@ class WatchedWorkers:
             if len(found) != len(times):
                 raise ValueError(f"the reply has {len(found)} steps instead of {len(times)}")
             if self.alone or reading.process != ProcessId.current():
-                uses.setdefault(reading.process, found)
+                uses.setdefault(reading.process, (reading.identity, found))
             self._said.discard(call.worker)
         except Exception as error:
             self._say(call, f"cannot be read: {type(error).__name__}: {error}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import sys
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -103,10 +102,7 @@ def with_lateness(summary: StepSummary) -> StepSummary:
             _add_lateness(late, uses)
 
     def known(use: RankUse) -> RankUse:
-        stages = use.stages
-        if (of_lane := late.get(use.lane)) is not None:
-            stages = tuple(msgspec.structs.replace(one, late_ns=of_lane[one.name]) for one in stages)
-        return msgspec.structs.replace(use, stages=stages, collectives=None)
+        return msgspec.structs.replace(use, late_ns=late.get(use.lane), collectives=None)
 
     loop, workers = [*map(known, summary.loop)], [*map(known, summary.workers)]
     return msgspec.structs.replace(summary, loop=loop, workers=workers)
@@ -140,11 +136,9 @@ def _add_lateness(late: dict[str, Counter[str]], members: list[RankUse]) -> None
 
 def _stages_at(use: RankUse, time_ns: int) -> Iterator[tuple[str, int]]:
     """Yield the stages that a process runs at a time, and the begin of each run."""
-    for stage in use.stages:
-        periods: Sequence[Period] = stage.periods or [(stage.begin_ns, stage.begin_ns + stage.duration_ns)]
-        at = bisect_right(periods, (time_ns, sys.maxsize)) - 1
-        if at >= 0 and time_ns <= periods[at][1]:
-            yield stage.name, periods[at][0]
+    for name, begin_ns, end_ns, _ in use.each_run():
+        if begin_ns <= time_ns <= end_ns:
+            yield name, begin_ns
 
 
 class RecorderReading:
@@ -167,18 +161,18 @@ class RecorderReading:
         """Update the choice by the exposed times of a step."""
         processes = (*summary.loop, *summary.workers)
         if self.due:
-            complete = any(stage.late_ns is not None for use in processes for stage in use.stages)
+            complete = any(use.late_ns is not None for use in processes)
             self.exist |= complete
             self._left, self._tries = self._left - complete, self._tries - 1
             if not (self._left and self._tries):
                 self.due, self._pause = False, _PAUSE
             return
         self._pause = max(0, self._pause - 1)
-        many = Counter(use.role for use in processes)
+        many = {role.role: role.processes for role in summary.memory}
         unled_ns = sum(
             row.exposed_ns
             for row in summary.exposed
-            if row.name and not row.leader and row.role != ROLLOUT_ROLE and many[row.role] > 1
+            if row.name and not row.leader and row.role != ROLLOUT_ROLE and many.get(row.role, 0) > 1
         )
         if not self._pause and unled_ns >= MATTERS * summary.duration_ns > 0:
             self.begin()

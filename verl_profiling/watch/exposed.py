@@ -7,10 +7,10 @@ leader is the process at the frontier; if one process calls workers, it is a wor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain
-from operator import attrgetter
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -110,7 +110,7 @@ def standings(summary: StepSummary) -> dict[str, list[Standing]]:
 def alone_ns(summary: StepSummary) -> float:
     """Return the time of a step in which no process was in a stage (ns); 0 for a loop of several ranks."""
     processes = [*summary.loop, *summary.workers]
-    runs = _runs_of(processes, summary.begin_ns, dict.fromkeys((use.lane for use in processes), 0), {})
+    runs = _runs_of(processes, summary.begin_ns, [0] * len(processes), {})
     busy_ns = float(runs.within(0, summary.duration_ns).own_time().length.sum())
     return summary.duration_ns - busy_ns if len(summary.loop) == 1 else 0.0
 
@@ -145,16 +145,15 @@ def _alone(summary: StepSummary, clear: bool) -> dict[str, tuple[float, list[Sta
     [use] = summary.loop
     found: dict[str, tuple[float, list[Standing]]] = {}
     front_ns, busy_until_ns = 0.0, 0
-    for stage in sorted(use.stages, key=attrgetter("begin_ns")):
-        if stage.name in summary.beside:
+    for name, begin_ns, _, took_ns in sorted(use.each_run(), key=itemgetter(1)):
+        if name in summary.beside:
             continue
-        if stage.periods or stage.name in found or stage.begin_ns < busy_until_ns:
+        if name in found or begin_ns < busy_until_ns:
             return None
-        length_ns = max(0, stage.duration_ns)
-        busy_until_ns = stage.begin_ns + length_ns
-        front_ns += length_ns
-        standing = Standing(use.role, [use.lane], np.array([float(length_ns)]), use.lane, 0, 1.0, clear)
-        found[stage.name] = front_ns, [standing]
+        busy_until_ns = begin_ns + took_ns
+        front_ns += took_ns
+        standing = Standing(use.role, [use.lane], np.array([float(took_ns)]), use.lane, 0, 1.0, clear)
+        found[name] = front_ns, [standing]
     return found
 
 
@@ -165,14 +164,9 @@ class _Workers:
     """
 
     def __init__(self, summary: StepSummary, loop: Runs, runs: StepRuns) -> None:
-        self._lanes: dict[str, list[str]] = {}
-        for use in summary.workers:
-            self._lanes.setdefault(use.role, []).append(use.lane)
-        self._numbers = {lane: number for number, lane in enumerate(chain(*self._lanes.values()))}
-        self._earlier = [use for use in summary.earlier if use.lane in self._numbers]
-        self._origin_ns, self._stages, self._loop = summary.begin_ns, runs.stages, loop
-        numbers = np.array([self._numbers[use.lane] for use in summary.workers], dtype=np.int64)
-        self._runs = runs.workers._replace(who=numbers[runs.workers.who])
+        self._summary, self._stages, self._loop, self._runs = summary, runs.stages, loop, runs.workers
+        roles, self._role_of = runs.roles
+        self._members = {role: np.flatnonzero(self._role_of == number) for number, role in enumerate(roles)}
         middle = (self._runs.begin + self._runs.end) / 2
         self._home = np.full(middle.shape, -1)
         for row in np.argsort(loop.begin, kind="stable"):
@@ -211,17 +205,20 @@ class _Workers:
     @cached_property
     def _under_way(self) -> Runs:
         """The runs of the workers in this step and the step before."""
-        return _joined([_runs_of(self._earlier, self._origin_ns, self._numbers, self._stages), self._runs])
+        numbers = {use.lane: number for number, use in enumerate(self._summary.workers)}
+        earlier = [use for use in self._summary.earlier if use.lane in numbers]
+        who = [numbers[use.lane] for use in earlier]
+        return _joined([_runs_of(earlier, self._summary.begin_ns, who, self._stages), self._runs])
 
     def _works(self, runs: Runs) -> list[Standing]:
         """Return the standing of each role, led as the worker stage with the largest lead."""
         works, names = [], list(self._stages)
-        for role, lanes in self._lanes.items():
-            first = self._numbers[lanes[0]]
-            mine = runs.at((runs.who >= first) & (runs.who < first + len(lanes)))
+        for number, (role, members) in enumerate(self._members.items()):
+            mine = runs.at(self._role_of[runs.who] == number)
             if not mine.who.size:
                 continue
-            mine = mine._replace(who=mine.who - first)
+            mine = mine._replace(who=np.searchsorted(members, mine.who))
+            lanes = [self._summary.workers[member].lane for member in members.tolist()]
             totals = np.bincount(mine.who, mine.length, len(lanes)).astype(float)
             tied_ns = TIED * totals.max()
             standing = max(
@@ -382,13 +379,24 @@ class StepRuns:
         """The runs of the workers; processes have their index in the summary."""
         return self._of(self._summary.workers)
 
+    @cached_property
+    def roles(self) -> tuple[list[str], _Whole]:
+        """The roles of the workers, and the index of the role of each worker."""
+        return roles_of(self._summary.workers)
+
     def named(self, runs: Runs, *names: str) -> NDArray[np.bool_]:
         """Return a mask of the runs of stages with these names."""
         return np.array([name in names for name in self.stages], dtype=bool)[runs.stage]
 
     def _of(self, uses: Sequence[RankUse]) -> Runs:
-        numbers = {use.lane: number for number, use in enumerate(uses)}
-        return _runs_of(uses, self._summary.begin_ns, numbers, self.stages)
+        return _runs_of(uses, self._summary.begin_ns, range(len(uses)), self.stages)
+
+
+def roles_of(uses: Sequence[RankUse]) -> tuple[list[str], _Whole]:
+    """Return the list of roles, and the index of the role of each process."""
+    numbers: dict[str, int] = {}
+    role_of = [numbers.setdefault(use.role, len(numbers)) for use in uses]
+    return list(numbers), np.array(role_of, dtype=np.int64)
 
 
 def _joined(parts: Sequence[Runs]) -> Runs:
@@ -396,32 +404,26 @@ def _joined(parts: Sequence[Runs]) -> Runs:
     return Runs(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-def _runs_of(
-    uses: Sequence[RankUse], origin_ns: int, numbers: Mapping[str, int], stages: dict[str, int]
-) -> Runs:
+def _runs_of(uses: Sequence[RankUse], origin_ns: int, numbers: Sequence[int], stages: dict[str, int]) -> Runs:
     """Return the stage runs of processes, in nanoseconds after ``origin_ns``.
 
     Args:
         uses: The processes, with their stages in one step.
         origin_ns: The unix time that becomes 0.
-        numbers: Index of each process, by lane.
+        numbers: Index of each process in the table.
         stages: Index of each stage, by name; new names are added.
     """
-    lanes = np.array([numbers[use.lane] for use in uses], dtype=np.int64)
-    who = np.repeat(lanes, np.array([len(use.stages) for use in uses], dtype=np.int64))
-    flat = [stage for use in uses for stage in use.stages]
-    names = [one.name for one in flat]
-    stages.update({name: number for number, name in enumerate(dict.fromkeys([*stages, *names]))})
-    stage = np.array([stages[name] for name in names], dtype=np.int64)
-    begin = (np.array([one.begin_ns for one in flat], dtype=np.int64) - origin_ns).astype(float)
-    length = np.maximum(np.array([one.duration_ns for one in flat], dtype=np.float64), 0.0)
-    late = np.array([one.late_ns or 0 for one in flat], dtype=np.float64)
-    runs = Runs(who, stage, begin, begin + length, length, late)
-    if periods := [(at, *period) for at, one in enumerate(flat) for period in one.periods]:
-        at, begins, ends = np.array(periods, dtype=np.int64).T
-        took = np.maximum(ends - begins, 0)
-        once = np.flatnonzero(np.bincount(at, minlength=len(flat)) == 0)
-        runs = runs.at(np.concatenate([once, at]))
-        runs.begin[once.size :], runs.end[once.size :] = begins - origin_ns, ends - origin_ns
-        runs.length[once.size :] *= took / np.maximum(np.bincount(at, took, len(flat)), 1.0)[at]
-    return runs
+    kinds: dict[str, int] = {}  # most processes of a role have the same stages
+    kind = np.array([kinds.setdefault(use.stages, len(kinds)) for use in uses], dtype=np.int64)
+    names = [names.split("\n") for names in kinds]
+    first = np.cumsum([0, *map(len, names)])[kind]
+    index = np.array([stages.setdefault(name, len(stages)) for name in chain(*names)], dtype=np.int64)
+    rows = np.frombuffer(b"".join([use.runs for use in uses]), np.int64).reshape(-1, 4)
+    at = np.repeat(np.arange(len(uses)), np.array([len(use.runs) for use in uses], dtype=np.int64) // 32)
+    who, stage = np.array(numbers, dtype=np.int64)[at], index[first[at] + rows[:, 0]]
+    begin, end = (rows[:, 1:3] - origin_ns).T.astype(float)
+    late = np.zeros(at.size)
+    for number, use in zip(numbers, uses, strict=True):
+        for name, late_ns in (use.late_ns or {}).items():
+            late[(who == number) & (stage == stages[name])] = late_ns
+    return Runs(who, stage, begin, end, rows[:, 3].astype(float), late)

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.step_summary import NO_REQUESTS, ROLLOUT, TRAINING, Idle, RankUse, StepSummary
+from verl_profiling.step_summary import NO_REQUESTS, ROLLOUT, TRAINING, Idle, StepSummary
 from verl_profiling.trajectories.spans import TRAJECTORY
-from verl_profiling.watch.exposed import WAIT, Runs, StepRuns
+from verl_profiling.watch.exposed import WAIT, Runs, StepRuns, roles_of
 
 _GENERATE = "generate"
 _NOT_TRAINING = (ROLLOUT_ROLE, "agent_loop", "reward", "rollouter")
@@ -60,7 +60,7 @@ def idle_of(summary: StepSummary, has_workers: bool, runs: StepRuns) -> tuple[Id
     if len(summary.loop) == 1 and not summary.workers and not summary.beside:
         return _alone(summary)
     loop, workers = runs.loop, runs.workers
-    (roles, role_of), in_loop = _roles(summary.workers), _roles(summary.loop)[1]
+    (roles, role_of), in_loop = runs.roles, roles_of(summary.loop)[1]
     trains = np.array([role not in _NOT_TRAINING for role in roles], dtype=bool)[role_of]
     is_engine = np.array([role == ROLLOUT_ROLE for role in roles], dtype=bool)[role_of]
     of_training, own = (role_of, workers.at(trains[workers.who])) if trains.any() else (in_loop, loop)
@@ -90,13 +90,6 @@ def idle_of(summary: StepSummary, has_workers: bool, runs: StepRuns) -> tuple[Id
         if waits and rollout_idle.cause == TRAINING:  # both cannot wait for each other
             rollout_idle = msgspec.structs.replace(rollout_idle, cause=NO_REQUESTS)
     return trainer_idle, rollout_idle
-
-
-def _roles(uses: Sequence[RankUse]) -> tuple[list[str], _Whole]:
-    """Return the list of roles, and the index of the role of each process."""
-    numbers: dict[str, int] = {}
-    role_of = [numbers.setdefault(use.role, len(numbers)) for use in uses]
-    return list(numbers), np.array(role_of, dtype=np.int64)
 
 
 def _by_name(runs: StepRuns, rows: Runs) -> Iterator[_Cause]:
@@ -152,7 +145,7 @@ def _alone(summary: StepSummary) -> tuple[Idle | None, Idle | None]:
 
 def _largest(parts: Iterable[tuple[str, float]]) -> Idle:
     """Return the total idle time of some causes, and the largest cause."""
-    shares = defaultdict[str, float](float)
+    shares: defaultdict[str, float] = defaultdict(float)
     for name, share in parts:
         shares[name] += share
     cause = max(shares, key=lambda name: shares[name])

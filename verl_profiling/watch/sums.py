@@ -8,11 +8,12 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 
 import msgspec
 
@@ -20,7 +21,7 @@ from verl_profiling import clock
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import GC, WEIGHT_SYNC
 from verl_profiling.memory import own_bytes, process_peak_bytes
-from verl_profiling.step_summary import OTHERS, Period, RankUse, SpanTotal, StageUse
+from verl_profiling.step_summary import OTHERS, Period, RankUse, SpanTotal
 from verl_profiling.watch.collectives import collectives_in
 
 STAGES_OF_A_STEP = 16
@@ -187,12 +188,14 @@ class StageSums:
                 memory[at] = max(peak, memory[at][0]), memory[at][1] or held
         for stage in list(self.open.values()):
             _divide(runs, stage.name, (stage.begin_ns - ahead_ns, now_ns), steps, is_open=True)
+        packed = [*map(packed_stages, runs)]
         totals = self.spans.of_steps(steps, ahead_ns)
         entered = collectives_in(steps, ahead_ns) if collectives else [None] * len(steps)
         return [
             msgspec.structs.replace(
                 who,
-                stages=tuple(sorted((_use(*of_stage) for of_stage in of_step.items()), key=_begin_ns)),
+                stages=packed[at][0],
+                runs=packed[at][1],
                 peak_bytes=memory[at][0] or None,
                 held_bytes=memory[at][1] or None,
                 spans=totals[at],
@@ -201,7 +204,7 @@ class StageSums:
             )
             if steps[at][1] >= self._since_ns - ahead_ns
             else None
-            for at, of_step in enumerate(runs)
+            for at in range(len(steps))
         ]
 
     def read(self, identity: WorkerIdentity, question: WatchQuestion) -> WatchReading:
@@ -241,25 +244,25 @@ def _divide(
         least_ns = step_ns if is_open else min(end_ns - begin_ns, _SMALL_PART * step_ns)
         if first_ns <= last_ns and _SMALL_PART * (last_ns - first_ns) >= least_ns:
             of_step = runs[at]
-            shown = name[:_LONGEST_NAME] if name in of_step or len(of_step) < MOST_NAMES else OTHERS
+            line = name[:_LONGEST_NAME].replace("\n", " ")
+            shown = line if line in of_step or len(of_step) < MOST_NAMES else OTHERS
             of_step.setdefault(shown, []).append((first_ns, last_ns))
             last = at
     return last
 
 
-def _use(name: str, runs: list[Period]) -> StageUse:
-    """Return the total duration, count and periods of all runs of a stage in one step."""
-    if len(runs) == 1:
-        begin_ns, end_ns = runs[0]
-        return StageUse(name, end_ns - begin_ns, 1, begin_ns)
-    periods: list[Period] = []
-    for begin_ns, end_ns in sorted(runs):
-        if periods and (begin_ns - periods[-1][1] <= _TOUCHING_NS or len(periods) == MOST_PERIODS):
-            periods[-1] = (periods[-1][0], max(periods[-1][1], end_ns))
-        else:
-            periods.append((begin_ns, end_ns))
-    duration_ns = sum(end_ns - begin_ns for begin_ns, end_ns in runs)
-    return StageUse(name, duration_ns, len(runs), periods[0][0], tuple(periods))
+def packed_stages(stages: Mapping[str, Sequence[Period]]) -> tuple[str, bytes]:
+    """Return ``stages`` and ``runs`` of a :class:`RankUse`, from begin and end of each run of each stage."""
+    names = sorted(stages, key=lambda name: min(stages[name]))
+    rows: list[int] = []
+    for number, name in enumerate(names):
+        first, most = len(rows), len(rows) + 4 * MOST_PERIODS
+        for begin_ns, end_ns in sorted(stages[name]):
+            if len(rows) == first or (begin_ns - rows[-2] > _TOUCHING_NS and len(rows) < most):
+                rows += number, begin_ns, end_ns, 0
+            rows[-2] = max(rows[-2], end_ns)
+            rows[-1] += end_ns - begin_ns
+    return "\n".join(names), array("q", rows).tobytes()
 
 
 _Sums = dict[str, list[int]]
@@ -408,4 +411,4 @@ class Busy:
                 self._stage = None
 
 
-_begin_ns, _begin_of = attrgetter("begin_ns"), itemgetter(0)
+_begin_of = itemgetter(0)
