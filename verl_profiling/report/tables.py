@@ -182,7 +182,7 @@ def cell(field: str, row: Any) -> Cell:
 
 _CURVES = ("load", "communication_load", "waiting_load")
 _LEAST_PART = 0.0005  # share that is shown: 0.1% and more
-_LARGE_PART = 0.25  # of what a stage in half of its time would bring
+_LARGE_PART = 0.2  # of what a stage in half of its time would bring
 _LOST = {cause: f"lost_{cause}_us" for cause in (*CAUSES, OTHER_RANKS)}
 
 
