@@ -237,7 +237,7 @@ def test_a_tool_takes_its_spans_along_and_leaves_other_calls(tmp_path: Path) -> 
     slower = step.what_if(tools={"search": 3.0})
     assert slower.predicted_us == pytest.approx(7e6)
     assert slower.notes[0].startswith("extrapolated: calls of search took 600 ms to 600 ms")
-    (saved,) = (row for row in step.what_if().what_would_help if row.option.startswith("--tool sandbox"))
+    (saved,) = (row for row in step.what_if().what_would_help if row.option.startswith("--tool sandbox="))
     assert saved.difference_us == pytest.approx(-1e6)
 
 

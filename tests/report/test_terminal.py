@@ -32,7 +32,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 @pytest.mark.parametrize(
     ("fault", "cause", "finding"),
     [
-        ("healthy", "% waiting for rollout, nothing unusual", "No finding is above"),
+        ("healthy", "% waiting for rollout, nothing unusual", "no finding is above"),
         ("slow rank", "% waiting for other ranks", "actor_rank10 is slow in update_actor"),
         ("long tail", "% long tail", "Where: rollout3_rank0."),
         ("slow weight sync", "% weight sync", "Lanes were idle while weights went to the engines"),
@@ -47,7 +47,7 @@ def test_the_first_screen_says_what_is_wrong(tmp_path: Path, fault: str, cause: 
     at = [shown.index(part) for part in order]
     assert at == sorted(at)
     assert "lane-seconds" in shown
-    assert ("No finding is above" in shown) == (fault == "healthy")
+    assert ("no finding is above" in shown) == (fault == "healthy")
     page = " ".join(re.sub(r"<[^>]+>", " ", summary(report)).split())
     assert cause in page
     assert finding in page

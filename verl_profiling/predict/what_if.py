@@ -20,7 +20,7 @@ from verl_profiling.report.columns import HelpRow, PathRow
 from verl_profiling.report.intervals import length, spans_of, within
 from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import Report
-from verl_profiling.report.records import LOOP_LAG
+from verl_profiling.report.records import GENERATE, LOOP_LAG
 from verl_profiling.report.tables import added
 from verl_profiling.units import duration, visible, visible_text_of
 
@@ -361,11 +361,10 @@ def _candidates(graph: Graph) -> Iterable[tuple[str, Changes]]:
     yield from ((outermost[stage], Changes(balance=[stage])) for stage in _balanced(graph))
     if sum(map(len, graph.tails.values())) >= _LEAST_OF_TAIL:
         yield _first_stage(graph, graph.tails), Changes(no_tail=90.0)
-    for kind in sorted(_tools(graph)):
-        if kind.startswith(_TOOL):
-            calls = _calls(graph, kind)
-            half_s = float(f"{sum(calls.values()) / len(calls) / 2e9:.3g}")
-            yield _first_stage(graph, calls), Changes(tools={kind.removeprefix(_TOOL): half_s})
+    for kind in sorted(_tools(graph) - {GENERATE}):
+        calls = _calls(graph, kind)
+        half_s = float(f"{sum(calls.values()) / len(calls) / 2e9:.3g}")
+        yield _first_stage(graph, calls), Changes(tools={kind.removeprefix(_TOOL): half_s})
 
 
 def _first_stage(graph: Graph, ats: Iterable[int]) -> str:

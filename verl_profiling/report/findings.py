@@ -357,7 +357,7 @@ def _last_trajectories(report: Report, rollout: Rollout) -> Iterator[Finding]:
         who = "trajectory takes" if last.trajectories == 1 else f"{last.trajectories} trajectories take"
         text = (
             f"The last {who} {duration(last.seconds)}, {last.share:.0%} of {rollout.of_trajectories} "
-            f"({last.trajectories / last.of:.1%} of {last.of} trajectories)"
+            f"({last.trajectories} of {last.of} trajectories)"
             + (f": {most.share:.0%} of that is {_called(cause)}." if most else ".")
         )
         advice = slow_replica(report.replicas) if cause == "decode" else _ADVICE.get(cause, "")
@@ -495,3 +495,9 @@ FINDINGS = {
     "pause": 0.25,  # of the step
 }
 """Thresholds of the findings' shares by rule: above, a change is usually worth the effort."""
+
+
+def calm(report: Report) -> str:
+    """Return a sentence if no finding is about the run itself, else nothing."""
+    found = any(one.rule not in OWN_COST for one in report.findings)
+    return "" if found else "Nothing stands out: no finding is above its threshold."

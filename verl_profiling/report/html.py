@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from verl_profiling.report.columns import PathRow, WorkerRow
+from verl_profiling.report.findings import calm
 from verl_profiling.report.model import Finding, GanttSpan, Report
 from verl_profiling.report.sentences import Figure, asked_sentences, figures, rollout_sentences, sentences
 from verl_profiling.report.tables import TABLES, Cell, cause_key, cells, named, stage_class, without_middle
@@ -294,15 +295,15 @@ def summary(report: Report) -> str:
     """Return the main figures and the findings; all findings but the first are folded."""
     early = "The step ended early; this report covers the recorded part."
     items = [_sentence(finding, len(report.workers)) for finding in report.findings]
-    first, *others = items or ["No finding is above its threshold."]
+    first, *others = [*filter(None, [calm(report)]), *items]
     more = "".join(f"<li>{item}</li>" for item in others)
     if others:
         more = f'<details><summary>{len(others)} more</summary><ol start="2">{more}</ol></details>'
-    calm = "" if items else ' class="calm"'
+    green = ' class="calm"' if calm(report) else ""
     return (
         ("" if report.complete else f'<p class="early">{early}</p>')
         + figures_section(figures(report))
-        + f'<section id="findings"{calm} aria-label="Findings"><p>{first}</p>{more}</section>'
+        + f'<section id="findings"{green} aria-label="Findings"><p>{first}</p>{more}</section>'
     )
 
 

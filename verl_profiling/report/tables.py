@@ -293,7 +293,12 @@ def _on_cpus(note: str) -> Callable[[Report], str]:
 
 
 _TABLES = (
-    Table("what_would_help", most=3, shown=_helps),
+    Table(
+        "what_would_help",
+        "Predicted: the step with one change. Half of a time is a guess.",
+        most=3,
+        shown=_helps,
+    ),
     Table(
         "suspects",
         "Times in stages are without waits for other ranks; all other times are parts of the stage.",

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from verl_profiling.report.findings import calm
 from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import (
     asked_sentences,
@@ -152,12 +153,12 @@ def _print_table(report: Report, name: str, console: Console, *, everything: boo
 
 def _print_findings(report: Report, console: Console, most: int | None) -> None:
     grid = Table.grid(padding=(0, 1))
+    if said := calm(report):
+        grid.add_row("[green]•[/green]", said)
     for finding in report.findings[:most]:
         text = escape(finding.text)
         text += f" [dim]Try: {escape(finding.advice)}.[/dim]" if finding.advice else ""
         grid.add_row("[bold yellow]•[/bold yellow]", _wrapped(text, console, margin=2))
-    if not report.findings:
-        grid.add_row("[green]•[/green]", "No finding is above its threshold.")
     console.print(grid)
 
 
