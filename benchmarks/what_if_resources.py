@@ -66,7 +66,7 @@ PLANS: dict[str, tuple[dict[str, Any], tuple[Pair, ...]]] = {
         (replicas(4), replicas(1)),
     ),
     "one engine that does not": ({"curve_s": FLAT, "lengths": lengths(13, 24, 10, 90)}, (replicas(2),)),
-    "one engine that is full at eight": (
+    "one engine that slows down from eight on": (
         {"curve_s": BENT, "lengths": lengths(14, 24, 10, 90)},
         (replicas(2), replicas(3)),
     ),
@@ -127,7 +127,7 @@ def row(
         for name in ("low", "predicted", "high")
     }
     return {
-        "loop": loop,
+        "loop": f"{loop}, by turns in B" if pair.after.get("by_turns") else loop,
         "change": " ".join(found[0].changes),
         "recorded_s": recorded_s,
         "linear_s": linear_s / 2 if pair.change.get("one_step_off") else linear_s,

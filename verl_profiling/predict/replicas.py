@@ -374,7 +374,12 @@ class _Rollout:
         self._run_ns = [
             sum(took_ns[at] for at in one.segments if graph.segments[at].kind != _QUEUED) for one in served
         ]
-        self._work = iterations * self._run_ns / np.maximum(end - begin, 1)
+        self._work: list[float] = (iterations * self._run_ns / np.maximum(end - begin, 1)).tolist()
+        self._owner = {at: number for number, one in enumerate(served) for at in one.segments}
+        self._followers: list[list[int]] = [[] for _ in took_ns]
+        for at, before in enumerate(after):
+            for one in before:
+                self._followers[one].append(at)
 
     def replay(self, replicas: int, order: Sequence[int] | None) -> list[float]:
         """Return the duration of each segment.
@@ -385,12 +390,7 @@ class _Rollout:
                 request goes to the replica with the fewest requests.
         """
         found = list(self._took_ns)
-        owner = {at: number for number, one in enumerate(self._served) for at in one.segments}
-        followers: list[list[int]] = [[] for _ in found]
-        left = [len(before) for before in self._after]
-        for at, before in enumerate(self._after):
-            for one in before:
-                followers[one].append(at)
+        owner, left = self._owner, [len(before) for before in self._after]
         engines = [_Replica(self._seconds, self._slots, self.spent_ns) for _ in range(replicas)]
         clients: dict[object, int] = {}
         arrived, begun = [0.0] * len(self._served), [0.0] * len(self._served)
@@ -432,7 +432,7 @@ class _Rollout:
                 if engine.running:
                     heappush(events, (engine.next_ns(), _NEXT, place, engine.version))
             for at in ended:
-                for follower in followers[at]:
+                for follower in self._followers[at]:
                     left[follower] -= 1
                     if not left[follower]:
                         ready(follower, now_ns)
