@@ -130,16 +130,16 @@ def _alone(summary: StepSummary) -> tuple[Idle | None, Idle | None]:
     """Return the same of a loop without workers, from its exposed times, which takes a tenth of the time."""
     trainer, rollout = [("", 0.0)], [("", 0.0)]
     trains = generates = False
-    for name, seconds in summary.exposed_s.items():
-        share, is_made = seconds / summary.seconds, name in (ROLLOUT, _GENERATE)
+    for row in summary.exposed:
+        share, is_made = row.exposed_ns / summary.duration_ns, row.name in (ROLLOUT, _GENERATE)
         generates |= is_made
-        if name and not is_made and not name.startswith(WAIT):
+        if row.name and not is_made and not row.name.startswith(WAIT):
             trains = True
-            rollout.append((name if name in _APART else TRAINING, share))
+            rollout.append((row.name if row.name in _APART else TRAINING, share))
             continue
-        trainer.append((ROLLOUT if is_made else name.removeprefix(WAIT), share))
+        trainer.append((ROLLOUT if is_made else row.name.removeprefix(WAIT), share))
         if not is_made:
-            rollout.append((NO_REQUESTS if name else "", share))
+            rollout.append((NO_REQUESTS if row.name else "", share))
     return _largest(trainer) if trains else None, _largest(rollout) if generates else None
 
 

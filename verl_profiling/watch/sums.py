@@ -188,14 +188,13 @@ class StageSums:
                 memory[at] = max(peak, memory[at][0]), memory[at][1] or held
         for stage in list(self.open.values()):
             _divide(runs, stage.name, (stage.begin_ns - ahead_ns, now_ns), steps, is_open=True)
-        packed = [*map(packed_stages, runs)]
         totals = self.spans.of_steps(steps, ahead_ns)
         entered = collectives_in(steps, ahead_ns) if collectives else [None] * len(steps)
         return [
             msgspec.structs.replace(
                 who,
-                stages=packed[at][0],
-                runs=packed[at][1],
+                stages=names,
+                runs=rows,
                 peak_bytes=memory[at][0] or None,
                 held_bytes=memory[at][1] or None,
                 spans=totals[at],
@@ -204,7 +203,7 @@ class StageSums:
             )
             if steps[at][1] >= self._since_ns - ahead_ns
             else None
-            for at in range(len(steps))
+            for at, (names, rows) in enumerate(map(packed_stages, runs))
         ]
 
     def read(self, identity: WorkerIdentity, question: WatchQuestion) -> WatchReading:
@@ -253,16 +252,17 @@ def _divide(
 
 def packed_stages(stages: Mapping[str, Sequence[Period]]) -> tuple[str, bytes]:
     """Return ``stages`` and ``runs`` of a :class:`RankUse`, from begin and end of each run of each stage."""
-    names = sorted(stages, key=lambda name: min(stages[name]))
+    each = sorted([(sorted(times), name) for name, times in stages.items()])
     rows: list[int] = []
-    for number, name in enumerate(names):
+    for number, (times, _) in enumerate(each):
         first, most = len(rows), len(rows) + 4 * MOST_PERIODS
-        for begin_ns, end_ns in sorted(stages[name]):
+        for begin_ns, end_ns in times:
             if len(rows) == first or (begin_ns - rows[-2] > _TOUCHING_NS and len(rows) < most):
-                rows += number, begin_ns, end_ns, 0
-            rows[-2] = max(rows[-2], end_ns)
-            rows[-1] += end_ns - begin_ns
-    return "\n".join(names), array("q", rows).tobytes()
+                rows += number, begin_ns, end_ns, end_ns - begin_ns
+            else:
+                rows[-2] = max(rows[-2], end_ns)
+                rows[-1] += end_ns - begin_ns
+    return "\n".join([name for _, name in each]), array("q", rows).tobytes()
 
 
 _Sums = dict[str, list[int]]
