@@ -383,6 +383,7 @@ class CapturedStep:
         ranks: str | None = None,
         min_us: float = 0.0,
         max_bytes: int | None = None,
+        critical_path: bool = False,
         jobs: int = 1,
         on_progress: Progress | None = None,
     ) -> MergeResult:
@@ -395,6 +396,8 @@ class CapturedStep:
             ranks: Ranks to keep of each role, e.g. ``0,8-15``.
             min_us: Minimum duration of kept events (us).
             max_bytes: Maximum size of the timeline; the shortest events are left out.
+            critical_path: Whether the first process is the critical path, which takes time and memory of a
+                report.
             jobs: Number of processes. If ``jobs > 1`` and the caller has threads, its main module must be
                 importable, because ``multiprocessing`` then starts processes with ``spawn``.
             on_progress: Called with each trace after its merge.
@@ -423,7 +426,7 @@ class CapturedStep:
             max_bytes=max_bytes,
             jobs=jobs,
             on_progress=on_progress,
-            critical_path=cache(lambda: list(self._critical_path())),
+            critical_path=cache(lambda: list(self._critical_path())) if critical_path else tuple,
         )
 
     def _critical_path(self) -> Iterator[Slice]:

@@ -124,17 +124,20 @@ def test_a_failed_prediction_costs_two_tables_of_the_report(
 def test_the_path_is_the_first_process_of_the_timeline(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part of the step has its part of the path; an error costs the path alone."""
+    """With the option; a part of the step has its part of the path, and an error costs the path alone."""
     synchronous(tmp_path)
+    assert main(["merge", str(tmp_path)]) == 0
+    events = read_events(Path(capsys.readouterr().out.split()[0]))
+    assert not any(event.get("cat") == "critical path" for event in events)
     for stage, parts in ([], 9), (["--stage", "reward"], 2):
-        assert main(["merge", str(tmp_path), *stage]) == 0
+        assert main(["merge", str(tmp_path), "--critical-path", *stage]) == 0
         events = read_events(Path(capsys.readouterr().out.split()[0]))
         slices = [event for event in events if event.get("cat") == "critical path"]
         assert len(slices) == parts
         assert stage or sum(event["dur"] for event in slices) == pytest.approx(10e6)
         assert {event["pid"] for event in slices} == {min(event["pid"] for event in events)}
     monkeypatch.setattr("verl_profiling.report.build.read_step", lambda *given: 1 / 0)
-    assert main(["merge", str(tmp_path)]) == 1
+    assert main(["merge", str(tmp_path), "--critical-path"]) == 1
     assert "critical path: ZeroDivisionError" in capsys.readouterr().err
 
 

@@ -45,6 +45,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="leave out the shortest events, up to this file size, e.g. 200M",
     )
+    parser.add_argument(
+        "--critical-path",
+        action="store_true",
+        help="draw the critical path as the first process; takes as long as a report",
+    )
     parser.add_argument("-j", "--jobs", type=count, default=2, help="processes to use (default: %(default)s)")
 
 
@@ -72,6 +77,7 @@ def _merge(step: CapturedStep, arguments: argparse.Namespace, advance: Progress,
         ranks=arguments.ranks,
         min_us=arguments.min_us,
         max_bytes=arguments.max_bytes,
+        critical_path=arguments.critical_path,
         jobs=arguments.jobs,
         on_progress=advance,
     )
