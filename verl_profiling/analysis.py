@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -262,21 +263,28 @@ class CapturedStep:
         """The expected artifacts with their status, on the controller's clock; ``None`` for plain traces."""
         return self.inputs.manifest
 
+    @property
+    def graph(self) -> Graph | None:
+        """The graph of the step, if one was kept."""
+        return self._graph[0] if self._graph else None
+
     def by_step(self) -> list[CapturedStep]:
         """Return the steps of a continuous capture, one object each; any other capture returns ``[self]``."""
         parts = one_by_one(self.inputs)
         return [self] if len(parts) == 1 else [CapturedStep(part) for part in parts]
 
-    def report(self, on_progress: Progress | None = None) -> Report:
+    def report(self, on_progress: Progress | None = None, *, keep_graph: bool = False) -> Report:
         """Return the report, which notebooks show as an HTML page; only the first call reads the traces.
 
         Args:
             on_progress: Called with each trace once it is read.
+            keep_graph: Whether the first call keeps :attr:`graph`, so that :meth:`what_if` reads no trace.
 
         Raises:
             ConfigError: The capture holds several steps, each with its own report (see :meth:`by_step`).
             TraceFormatError: There is neither a manifest nor a readable trace.
         """
+        from verl_profiling.predict.graph import graph_of
         from verl_profiling.predict.what_if import with_predictions
         from verl_profiling.report.build import build_report, read_step
 
@@ -284,6 +292,9 @@ class CapturedStep:
             self._only_step("report")
             content = read_step(self.inputs, on_progress)
             self._report = with_predictions(build_report(self.inputs, content), content)
+            if keep_graph:
+                with suppress(Exception):  # with_predictions has a sentence on it
+                    self._graph = graph_of(content), content.coverage.missing
         return self._report
 
     def _only_step(self, method: str) -> None:

@@ -12,11 +12,17 @@ from typing import Any
 import msgspec
 import pytest
 from drawn_logs import DrawnLog
-from drawn_steps import STAGES, Drawn, Worker, drawn_inputs
+from drawn_steps import STAGES, Drawn, Worker, drawn_inputs, ns
 from drawn_summaries import summary
+from step_folders import rewrite_worker
 
 from verl_profiling.cli import main
+from verl_profiling.manifest import Request
+from verl_profiling.predict.explain import explain
+from verl_profiling.predict.graph import graph_of
+from verl_profiling.report.build import read_step
 from verl_profiling.report.diff import Change, Diff
+from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.watch.log import WatchLog
 
 LOOP = Path(__file__).parents[2] / "benchmarks" / "what_if_loop.py"
@@ -152,6 +158,129 @@ def test_training_may_outlast_the_rollout_beside_it(
     parts = parts_of(diff(*sides, capsys))
     assert parts["update_actor"] == pytest.approx(2.0, abs=0.2)
     assert parts["unexplained"] == pytest.approx(0.0, abs=0.2)
+
+
+def roll_out(folder: Path, until: float, *requests: dict[str, float], log: DrawnLog | None = None) -> Path:
+    """Draw a step in which the loop waits for requests, in seconds and tokens, and for trajectories."""
+    stages = [("rollout", 0, until), ("update_actor", until, until + 2)]
+    folder.mkdir()
+    drawn_inputs(folder, stages, [Worker("rollout", replica=0)], until + 2)
+    made = [
+        Request(
+            replica=0,
+            id=str(number),
+            prompt_tokens=9,
+            response_tokens=round(said.get("tokens", 0)),
+            **{f"{mark}_ns": ns(at) for mark, at in said.items() if mark != "tokens"},
+        )
+        for number, said in enumerate(requests)
+    ]
+    rewrite_worker(folder, "rollout0", requests=made)
+    if log:
+        log.add_to(folder)
+    return folder
+
+
+def request(end: float, tokens: float = 0, **marks: float) -> dict[str, float]:
+    return {"begin": 0, "arrival": 0.1, "end": end, "tokens": tokens, **marks}
+
+
+def explained_by(before: Path, after: Path) -> dict[str, float]:
+    """Return the parts of at least a thousandth of a second (s)."""
+    graphs = [graph_of(read_step(inputs)) for folder in (before, after) for inputs in find_steps(folder)]
+    found = explain(graphs[:1], graphs[1:])
+    return {part: round(seconds, 3) for part, (seconds, _) in found.items() if round(seconds, 3)}
+
+
+def test_times_of_the_engine_on_one_side_explain_nothing(tmp_path: Path) -> None:
+    """Without them, a request is not divided on the other side either; and two thirds of the tokens are."""
+    whole = roll_out(tmp_path / "a", 4, request(3.9, 60))
+    divided = roll_out(tmp_path / "b", 4, request(3.9, 60, scheduled=0.5, first_token=1.0))
+    slower = roll_out(tmp_path / "c", 5.9, request(5.8, 90, scheduled=0.5, first_token=1.0))
+    assert explained_by(whole, divided) == explained_by(divided, whole) == {}
+    assert explained_by(whole, slower) == {"response lengths of rollout": 1.9}
+    assert explained_by(slower, whole) == {"response lengths of rollout": -1.9}
+
+
+def test_tokens_on_one_side_explain_nothing(tmp_path: Path) -> None:
+    told = roll_out(tmp_path / "a", 4, request(3.9, 60))
+    untold = roll_out(tmp_path / "b", 5, request(4.9))
+    assert explained_by(told, untold) == {"generate of rollout": 1.0}
+
+
+def test_the_tokens_of_a_request_count_once(tmp_path: Path) -> None:
+    """Beside a tool in the middle of the generation, too; a generation before the step has none."""
+    folders = []
+    for calls in (0, 1):
+        log = DrawnLog()
+        log.trajectory(0, 3.9)
+        outer = log.span("generate", 0, 3.9, 0, request="0")
+        if calls:
+            log.span("tool:search", 2, 3, 0, outer)
+        folders.append(roll_out(tmp_path / f"{calls}", 4, request(3.9, 60), log=log))
+    parts = explained_by(*folders)
+    assert "response lengths of rollout" not in parts
+    early = {"begin": -4, "arrival": -3.9, "first_token": -3, "last_token": -1, "tokens": 9, "end": 3.9}
+    ended = [roll_out(tmp_path / name, 4, early) for name in ("early", "as early")]
+    assert explained_by(*ended) == {}
+
+
+def test_parts_that_only_one_side_has_are_removed_one_after_the_other(tmp_path: Path) -> None:
+    """Two at a time explain as much as both; tokens and time of the same requests do not count twice."""
+    nothing = roll_out(tmp_path / "a", 1)
+    log = DrawnLog()
+    for number, tool in enumerate(("tool:search", "tool:fetch")):
+        log.trajectory(0, 3.9, (tool, 0, 3.9), sample=number)
+    tools = roll_out(tmp_path / "b", 4, log=log)
+    parts = explained_by(nothing, tools)
+    assert sum(parts[part] for part in parts if part.startswith("tool:")) == pytest.approx(3.9)
+    requests = roll_out(tmp_path / "c", 4, request(3.9, 60))
+    assert explained_by(nothing, requests)["generate of rollout"] == 3.8
+    assert explained_by(requests, nothing)["generate of rollout"] == -3.8
+
+
+def test_a_delay_next_to_nothing_does_not_become_a_long_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The long trajectory of A begins a little later than the short one; in B, the short one begins late."""
+
+    def step(name: str, updated: float, long: float, short: float) -> Path:
+        folder = draw(tmp_path / name, 1, [("rollout", 0, 4), ("update_actor", 4, updated)], updated)
+        log = DrawnLog(end=updated)
+        log.trajectory(long, 3.9, ("tool:search", long, 3.9))
+        log.trajectory(short, short + 0.9, ("tool:search", short, short + 0.9))
+        log.add_to(folder / "step_000001")
+        return folder
+
+    parts = parts_of(diff(step("a", 8, 0.002, 0.001), step("b", 10, 0.001, 3.0), capsys))
+    assert parts["update_actor"] == pytest.approx(2.0)
+    assert abs(parts["unexplained"]) < 0.3
+    found = diff(step("c", 8, 0.2, 0.1), step("d", 8.1, 0.001, 3.0), capsys)
+    assert parts_of(found) == {"unexplained": pytest.approx(0.1)}
+    assert found.explained.endswith("the parts do not explain it")
+
+
+def test_each_trace_is_read_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside a saved report; an error costs the explanation alone."""
+    runs = [draw(tmp_path / name, 1, STAGES) for name in ("a", "b")]
+    saved = tmp_path / "report.json"
+    main(["report", str(runs[0]), "--json"])
+    saved.write_text(capsys.readouterr().out)
+    read: list[object] = []
+    monkeypatch.setattr(
+        "verl_profiling.report.build.read_step", lambda *given: read.append(given) or read_step(*given)
+    )
+    assert parts_of(diff(*runs, capsys))
+    assert len(read) == 2
+    assert not parts_of(diff(saved, runs[1], capsys))
+    assert len(read) == 3
+    for function in ("predict.graph.graph_of", "commands.diff.explain"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"verl_profiling.{function}", lambda *given: 1 / 0)
+            found = diff(*runs, capsys)
+        assert (found.explained, of_kind(found, "step")["step"].change_s) == ("", 0.0)
 
 
 def test_a_change_within_the_noise_is_said_to_be_noise(

@@ -86,6 +86,15 @@ def test_a_drift_is_more_than_chance(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert rows["update_actor"][3][:1] not in "+-"
 
 
+def test_a_stage_of_some_steps_is_in_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A validation every fifth step, which the last step does not have."""
+    log = WatchLog(tmp_path)
+    for number in range(12):
+        log(summary(number, {"rollout": 5000} | ({} if number % 5 else {"validate": 2000})))
+    assert main(["report", str(tmp_path)]) == EXIT_OK
+    assert run_table(capsys.readouterr().out)["validate"][2] == "2.00 s"
+
+
 def test_the_page_of_the_run_has_every_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As a picture and as tables; JSON is one document with the sentence that the terminal says."""
     assert main(["report", str(run), "--save"]) == EXIT_OK

@@ -84,14 +84,18 @@ class StepByStep:
         for folder in {step.directory for step in self.steps}:
             clear_leftovers(folder)
 
-    def reports(self) -> list[tuple[CapturedStep, Report]]:
-        """Return each step with its report; a continuous capture is split into its steps."""
+    def reports(self, *, keep_graphs: bool = False) -> list[tuple[CapturedStep, Report]]:
+        """Return each step with its report; a continuous capture is split into its steps.
+
+        Args:
+            keep_graphs: Whether the steps keep their graphs.
+        """
         each = [step for capture in self.steps for step in capture.by_step()]
         reports = []
         with progress("reading", sum(len(step.inputs.sources) for step in each)) as advance:
             for step in each:
                 with self.surviving():
-                    reports.append((step, step.report(advance)))
+                    reports.append((step, step.report(advance, keep_graph=keep_graphs)))
                     if reports[-1][1].coverage.missing:
                         self.exit_code = EXIT_FINDING
         return reports

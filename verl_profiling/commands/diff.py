@@ -12,10 +12,9 @@ from rich.console import Console
 
 from verl_profiling.analysis import saved_report
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK, at_least_0, local_path
-from verl_profiling.commands.common import StepByStep, add_communication, watched
+from verl_profiling.commands.common import StepByStep, add_communication, warn, watched
 from verl_profiling.predict.explain import explain
-from verl_profiling.predict.graph import Graph, graph_of
-from verl_profiling.report.build import read_step
+from verl_profiling.predict.graph import Graph
 from verl_profiling.report.diff import LEAST_S, Change, Diff, compare, print_diff
 from verl_profiling.report.model import Report
 from verl_profiling.step_summary import StepSummary
@@ -47,9 +46,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare both sides."""
-    before, after = (_side(path, arguments) for path in (arguments.before, arguments.after))
-    explained = explain(before.graphs, after.graphs) if before.graphs and after.graphs else {}
-    diff = compare(before.reports, after.reports, (before.logged, after.logged), explained)
+    paths = (arguments.before, arguments.after)
+    saved = list(map(saved_report, paths))
+    before, after = (
+        _Side([report], [], [], EXIT_OK) if report else _side(path, arguments, keep_graphs=not any(saved))
+        for path, report in zip(paths, saved, strict=True)
+    )
+    diff = compare(before.reports, after.reports, (before.logged, after.logged), _explained(before, after))
     if arguments.json:
         print(msgspec.json.encode(diff).decode())
     else:
@@ -84,16 +87,24 @@ class _Side(NamedTuple):
     exit_code: int
 
 
-def _side(path: Path, arguments: argparse.Namespace) -> _Side:
-    """Read one side; there are no graphs of a saved report, and of plain traces."""
-    if (saved := saved_report(path)) is not None:
-        return _Side([saved], [], [], EXIT_OK)
+def _side(path: Path, arguments: argparse.Namespace, *, keep_graphs: bool) -> _Side:
+    """Read one side; without graphs if a step has none, as plain traces."""
     work = StepByStep([path], arguments.communication)
-    found = work.reports()
-    graphs = [graph_of(read_step(step.inputs)) for step, _ in found if step.manifest]
+    found = work.reports(keep_graphs=keep_graphs)
+    graphs = [step.graph for step, _ in found if step.manifest and step.graph]
     run = the_run(path)
     logged = watched(run)[0] if run.is_dir() else []
-    return _Side([report for _, report in found], graphs, logged, work.exit_code)
+    whole = graphs if len(graphs) == len(found) else []
+    return _Side([report for _, report in found], whole, logged, work.exit_code)
+
+
+def _explained(before: _Side, after: _Side) -> dict[str, tuple[float, float]]:
+    """Return what explains the change; nothing without graphs, and after an error, with a warning."""
+    try:
+        return explain(before.graphs, after.graphs) if before.graphs and after.graphs else {}
+    except Exception as error:
+        warn(f"what explains the change: {type(error).__name__}: {error}")
+        return {}
 
 
 def _share(text: str) -> float:

@@ -8,22 +8,23 @@ median becomes the median, and the longest the longest.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import sub
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 
-from verl_profiling.predict.graph import CAPTURE, DELAY, WORK, Graph, Segment
+from verl_profiling.predict.graph import CAPTURE, DELAY, WORK, Graph
 from verl_profiling.predict.path import replay
 from verl_profiling.report.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report.lost import ROLLOUT
-from verl_profiling.report.records import BEFORE, OTHERS, UNEXPLAINED
+from verl_profiling.report.records import BEFORE, OTHERS, UNEXPLAINED, joined_causes
 
 _RESPONSES = ("decode", "generate")  # kinds whose time grows with the length of the response
 
 _LEAST_SHARE = 0.005  # of the step, from which on a part is listed
+_MOST_TIMES = 100  # that a value grows; what was next to nothing in A is something that only B has
 
 
 class _Unit(NamedTuple):
@@ -47,35 +48,49 @@ _Changes = list[tuple[_Unit, float]]
 def explain(before: Sequence[Graph], after: Sequence[Graph]) -> dict[str, tuple[float, float]]:
     """Return how much each part explains of the difference between the median steps, and the noise (s).
 
-    The parts are replaced one after the other, first the part with the largest effect alone. A part that only
-    B has is removed from B. The last value is the unexplained rest, so all add up to the difference.
+    The parts are replaced one after the other, first the part with the largest effect alone. Parts that only
+    B has are removed from B. The last value is the unexplained rest, so all add up to the difference. A rest
+    larger than the difference is the only value, as the parts explain nothing.
 
     Args:
         before: The steps of A, at least one.
         after: The steps of B, at least one.
     """
-    own, other = _units(before), _units(after)
+    sides = (before, after)
+    kinds = joined_causes(*({one.kind for graph in side for one in graph.segments} for side in sides))
+    told = all(any(one.tokens for graph in side for one in graph.segments) for side in sides)
+    own, other = (_units(side, kinds, told) for side in sides)
     changes: defaultdict[str, _Changes] = defaultdict(list)
     for (part, kind), units in own.items():
         changes[part] += _replaced(units, other.get((part, kind), ()))
-    last_s = median(_spans_s(before))
-    alone = {part: median(_spans_s(before, change)) - last_s for part, change in changes.items()}
+    gone: defaultdict[str, _Changes] = defaultdict(list)
+    for (part, _), units in other.items():
+        if part not in changes:
+            gone[part] += [(unit, 0.0) for unit in units]
+    found = _in_turn(before, changes) | {part: -s for part, s in _in_turn(after, gone).items()}
+    spans_s = [[(one.end_ns - one.begin_ns) / 1e9 for one in side] for side in sides]
+    change_s = median(spans_s[1]) - median(spans_s[0])
+    least_s = _LEAST_SHARE * median(spans_s[0])
+    step_noise_s = max((max(side) - min(side)) / 2 for side in spans_s)
+    rest_s = change_s - sum(found.values())
+    if abs(rest_s) > max(abs(change_s), least_s):
+        return {UNEXPLAINED: (change_s, step_noise_s)}
+    large = {part: s for part, s in found.items() if abs(s) >= least_s}
+    noise = {part: max(_noise_s(before, own, part), _noise_s(after, other, part)) for part in large}
+    rest = {OTHERS: sum(found.values()) - sum(large.values()), UNEXPLAINED: rest_s}
+    return {part: (s, noise.get(part, step_noise_s)) for part, s in (large | rest).items()}
+
+
+def _in_turn(graphs: Sequence[Graph], changes: Mapping[str, _Changes]) -> dict[str, float]:
+    """Return the effect (s) of each part's changes after those before it, the largest alone first."""
+    last_s = median(_spans_s(graphs))
+    alone = {part: abs(median(_spans_s(graphs, change)) - last_s) for part, change in changes.items()}
     found: dict[str, float] = {}
     done: _Changes = []
-    for part in sorted(alone, key=lambda part: -abs(alone[part])):
+    for part in sorted(alone, key=lambda part: -alone[part]):
         done += changes[part]
-        found[part] = -last_s + (last_s := median(_spans_s(before, done)))
-    after_s = median(_spans_s(after))
-    for part in dict.fromkeys(part for part, _ in other if part not in changes):
-        gone = [(unit, 0.0) for (name, _), units in other.items() if name == part for unit in units]
-        found[part] = after_s - median(_spans_s(after, gone))
-    sides = [[(one.end_ns - one.begin_ns) / 1e9 for one in side] for side in (before, after)]
-    change_s = median(sides[1]) - median(sides[0])
-    large = {part: s for part, s in found.items() if abs(s) >= _LEAST_SHARE * median(sides[0])}
-    noise = {part: max(_noise_s(before, own, part), _noise_s(after, other, part)) for part in large}
-    rest = {OTHERS: sum(found.values()) - sum(large.values()), UNEXPLAINED: change_s - sum(found.values())}
-    step_noise_s = max((max(side) - min(side)) / 2 for side in sides)
-    return {part: (s, noise.get(part, step_noise_s)) for part, s in (large | rest).items()}
+        found[part] = -last_s + (last_s := median(_spans_s(graphs, done)))
+    return found
 
 
 def _noise_s(graphs: Sequence[Graph], units: _Units, part: str) -> float:
@@ -88,7 +103,14 @@ def _noise_s(graphs: Sequence[Graph], units: _Units, part: str) -> float:
     return float(max(excess) - min(excess)) / 2
 
 
-def _units(graphs: Sequence[Graph]) -> _Units:
+def _units(graphs: Sequence[Graph], kinds: Mapping[str, str], told: bool) -> _Units:
+    """Return the times by part and kind.
+
+    Args:
+        graphs: The steps of a side.
+        kinds: Kind that each joined kind counts as.
+        told: Whether the tokens of both sides are known.
+    """
     found: _Units = defaultdict(list)
     for step, graph in enumerate(graphs):
         took = [one.end_ns - one.begin_ns for one in graph.segments]
@@ -96,36 +118,36 @@ def _units(graphs: Sequence[Graph]) -> _Units:
             took[carried.segment] += carried.before_ns
         owned: defaultdict[tuple[str, str, str, object], list[int]] = defaultdict(list)
         for at, one in enumerate(graph.segments):
-            whose = one.trajectory or (at if one.tokens else "")
-            outside = ROLLOUT if one.trajectory or one.tokens else OUTSIDE_STAGES
-            own_kind = WORK if one.kind == BEFORE and not one.trajectory else one.kind
+            whose = one.trajectory or one.request
+            outside = ROLLOUT if whose else OUTSIDE_STAGES
+            own_kind = WORK if one.kind == BEFORE and not one.trajectory else kinds.get(one.kind, one.kind)
             for kind, stages, place in ((own_kind, one.within, at), (DELAY, one.around, at + len(took))):
                 stage = stages[0] if stages else outside
-                owned[_part(one, kind, stage), kind, stage, (one.who, whose)].append(place)
+                part = f"{kind} of {stage}" if whose else stage
+                owned[CAPTURE_CALLS if kind == CAPTURE else part, kind, stage, (one.who, whose)].append(place)
         times = np.array(took + graph.delay_ns, float)
         for (part, kind, stage, _), places in owned.items():
             spent = float(times[places].sum())
-            tokens = sum(graph.segments[at].tokens for at in places) if kind in _RESPONSES else 0
+            is_response = told and kind in _RESPONSES
+            requests = {graph.segments[at].request for at in places} if is_response else ()
+            tokens = sum(request.response_tokens for request in requests if request)
+            if spent <= 0:
+                continue
             if tokens:
-                found[f"response lengths of {stage}", kind].append(_Unit(step, places, tokens))
-                found[f"time per token of {stage}", kind].append(_Unit(step, places, spent / tokens))
-            elif spent > 0:
+                found[f"response lengths of {stage}", ""].append(_Unit(step, places, tokens))
+                found[f"time per token of {stage}", ""].append(_Unit(step, places, spent / tokens))
+            else:
                 found[part, kind].append(_Unit(step, places, spent))
     return found
 
 
-def _part(one: Segment, kind: str, stage: str) -> str:
-    if kind == CAPTURE:
-        return CAPTURE_CALLS
-    return f"{kind} of {stage}" if one.trajectory or one.tokens else stage
-
-
 def _replaced(units: Sequence[_Unit], others: Sequence[_Unit]) -> _Changes:
-    """Return the factor from each value to the other value of the same rank; 0 without others."""
+    """Return the factor from each value to the other value of the same rank, bounded; 0 without others."""
     values, wanted = (np.array([unit.value for unit in side]) for side in (units, others or units))
     ranks = (values.argsort().argsort() + 0.5) / len(values)
     matched = np.interp(ranks, (np.arange(len(wanted)) + 0.5) / len(wanted), np.sort(wanted))
-    return list(zip(units, (matched / values * bool(others)).tolist(), strict=True))
+    factors = np.minimum(matched / values, _MOST_TIMES) * bool(others)
+    return list(zip(units, factors.tolist(), strict=True))
 
 
 def _spans_s(graphs: Sequence[Graph], changes: Sequence[tuple[_Unit, float]] = ()) -> list[float]:

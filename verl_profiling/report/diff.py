@@ -18,7 +18,7 @@ from rich.console import Console
 
 from verl_profiling.report.anatomy import CAPTURE_CALLS
 from verl_profiling.report.model import Report
-from verl_profiling.report.records import UNEXPLAINED
+from verl_profiling.report.records import UNEXPLAINED, joined_causes
 from verl_profiling.report.tables import cells, named, without_middle
 from verl_profiling.report.terminal import fitting_console, print_table
 from verl_profiling.report.watch_frame import middle, seconds_of
@@ -29,8 +29,6 @@ _SMALLEST_SHARE = 0.01
 LEAST_S = 0.01
 """Smallest change (s) of :meth:`Diff.slower_than`."""
 _SHOWN = 12  # changes of a kind
-_JOINED = {"generate": ("first token", "queued", "prefill", "decode"), "first token": ("queued", "prefill")}
-"""Causes of requests without an engine's statistics, each with the causes that it joins."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +114,8 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         said = f"step {duration(step.change_s, signed=True)} ({step.change:+.1%})"
         if not step.stands_out:
             return f"{said}: within the noise"
+        if not parts[:-1]:
+            return f"{said}: the parts do not explain it"
         large = [one for one in parts[:-1] if one.stands_out]
         small_s = sum(one.change_s for one in parts[:-1] if not one.stands_out)
         named = [*((one.name, one.change_s) for one in large), ("parts within the noise", small_s)]
@@ -203,14 +203,11 @@ _Key = tuple[str, str]
 
 def _join(*sides: list[dict[_Key, float]]) -> None:
     """Join causes of requests on both sides, if one side has them joined only."""
-    for whole, parts in _JOINED.items():
-        known = [
-            {name for numbers in side for kind, name in numbers if kind == "trajectory"} for side in sides
-        ]
-        if any(whole in names and parts[-1] not in names for names in known):
-            for numbers in chain(*sides):
-                found = [numbers.pop(("trajectory", part), 0.0) for part in (whole, *parts)]
-                numbers["trajectory", whole] = sum(found)
+    known = [{name for numbers in side for kind, name in numbers if kind == "trajectory"} for side in sides]
+    for part, whole in joined_causes(*known).items():
+        for numbers in chain(*sides):
+            part_s = numbers.pop(("trajectory", part), 0.0)
+            numbers["trajectory", whole] = numbers.get(("trajectory", whole), 0.0) + part_s
 
 
 def _numbers_of(report: Report) -> Iterator[tuple[_Key, float]]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -53,6 +53,8 @@ GENERATE, LOOP_LAG, OWN_CODE, UNEXPLAINED = "generate", "loop lag", "own code", 
 BEFORE = "began before the capture"
 _CAUSES = (*_PARTS, LOOP_LAG, OWN_CODE, BEFORE, UNEXPLAINED)
 """Causes other than span names."""
+_JOINED = {GENERATE: ("first token", "queued", "prefill", "decode"), "first token": ("queued", "prefill")}
+"""Causes of requests without an engine's statistics, each with the causes that it joins."""
 
 _NUMBERS = {name: number for number, name in enumerate(_CAUSES)}
 _RESERVED = {*_CAUSES} - {GENERATE}
@@ -61,6 +63,15 @@ _IN_ENGINE = range(1, len(_PARTS) - 1)
 _WITH_ERROR = ("failed", "cancelled")
 _NO_TRAJECTORY = "requests of no trajectory"
 _MOST_NAMES = 100  # of causes, if names of spans hold ids
+
+
+def joined_causes(*sides: Collection[str]) -> dict[str, str]:
+    """Return the cause that a cause of requests counts as, if a side has them joined only."""
+    found: dict[str, str] = {}
+    for whole, parts in _JOINED.items():
+        if any(whole in names and parts[-1] not in names for names in sides):
+            found = dict.fromkeys(parts, whole) | found
+    return found
 
 
 class Trajectory(NamedTuple):

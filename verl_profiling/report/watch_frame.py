@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import nlargest
+from itertools import chain
 from math import sqrt
 from pathlib import Path
 from statistics import correlation, median
@@ -112,7 +113,7 @@ def print_run(steps: Sequence[Mapping[str, float]], which: str, console: Console
     """
     if len(steps) < 2:
         return
-    series = {name: [step.get(name, 0.0) for step in steps] for name in dict.fromkeys([STEP, *steps[-1]])}
+    series = {name: [step.get(name, 0.0) for step in steps] for name in dict.fromkeys(chain([STEP], *steps))}
     least_s = _LEAST_DRIFT * median(series[STEP])
     rows = [
         _RunRow(name, median(values), *middle(values), _drift(values, least_s), sparkline(values, _TREND))
