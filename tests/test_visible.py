@@ -7,15 +7,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from drawn_summaries import summary
 from hypothesis import given
 from hypothesis import strategies as st
-from step_folders import build_step, rewrite, rewrite_worker
+from step_folders import STEP, build_step, rewrite, rewrite_worker
 
 from verl_profiling.cli import main
 from verl_profiling.run_files import read_manifest
 from verl_profiling.units import visible
+from verl_profiling.watch.log import WatchLog
 
-HOSTILE = "=cmd\x1b]0;owned\x07\x9b2J\u202egnp.exe"
+HOSTILE = "=cmd[/x]\x1b]0;owned\x07\x9b2J\u202egnp.exe"
 
 
 @given(st.text(alphabet=st.characters()))
@@ -29,8 +31,14 @@ def test_what_is_shown_is_printable(text: str) -> None:
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    """A step folder whose stages and reasons have names that a terminal or a spreadsheet would obey."""
+    """A step folder whose stages and reasons have names that a terminal or a spreadsheet would obey.
+
+    A stage in the log of the watch has such a name, too.
+    """
     folder = build_step(tmp_path)
+    log = WatchLog(tmp_path)
+    for number in range(2):
+        log(summary(number, {HOSTILE: 5000}))
     manifest = read_manifest(folder)
     failed = {"path": f"{HOSTILE}.json", "status": "failed", "reason": HOSTILE}
     artifacts = [msgspec.structs.replace(one, **failed) for one in manifest.workers[0].artifacts]
@@ -40,17 +48,38 @@ def hostile(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", ["report", "check", "merge"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["report", "STEP"],
+        ["report", "RUN"],
+        ["check", "STEP"],
+        ["merge", "STEP"],
+        ["what-if", "STEP"],
+        ["what-if", "STEP", "--scale", f"{HOSTILE}=0.5"],
+        ["diff", "STEP", "LONGER"],
+        ["diff", "RUN", "RUN"],
+    ],
+    ids=lambda command: " ".join(command[:3]),
+)
 def test_no_command_sends_control_characters(
-    hostile: Path, capsys: pytest.CaptureFixture[str], command: str
+    hostile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
     """Neither to the output nor to the error stream; they are written out instead."""
-    main([command, str(hostile)])
+    if "LONGER" in command:
+        longer = build_step(tmp_path, step=STEP + 1)
+        manifest = read_manifest(longer)
+        end_ns = 2 * manifest.end_ns - manifest.begin_ns
+        stage = msgspec.structs.replace(manifest.stages[-1], name=HOSTILE, end_ns=end_ns)
+        rewrite(longer, stages=[*manifest.stages[:-1], stage], end_ns=end_ns)
+    paths = {"STEP": hostile, "RUN": tmp_path, "LONGER": tmp_path / f"step_{STEP + 1:06}"}
+    main([str(paths.get(word, word)) for word in command])
     printed = capsys.readouterr()
     for stream in (printed.out, printed.err):
         assert not set("\x1b\x07\x9b\u202e") & set(stream)
-    if command in ("report", "check"):
+    if command[0] != "merge":
         assert "\\x1b" in printed.out
+        assert "[/x]" in printed.out
 
 
 def test_a_spreadsheet_takes_no_name_for_a_formula(hostile: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from step_outcome import printed
 
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
+from verl_profiling.report.columns import SuspectRow
 from verl_profiling.report.html import summary
 from verl_profiling.report.model import Finding, Report
 
@@ -77,19 +78,31 @@ def test_what_is_left_out_is_counted(report: Report) -> None:
     assert f"{len(report.kernels) - 8:,} more: --csv, --json" in text
     assert f"{len(report.stragglers) - 8:,} more: --csv, --json" in text
     assert "…" in text
+
+
+@pytest.mark.parametrize("suspects", [0, 9])
+def test_long_names_make_the_first_screen_no_longer(report: Report, suspects: int) -> None:
+    """At 100 columns, each row has one line; an option stays whole if the change beside it can be cut."""
     finding = Finding(rule="idle", text="t" * 190, advice="a" * 90, seconds=1.0)
+    tool = {
+        "change": "each browser_open_and_screenshot call 350 ms",
+        "option": "--tool browser_open_and_screenshot=0.35s",
+        "hours_a_day": 12345.6,
+        "unit": "GPU-hours",
+    }
+    suspect = SuspectRow(
+        suspect="s" * 60, peers="p" * 60, kind="kernel", name="k" * 60, value=1.0, peer_value=2.0
+    )
     worst = msgspec.structs.replace(
         report,
         findings=[finding] * 5,
-        what_would_help=[
-            msgspec.structs.replace(report.what_would_help[0], option=option)
-            for option in ("--scale update_actor=0.5", *["--balance update_actor"] * 5)
-        ],
+        what_would_help=[msgspec.structs.replace(report.what_would_help[0], **tool)] * 5,
         notes=["n" * 100] * 20,
-        stages=report.stages * 9,
+        stages=[msgspec.structs.replace(row, name="n" * 120) for row in report.stages * 9],
+        suspects=suspects * [suspect],
         lost=report.lost * 9,
     )
     shown = printed(worst, 100, everything=False)
     assert len(shown.splitlines()) <= 45
-    assert shown.count("--balance update_actor") == 3
+    assert re.search(r"\neach .*…\S* ms +--tool browser_open_and_screenshot=0\.35s +\d.*hours\n", shown)
     assert "\n3 more findings and 18 more notes: --all\n" in shown

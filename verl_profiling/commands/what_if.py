@@ -17,7 +17,7 @@ from verl_profiling.errors import ConfigError
 from verl_profiling.predict.what_if import Prediction
 from verl_profiling.report.tables import cells, summed
 from verl_profiling.report.terminal import fitting_console, print_table
-from verl_profiling.units import duration
+from verl_profiling.units import duration, visible, visible_text_of
 
 _ROWS = 8
 _SENTENCES = 4
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(msgspec.json.encode(prediction).decode())
         else:
-            _print(step.inputs.title, prediction, fitting_console(Console()))
+            _print(visible(step.inputs.title), visible_text_of(prediction), fitting_console(Console()))
     return EXIT_FINDING if any(prediction.missing for _, prediction in found) else work.exit_code
 
 
@@ -143,7 +143,7 @@ def _print(title: str, found: Prediction, console: Console) -> None:
         if found.low_us is not None and found.high_us is not None:
             said += f" (between {duration(found.low_us / 1e6)} and {duration(found.high_us / 1e6)})"
         said += (
-            f" with {' '.join(found.changes)}"
+            f" with {escape(' '.join(found.changes))}"
             f" ({duration(changed / 1e6, signed=True)}, {changed / max(found.span_us, 1e-3):+.1%})"
         )
     console.print(f"[bold]{escape(title)}[/bold]: {said}")

@@ -23,7 +23,7 @@ from verl_profiling.report.tables import cells, named, without_middle
 from verl_profiling.report.terminal import fitting_console, print_table
 from verl_profiling.report.watch_frame import middle, seconds_of
 from verl_profiling.step_summary import StepSummary
-from verl_profiling.units import duration
+from verl_profiling.units import duration, visible
 
 _SMALLEST_SHARE = 0.01
 LEAST_S = 0.01
@@ -261,7 +261,7 @@ def print_diff(diff: Diff, console: Console) -> None:
     """Print the largest changes of each kind; changes within the noise are dim."""
     console = fitting_console(console)
     for sentence in filter(None, (diff.basis, diff.explained)):
-        console.print(sentence, markup=False)
+        console.print(visible(sentence), markup=False)
     for kind, title in _TITLES.items():
         rows = [change for change in diff.changes if change.kind == kind]
         headings, lines = cells(rows[:_SHOWN])

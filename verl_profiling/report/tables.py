@@ -301,7 +301,7 @@ _TABLES = (
     ),
     Table(
         "suspects",
-        "Times in stages are without waits for other ranks; all other times are parts of the stage.",
+        "Stage times exclude waits for other ranks; the rest are parts of the stage.",
         brief=40,
     ),
     Table("stages", brief=40, key=lambda row: stage_class(row.name)),

@@ -1,7 +1,7 @@
 """Prints a report and its tables on a terminal of 80 to 100 columns, without colour in a pipe.
 
-Numbers are never wrapped, and long names are shortened with ``…``. A report has at most 45 lines, unless
-everything is requested.
+Numbers are never wrapped, and long names are shortened with ``…``. At 100 columns, a report has at most 45
+lines, unless everything is requested.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ from verl_profiling.report.sentences import (
     waits,
 )
 from verl_profiling.report.tables import TABLES, Cell, cells, without_middle
+from verl_profiling.units import visible
 
 _WIDTH = 100
 _FINDINGS = 2
 _FIRST = {"what_would_help": 3, "suspects": 6, "stages": 6, "trajectory_causes": 4, "lost": 3}
 """Rows of each table of the first screen."""
+_LEAST = 16
+"""Characters of a text of the first screen that are kept."""
 _PROBLEMS = 2
 _BEFORE_UNIT, _JOIN = re.compile(r"(?<=\d) (?=(?:s|ms|us|ns)\b)"), "\ue000"
 
@@ -107,6 +110,8 @@ def print_table(
     rows: Sequence[Sequence[Cell]],
     note: str = "",
     dim: Sequence[bool] = (),
+    *,
+    one_line: bool = False,
 ) -> None:
     """Print a table, if there are rows.
 
@@ -117,6 +122,7 @@ def print_table(
         rows: A cell for each column.
         note: Sentence below the table.
         dim: Whether to print each row dim.
+        one_line: Whether to shorten texts until each row has one line at 100 columns.
     """
     if not rows:
         return
@@ -124,13 +130,28 @@ def print_table(
     columns = enumerate(zip(*rows, strict=True))
     texts = {at for at, cells in columns if all(isinstance(c.value, str | bool | list | None) for c in cells)}
     table = table_of(title, heads, texts)
-    for number, (first, *others) in enumerate(rows):
-        cells = (escape(without_middle(cell.text)) for cell in others)
-        table.add_row(escape(first.text), *cells, style="dim" if dim and dim[number] else None)
+    lines = [[visible(cell.text) for cell in row] for row in rows]
+    lines = [[first, *map(without_middle, others)] for first, *others in lines]
+    if one_line:
+        _shorten(heads, lines, sorted(texts))
+    for number, line in enumerate(lines):
+        table.add_row(*map(escape, line), style="dim" if dim and dim[number] else None)
     console.print()
     console.print(table)
     if note:
         console.print(f"[dim]{escape(note)}[/dim]")
+
+
+def _shorten(heads: Sequence[str], lines: Sequence[list[str]], texts: Sequence[int]) -> None:
+    """Shorten texts in the middle until each line fits 100 columns; those of the first column first."""
+    columns = ([*head.split("\n"), *column] for head, *column in zip(heads, *lines, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    over = sum(widths) + 2 * (len(widths) - 1) - _WIDTH
+    for at in texts:
+        most = max(min(widths[at], _LEAST), widths[at] - max(over, 0))
+        over -= widths[at] - most
+        for line in lines:
+            line[at] = without_middle(line[at], most)
 
 
 def _first(report: Report) -> list[str]:
@@ -148,7 +169,8 @@ def _print_table(report: Report, name: str, console: Console, *, everything: boo
         found = [row for row in found if not (getattr(row, "depth", 0) or getattr(row, "validate", False))]
     headings, lines = cells(found[:brief], brief=True)
     more = f"{len(found) - brief:,} more: --csv, --json." if len(found) > brief else ""
-    print_table(console, table.title, headings, lines, " ".join(filter(None, (table.note_on(report), more))))
+    note = " ".join(filter(None, (table.note_on(report), more)))
+    print_table(console, table.title, headings, lines, note, one_line=not everything)
 
 
 def _print_findings(report: Report, console: Console, most: int | None) -> None:

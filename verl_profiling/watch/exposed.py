@@ -422,8 +422,8 @@ def _runs_of(uses: Sequence[RankUse], origin_ns: int, numbers: Sequence[int], st
     at = np.repeat(np.arange(len(uses)), np.array([len(use.runs) for use in uses], dtype=np.int64) // 32)
     who, stage = np.array(numbers, dtype=np.int64)[at], index[first[at] + rows[:, 0]]
     begin, end = (rows[:, 1:3] - origin_ns).T.astype(float)
-    late = np.zeros(at.size)
-    for number, use in zip(numbers, uses, strict=True):
+    late = np.zeros((len(uses), len(stages)))
+    for number, use in enumerate(uses):
         for name, late_ns in (use.late_ns or {}).items():
-            late[(who == number) & (stage == stages[name])] = late_ns
-    return Runs(who, stage, begin, end, rows[:, 3].astype(float), late)
+            late[number, stages[name]] = late_ns
+    return Runs(who, stage, begin, end, rows[:, 3].astype(float), late[at, stage])
