@@ -23,6 +23,7 @@ from drawn_logs import add_log
 from step_folders import build_step, rewrite_worker
 
 from verl_profiling.cli import main
+from verl_profiling.manifest import Artifact
 from verl_profiling.run_files import read_manifest
 from verl_profiling.trajectory_log import (
     LoopRecord,
@@ -35,10 +36,11 @@ from verl_profiling.trajectory_log import (
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(600)
 NODES = ("node1", "node2")
+EARLIER = {"moves": "rollout0_rank0", "stays": "actor_rank0"}  # further traces of an actor, and their owners
 START = """
 hostname "$0"
 mount --bind "$1" "$2"
-exec "$3" -m ray.scripts.scripts start --address "$4" --num-cpus 1 --num-gpus 0 --block
+exec "$3" -m ray.scripts.scripts start --address "$4" --num-cpus 0 --num-gpus 0 --block
 """
 QUIET: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
@@ -59,7 +61,7 @@ class Cluster(NamedTuple):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Three nodes: this process is on the first; the others have their own name and disk."""
+    """Three nodes without free CPU: this process is on the first; the others have their name and disk."""
     if subprocess.run(["unshare", "--uts", "--mount", "true"], capture_output=True, check=False).returncode:
         pytest.skip("namespaces are not allowed")
     ray.shutdown()
@@ -67,7 +69,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     disks = {name: tmp_path_factory.mktemp(name) for name in NODES}
     paths = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
     ray.init(
-        "local", num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": paths}
+        "local", num_cpus=0, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": paths}
     )
     address = ray.get_runtime_context().gcs_address
     nodes: dict[str, subprocess.Popen[bytes]] = {}
@@ -95,8 +97,22 @@ def until(holds: Callable[[], bool], seconds: float = 90.0) -> None:
 
 
 def build(folder: Path) -> Path:
-    """Build a step with three traces and two logs, of which the second has the status of the first."""
+    """Build a step with five traces, a snapshot and two logs; the second has the status of the first.
+
+    The last actor has three traces, of different times.
+    """
     step = build_step(folder)
+    workers = {worker.name: worker for worker in read_manifest(step).workers}
+    [trace] = workers["actor_rank1"].artifacts
+    more = [msgspec.structs.replace(trace, path=f"actor_rank1.{name}.torch.json.gz") for name in EARLIER]
+    for artifact, owner in zip(more, EARLIER.values(), strict=True):
+        shutil.copy(step / f"{owner}.torch.json.gz", step / artifact.path)
+    rewrite_worker(step, "actor_rank1", artifacts=[trace, *more])
+    snapshot = Artifact(
+        path="actor_rank0.memory.pickle", lane="actor_rank0", tool="torch_memory", status="ok"
+    )
+    (step / snapshot.path).write_bytes(b"snapshot")
+    rewrite_worker(step, "actor_rank0", artifacts=[*workers["actor_rank0"].artifacts, snapshot])
     begin_ns, ids = read_manifest(step).begin_ns, range(50)
     ends = [(begin_ns + 1_000 * id, begin_ns + 500_000 + 1_000 * id) for id in ids]
     trajectories = [TrajectoryRecord(id, f"g{id}", 0, *ends[id], "done", 0, "", {}) for id in ids]
@@ -112,16 +128,28 @@ def build(folder: Path) -> Path:
 
 
 def moved(step: Path, cluster: Cluster) -> None:
-    """Move one trace and one log to each other node; the manifest says where they are."""
+    """Move all but two traces to the other nodes; the manifest says where they are.
+
+    At the path of a trace that stays, the other nodes have one of another run.
+    """
     owners = {"actor_rank0": "node1", "agent_loop_rank0": "node1", "actor_rank1": "node2"}
     owners["agent_loop_rank1"] = "node2"
     for worker in read_manifest(step).workers:
         if node := owners.get(worker.name):
-            [artifact] = worker.artifacts
-            (cluster.disks[node] / step.name).mkdir(exist_ok=True)
-            shutil.move(step / artifact.path, cluster.disks[node] / step.name / artifact.path)
-            where = f"{node}:{step / artifact.path}"
-            rewrite_worker(step, worker.name, artifacts=[msgspec.structs.replace(artifact, where=where)])
+            there = cluster.disks[node] / step.name
+            there.mkdir(exist_ok=True)
+            artifacts = []
+            for artifact in worker.artifacts:
+                if artifact.path.startswith("actor_rank1.stays"):
+                    artifacts.append(artifact)
+                    continue
+                shutil.move(step / artifact.path, there / artifact.path)
+                where = f"{node}:{step / artifact.path}"
+                artifacts.append(msgspec.structs.replace(artifact, where=where))
+            rewrite_worker(step, worker.name, artifacts=artifacts)
+    [rollout] = step.glob("rollout0*.gz")
+    for disk in cluster.disks.values():
+        shutil.copy(next(step.glob("actor_rank1.stays*")), disk / step.name / rollout.name)
 
 
 def outputs(step: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, tuple[int, bytes]]:
@@ -136,13 +164,14 @@ def outputs(step: Path, capsys: pytest.CaptureFixture[str], *options: str) -> di
 
 
 def test_files_of_other_nodes_give_the_same_results(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Byte for byte those of one machine with all files; without Ray, four files are missing."""
+    """Byte for byte those of one machine with all files; without Ray, files are missing."""
     step = build(cluster.disk)
-    together = outputs(step, capsys)
+    monkeypatch.chdir(cluster.disk)
+    together = outputs(Path(step.name), capsys)
     moved(step, cluster)
-    assert outputs(step, capsys, "--ray") == together
+    assert outputs(Path(step.name), capsys, "--ray") == together
     assert {code for code, _ in together.values()} == {0}
     assert b"filtered" in together["report"][1]
     assert main(["report", str(step)]) == 1
@@ -151,7 +180,7 @@ def test_files_of_other_nodes_give_the_same_results(
 def test_a_dead_node_costs_its_files_and_is_named(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The results of the other nodes are as without those files."""
+    """The results of the other nodes, and of a lane's trace that is here, are as without those files."""
     step = next(cluster.disk.glob("step_*"))
     [raylet] = [
         one for one in psutil.Process(cluster.nodes["node2"].pid).children() if one.name() == "raylet"
@@ -160,11 +189,12 @@ def test_a_dead_node_costs_its_files_and_is_named(
     until(lambda: "node2" not in alive())
     assert main(["report", str(step), "--json", "--ray"]) == 1
     report = msgspec.json.decode(capsys.readouterr().out.splitlines()[-1])  # Ray reports the death above
-    assert [row["name"] for row in report["workers"]] == ["actor_rank0", "rollout0_rank0"]
+    assert [row["name"] for row in report["workers"]] == ["actor_rank0", "actor_rank1", "rollout0_rank0"]
     missing = report["coverage"]["missing"]
-    assert [Path(sentence.partition(":")[0]).name.partition(".")[0] for sentence in missing] == [
+    assert [Path(sentence.partition(":")[0]).name.partition(".torch")[0] for sentence in missing] == [
+        "actor_rank1.moves",
         "actor_rank1",
-        "agent_loop_rank1",
+        "agent_loop_rank1.trajectories.jsonl.gz",
     ]
     assert all(
         "cannot be read on node2: no node of the Ray cluster has this host name" in one for one in missing
@@ -175,8 +205,11 @@ def test_a_dead_node_costs_its_files_and_is_named(
         assert "cannot be read on node2" in said.out + said.err
 
 
-def test_an_address_without_a_cluster_is_an_error(tmp_path: Path, run_python: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:1"])
+def test_an_address_without_a_cluster_is_an_error(
+    tmp_path: Path, run_python: Callable[..., Any], address: str
+) -> None:
     """One line says so, in a process that no cluster knows."""
     code = "import sys; from verl_profiling.cli import main; sys.exit(main(sys.argv[1:]))"
-    done = run_python(code, "report", build_step(tmp_path / "run"), "--ray", "nowhere", status=2)
-    assert done.stderr.splitlines()[-1].startswith("verl-profiling: error: --ray nowhere: ")
+    done = run_python(code, "report", build_step(tmp_path / "run"), "--ray", address, status=2)
+    assert done.stderr.splitlines()[-1].startswith(f"verl-profiling: error: --ray {address}: ")

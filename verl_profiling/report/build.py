@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, reduce
-from itertools import groupby
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, WEIGHT_SYNC, Manifest, Request
 from verl_profiling.report import anatomy, capture_rows, collectives, lost, numbers
-from verl_profiling.report.activity import LaneTraces, lane_job, read_lane
+from verl_profiling.report.activity import joined, lane_job, read_lane
 from verl_profiling.report.findings import find
 from verl_profiling.report.intervals import EMPTY, intersection
 from verl_profiling.report.lanes import Step
@@ -31,6 +32,7 @@ from verl_profiling.trajectory_log import TrajectoryLog
 from verl_profiling.units import step_list, visible_text_of
 from verl_profiling.watch_log import read_watch_log
 
+_HOST = attrgetter("host")
 _MOST_NOTES = 100
 
 
@@ -81,22 +83,24 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
         known = {source.lane for source in inputs.files}
         coverage.expected = len(expected)
         coverage.lanes = [lane for lane in dict.fromkeys(expected) if lane not in known]
-    jobs = [lane_job(list(group), step, inputs) for _, group in groupby(inputs.sources, lambda one: one.lane)]
-    calls = [(partial(read_lane, job), job.place) for job in jobs]
-    for job, found in zip(jobs, results(calls, inputs.ray), strict=True):
-        name = job.sources[0].lane
-        if isinstance(found, TraceFormatError):
-            found = LaneTraces(problems=[str(found)])
+    jobs = [  # of each lane: one per host that has traces of it
+        [lane_job(list(part), step, inputs) for _, part in groupby(sorted(group, key=_HOST), _HOST)]
+        for _, group in groupby(inputs.sources, lambda one: one.lane)
+    ]
+    read = results([(partial(read_lane, job), job.sources[0]) for job in chain(*jobs)], inputs.ray)
+    for of_lane in jobs:
+        found = joined([(job, next(read)) for job in of_lane])
+        name = of_lane[0].sources[0].lane
         for lane in found.lanes:
             step.add(lane)
-        is_unrecorded = job.unrecorded and found.lanes and found.lanes[0].is_unknown
+        is_unrecorded = of_lane[0].unrecorded and found.lanes and found.lanes[0].is_unknown
         coverage.unrecorded += [name] if is_unrecorded else []
         coverage.lanes += [name] if found.problems else []
         coverage.missing += found.problems
         coverage.read += len(found.paths)
         coverage.events += found.events
         notes += found.notes
-        for source in job.sources:
+        for source in chain(*(job.sources for job in of_lane)):
             if on_progress:
                 on_progress(source)
     if manifest is None:

@@ -157,6 +157,7 @@ def _check_where_it_is(
 ) -> tuple[Callable[[], Checked], Source]:
     """Return the call that checks an artifact on the host that has it, and the file."""
     there = on_other_host(folder, artifact, ray)
+    folder = folder.absolute()  # a task has another working directory
     file = Source(path=folder / artifact.path, lane=artifact.lane, worker="", role="", where=there)
     if there:
         folder = Path(there.partition(":")[2].removesuffix(artifact.path))

@@ -203,7 +203,7 @@ def kernels(step: Step) -> list[KernelRow]:
     everything = self_ns.total() or 1
     return [
         KernelRow(name=name, stage=stage, calls=calls[stage, name], self_us=ns / 1000, share=ns / everything)
-        for (stage, name), ns in self_ns.most_common()
+        for (stage, name), ns in sorted(self_ns.items(), key=lambda item: (-item[1], item[0]))
     ]
 
 

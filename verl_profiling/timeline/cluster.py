@@ -5,9 +5,11 @@ A task runs on the host that has the file, and only its result travels.
 
 from __future__ import annotations
 
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,6 +20,8 @@ from verl_profiling.timeline.step import Source
 T = TypeVar("T")
 
 _THREADS = Path("/proc/self/task")  # has one entry per thread, including threads of libraries
+_CONNECT_S = 5.0
+_TASKS_PER_NODE = 8  # at most, on average: they reserve no CPU, and their results wait in memory
 _SPAWN_BYTES = 8 << 20  # for smaller inputs, starting processes takes longer than it saves
 
 
@@ -71,28 +75,52 @@ def _of_tasks(
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     nodes = {node["NodeManagerHostname"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    task = ray.remote(num_cpus=1, max_retries=0)(_result_there)
-    tasks: deque[Any] = deque()  # each is freed once its result is here
-    for call, file in calls:
+    task = ray.remote(num_cpus=0, max_retries=0)(_result_there)  # a training may hold all CPUs
+
+    def started(call: Callable[[], T], file: Source) -> Any:
         node = nodes.get(file.host)
+        if file.host and not node:
+            return None
         where = NodeAffinitySchedulingStrategy(node, soft=False) if node else "SPREAD"
-        is_lost = file.host and not node
-        tasks.append(None if is_lost else task.options(scheduling_strategy=where).remote(call, file))
-    for call, file in calls:
-        found, why = None, "no node of the Ray cluster has this host name"
-        if (running := tasks.popleft()) is not None:
-            try:
-                found = ray.get(running)
-            except RayError as error:  # the node died, or the process was killed
-                why = f"the task ended with {type(error).__name__}"
-        if found is None and file.host:
-            found = TraceFormatError(file.path, f"cannot be read on {file.host}: {why}")
-        yield _result(call) if found is None else found
+        stamp = None if file.host else _stamp(file.path)
+        return task.options(scheduling_strategy=where).remote(call, file, stamp)
+
+    waiting, tasks = iter(calls), deque[Any]()  # a task is freed once its result is here
+    try:
+        for call, file in calls:
+            tasks += [started(*one) for one in islice(waiting, _TASKS_PER_NODE * len(nodes) - len(tasks))]
+            found, why = None, "no node of the Ray cluster has this host name"
+            if tasks[0] is not None:
+                try:
+                    found = ray.get(tasks[0])
+                except RayError as error:  # the node died, or the process was killed
+                    why = f"the task ended with {type(error).__name__}"
+            tasks.popleft()
+            if found is None and file.host:
+                found = TraceFormatError(file.path, f"cannot be read on {file.host}: {why}")
+            yield _result(call) if found is None else found
+    finally:
+        for left in filter(None, tasks):
+            ray.cancel(left)
 
 
-def _result_there(call: Callable[[], T], file: Source) -> T | TraceFormatError | None:
-    """Return the result of a call; ``None`` if this host does not see a file of the calling host."""
-    return _result(call) if file.host or file.path.exists() else None
+def _result_there(
+    call: Callable[[], T], file: Source, stamp: tuple[int, int] | None
+) -> T | TraceFormatError | None:
+    """Return the result of a call; ``None`` if this host does not see the file of the calling host.
+
+    The host may have another file at the path, e.g. of an older run; size and time tell them apart.
+    """
+    return _result(call) if file.host or (stamp and _stamp(file.path) == stamp) else None
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Return size (bytes) and time of the last change (ns) of a file; ``None`` if there is no such file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
 
 
 def _connected(address: str) -> Any:
@@ -105,11 +133,16 @@ def _connected(address: str) -> Any:
         import ray
 
         if not ray.is_initialized():
+            host, _, port = address.rpartition(":")
+            if port.isdecimal():  # ray.init waits for minutes, and then exits
+                socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), _CONNECT_S).close()
             ray.init(address, log_to_driver=False, configure_logging=False)
     except ImportError as error:
         raise ToolUnavailableError(
             f"--ray needs {error.name}: pip install 'verl-profiling[train]'"
         ) from error
-    except (OSError, RuntimeError, ValueError) as error:
+    except SystemExit as error:
+        raise ToolUnavailableError(f"--ray {address}: the cluster does not answer") from error
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:
         raise ToolUnavailableError(f"--ray {address}: {str(error).partition('. ')[0]}") from error
     return ray

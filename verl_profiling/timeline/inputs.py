@@ -72,6 +72,8 @@ def steps_of(
         raise damaged[0]
     for step in found:
         step.ray = ray
+        if ray is not None:  # tasks have another working directory
+            step.files = [msgspec.structs.replace(one, path=one.path.absolute()) for one in step.files]
     return found, damaged
 
 
@@ -213,8 +215,8 @@ def _from_manifest(directory: Path, ray: str | None) -> StepInputs:
             where = on_other_host(directory, artifact, ray)
             files = list(_files_in(path or directory / artifact.path)) if path or where else []
             found += (_source(manifest, worker, artifact, file, where) for file in files)
-            if path is not None or files:
-                continue
+            if path is not None or files or (where and artifact.tool != "npu"):
+                continue  # of the files elsewhere, only the traces of torch_npu are read here alone
             state = "missing" if status == "failed" else status
             inputs.absent.append(f"{artifact.path} is {state}{f': {why}' if why else ''}")
     inputs.files = sorted_sources(found)
