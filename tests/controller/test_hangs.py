@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import ray
 from conftest import Pool
@@ -25,7 +27,9 @@ from test_watch import after_a_while
 
 from verl_profiling import ProfilingCallback, ProfilingConfig
 from verl_profiling.cli import main
-from verl_profiling.step_summary import Hang, StepSummary
+from verl_profiling.controller.hangs import report_to_rank_0
+from verl_profiling.step_summary import Hang, RankUse, StepSummary
+from verl_profiling.watch.sums import NO_LOOKS, StageSums, WatchQuestion
 from verl_profiling.watch_log import WatchLogReader, latest_step
 
 pytestmark = pytest.mark.timeout(180)
@@ -244,8 +248,8 @@ def test_the_loop_itself_is_told_by_its_line(tmp_path: Path, pool: Pool, stage: 
     waits = threading.Thread(target=lambda: found.append(the_hang(config)))
 
     def load_batch() -> None:
-        while waits.is_alive():
-            time.sleep(0.01)
+        """Wait in code without a file, as dataclasses make it."""
+        exec("while is_alive(): sleep(0.01)", {"is_alive": waits.is_alive, "sleep": time.sleep})
 
     with loop(config, ("actor", pool.sync[:1])) as cb, cb.stage(stage) if stage else nullcontext():
         waits.start()
@@ -334,30 +338,57 @@ def test_quiet_steps_leave_nothing(tmp_path: Path, pool: Pool) -> None:
     assert not Path(config.save_path, "hangs").exists()
 
 
-def test_no_process_looks_while_no_step_is_open(tmp_path: Path, pool: Pool) -> None:
-    """The threads end after a step, of the loop and of a worker, and are there again in the next step."""
+def looking(worker: Any = None) -> list[int | None]:
+    """Return the threads that look for hangs, or are about to end: of this process, or of a worker."""
+
+    def here(of: Any) -> list[int | None]:
+        return [one.ident for one in threading.enumerate() if one.name == "verl-profiling-hangs"]
+
+    return here(None) if worker is None else ray.get(worker.__ray_call__.remote(here))
+
+
+def test_a_worker_looks_until_the_training_ends(tmp_path: Path, pool: Pool) -> None:
+    """One thread in all steps, as a call in each could come too late; the loop's own ends with a step."""
     config, [worker] = watched(tmp_path), pool.sync[:1]
     set_up(config, [worker])
-
-    def names(of: Any) -> list[str]:
-        return [thread.name for thread in threading.enumerate()]
-
-    def look(number: int) -> bool:
-        """Return whether so many threads look, soon, in each of the two processes."""
-
-        def is_so() -> bool:
-            everywhere = names(None), ray.get(worker.__ray_call__.remote(names))
-            return all(one.count("verl-profiling-hangs") == number for one in everywhere)
-
-        return after_a_while(is_so)
 
     with ProfilingCallback(config) as callback:
         callback.add_workers("actor", [worker])
         callback.on_step_begin(1)
-        assert look(1)
+        assert after_a_while(lambda: len(looking()) == len(looking(worker)) == 1)
+        first = looking(worker)
         callback.on_step_end()
-        assert look(0)
+        assert after_a_while(lambda: not looking())
         callback.on_step_begin(2)
-        assert look(1)
+        assert after_a_while(lambda: len(looking()) == 1)
+        assert looking(worker) == first
         callback.on_step_end()
-    assert look(0)
+        assert after_a_while(lambda: not looking())
+        assert looking(worker) == first
+    assert after_a_while(lambda: not looking(worker))
+
+
+def test_a_worker_that_is_told_again_has_one_thread(tmp_path: Path, pool: Pool) -> None:
+    """As after many trainings, whose calls a busy worker answers at once."""
+    [worker] = pool.sync[:1]
+    set_up(watched(tmp_path), [worker])
+    looks = WatchQuestion(hangs=(str(tmp_path), 60.0))
+    for question in [looks, WatchQuestion(hangs=NO_LOOKS)] * 20 + [looks, looks]:
+        worker.read_watch.remote(question)
+    assert after_a_while(lambda: len(looking(worker)) == 1, 10)
+    ray.get(worker.read_watch.remote(WatchQuestion(hangs=NO_LOOKS)))
+    assert after_a_while(lambda: not looking(worker), 10)
+
+
+def test_a_rank_that_cannot_report_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its thread ends then, although the training goes on."""
+    place = msgspec.msgpack.encode((str(tmp_path), 0.01))
+    ranks: Any = SimpleNamespace(ended=threading.Event(), get=lambda key: place)
+    sums = StageSums(8)
+    sums.tokens.append(lambda: 1 // 0)
+    report_to_rank_0(ranks, RankUse(lane="actor_rank1", role="actor"), sums)
+    try:
+        assert after_a_while(lambda: not looking(), 10)
+    finally:
+        ranks.ended.set()
+    assert len([text for text in caplog.messages if "hangs of actor_rank1 are not reported" in text]) == 1

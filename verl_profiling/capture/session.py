@@ -65,7 +65,7 @@ class Session:
         record_pauses(self, None)
         self.sums: StageSums | None = None
         self.identity: WorkerIdentity | None = None
-        self.reporter: HangReporter | None = None
+        self.reporter = HangReporter(NO_LOOKS, "", "", lambda: [])
         total_spans(None)
         self._busy: dict[str, Busy] = {}
         self._capture: Capture | None = None
@@ -110,12 +110,13 @@ class Session:
         """Return the stages of this process in some steps, or ``None`` if the watch is off."""
         if self.sums is None:
             return None
-        if question.hangs and (self.reporter is None or self.reporter.reports != question.hangs):
+        if question.hangs not in (None, self.reporter.reports):
+            self.reporter.ended.set()
             self.reporter = reporter = HangReporter(
                 question.hangs, identity.lane(), identity.role, lambda: filter(None, [self.sums])
             )
             if question.hangs != NO_LOOKS:
-                in_background(lambda: reporter.report(lambda: self.reporter is reporter))
+                in_background(lambda: reporter.report(reporter.ended))
         return self.sums.read(identity, question)
 
     def busy(self, name: str, sums_requests: bool = False) -> Busy | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ import msgspec
 from verl_profiling import clock
 from verl_profiling.capture.session import process_session
 from verl_profiling.controller.spmd import PROBLEMS, Ranks
-from verl_profiling.controller.targets import Call, Postponed
+from verl_profiling.controller.targets import Call, Postponed, Target
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.step_summary import Hang, RankUse, StepSummary
 from verl_profiling.units import duration
@@ -56,6 +56,7 @@ class HangWatch:
     is_left: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
+    _told: set[Target] = field(default_factory=set)
     _asked: StepSummary | None = None
     _slow: StepSummary | None = None
     _elsewhere_ns: int = 0
@@ -67,10 +68,11 @@ class HangWatch:
                 self._thread = in_background(self._run)
 
     def end(self) -> None:
-        """End the thread, which logs that a hang of the last step is over."""
+        """End the threads, here and in workers; the one here logs that a hang of the last step is over."""
         self.ended.set()
         if (thread := self._thread) is not None:
             thread.join(_ANSWER_S)
+        self._call(self._told, NO_LOOKS)
 
     def _sums(self) -> set[StageSums]:
         return {self.loop.sums, process_session().sums or self.loop.sums}
@@ -81,7 +83,7 @@ class HangWatch:
         self._reporter = HangReporter(self._reports, who.lane, who.role, self._sums)
         process_session().reporter = self._reporter  # local workers need no thread of their own
         try:
-            self._call(self._reports)
+            self._call({*self.loop.roster.driven(None)} - self._told, self._reports)
             if self.ranks is not None:
                 self.ranks.set(_KEY, msgspec.msgpack.encode(self._reports))
             while not self.ended.wait(self._reports[1]):
@@ -89,14 +91,11 @@ class HangWatch:
                     self._look(step)
                     continue
                 self._goes_on()
-                self._call(NO_LOOKS)
                 with self._lock:
                     if self.loop.step is None:
                         self._thread = None  # until the next step begins
                         return
-                self._call(self._reports)
             self._goes_on()
-            self._call(NO_LOOKS)
         except Exception as error:
             logger.error("watch: hangs are not noticed any more: %s", error, exc_info=error)
 
@@ -154,9 +153,9 @@ class HangWatch:
             times += [sum(run[3] for run in one) / 1e9 for one in runs if one] if stage else [step.seconds]
         return median(times) if times else None
 
-    def _call(self, reports: tuple[str, float]) -> list[Call]:
+    def _call(self, targets: Iterable[Target], reports: tuple[str, float]) -> list[Call]:
         """Tell workers where to report from now on, and ask whether they answer."""
-        question, targets = WatchQuestion(hangs=reports), self.loop.roster.driven(None)
+        question, self._told = WatchQuestion(hangs=reports), self._told | {*targets}
         return [call for target in targets for call in target.call("read_watch", question)]
 
     def _ask(self) -> list[ProcessState]:
@@ -164,7 +163,8 @@ class HangWatch:
         path, own = self.folder / LOOP_FILE, self._reporter.state(0)
         self.folder.mkdir(exist_ok=True)
         write_json_atomically(path, own, durable=False)
-        calls, asked_ns = self._call(self._reports), path.stat().st_mtime_ns
+        calls = self._call(self.loop.roster.driven(None), self._reports)
+        asked_ns = path.stat().st_mtime_ns
         self.ended.wait(self._reports[1] + _ANSWER_S)
         found = self._states(calls, asked_ns)
         return [own, *{state.lane: state for state in found if state.process != own.process}.values()]
@@ -202,7 +202,7 @@ def report_to_rank_0(ranks: Ranks, who: RankUse, sums: StageSums) -> None:
             while not ranks.ended.wait(_ANSWER_S):
                 if (data := ranks.get(_KEY)) is not None:
                     reports = msgspec.msgpack.decode(data, type=tuple[str, float])
-                    reporter = HangReporter(reports, who.lane, who.role, lambda: {sums})
-                    reporter.report(lambda: not ranks.ended.is_set())
+                    HangReporter(reports, who.lane, who.role, lambda: {sums}).report(ranks.ended)
+                    return
 
     in_background(report)

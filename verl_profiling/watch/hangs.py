@@ -1,6 +1,6 @@
 """The open work of a process in a hang: stages, spans, collectives and Python stacks; and the kinds of hang.
 
-A busy process answers no call. So each process has a thread, as long as a step is open, that writes
+A busy process answers no call. So each process has a thread, until training ends, that writes
 ``hangs/<lane>.json`` while the file of the loop is there. Hooks do nothing for it: the thread reads what the
 watch keeps anyway.
 """
@@ -13,7 +13,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from inspect import CO_COROUTINE, iscoroutine
@@ -115,22 +114,22 @@ class HangReporter:
 
     Attributes:
         reports: Where it reports.
+        ended: Set when its looks are to end.
     """
 
     def __init__(
         self, reports: tuple[str, float], lane: str, role: str, sums: Callable[[], Iterable[StageSums]]
     ) -> None:
         self.reports, self._lane, self._role, self._sums = reports, lane, role, sums
-        self._loop = asyncio._get_running_loop()
+        self._loop, self.ended = asyncio._get_running_loop(), threading.Event()
         self._tokens: tuple[list[object], int] = [], 0
 
-    def report(self, goes_on: Callable[[], bool]) -> None:
+    def report(self, ended: threading.Event) -> None:
         """Write the file of this process whenever the loop's file is there; at the end, look once more."""
         path, written_ns, is_last = Path(self.reports[0], f"{self._lane}.json"), 0, False
         try:
             while not is_last:
-                time.sleep(self.reports[1])
-                is_last, asked_ns, _ = not goes_on(), 0, self._token_ns()
+                is_last, asked_ns, _ = ended.wait(self.reports[1]), 0, self._token_ns()
                 with suppress(OSError):
                     asked_ns = path.with_name(LOOP_FILE).stat().st_mtime_ns
                 if asked_ns and asked_ns != written_ns:
@@ -243,8 +242,9 @@ def _awaited(coroutine: Any) -> Iterator[FrameType]:
 
 
 def _is_user(frame: FrameType) -> bool:
-    module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return module not in _LIBRARIES and not frame.f_code.co_filename.endswith(_STARTS_ACTORS)
+    module, file = str(frame.f_globals.get("__name__", "")).partition(".")[0], frame.f_code.co_filename
+    is_made = file.startswith("<") and module != "__main__"  # by a library, such as methods of a dataclass
+    return not is_made and module not in _LIBRARIES and not file.endswith(_STARTS_ACTORS)
 
 
 def _place(frame: FrameType) -> str:

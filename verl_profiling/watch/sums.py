@@ -64,7 +64,7 @@ class WatchQuestion(msgspec.Struct, frozen=True, kw_only=True):
         offsets_ns: Measured clock offsets by clock domain: the domain's clock minus the loop's clock.
         collectives: Whether the collectives that the process entered are requested, too.
         hangs: Folder of the files of hangs, and pause between two looks for the loop's file (s);
-            :data:`NO_LOOKS` once no step is open.
+            :data:`NO_LOOKS` once training has ended.
     """
 
     steps: list[Period] = []
