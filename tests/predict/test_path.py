@@ -38,6 +38,17 @@ def test_a_replay_without_changes_is_the_step(graph: Graph) -> None:
 
 
 @settings(deadline=None)
+@given(graphs(queues=("", "a", "b")), st.integers(2, 5))
+def test_a_step_of_which_all_takes_longer_has_the_same_order_in_its_queues(graph: Graph, factor: int) -> None:
+    recorded = replay(graph)
+    longer = replay(
+        graph, *([factor * ns for ns in times] for times in (recorded.took_ns, recorded.delay_ns))
+    )
+    begin_ns = graph.begin_ns
+    assert [ns - begin_ns for ns in longer.end_ns] == [factor * (ns - begin_ns) for ns in recorded.end_ns]
+
+
+@settings(deadline=None)
 @given(graphs(queues=("", "a", "b")))
 def test_the_path_is_a_chain_as_long_as_the_step(graph: Graph) -> None:
     replayed = replay(graph)
@@ -67,3 +78,16 @@ def test_slack_is_how_much_longer_a_segment_may_take(graph: Graph, data: st.Data
     assert replay(graph, took).span_ns == replayed.span_ns
     took[at] += 1
     assert replay(graph, took).span_ns == replayed.span_ns + 1
+
+
+@settings(deadline=None)
+@given(graphs(), st.data())
+def test_work_that_nobody_waits_for_takes_no_slack(graph: Graph, data: st.DataObject) -> None:
+    """The work follows a segment; its own slack ends with the step."""
+    slack = slacks_ns(replay(graph))
+    before = data.draw(st.integers(0, len(graph.segments) - 1))
+    begin = graph.segments[before].end_ns
+    end = begin + data.draw(st.integers(0, 500))
+    graph.segments.append(Segment("beside", (), "work", begin, end, [before], ()))
+    graph.close()
+    assert slacks_ns(replay(graph)) == [*slack, max(graph.end_ns - end, 0)]

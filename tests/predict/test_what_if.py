@@ -223,6 +223,25 @@ def test_requests_wait_for_an_engine_that_serves_one_at_a_time(
     assert step.what_if(tools={"search": 4.0}).predicted_us == pytest.approx(seconds * 1e6)
 
 
+def test_requests_that_enter_a_queue_together_keep_their_order(tmp_path: Path) -> None:
+    """The engine serves 1, 0 and 2, though 0 and 2 were sent before 1; a long call follows after 0."""
+    log = DrawnLog()
+    requests = [(3, 5, 9), (1.5, 3, 9), (5, 7, 9)]
+    for number, (sent, (_, end, _)) in enumerate(zip((1, 1.5, 1.2), requests, strict=True)):
+        log.trajectory(0.5, 7 if number else 9, ("tool:search", 0.5, sent))
+        log.span("generate", sent, end, number, request=f"0-{number}")
+    log.span("tool:search", 5, 9, 0)
+    stages = [("rollout", 0, 9), ("update_actor", 9, 13)]
+    drawn_inputs(tmp_path, stages, [Worker("rollout", replica=0, requests=requests)], end=14.0)
+    log.add_to(tmp_path)
+    step = open_step(tmp_path)
+    assert step.what_if().predicted_us == pytest.approx(14e6)
+    for factor in (1.1, 1.000001, 0.999999, 0.99, 0.9, 0.5):
+        predicted = step.what_if(scale={"rollout": factor}).predicted_us
+        assert predicted == pytest.approx((5 + 9 * factor) * 1e6)
+    assert step.what_if(one_step_off=True).predicted_us == pytest.approx(9e6)
+
+
 def test_a_tool_takes_its_spans_along_and_leaves_other_calls(tmp_path: Path) -> None:
     """Inner spans are part of a call, a call beside it is not, and one from before the step has no length."""
     log = DrawnLog()

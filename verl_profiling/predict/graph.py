@@ -197,7 +197,7 @@ class Graph:
         last: Number of the segment with which the step ends.
         order: Numbers of the segments, each after those in its ``after``.
         delay_ns: Time between each segment's begin and the last end before it.
-        later_ns: Time by which a segment enters its queue later than the last end before it.
+        behind: Number of the segment that entered the queue before one that was ready earlier; -1 for others.
         parts: Role, stage and number of the run in its process, of each ``part``: the same for all ranks.
         tails: Number of a segment, and the numbers of the trajectories or requests that it waits for.
         idle: Time in which all lanes of a process were idle, by process.
@@ -214,7 +214,7 @@ class Graph:
     last: int = 0
     order: list[int] = field(default_factory=list)
     delay_ns: list[int] = field(default_factory=list)
-    later_ns: list[int] = field(default_factory=list)
+    behind: list[int] = field(default_factory=list)
     parts: list[tuple[str, str, int]] = field(default_factory=list)
     tails: dict[int, list[int]] = field(default_factory=dict)
     idle: dict[str, Spans] = field(default_factory=dict)
@@ -228,17 +228,17 @@ class Graph:
         """Set order and delays, once all segments are there."""
         found = self.segments
         self.order = sorted(range(len(found)), key=lambda at: (found[at].begin_ns, found[at].end_ns, at))
-        self.delay_ns, self.later_ns = [0] * len(found), [0] * len(found)
-        queues: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (self.begin_ns, self.begin_ns))
+        self.delay_ns, self.behind = [0] * len(found), [-1] * len(found)
+        last: dict[str, tuple[int, int]] = {}  # of each queue: the segment that entered it, and when
         for at in self.order:
             one = found[at]
             ready_ns = max((found[before].end_ns for before in one.after), default=self.begin_ns)
             if one.queue:
-                entered_ns, free_ns = queues[one.queue]
-                self.later_ns[at] = max(entered_ns - ready_ns, 0)
-                entered_ns = ready_ns + self.later_ns[at]
-                queues[one.queue] = entered_ns, one.end_ns
-                ready_ns = max(entered_ns, free_ns)
+                before, entered_ns = last.get(one.queue, (-1, ready_ns))
+                self.behind[at] = before if entered_ns > ready_ns else -1
+                ready_ns = max(ready_ns, entered_ns)
+                last[one.queue] = at, ready_ns
+                ready_ns = max(ready_ns, found[before].end_ns if before >= 0 else ready_ns)
             self.delay_ns[at] = one.begin_ns - ready_ns
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from verl_profiling.predict.graph import Graph
@@ -16,7 +16,8 @@ class Replay(NamedTuple):
 
     Attributes:
         graph: The graph.
-        after: Numbers of the segments that end before each segment.
+        given: Numbers of the segments that end before each segment, as given to the replay.
+        after: The same, with the segment before it in its queue.
         took_ns: Duration of each segment.
         delay_ns: Delay before each segment.
         end_ns: End of each segment.
@@ -25,6 +26,7 @@ class Replay(NamedTuple):
     """
 
     graph: Graph
+    given: Sequence[Sequence[int]]
     after: Sequence[Sequence[int]]
     took_ns: Sequence[int]
     delay_ns: Sequence[int]
@@ -56,7 +58,8 @@ def replay(
 ) -> Replay:
     """Return the times of a step in which each segment begins as soon as its edges and its delay permit.
 
-    A segment with a queue begins after all that entered the queue before it.
+    A segment with a queue begins after all that entered the queue before it. It enters when it is ready, but
+    not before one that it was behind though it was ready earlier.
 
     Work that is carried over from the last step has what is left of it, as all steps are alike. What is left
     is negative if the work ended before the step.
@@ -88,7 +91,7 @@ def replay(
             last_ns[number] = more_ns
         if alike:
             break
-    return Replay(graph, queued, took_ns, delay_ns, end_ns, alike, order)
+    return Replay(graph, after, queued, took_ns, delay_ns, end_ns, alike, order)
 
 
 def _ends(
@@ -106,12 +109,24 @@ def _ends(
     for at, before in enumerate(after):
         for one in before:
             following[one].append(at)
-    missing = list(map(len, after))
-    ready = [(graph.begin_ns + graph.later_ns[at], place[at], at) for at in graph.order if not after[at]]
-    last: dict[str, int] = {}
-    heapify(ready)
+    for at, one in enumerate(graph.behind):
+        if one >= 0:
+            following[one].append(at)
+    missing = [len(before) + (one >= 0) for before, one in zip(after, graph.behind, strict=True)]
+    ready: list[tuple[int, int, int]] = []
+    entered_ns, last = dict[int, int](), dict[str, int]()
+
+    def enter(at: int) -> None:
+        since_ns = max((end_ns[before] for before in after[at]), default=graph.begin_ns)
+        since_ns = max(since_ns, entered_ns.get(graph.behind[at], since_ns))
+        heappush(ready, (since_ns, place[at], at))
+
+    for at, count in enumerate(missing):
+        if not count:
+            enter(at)
     while ready:
         ready_ns, _, at = heappop(ready)
+        entered_ns[at] = ready_ns
         if queue := graph.segments[at].queue:
             if queue in last:
                 edges[at] = [*after[at], last[queue]]
@@ -122,8 +137,7 @@ def _ends(
         for one in following[at]:
             missing[one] -= 1
             if not missing[one]:
-                since_ns = max(end_ns[before] for before in after[one])
-                heappush(ready, (since_ns + graph.later_ns[one], place[one], one))
+                enter(one)
     return end_ns, edges, order
 
 
@@ -147,13 +161,15 @@ def critical_path(replayed: Replay) -> list[PathPart]:
 
 
 def slacks_ns(replayed: Replay) -> list[int]:
-    """Return how much longer each segment could take without a longer step."""
-    end_ns = replayed.end_ns
-    latest_ns = [end_ns[replayed.graph.last]] * len(end_ns)
+    """Return how much longer each segment could take without a longer step.
+
+    A segment that the step does not wait for could go on until the end of the step.
+    """
+    end_ns, last = replayed.end_ns, replayed.graph.last
+    latest_ns = {last: end_ns[last]}
     for at in reversed(replayed.order):
-        before = replayed.after[at]
-        slack_ns = latest_ns[at] - end_ns[at]
-        ready_ns = max((end_ns[one] for one in before), default=0)
-        for one in before:
-            latest_ns[one] = min(latest_ns[one], ready_ns + slack_ns)
-    return [max(latest - end, 0) for latest, end in zip(latest_ns, end_ns, strict=True)]
+        if at in latest_ns:
+            before = replayed.after[at]
+            ready_ns = max((end_ns[one] for one in before), default=0) + latest_ns[at] - end_ns[at]
+            latest_ns |= {one: min(latest_ns.get(one, ready_ns), ready_ns) for one in before}
+    return [max(latest_ns.get(at, end_ns[last]) - end, 0) for at, end in enumerate(end_ns)]

@@ -243,11 +243,11 @@ def _with_resources(
     """
     graph, replays = found.graph, [found]
     if changes.replicas is not None:
-        outcome = on_replicas(graph, changes.replicas, found.took_ns, found.delay_ns, found.after)
+        outcome = on_replicas(graph, changes.replicas, found.took_ns, found.delay_ns, found.given)
         assumed += outcome.assumed
         notes += outcome.notes
         replays = [
-            replay(graph, [round(ns) for ns in took_ns], found.delay_ns, found.after)
+            replay(graph, [round(ns) for ns in took_ns], found.delay_ns, found.given)
             for took_ns in (outcome.likely_ns, *outcome.others_ns)
         ]
     if not changes.one_step_off:
@@ -280,7 +280,7 @@ def _beside(found: Replay, who: str) -> Replay:
             ns if stays((*one.around, "")[0], one.who) else 0
             for one, ns in zip(graph.segments, found.delay_ns, strict=True)
         ]
-        return replay(graph, took_ns, delay_ns, found.after)
+        return replay(graph, took_ns, delay_ns, found.given)
 
     training = only(lambda stage, worker: stage != ROLLOUT or worker == who)
     rollout = only(lambda stage, worker: stage in (ROLLOUT, WEIGHT_SYNC))
