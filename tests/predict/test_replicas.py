@@ -16,7 +16,7 @@ from step_folders import rewrite_worker
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
-from verl_profiling.manifest import Request
+from verl_profiling.manifest import Request, StageSpan
 from verl_profiling.predict.what_if import Prediction
 from verl_profiling.run_files import read_manifest
 
@@ -177,6 +177,39 @@ def test_steps_without_what_other_resources_need_are_refused(tmp_path: Path) -> 
     ):
         with pytest.raises(ConfigError, match=said):
             open_step(tmp_path).what_if(**changes)
+
+
+@pytest.mark.parametrize("goes_on", ["request", "open request", "stage"])
+def test_a_step_that_a_rollout_goes_on_after_is_refused(tmp_path: Path, goes_on: str) -> None:
+    drawn(tmp_path, served(LENGTHS))
+    worker = read_manifest(tmp_path).workers[0]
+    late = replace(worker.requests[0], id="late", end_ns=ns(99))
+    more = {
+        "request": {"requests": [*worker.requests, late]},
+        "open request": {"pending_since_ns": [ns(2)]},
+        "stage": {"stages": [StageSpan(name="rollout", begin_ns=ns(11), end_ns=ns(99))]},
+    }
+    rewrite_worker(tmp_path, "rollout0", **more[goes_on])
+    step = open_step(tmp_path)
+    with pytest.raises(ConfigError, match="needs a step in which all requests of its rollout begin and end"):
+        step.what_if(replicas=2)
+    with pytest.raises(ConfigError, match="needs a step whose rollout begins and ends in it"):
+        step.what_if(one_step_off=True)
+
+
+def test_validation_is_no_rollout(tmp_path: Path) -> None:
+    """Its ten requests are as before, as is the rest of the step; a tail of the rollout is 1.5 s."""
+    requests = [
+        (begin + 0.1, begin + 0.5 + 0.3 * at * speed, 50 * (at + 3))
+        for begin, speed in ((0, 1), (7, 0.7))
+        for at in range(10)
+    ]
+    stages = [("rollout", 0, 4), ("update_actor", 4, 7), ("validate", 7, 9.5)]
+    drawn_inputs(tmp_path, stages, [engine(0, (0.1, 0.2), requests=requests)])
+    step = open_step(tmp_path)
+    assert step.what_if(no_tail=50).predicted_us == pytest.approx(8.5e6)
+    path = step.what_if(replicas=4).path
+    assert sum(row.duration_us for row in path if row.stage == "validate") == pytest.approx(2.5e6)
 
 
 def test_an_engine_that_serves_one_at_a_time_is_refused(tmp_path: Path) -> None:

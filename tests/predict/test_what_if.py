@@ -197,6 +197,8 @@ def test_a_faster_tool_and_a_rollout_without_its_tail(tmp_path: Path) -> None:
     assert quick.notes == [
         "extrapolated: calls of search took 1.00 s to 1.00 s in the capture, and none took 250 ms"
     ]
+    both = step.what_if(tools={"search": 0.25}, scale={"rollout": 0.5})
+    assert both.predicted_us == pytest.approx((0.25 + 3 + 0.25 + 0.25 + 0.1 + 1.8) * 1e6)
     assert step.what_if(no_tail=75).predicted_us == pytest.approx(6e6)
     assert step.what_if(no_tail=50, tools={"search": 1.0}).predicted_us == pytest.approx(5.5e6)
     for wrong in ({"tools": {"serch": 1.0}}, {"scale": {"train": 0.5}}, {"balance": ["rollout"]}):
@@ -261,6 +263,19 @@ def test_a_tool_takes_its_spans_along_and_leaves_other_calls(tmp_path: Path) -> 
     assert slower.notes[0].startswith("extrapolated: calls of search took 600 ms to 600 ms")
     (saved,) = (row for row in step.what_if().what_would_help if row.option.startswith("--tool sandbox="))
     assert saved.difference_us == pytest.approx(-1e6)
+
+
+def test_only_a_name_of_its_own_is_a_change_to_try(tmp_path: Path) -> None:
+    log = DrawnLog()
+    log.trajectory(0.5, 8, ("(all others)", 0.5, 4), ("tool:search", 4, 8))
+    log.trajectory(0.5, 7, ("tool:sandbox", 1, 7))
+    drawn_inputs(tmp_path, [("rollout", 0, 8.2)], [])
+    log.add_to(tmp_path)
+    step = open_step(tmp_path)
+    options = [row.option for row in step.what_if().what_would_help]
+    assert [option for option in options if "--tool" in option] == ["--tool search=2s"]
+    with pytest.raises(ConfigError, match="choose from: sandbox, search"):
+        step.what_if(tools={"(all others)": 1.0})
 
 
 def test_loop_lag_goes_with_the_tool_that_blocks_the_loop(tmp_path: Path) -> None:

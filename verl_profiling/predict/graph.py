@@ -199,11 +199,12 @@ class Graph:
         delay_ns: Time between each segment's begin and the last end before it.
         behind: Number of the segment that entered the queue before one that was ready earlier; -1 for others.
         parts: Role, stage and number of the run in its process, of each ``part``: the same for all ranks.
-        tails: Number of a segment, and the numbers of the trajectories or requests that it waits for.
+        tails: Number of a segment, and those of a rollout's trajectories or requests that it waits for.
         idle: Time in which all lanes of a process were idle, by process.
         carried: Work that began in the last step.
         assumed: Number of edges by assumption.
         unknown: Sentences on stages whose waits are not known.
+        whole: Whether all rollouts begin and end in the step.
         lanes: Number of the step's devices, else of its workers.
         on_device: Whether the lanes are devices, and not processes on CPUs.
     """
@@ -221,6 +222,7 @@ class Graph:
     carried: list[Carried] = field(default_factory=list)
     assumed: Counter[str] = field(default_factory=Counter)
     unknown: list[str] = field(default_factory=list)
+    whole: bool = True
     lanes: int = 0
     on_device: bool = False
 
@@ -312,6 +314,8 @@ def graph_of(content: Content) -> Graph:
     for work, mark, stage in carried:
         graph.carried.append(Carried(work.entry, mark.exit, root.end_ns - mark.begin_ns))
         graph.segments[mark.entry].after.append(stage.exit)  # the next work begins after this one
+    goes_on = any(ns < root.end_ns for ns in later) or any(run.end_ns >= root.end_ns for run in rollouts)
+    graph.whole = not (goes_on or graph.carried or graph.unknown)
     graph.close()
     own = [one for one in graph.segments if one.who == who and one.kind in (OWN, WORK) and not one.trajectory]
     spans = np.array([(one.begin_ns, one.end_ns) for one in own], np.int64).reshape(-1, 2)
@@ -534,7 +538,7 @@ class _Builder:
                     last[run.row] = run.exit
         for at, run in self.joins:
             self.link(run.exit, at)
-            if run.pieces:
+            if run.pieces and VALIDATE not in found[at].within:
                 graph.tails.setdefault(at, []).append(run.exit)
 
     def link(self, before: int | None, after: int) -> None:

@@ -141,13 +141,17 @@ def _ends(
     return end_ns, edges, order
 
 
-def critical_path(replayed: Replay) -> list[PathPart]:
+def critical_path(replayed: Replay, last: int | None = None) -> list[PathPart]:
     """Return the chain of segments that made the step as long as it is, in order of time.
 
     The parts follow each other without a gap, so they add up to the step.
+
+    Args:
+        replayed: The replay.
+        last: Number of the last segment of the chain; by default that of the step.
     """
     found, end_ns = [], replayed.end_ns
-    at: int | None = replayed.graph.last
+    at: int | None = replayed.graph.last if last is None else last
     while at is not None:
         begin_ns = end_ns[at] - replayed.took_ns[at]
         found.append(PathPart(at, begin_ns, end_ns[at], False))

@@ -2,8 +2,8 @@
 
 A running request makes one token in each iteration of its engine, and the time of an iteration depends on the
 number of running requests: the curve. The work of a request is the number of iterations that fit into its
-recorded time. So a replay with the recorded replicas is the recorded step, and in any other replay a request
-runs until its work is done.
+recorded time. Beside as many requests as recorded, it takes as long as recorded. A replay dispatches all
+requests anew, also with the recorded number of replicas, and each runs until its work is done.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from verl_profiling.errors import ConfigError
 from verl_profiling.predict.graph import Graph
+from verl_profiling.report.capture_rows import VALIDATE
 
 Floats = NDArray[np.float64]
 
@@ -101,7 +102,7 @@ def on_replicas(
         )
     if any(graph.segments[at].queue for one in served for at in one.segments):
         raise ConfigError(_OPTION, "needs engines that serve several requests at once")
-    if graph.carried or graph.unknown:
+    if not graph.whole:
         raise ConfigError(_OPTION, "needs a step in which all requests of its rollout begin and end")
     load = _Load(served)
     run_ns = sum(one.end_ns - one.begin_ns for one in served)
@@ -146,10 +147,10 @@ def on_replicas(
 
 
 def _served(graph: Graph) -> Iterator[_Served]:
-    """Yield the requests that ran."""
+    """Yield the requests that ran, without those of validation."""
     segments: defaultdict[int, list[int]] = defaultdict(list)
     for at, one in enumerate(graph.segments):
-        if one.request is not None and one.kind in _IN_ENGINE:
+        if one.request is not None and one.kind in _IN_ENGINE and VALIDATE not in one.within:
             segments[id(one.request)].append(at)
     for ats in segments.values():
         parts = [graph.segments[at] for at in ats]

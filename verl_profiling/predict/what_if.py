@@ -20,7 +20,7 @@ from verl_profiling.report.columns import HelpRow, PathRow
 from verl_profiling.report.intervals import length, spans_of, within
 from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import Report
-from verl_profiling.report.records import GENERATE, LOOP_LAG
+from verl_profiling.report.records import GENERATE, LOOP_LAG, OTHERS
 from verl_profiling.report.tables import added
 from verl_profiling.units import duration, visible, visible_text_of
 
@@ -29,6 +29,8 @@ _NOT_ALIKE = "the predicted step is one of many that differ: each leaves more or
 _LEAST_SHARE = 0.001  # of the step, from which on a change is listed
 _NOISE = 0.03  # share by which steps differ that are alike, on each side of an interval
 _LEAST_OF_TAIL = 10  # trajectories or requests of a rollout, from which on its tail may be left out
+
+_Calls = dict[str, dict[int, int]]
 
 
 class Changes(NamedTuple):
@@ -174,12 +176,14 @@ def predict(
     if changes.no_tail is not None and not 0 < changes.no_tail <= 100:
         raise ConfigError("--no-tail", f"{changes.no_tail} is not a percentage above 0 and at most 100")
     recorded = replay(graph)
-    found, low_us, high_us = _changed(graph, changes), None, None
-    assumed, notes = changes.assumed(), list(_extrapolations(graph, changes))
+    calls = _calls(graph)
+    found, low_us, high_us = _changed(graph, changes, calls), None, None
+    assumed, notes = changes.assumed(), list(_extrapolations(calls, changes))
     if changes.replicas is not None or changes.one_step_off:
         found, spans_ns = _with_resources(found, changes, assumed, notes)
         low_us, high_us = min(spans_ns) * (1 - _NOISE) / 1000, max(spans_ns) * (1 + _NOISE) / 1000
-    helps = [] if changes.options() else [_help(recorded, *one) for one in _candidates(graph)]
+    tried = [] if changes.options() else _candidates(recorded, calls)
+    helps = [_help(recorded, calls, *one) for one in tried]
     return Prediction(
         step=step,
         span_us=recorded.span_ns / 1000,
@@ -198,7 +202,7 @@ def predict(
     )
 
 
-def _changed(graph: Graph, changes: Changes) -> Replay:
+def _changed(graph: Graph, changes: Changes, calls: _Calls) -> Replay:
     """Return the replay of a graph with changes."""
     took = [float(one.end_ns - one.begin_ns) for one in graph.segments]
     delay = [float(ns) for ns in graph.delay_ns]
@@ -217,9 +221,10 @@ def _changed(graph: Graph, changes: Changes) -> Replay:
         for at, factor in _shares(graph, stage).items():
             took[at] *= factor
     for name, seconds in changes.tools.items():
-        _known("--tool", "whole call of", name, _tools(graph))
-        for at, call_ns in _calls(graph, name).items():
-            took[at] *= seconds * 1e9 / call_ns
+        _known("--tool", "whole call of", _tool(name), calls)
+        for at, call_ns in calls[_tool(name)].items():
+            one = graph.segments[at]
+            took[at] = (one.end_ns - one.begin_ns) * seconds * 1e9 / call_ns
     if changes.no_tail is not None:
         if not graph.tails:
             raise ConfigError("--no-tail", "no stage waits for trajectories or requests")
@@ -253,7 +258,7 @@ def _with_resources(
     if not changes.one_step_off:
         return replays[0], [one.span_ns for one in replays]
     _known("--one-step-off", "stage", ROLLOUT, {one.within[0] for one in graph.segments if one.within})
-    if graph.carried or graph.unknown:
+    if not graph.whole:
         raise ConfigError(
             "--one-step-off", "needs a step whose rollout begins and ends in it, with engines recorded"
         )
@@ -289,8 +294,8 @@ def _beside(found: Replay, who: str) -> Replay:
 
 def _known(option: str, what: str, name: str, choices: Iterable[str]) -> None:
     names = set(choices)
-    if name not in names and f"{_TOOL}{name}" not in names:
-        hint = choices_hint(name, {one.removeprefix(_TOOL) for one in names}) if names else "there is none"
+    if name not in names:
+        hint = choices_hint(name, names) if names else "there is none"
         raise ConfigError(option, f"the step has no {what} {name!r}; {hint}")
 
 
@@ -327,17 +332,22 @@ def _worked_ns(segments: Iterable[Segment]) -> int:
     return length(spans_of((one.begin_ns, one.end_ns) for one in segments))
 
 
-def _tools(graph: Graph) -> set[str]:
-    """Return the names of calls whose duration can be set."""
-    waits = (one for one in graph.segments if not one.kind.startswith(LOOP_LAG))
-    return {name for one in waits for name, _ in one.calls}
+def _calls(graph: Graph) -> _Calls:
+    """Return the calls whose duration can be set: by name, the call (ns) of each segment in one.
+
+    Loop lag is no call, but goes with the calls that cause it.
+    """
+    found, names = defaultdict[str, dict[int, int]](dict), set[str]()
+    for at, one in enumerate(graph.segments):
+        for name, call_ns in reversed(one.calls):
+            found[_tool(name)][at] = call_ns
+            if not one.kind.startswith(LOOP_LAG):
+                names.add(_tool(name))
+    return {name: found[name] for name in names - {OTHERS}}
 
 
-def _calls(graph: Graph, name: str) -> dict[int, int]:
-    """Return the call (ns) of each segment in a tool's calls, and in the loop lag that they cause."""
-    names = (name, f"{_TOOL}{name}")
-    calls = ((at, call) for at, one in enumerate(graph.segments) for call in reversed(one.calls))
-    return {at: call_ns for at, (called, call_ns) in calls if called in names}
+def _tool(name: str) -> str:
+    return name.removeprefix(_TOOL)
 
 
 def _tails(graph: Graph, percent: float) -> Iterable[tuple[int, set[int]]]:
@@ -352,8 +362,12 @@ def _tails(graph: Graph, percent: float) -> Iterable[tuple[int, set[int]]]:
         yield from ((at, left_out) for at in waiting)
 
 
-def _candidates(graph: Graph) -> Iterable[tuple[str, Changes]]:
-    """Yield single changes to try, each with the outermost stage that it changes."""
+def _candidates(recorded: Replay, calls: _Calls) -> Iterable[tuple[str, Changes]]:
+    """Yield single changes to try, each with the outermost stage that it changes.
+
+    Of the calls, those are tried that take time on the path of the step, or on that of the next step's work.
+    """
+    graph = recorded.graph
     outermost: dict[str, str] = {}
     for one in graph.segments:
         outermost |= {name: outermost.get(name, one.within[0]) for name in one.within}
@@ -361,10 +375,15 @@ def _candidates(graph: Graph) -> Iterable[tuple[str, Changes]]:
     yield from ((outermost[stage], Changes(balance=[stage])) for stage in _balanced(graph))
     if sum(map(len, graph.tails.values())) >= _LEAST_OF_TAIL:
         yield _first_stage(graph, graph.tails), Changes(no_tail=90.0)
-    for kind in sorted(_tools(graph) - {GENERATE}):
-        calls = _calls(graph, kind)
-        half_s = float(f"{sum(calls.values()) / len(calls) / 2e9:.3g}")
-        yield _first_stage(graph, calls), Changes(tools={kind.removeprefix(_TOOL): half_s})
+    spent: Counter[str] = Counter()
+    for last in {graph.last, *(one.mark for one in graph.carried)}:
+        for part in critical_path(recorded, last):
+            names = {_tool(name) for name, _ in graph.segments[part.segment].calls}
+            spent.update(dict.fromkeys(names, part.end_ns - part.begin_ns))
+    for name in sorted(calls.keys() & spent.keys() - {GENERATE}):
+        if spent[name] > _LEAST_SHARE * recorded.span_ns:
+            half_s = float(f"{sum(calls[name].values()) / len(calls[name]) / 2e9:.3g}")
+            yield _first_stage(graph, calls[name]), Changes(tools={name: half_s})
 
 
 def _first_stage(graph: Graph, ats: Iterable[int]) -> str:
@@ -372,8 +391,8 @@ def _first_stage(graph: Graph, ats: Iterable[int]) -> str:
     return next((graph.segments[at].within[0] for at in ats if graph.segments[at].within), "")
 
 
-def _help(recorded: Replay, stage: str, changes: Changes) -> HelpRow:
-    predicted = _changed(recorded.graph, changes).span_ns
+def _help(recorded: Replay, calls: _Calls, stage: str, changes: Changes) -> HelpRow:
+    predicted = _changed(recorded.graph, changes, calls).span_ns
     change = predicted - recorded.span_ns
     graph, share = recorded.graph, change / max(recorded.span_ns, 1)
     return HelpRow(
@@ -388,13 +407,13 @@ def _help(recorded: Replay, stage: str, changes: Changes) -> HelpRow:
     )
 
 
-def _extrapolations(graph: Graph, changes: Changes) -> Iterable[str]:
+def _extrapolations(calls: _Calls, changes: Changes) -> Iterable[str]:
     """Yield a sentence for each duration of a tool that no call in the capture had."""
     for name, seconds in changes.tools.items():
-        calls = [call_ns / 1e9 for call_ns in _calls(graph, name).values()]
-        if not min(calls) <= seconds <= max(calls):
+        took = [call_ns / 1e9 for call_ns in calls[_tool(name)].values()]
+        if not min(took) <= seconds <= max(took):
             yield (
-                f"extrapolated: calls of {name} took {duration(min(calls))} to {duration(max(calls))} in the "
+                f"extrapolated: calls of {name} took {duration(min(took))} to {duration(max(took))} in the "
                 f"capture, and none took {duration(seconds)}"
             )
 
