@@ -61,7 +61,8 @@ def test_a_long_pause_is_a_finding_with_what_to_do(report: Report, tmp_path: Pat
     finding = report.findings[-1]
     assert finding.rule == "pause"
     assert finding.text == (
-        "The loop waited 3.70 s around the step (37% of it) for the capture to start and stop."
+        "The loop waited 3.70 s before and after the step (37% of its time) "
+        "for the capture to start and stop."
     )
     short = [StageSpan("capture_stop", ns(10), ns(12.4))]
     assert all(finding.rule != "pause" for finding in reported(tmp_path / "short", short).findings)

@@ -65,7 +65,7 @@ def test_the_verdict_is_a_line_and_an_exit_code(tmp_path: Path, capsys: pytest.C
     assert main(["report", "--verdict", "--json", str(tmp_path)]) == EXIT_FINDING
     printed = capsys.readouterr()
     [line] = printed.err.splitlines()
-    assert line.startswith("step 1: actor_rank1 is slow in update_actor: it worked 10.0 s")
+    assert line.startswith("step 1: actor_rank1 is slow in update_actor: it took 10.0 s without waits")
     assert "waiting. Would help most: update_actor balanced (--balance update_actor), -25% of" in line
     assert json.loads(printed.out)["findings"][0]["lanes"] == ["actor_rank1"]
 
@@ -77,7 +77,10 @@ def test_the_slow_rank_is_found_behind_a_collective(tmp_path: Path) -> None:
     report = report_of(tmp_path, WHOLE, [fast, slow])
     first = report.findings[0]
     assert (first.rule, first.lanes, first.seconds) == ("straggler", ["actor_rank1"], pytest.approx(5))
-    assert "actor_rank1 is slow in update_actor: it worked 10.0 s, the other worker 5.00 s" in first.text
+    assert (
+        "actor_rank1 is slow in update_actor: it took 10.0 s without waits, the other worker 5.00 s"
+        in first.text
+    )
     assert "host_bound" not in rules(report)  # what only one rank has is the straggler's
     even = report_of(tmp_path, WHOLE, [fast, replace(fast, rank=1)])
     assert "straggler" not in rules(even)

@@ -20,7 +20,15 @@ from verl_profiling.report.capture_rows import slow_replica, slowest_replica
 from verl_profiling.report.columns import BlockRow, DeviceRow, Rollout, StragglerRow
 from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import Finding, Report
-from verl_profiling.report.records import BEFORE, LOOP_LAG, OWN_CODE, UNEXPLAINED, UNKNOWN
+from verl_profiling.report.records import (
+    BEFORE,
+    FROM_THE_ENGINE,
+    LOOP_LAG,
+    OWN_CODE,
+    TO_THE_ENGINE,
+    UNEXPLAINED,
+    UNKNOWN,
+)
 from verl_profiling.report.rollout_section import KEPT
 from verl_profiling.report.sentences import counted
 from verl_profiling.units import duration, listed
@@ -140,8 +148,8 @@ def _pause(report: Report) -> Iterator[Finding]:
     if report.span_us and report.pause_us:  # a step that is recorded now has no length yet
         share = report.pause_us / _span_us(report)
         text = (
-            f"The loop waited {_time(report.pause_us)} around the step ({share:.0%} of it) for the capture "
-            "to start and stop."
+            f"The loop waited {_time(report.pause_us)} before and after the step ({share:.0%} of its time) "
+            "for the capture to start and stop."
         )
         seconds = _on_all(report, report.pause_us / 1e6)
         yield Finding("pause", text, _RECORD_LESS, seconds, _by_cost(report), share)
@@ -157,7 +165,7 @@ def _stragglers(report: Report) -> Iterator[Finding]:
         others_us = row.slowest_us - row.behind_us / (row.workers - 1)
         who = "the other worker" if row.workers == 2 else "the others, on average,"
         text = (
-            f"{row.slowest} is slow in {row.stage}: it worked {_time(row.slowest_us)}, {who} "
+            f"{row.slowest} is slow in {row.stage}: it took {_time(row.slowest_us)} without waits, {who} "
             f"{_time(others_us)}, which is {report.lane_seconds(row.behind_us / 1e6)} of waiting."
         )
         several = (f"{row.slowest}_rank", f"{row.slowest} ")  # a replica's ranks, a process's devices
@@ -354,10 +362,9 @@ def _last_trajectories(report: Report, rollout: Rollout) -> Iterator[Finding]:
         cause = most.cause if most else ""
         if cause == LOOP_LAG and _loops_are_blocked(report, rollout):
             return  # it follows from the blocks
-        who = "trajectory takes" if last.trajectories == 1 else f"{last.trajectories} trajectories take"
         text = (
-            f"The last {who} {duration(last.seconds)}, {last.share:.0%} of {rollout.of_trajectories} "
-            f"({last.trajectories} of {last.of} trajectories)"
+            f"In the last {duration(last.seconds)}, {last.share:.0%} of {rollout.of_trajectories}, "
+            f"{last.trajectories} of {last.of} trajectories go on"
             + (f": {most.share:.0%} of that is {_called(cause)}." if most else ".")
         )
         advice = slow_replica(report.replicas) if cause == "decode" else _ADVICE.get(cause, "")
@@ -408,6 +415,8 @@ def _polling(report: Report, rollout: Rollout) -> Iterator[Finding]:
 def _called(cause: str) -> str:
     """Return a cause for use in a sentence, e.g. ``tool `search``` for ``tool:search``."""
     family, _, name = cause.partition(":")
+    if cause in (TO_THE_ENGINE, FROM_THE_ENGINE):
+        return f"the way {cause}"
     return f"{family} `{name}`" if name and family in ("tool", "wait") else cause
 
 
