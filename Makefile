@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge hang-judge what-if-judge clean
+.PHONY: help env browser page-library pictures test-hta env-verl test test-verl test-verl-truth test-verl-sglang demo-verl demo-verl-e2e demo-verl-discrete demo-verl-one-step-off test-recipes test-vllm test-sglang test-engines test-releases test-soak test-fuzz test-megatron test-npu test-trl test-areal test-gpu test-npu-device test-package test-pythons verification demo demo-e2e demo-discrete demo-watch demo-agent lint size repository docs tables bench bench-instructions bench-verl watch-faults watch-judge idle-judge hang-judge what-if-judge clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -261,6 +261,9 @@ watch-faults: .venv/.ready ## Put faults into running loops, and print what the 
 
 watch-judge: .venv/.ready ## Print what the watch notices of ten faults in three loops, and whom it names (a quarter of an hour)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/watch_judge.py
+
+idle-judge: .venv/.ready ## Hold who waits for whom against a stopwatch (a minute)
+	.venv/bin/python -m pytest -s -q tests/watch/test_idle.py -k "controller_with or one_step_off or one_process"
 
 hang-judge: .venv/.ready ## Put hangs into running loops, and print what the watch says of them (a quarter of an hour)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/hang_judge.py
