@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -284,17 +283,15 @@ class CapturedStep:
             ConfigError: The capture holds several steps, each with its own report (see :meth:`by_step`).
             TraceFormatError: There is neither a manifest nor a readable trace.
         """
-        from verl_profiling.predict.graph import graph_of
         from verl_profiling.predict.what_if import with_predictions
         from verl_profiling.report.build import build_report, read_step
 
         if self._report is None:
             self._only_step("report")
             content = read_step(self.inputs, on_progress)
-            self._report = with_predictions(build_report(self.inputs, content), content)
-            if keep_graph:
-                with suppress(Exception):  # with_predictions has a sentence on it
-                    self._graph = graph_of(content), content.coverage.missing
+            self._report, graph = with_predictions(build_report(self.inputs, content), content)
+            if keep_graph and graph is not None:
+                self._graph = graph, content.coverage.missing
         return self._report
 
     def _only_step(self, method: str) -> None:

@@ -136,22 +136,24 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     high_us: float | None = None
 
 
-def with_predictions(report: Report, content: Content) -> Report:
-    """Return a report with its critical path, and with the changes that would help.
+def with_predictions(report: Report, content: Content) -> tuple[Report, Graph | None]:
+    """Return a report with its critical path and the changes that would help, and the graph of the step.
 
-    An error costs these two alone: it becomes a sentence on missing data.
+    An error costs these alone: it becomes a sentence on missing data.
 
     Args:
         report: The report of a step.
         content: Everything that was read of the step.
     """
     try:
-        found = visible_text_of(predict(graph_of(content)))
+        graph = graph_of(content)
+        found = visible_text_of(predict(graph))
     except Exception as error:
         problem = f"critical path and changes that would help: {type(error).__name__}: {error}"
         report.coverage.missing.append(visible(problem))
-        return report
-    return msgspec.structs.replace(report, what_would_help=found.what_would_help, critical_path=found.path)
+        return report, None
+    rows = {"what_would_help": found.what_would_help, "critical_path": found.path}
+    return msgspec.structs.replace(report, **rows), graph
 
 
 def predict(
