@@ -170,6 +170,17 @@ PAIRS = {
 }
 
 
+def call(command: list[str]) -> None:
+    """Run a program.
+
+    Raises:
+        RuntimeError: The program has failed.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    if done.returncode:
+        raise RuntimeError(f"{command}: {done.stderr[-2000:]}")
+
+
 def run(loop: Loop, plans: list[dict[str, Any]], folder: Path) -> list[list[CapturedStep]]:
     """Run the plans of a loop; return the captured steps of each.
 
@@ -185,11 +196,6 @@ def run(loop: Loop, plans: list[dict[str, Any]], folder: Path) -> list[list[Capt
     else:
         program = str(HERE / "what_if_loop.py")
         commands = [[python, program, str(folder / str(at)), json.dumps(one)] for at, one in enumerate(plans)]
-
-    def call(command: list[str]) -> None:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
-        if done.returncode:
-            raise RuntimeError(f"{command}: {done.stderr[-2000:]}")
 
     with ThreadPoolExecutor(2) as pool:  # a sleeping loop leaves room for another one
         list(pool.map(call, commands))
@@ -269,8 +275,7 @@ def markdown(found: dict[str, Any]) -> str:
         "",
         f"The replay of a captured step without a change differs from the step by at most {replayed:.2%}.",
     ]
-    if "measured" in found:
-        lines += ["", f"{results.where(found['measured'])}."]
+    lines += ["", f"{results.where(found['measured'])}."]
     return "\n".join(lines)
 
 

@@ -11,42 +11,27 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
 import results
+from what_if_judge import Pair, call
 
 from verl_profiling.analysis import CapturedStep, open_run
 
-__all__ = ["PLANS", "Pair", "markdown"]
+__all__ = ["PLANS", "markdown"]
 
 RESULTS = Path(__file__).with_name("what_if_resources.json")
-LIMIT_S = 300
 
 
 def lengths(seed: int, count: int, least: int, most: int) -> list[int]:
     """Return the recorded lengths of a workload."""
     drawn = random.Random(seed)
     return [round(least * (most / least) ** drawn.random()) for _ in range(count)]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two runs that differ by one change.
-
-    Attributes:
-        change: Arguments of ``CapturedStep.what_if``.
-        after: The change, in the plan of run B.
-    """
-
-    change: dict[str, Any]
-    after: dict[str, Any] = field(default_factory=dict)
 
 
 def replicas(count: int, **more: Any) -> Pair:
@@ -103,10 +88,7 @@ def run(plan: dict[str, Any], folder: Path) -> list[CapturedStep]:
         RuntimeError: The loop has failed.
     """
     program = str(Path(__file__).with_name("what_if_engine_loop.py"))
-    command = [sys.executable, program, str(folder), json.dumps(plan)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
-    if done.returncode:
-        raise RuntimeError(f"{plan}: {done.stderr[-2000:]}")
+    call([sys.executable, program, str(folder), json.dumps(plan)])
     return open_run(folder).steps()
 
 
@@ -172,8 +154,7 @@ def markdown(found: dict[str, Any]) -> str:
             f"no change to in proportion. Error of the prediction: {statistics.median(errors):.1%} in the",
             f"median, at most {max(errors):.1%}.",
         ]
-    if "measured" in found:
-        lines += ["", f"{results.where(found['measured'])}."]
+    lines += ["", f"{results.where(found['measured'])}."]
     return "\n".join(lines)
 
 
@@ -193,9 +174,8 @@ def main() -> None:
                 after = run({**plan, **pair.after}, Path(folder, f"{loop} {number}"))
                 rows.append(row(loop, plan, pair, before, after))
                 print(rows[-1], file=sys.stderr, flush=True)
-    found: dict[str, Any] = {"rows": rows}
+    found = {"measured": results.here(), "rows": rows}
     if not given.loops:
-        found["measured"] = results.here()
         results.write(RESULTS, found)
     print(markdown(found))
     print(f"{time.monotonic() - begin:.0f} s", file=sys.stderr)

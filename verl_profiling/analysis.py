@@ -351,9 +351,9 @@ class CapturedStep:
         Raises:
             TraceFormatError: There is neither a manifest nor a readable trace.
         """
-        from verl_profiling.report.build import read_step
+        from verl_profiling.report.build import read_lanes
 
-        return read_step(self.inputs, on_progress).step.lanes
+        return read_lanes(self.inputs, on_progress)[0].lanes
 
     def to_frame(self, name: FrameName) -> DataFrame:
         """Return one table of the report as a pandas data frame.
@@ -404,8 +404,8 @@ class CapturedStep:
             ranks: Ranks to keep of each role, e.g. ``0,8-15``.
             min_us: Minimum duration of kept events (us).
             max_bytes: Maximum size of the timeline; the shortest events are left out.
-            critical_path: Whether the first process is the critical path, which takes time and memory of a
-                report.
+            critical_path: Whether the first process is the critical path, which takes as much time and
+                memory as a report.
             jobs: Number of processes. If ``jobs > 1`` and the caller has threads, its main module must be
                 importable, because ``multiprocessing`` then starts processes with ``spawn``.
             on_progress: Called with each trace after its merge.

@@ -46,12 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare both sides."""
-    paths = (arguments.before, arguments.after)
-    saved = list(map(saved_report, paths))
-    before, after = (
-        _Side([report], [], [], EXIT_OK) if report else _side(path, arguments, keep_graphs=not any(saved))
-        for path, report in zip(paths, saved, strict=True)
-    )
+    before, after = (_side(path, arguments) for path in (arguments.before, arguments.after))
     diff = compare(before.reports, after.reports, (before.logged, after.logged), _explained(before, after))
     if arguments.json:
         print(msgspec.json.encode(diff).decode())
@@ -87,10 +82,12 @@ class _Side(NamedTuple):
     exit_code: int
 
 
-def _side(path: Path, arguments: argparse.Namespace, *, keep_graphs: bool) -> _Side:
-    """Read one side; without graphs if a step has none, as plain traces."""
+def _side(path: Path, arguments: argparse.Namespace) -> _Side:
+    """Read one side; without graphs if a step has none, as plain traces and saved reports."""
+    if (saved := saved_report(path)) is not None:
+        return _Side([saved], [], [], EXIT_OK)
     work = StepByStep([path], arguments.communication)
-    found = work.reports(keep_graphs=keep_graphs)
+    found = work.reports(keep_graphs=True)
     graphs = [step.graph for step, _ in found if step.manifest and step.graph]
     run = the_run(path)
     logged = watched(run)[0] if run.is_dir() else []

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from verl_profiling.analysis import CapturedStep
-from verl_profiling.commands import EXIT_FINDING, at_least_0
+from verl_profiling.commands import EXIT_FINDING, at_least_0, count
 from verl_profiling.commands.common import StepByStep, add_communication, add_paths, add_ray, progress
 from verl_profiling.errors import ConfigError
 from verl_profiling.predict.what_if import Prediction
@@ -64,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--replicas",
-        type=int,
+        type=count,
         metavar="NUMBER",
         help="the requests of the rollout are served by this many replicas; prints an interval",
     )

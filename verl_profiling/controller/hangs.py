@@ -110,7 +110,7 @@ class HangWatch:
             if open_s > limit_s and self._slow is not step:
                 self._slow = step
                 where, time = stage or "no stage", duration(open_s)
-                logger.info("watch: step %d is slow, and no hang: %s in %s", step.step, time, where)
+                logger.info("watch: step %d is slow but not hung: %s in %s so far", step.step, time, where)
             return
         if quiet_s < limit_s or self._asked is step:
             return

@@ -58,7 +58,10 @@ def explain(before: Sequence[Graph], after: Sequence[Graph]) -> dict[str, tuple[
     """
     sides = (before, after)
     kinds = joined_causes(*({one.kind for graph in side for one in graph.segments} for side in sides))
-    told = all(any(one.tokens for graph in side for one in graph.segments) for side in sides)
+    told = all(
+        any(one.request and one.request.response_tokens for graph in side for one in graph.segments)
+        for side in sides
+    )
     own, other = (_units(side, kinds, told) for side in sides)
     changes: defaultdict[str, _Changes] = defaultdict(list)
     for (part, kind), units in own.items():
@@ -76,7 +79,8 @@ def explain(before: Sequence[Graph], after: Sequence[Graph]) -> dict[str, tuple[
     if abs(rest_s) > max(abs(change_s), least_s):
         return {UNEXPLAINED: (change_s, step_noise_s)}
     large = {part: s for part, s in found.items() if abs(s) >= least_s}
-    noise = {part: max(_noise_s(before, own, part), _noise_s(after, other, part)) for part in large}
+    of_sides = [(side, units, _spans_s(side)) for side, units in ((before, own), (after, other))]
+    noise = {part: max(_noise_s(*one, part) for one in of_sides) for part in large}
     rest = {OTHERS: sum(found.values()) - sum(large.values()), UNEXPLAINED: rest_s}
     return {part: (s, noise.get(part, step_noise_s)) for part, s in (large | rest).items()}
 
@@ -93,13 +97,13 @@ def _in_turn(graphs: Sequence[Graph], changes: Mapping[str, _Changes]) -> dict[s
     return found
 
 
-def _noise_s(graphs: Sequence[Graph], units: _Units, part: str) -> float:
+def _noise_s(graphs: Sequence[Graph], units: _Units, recorded_s: Sequence[float], part: str) -> float:
     """Return half the range over the steps of the excess that a part causes in each of them (s)."""
     usual: _Changes = []
     for (name, _), found in units.items():
         for step in range(len(graphs)) if name == part else ():
             usual += _replaced([unit for unit in found if unit.step == step], found)
-    excess = list(map(sub, _spans_s(graphs), _spans_s(graphs, usual)))
+    excess = list(map(sub, recorded_s, _spans_s(graphs, usual)))
     return float(max(excess) - min(excess)) / 2
 
 

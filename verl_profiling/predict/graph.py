@@ -101,11 +101,6 @@ class Segment:
     request: Request | None = None
     queue: str = ""
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of the response, for a part of a request."""
-        return self.request.response_tokens if self.request else 0
-
 
 class _Piece(NamedTuple):
     """A part of a trajectory or request, as in :class:`Segment`."""

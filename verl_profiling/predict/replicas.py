@@ -29,7 +29,7 @@ _IN_ENGINE = (_QUEUED, "first token", "prefill", "generate", _DECODE)
 _WAITED = 0.1  # time in queues per time of running, from which on a replica is full
 _BRIEF = 0.01  # share of the time, which the least and the largest numbers of running requests need
 _LEAST = 8  # requests, from which on a curve is fitted
-_ORDERS = 7  # random ones, in which replicas take turns
+_ORDERS = 7  # random ones, of round robin
 _SAMPLES, _LOW, _HIGH = 200, 0.05, 0.95  # of the bootstrap
 _ROUNDS = 6  # until the fit is steady
 
@@ -63,7 +63,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         likely_ns: With the fitted curve, and each request at the replica with the fewest requests.
-        others_ns: At the ends of the interval: with other curves, and with replicas that take turns.
+        others_ns: At the ends of the interval: with other curves, and with round robin.
         assumed: Sentences on what is assumed.
         notes: A sentence on extrapolation, if there is any.
     """
@@ -130,7 +130,7 @@ def on_replicas(
         spent_ns += rollout.spent_ns
     assumed = [
         f"the time of an iteration depends on the running requests alone ({len(served):,} requests)",
-        "a request goes to the replica with the fewest requests; in the interval, also to replicas by turns",
+        "a request goes to the replica with the fewest requests; in the interval, also round robin",
         "other replicas are as fast as the recorded ones, and have devices of their own",
     ]
     if waited:
@@ -387,7 +387,7 @@ class _Rollout:
 
         Args:
             replicas: Number of replicas.
-            order: Numbers of the clients, by their first requests, if replicas take them by turns; else, a
+            order: Numbers of the clients, by their first requests, for round robin; else, a
                 request goes to the replica with the fewest requests.
         """
         found = list(self._took_ns)

@@ -111,7 +111,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         step: Number of the step.
         span_us: Duration of the recorded step.
         predicted_us: Duration of the predicted step.
-        low_us: Low end of the interval that has the predicted step, for other resources.
+        low_us: Low end of the interval of the predicted step; ``None`` without other resources.
         high_us: High end of the interval.
         changes: The changes, as options of the command.
         path: The critical path of the predicted step, in order; the durations add up to ``predicted_us``.
@@ -178,8 +178,8 @@ def predict(
     if changes.no_tail is not None and not 0 < changes.no_tail <= 100:
         raise ConfigError("--no-tail", f"{changes.no_tail} is not a percentage above 0 and at most 100")
     recorded = replay(graph)
-    calls = _calls(graph)
-    found, low_us, high_us = _changed(graph, changes, calls), None, None
+    calls, low_us, high_us = _calls(graph), None, None
+    found = _changed(graph, changes, calls) if changes.options() else recorded
     assumed, notes = changes.assumed(), list(_extrapolations(calls, changes))
     if changes.replicas is not None or changes.one_step_off:
         found, spans_ns = _with_resources(found, changes, assumed, notes)
@@ -240,7 +240,7 @@ def _changed(graph: Graph, changes: Changes, calls: _Calls) -> Replay:
 def _with_resources(
     found: Replay, changes: Changes, assumed: list[str], notes: list[str]
 ) -> tuple[Replay, list[int]]:
-    """Return the replay with other resources, and all durations (ns) that its interval has.
+    """Return the replay with other resources, and the durations (ns) that its interval spans.
 
     Args:
         found: The replay with all other changes.

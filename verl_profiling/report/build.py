@@ -63,8 +63,10 @@ class Content:
     counts: capture_rows.Counts
 
 
-def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None = None) -> Content:
-    """Read the files of one step.
+def read_lanes(
+    inputs: StepInputs, on_progress: Callable[[Source], None] | None = None
+) -> tuple[Step, Coverage, list[str]]:
+    """Read the traces of one step; return its lanes, what was read, and notes.
 
     Args:
         inputs: The step, from :func:`~verl_profiling.timeline.inputs.find_steps`.
@@ -108,9 +110,15 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
         if not step.lanes:
             problem = "; ".join(coverage.missing) or "holds no trace to report on"
             raise TraceFormatError(inputs.directory, problem)
+    return step, coverage, notes
+
+
+def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None = None) -> Content:
+    """Read the traces and logs of one step; arguments and errors are those of :func:`read_lanes`."""
+    step, coverage, notes = read_lanes(inputs, on_progress)
     counts: capture_rows.Counts = {}
     records = Records(_read_trajectories(inputs, coverage, counts), step.begin_ns, step.end_ns)
-    served = requests_of(records, manifest) if manifest else {}
+    served = requests_of(records, inputs.manifest) if inputs.manifest else {}
     pieces, of_processes = pieces_of(records, served)
     return Content(
         step=step,

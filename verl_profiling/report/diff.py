@@ -189,13 +189,9 @@ def compare(
         )
         changes.append(part)
     order = list(_TITLES)
-    changes.sort(key=lambda one: (order.index(one.kind), _is_rest(one), -abs(one.change_s)))
+    changes.sort(key=lambda one: (order.index(one.kind), one.name == UNEXPLAINED, -abs(one.change_s)))
     logs = (len(logged[0]), len(logged[1]))
     return Diff(before=len(before), after=len(after), changes=changes, logged=logs)
-
-
-def _is_rest(change: Change) -> bool:
-    return (change.kind, change.name) == ("explained", UNEXPLAINED)
 
 
 _Key = tuple[str, str]

@@ -364,7 +364,7 @@ def _last_trajectories(report: Report, rollout: Rollout) -> Iterator[Finding]:
             return  # it follows from the blocks
         text = (
             f"In the last {duration(last.seconds)}, {last.share:.0%} of {rollout.of_trajectories}, "
-            f"{last.trajectories} of {last.of} trajectories go on"
+            f"only {last.trajectories} of {last.of} trajectories still run"
             + (f": {most.share:.0%} of that is {_called(cause)}." if most else ".")
         )
         advice = slow_replica(report.replicas) if cause == "decode" else _ADVICE.get(cause, "")

@@ -253,19 +253,16 @@ def _helps(report: Report) -> list[HelpRow]:
 
     Left out are stages in which another change brings a large part of that.
     """
-    helps = report.what_would_help
-    scaled = [row for row in helps if row.option.startswith("--scale")]
-    explained = [
+    others = [row for row in report.what_would_help if not row.option.startswith("--scale")]
+    scaled = [
         one
-        for one in scaled
-        if any(
-            row.stage == one.stage and row.difference_us <= _LARGE_PART * one.difference_us
-            for row in helps
-            if row not in scaled
+        for one in report.what_would_help
+        if one not in others
+        and all(
+            row.stage != one.stage or row.difference_us > _LARGE_PART * one.difference_us for row in others
         )
     ]
-    best = next((row for row in scaled if row not in explained), None)
-    return [row for row in helps if row is best or row not in scaled]
+    return [row for row in report.what_would_help if row in others or row in scaled[:1]]
 
 
 def summed(path: Iterable[PathRow]) -> list[PathRow]:
@@ -295,7 +292,7 @@ def _on_cpus(note: str) -> Callable[[Report], str]:
 _TABLES = (
     Table(
         "what_would_help",
-        "Predicted: the step with one change. Half of a time is a guess.",
+        "Predicted: the step with one change; half of a time is an assumption.",
         most=3,
         shown=_helps,
     ),

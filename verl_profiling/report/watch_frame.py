@@ -38,7 +38,7 @@ _MANY_UNSTEADY = 3
 _MOST_RATIO = 10
 _RATIO, _WINDOW, _MATTERS = 1.3, 20, 0.05  # defaults of watch.trigger
 
-_BY_CHANCE = 3.3  # standard deviations that a correlation with time exceeds in one of a thousand stages
+_BY_CHANCE = 3.3  # z of Spearman's correlation with the step; chance exceeds it once in a thousand stages
 _LEAST_DRIFT = 0.01  # of the step
 
 IN_NO_STAGE = "(in no stage)"

@@ -189,8 +189,8 @@ def located(directory: Path, artifact: Artifact) -> tuple[Path | None, Any, str]
 
 def on_other_host(directory: Path, artifact: Artifact, ray: str | None) -> str:
     """Return ``host:path`` of an artifact that a Ray task has to read on its host; ``""`` for any other."""
-    path, status, _ = located(directory, artifact)
-    return artifact.where if ray is not None and path is None and status == "missing" else ""
+    where = artifact.where if ray is not None else ""
+    return where if where and located(directory, artifact)[:2] == (None, "missing") else ""
 
 
 def _from_manifest(directory: Path, ray: str | None) -> StepInputs:

@@ -7,7 +7,7 @@ leader is the process at the frontier; if one process calls workers, it is a wor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from operator import itemgetter
@@ -382,7 +382,7 @@ class StepRuns:
     @cached_property
     def roles(self) -> tuple[list[str], _Whole]:
         """The roles of the workers, and the index of the role of each worker."""
-        return roles_of(self._summary.workers)
+        return numbered(use.role for use in self._summary.workers)
 
     def named(self, runs: Runs, *names: str) -> NDArray[np.bool_]:
         """Return a mask of the runs of stages with these names."""
@@ -392,11 +392,11 @@ class StepRuns:
         return _runs_of(uses, self._summary.begin_ns, range(len(uses)), self.stages)
 
 
-def roles_of(uses: Sequence[RankUse]) -> tuple[list[str], _Whole]:
-    """Return the list of roles, and the index of the role of each process."""
+def numbered(names: Iterable[str]) -> tuple[list[str], _Whole]:
+    """Return the different names, and the index of each name among them."""
     numbers: dict[str, int] = {}
-    role_of = [numbers.setdefault(use.role, len(numbers)) for use in uses]
-    return list(numbers), np.array(role_of, dtype=np.int64)
+    index = [numbers.setdefault(name, len(numbers)) for name in names]
+    return list(numbers), np.array(index, dtype=np.int64)
 
 
 def _joined(parts: Sequence[Runs]) -> Runs:
@@ -413,8 +413,7 @@ def _runs_of(uses: Sequence[RankUse], origin_ns: int, numbers: Sequence[int], st
         numbers: Index of each process in the table.
         stages: Index of each stage, by name; new names are added.
     """
-    kinds: dict[str, int] = {}  # most processes of a role have the same stages
-    kind = np.array([kinds.setdefault(use.stages, len(kinds)) for use in uses], dtype=np.int64)
+    kinds, kind = numbered(use.stages for use in uses)  # most processes of a role have the same stages
     names = [names.split("\n") for names in kinds]
     first = np.cumsum([0, *map(len, names)])[kind]
     index = np.array([stages.setdefault(name, len(stages)) for name in chain(*names)], dtype=np.int64)

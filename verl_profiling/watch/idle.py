@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.step_summary import NO_REQUESTS, ROLLOUT, TRAINING, Idle, StepSummary
 from verl_profiling.trajectories.spans import TRAJECTORY
-from verl_profiling.watch.exposed import WAIT, Runs, StepRuns, roles_of
+from verl_profiling.watch.exposed import WAIT, Runs, StepRuns, numbered
 
 _GENERATE = "generate"
 _NOT_TRAINING = (ROLLOUT_ROLE, "agent_loop", "reward", "rollouter")
@@ -60,7 +60,7 @@ def idle_of(summary: StepSummary, has_workers: bool, runs: StepRuns) -> tuple[Id
     if len(summary.loop) == 1 and not summary.workers and not summary.beside:
         return _alone(summary)
     loop, workers = runs.loop, runs.workers
-    (roles, role_of), in_loop = runs.roles, roles_of(summary.loop)[1]
+    (roles, role_of), in_loop = runs.roles, numbered(use.role for use in summary.loop)[1]
     trains = np.array([role not in _NOT_TRAINING for role in roles], dtype=bool)[role_of]
     is_engine = np.array([role == ROLLOUT_ROLE for role in roles], dtype=bool)[role_of]
     of_training, own = (role_of, workers.at(trains[workers.who])) if trains.any() else (in_loop, loop)
