@@ -306,6 +306,7 @@ class CapturedStep:
         balance: Sequence[str] = (),
         no_tail: float | None = None,
         tools: Mapping[str, float] | None = None,
+        unblock: Sequence[str] = (),
         replicas: int | None = None,
         one_step_off: bool = False,
         on_progress: Progress | None = None,
@@ -319,6 +320,7 @@ class CapturedStep:
             balance: Stages that take the mean of their workers on each worker.
             no_tail: Percentage of its trajectories (else requests) after which a rollout ends.
             tools: Duration of each call of a tool (s).
+            unblock: Tools and other spans that no longer block the event loop.
             replicas: Number of replicas; the prediction has an interval, as with ``one_step_off``.
             one_step_off: Whether the next rollout runs beside the training.
             on_progress: Called with each trace once it is read.
@@ -337,7 +339,7 @@ class CapturedStep:
             content = read_step(self.inputs, on_progress)
             self._graph = graph_of(content), content.coverage.missing
         graph, missing = self._graph
-        changes = Changes(scale or {}, balance, no_tail, tools or {}, replicas, one_step_off)
+        changes = Changes(scale or {}, balance, no_tail, tools or {}, unblock, replicas, one_step_off)
         return predict(graph, changes, self.step, missing)
 
     def lanes(self, on_progress: Progress | None = None) -> list[Lane]:

@@ -289,6 +289,14 @@ def test_loop_lag_goes_with_the_tool_that_blocks_the_loop(tmp_path: Path) -> Non
     step = open_step(tmp_path)
     assert ("rollout", "agent_loop_rank0 g.1", "loop lag by tool:sandbox", 2.0) in path_of(step.what_if())
     assert step.what_if(tools={"sandbox": 1.0}).predicted_us == pytest.approx(9e6)
+    beside = step.what_if(unblock=["sandbox"])  # the search takes 1 s, the sandbox 2 s
+    assert beside.predicted_us == pytest.approx(9e6)
+    assert beside.changes == ["--unblock sandbox"]
+    assert step.what_if(unblock=["sandbox"], tools={"sandbox": 1.0}).predicted_us == pytest.approx(8e6)
+    tried = {row.option: row.difference_us for row in step.what_if().what_would_help}
+    assert tried["--unblock sandbox"] == pytest.approx(-1e6)
+    with pytest.raises(ConfigError, match="no call that blocks an event loop 'search'; choose from: sandbox"):
+        step.what_if(unblock=["search"])
 
 
 def test_all_ranks_leave_a_collective_when_the_last_one_has_entered(tmp_path: Path) -> None:

@@ -63,6 +63,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="each call of a tool takes this time, e.g. search=0.2s",
     )
     parser.add_argument(
+        "--unblock",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a tool no longer blocks the event loop of its agent loop; repeatable",
+    )
+    parser.add_argument(
         "--replicas",
         type=count,
         metavar="NUMBER",
@@ -91,6 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
                         balance=arguments.balance,
                         no_tail=arguments.no_tail,
                         tools=dict(arguments.tool),
+                        unblock=arguments.unblock,
                         replicas=arguments.replicas,
                         one_step_off=arguments.one_step_off,
                         on_progress=advance,

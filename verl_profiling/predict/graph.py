@@ -52,6 +52,8 @@ from verl_profiling.timeline.processes import stages_by_row
 LOOP = "controller"
 OWN, CAPTURE, WORK, DELAY = "own code", "capture", "work", "delay"
 """Kinds of segments: two of the loop, one of workers, and the time before a segment."""
+LAG_BY = f"{LOOP_LAG} by "
+"""Begin of the kind of loop lag whose cause is known."""
 _MOST_COLLECTIVES = 5_000  # calls with the longest waits
 _LAUNCHES = "c10d::"  # names of host calls that launch a collective
 _HIDDEN = 0.5  # share of a collective beside computation, from which on nobody waits for it
@@ -453,7 +455,7 @@ def _trajectories(records: Records, pieces: Pieces, served: Mapping[int, Request
             calls = tuple((name, until - since) for name, since, until in own_calls if until > begin)
             if kind == LOOP_LAG and (place := bisect_left(blocks[loop], (end,))):
                 blocker = records.blockers[blocks[loop][place - 1][1]][1]
-                kind = f"{LOOP_LAG} by {blocker}"
+                kind = LAG_BY + blocker
                 mean_ns = round(sum(took[blocker]) / max(len(took[blocker]), 1))
                 calls = ((blocker, mean_ns),) if mean_ns else ()
             request = served.get(span)

@@ -11,7 +11,7 @@ import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.manifest import WEIGHT_SYNC
-from verl_profiling.predict.graph import CAPTURE, DELAY, WORK, Graph, Segment, graph_of
+from verl_profiling.predict.graph import CAPTURE, DELAY, LAG_BY, WORK, Graph, Segment, graph_of
 from verl_profiling.predict.path import Replay, critical_path, replay, slacks_ns
 from verl_profiling.predict.replicas import on_replicas
 from verl_profiling.report.anatomy import OUTSIDE_STAGES
@@ -20,7 +20,7 @@ from verl_profiling.report.columns import HelpRow, PathRow
 from verl_profiling.report.intervals import length, spans_of, within
 from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import Report
-from verl_profiling.report.records import GENERATE, LOOP_LAG, OTHERS
+from verl_profiling.report.records import GENERATE, LOOP_LAG, OTHERS, UNKNOWN
 from verl_profiling.report.tables import added
 from verl_profiling.units import duration, visible, visible_text_of
 
@@ -41,6 +41,7 @@ class Changes(NamedTuple):
         balance: Stages that take the mean time on each worker.
         no_tail: Percentage of trajectories (else requests) after which a rollout ends.
         tools: Duration of each call of a tool (s).
+        unblock: Tools and spans that no longer block the event loop.
         replicas: Number of replicas.
         one_step_off: Whether the next rollout runs beside the training.
     """
@@ -49,6 +50,7 @@ class Changes(NamedTuple):
     balance: Sequence[str] = ()
     no_tail: float | None = None
     tools: Mapping[str, float] = {}
+    unblock: Sequence[str] = ()
     replicas: int | None = None
     one_step_off: bool = False
 
@@ -59,6 +61,7 @@ class Changes(NamedTuple):
             *(f"--balance {name}" for name in self.balance),
             *([f"--no-tail {self.no_tail:.6g}"] if self.no_tail is not None else []),
             *(f"--tool {name}={seconds:.6g}s" for name, seconds in self.tools.items()),
+            *(f"--unblock {name}" for name in self.unblock),
             *([f"--replicas {self.replicas}"] if self.replicas is not None else []),
             *(["--one-step-off"] if self.one_step_off else []),
         ]
@@ -70,6 +73,7 @@ class Changes(NamedTuple):
             *(f"{name} balanced" for name in self.balance),
             *([f"rollout without its last {100 - self.no_tail:.4g}%"] if self.no_tail is not None else []),
             *(f"each {name} call {duration(seconds)}" for name, seconds in self.tools.items()),
+            *(f"{name} off the event loop" for name in self.unblock),
         ]
 
     def assumed(self) -> list[str]:
@@ -79,6 +83,7 @@ class Changes(NamedTuple):
             "a balanced stage takes the mean of its workers, who still do the same work in all": self.balance,
             "a rollout without its tail is followed by stages that take as long as before": self.no_tail,
             "other calls take as long as before a tool changed, also in a fuller engine": self.tools,
+            "calls take as long as before in threads of their own, however many at once": self.unblock,
             "rollout and training run side by side as fast as alone, and neither runs in a weight update": (
                 self.one_step_off
             ),
@@ -227,6 +232,11 @@ def _changed(graph: Graph, changes: Changes, calls: _Calls) -> Replay:
         for at, call_ns in calls[_tool(name)].items():
             one = graph.segments[at]
             took[at] = (one.end_ns - one.begin_ns) * seconds * 1e9 / call_ns
+    blocked = _blocked(graph)
+    for name in changes.unblock:
+        _known("--unblock", "call that blocks an event loop", _tool(name), blocked)
+        for at in blocked[_tool(name)]:
+            took[at] = 0.0
     if changes.no_tail is not None:
         if not graph.tails:
             raise ConfigError("--no-tail", "no stage waits for trajectories or requests")
@@ -348,6 +358,15 @@ def _calls(graph: Graph) -> _Calls:
     return {name: found[name] for name in names - {OTHERS}}
 
 
+def _blocked(graph: Graph) -> dict[str, list[int]]:
+    """Return the segments of loop lag by the name of the call that blocks the event loop."""
+    found = defaultdict[str, list[int]](list)
+    for at, one in enumerate(graph.segments):
+        if one.kind.startswith(LAG_BY):
+            found[_tool(one.kind.removeprefix(LAG_BY))].append(at)
+    return {name: found[name] for name in found.keys() - {OTHERS, UNKNOWN}}
+
+
 def _tool(name: str) -> str:
     return name.removeprefix(_TOOL)
 
@@ -380,8 +399,12 @@ def _candidates(recorded: Replay, calls: _Calls) -> Iterable[tuple[str, Changes]
     spent: Counter[str] = Counter()
     for last in {graph.last, *(one.mark for one in graph.carried)}:
         for part in critical_path(recorded, last):
-            names = {_tool(name) for name, _ in graph.segments[part.segment].calls}
+            one = graph.segments[part.segment]
+            names = {_tool(name) for name in (one.kind.removeprefix(LAG_BY), *dict(one.calls))}
             spent.update(dict.fromkeys(names, part.end_ns - part.begin_ns))
+    blocked = _blocked(graph)
+    for name in sorted(blocked.keys() & spent.keys()):
+        yield _first_stage(graph, blocked[name]), Changes(unblock=[name])
     for name in sorted(calls.keys() & spent.keys() - {GENERATE}):
         if spent[name] > _LEAST_SHARE * recorded.span_ns:
             half_s = float(f"{sum(calls[name].values()) / len(calls[name]) / 2e9:.3g}")
