@@ -127,7 +127,7 @@ def test_what_fails_says_what_it_rests_on(
     assert main(["diff", *sides, "--fail-above", "5%"]) == 1
     line = capsys.readouterr().out.splitlines()[-1]
     assert line == (
-        "slower by more than 5% and 10.0 ms: update_actor (+100 ms, +10%); most by straggler_wait "
+        "slower by more than 5% and 10.0 ms: update_actor (+100 ms, +10%); most by straggler wait "
         "(+1.00 s, +50%) (1 step(s) before and 1 after; the noise is unknown, because only several steps on "
         "both sides show it)"
     )

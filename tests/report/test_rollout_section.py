@@ -12,6 +12,7 @@ from step_folders import read_events, rewrite, rewrite_worker
 
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
+from verl_profiling.commands import EXIT_OK
 from verl_profiling.manifest import POLLING, Request
 from verl_profiling.report.columns import Polling
 from verl_profiling.report.diff import compare
@@ -297,7 +298,7 @@ def test_what_became_of_trajectories_has_its_cost(tmp_path: Path) -> None:
     assert [row.share for row in rows] == [0.5, 0.375, 0.125, 1]
 
 
-def test_the_queue_for_a_sandbox_is_a_cause(tmp_path: Path) -> None:
+def test_the_queue_for_a_sandbox_is_a_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its start, commands and stop are causes too, of one colour."""
     log = DrawnLog(0)
     number = log.trajectory(0, 10)
@@ -310,6 +311,8 @@ def test_the_queue_for_a_sandbox_is_a_cause(tmp_path: Path) -> None:
     assert {cause_key(cause) for cause in shares} == {"s8"}
     (finding,) = [one for one in report.findings if one.rule == "trajectory_cause"]
     assert "sandbox:queue" in finding.text
+    assert main(["report", "--verdict", str(tmp_path)]) == EXIT_OK  # a tool's time may be usual
+    assert "sandbox:queue" in capsys.readouterr().out
 
 
 def test_failed_trajectories_have_their_error_and_the_span_they_were_in(tmp_path: Path) -> None:

@@ -278,6 +278,8 @@ def test_the_cause_is_what_is_open_meanwhile() -> None:
     assert made.trainer_idle == Idle(0.6, "reward", 0.4)
     sync = use("actor_rank0", ("update_weights", 100, 700), ("update_actor", 800, 200))
     assert judged([use("controller")], sync, engine).rollout_idle == Idle(0.9, "update_weights", 0.7)
+    receives = use("rollout0_rank0", ("generate", 0, 100), ("update_weights", 100, 700))
+    assert judged([use("controller")], sync, receives).rollout_idle == Idle(0.9, "update_weights", 0.7)
 
 
 def test_engines_that_wait_for_tools_beside_the_training_do_not_wait_for_it() -> None:

@@ -15,7 +15,7 @@ from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.commands.common import StepByStep, add_communication, add_paths, add_ray, warn, watched
 from verl_profiling.errors import ConfigError
 from verl_profiling.report.files import write_csv, write_tensorboard
-from verl_profiling.report.findings import OWN_COST
+from verl_profiling.report.findings import OWN_COST, USUAL
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.run_page import RUN_PAGE, render_run, stage_seconds
@@ -148,18 +148,21 @@ def _print_run(history: Sequence[StepSummary], reports: Sequence[Report]) -> Non
 
 
 def _verdict(reports: Sequence[Report], arguments: argparse.Namespace) -> bool:
-    """Print the finding with most seconds of all steps; return whether there is any."""
+    """Print the finding with most seconds of all steps; return whether one stands out.
+
+    The largest cause of the trajectories' time is usual work, and comes after all losses.
+    """
     found = [(one, report) for report in reports for one in report.findings if one.rule not in OWN_COST]
     text = f"{counted(len(reports), 'step')}: nothing stands out"
     if found:
-        most, report = max(found, key=lambda one: one[0].seconds)
+        most, report = max(found, key=lambda one: (one[0].rule not in USUAL, one[0].seconds))
         text = f"{report.title}: {most.text}" + (f" Try: {most.advice}." if most.advice else "")
         text += "".join(
             f" Would help most: {row.change} ({row.option}), {row.difference_share:+.0%} of the step."
             for row in TABLES["what_would_help"].rows_shown(report)[:1]
         )
     print(visible(text), file=sys.stderr if arguments.json else sys.stdout)
-    return bool(found)
+    return any(one.rule not in USUAL for one, _ in found)
 
 
 def _write(path: Path, content: bytes) -> None:

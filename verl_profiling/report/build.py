@@ -89,7 +89,7 @@ def read_lanes(
         [lane_job(list(part), step, inputs) for _, part in groupby(sorted(group, key=_HOST), _HOST)]
         for _, group in groupby(inputs.sources, lambda one: one.lane)
     ]
-    read = results([(partial(read_lane, job), job.sources[0]) for job in chain(*jobs)], inputs.ray)
+    read = results([(partial(read_lane, job), job.sources) for job in chain(*jobs)], inputs.ray)
     for of_lane in jobs:
         found = joined([(job, next(read)) for job in of_lane])
         name = of_lane[0].sources[0].lane

@@ -154,14 +154,14 @@ def _check_step(root: Path, folder: Path, limits: Limits, ray: str | None) -> It
 
 def _check_where_it_is(
     folder: Path, artifact: Artifact, where: str, limits: Limits, ray: str | None
-) -> tuple[Callable[[], Checked], Source]:
+) -> tuple[Callable[[], Checked], list[Source]]:
     """Return the call that checks an artifact on the host that has it, and the file."""
     there = on_other_host(folder, artifact, ray)
     folder = folder.absolute()  # a task has another working directory
     file = Source(path=folder / artifact.path, lane=artifact.lane, worker="", role="", where=there)
     if there:
         folder = Path(there.partition(":")[2].removesuffix(artifact.path))
-    return partial(_check_artifact, folder, artifact, where, limits), file
+    return partial(_check_artifact, folder, artifact, where, limits), [file]
 
 
 def _check_artifact(folder: Path, artifact: Artifact, where: str, limits: Limits) -> Checked:

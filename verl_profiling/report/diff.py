@@ -17,6 +17,7 @@ import msgspec
 from rich.console import Console
 
 from verl_profiling.report.anatomy import CAPTURE_CALLS
+from verl_profiling.report.lost import cause_name
 from verl_profiling.report.model import Report
 from verl_profiling.report.records import UNEXPLAINED, joined_causes
 from verl_profiling.report.tables import cells, named, without_middle
@@ -50,7 +51,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
             for ``explained``, of the part's effect on the steps.
     """
 
-    columns: ClassVar[str] = "name, before_s, after_s, change_s, relative=change_share, noise"
+    columns: ClassVar[str] = "name=shown_name, before_s, after_s, change_s, relative=change_share, noise"
 
     kind: str
     name: str
@@ -59,6 +60,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     change_s: float
     change: float | None
     noise_s: float | None
+
+    @property
+    def shown_name(self) -> str:
+        """The name; of a cause of lost time, as in reports."""
+        return cause_name(self.name) if self.kind == "lost" else self.name
 
     @property
     def noise(self) -> str:

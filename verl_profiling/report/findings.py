@@ -480,6 +480,8 @@ _LAST: tuple[_Rule, ...] = (_capture, _pause)
 
 OWN_COST = ("capture", "pause")
 """Rules about what the capture itself costs."""
+USUAL = ("trajectory_cause",)
+"""Rules about usual work, such as a tool's, which is no loss."""
 
 FINDINGS = {
     "loop_blocked": 0.02,  # of the trajectories' time

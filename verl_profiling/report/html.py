@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.report.columns import PathRow, WorkerRow
+from verl_profiling.report.columns import WorkerRow
 from verl_profiling.report.findings import calm
+from verl_profiling.report.lost import cause_name
 from verl_profiling.report.model import Finding, GanttSpan, Report
 from verl_profiling.report.sentences import Figure, asked_sentences, figures, rollout_sentences, sentences
 from verl_profiling.report.tables import TABLES, Cell, cause_key, cells, named, stage_class, without_middle
@@ -30,14 +31,27 @@ _CURVES = ("load", "communication", "waiting")  # one without anything in it is 
 def picture(report: Report) -> dict[str, Any]:
     """Return the data of the picture: lanes by role with stages and load over time, and running requests."""
     path = [row for row in report.critical_path if row.share >= _LEAST_SHARE] if report.captured else []
-    names = (*(span.name for span in report.gantt), *(row.stage.split(" / ")[0] for row in path))
-    stages = list(dict.fromkeys(names))
+    parts = [
+        GanttSpan(
+            lane=row.worker,
+            name=row.stage.split(" / ")[0],
+            begin_us=row.begin_us,
+            end_us=row.begin_us + row.duration_us,
+            depth=0,
+        )
+        for row in path
+    ]
+    stages = list(dict.fromkeys(span.name for span in (*report.gantt, *parts)))
     found = [finding for finding in report.findings if finding.rule in _REASONS]
     reasons = {lane: _REASONS[finding.rule] for finding in found for lane in finding.lanes}
     lanes = [_lane(owner, row, spans, stages, reasons) for owner, row, spans in _rows(report)]
-    groups: dict[str, list[dict[str, Any]]] = {_PATH: [_path_lane(path, stages)]} if path else {}
+    groups: dict[str, list[dict[str, Any]]] = {}
+    if path:
+        groups[_PATH] = [_lane(_PATH, None, parts, stages, {})]
+        for span, row in zip(groups[_PATH][0]["spans"], path, strict=True):
+            span["said"] = f"{row.who}: {row.kind}"
     for lane in lanes:
-        lane["critical"] = [_times(row) for row in path if row.worker in (lane["name"], lane["worker"])]
+        lane["critical"] = [_times(one) for one in parts if one.lane in (lane["name"], lane["worker"])]
         groups.setdefault(lane["role"], []).append(lane)
     return {
         "span_us": max(report.span_us, 1.0),
@@ -85,9 +99,8 @@ def _lane(
         "stands_out": reasons.get(owner) or reasons.get(name, ""),
         "spans": [
             {
+                **_times(span),
                 "stage": stages.index(span.name),
-                "begin": round(span.begin_us, 1),
-                "end": round(span.end_us, 1),
                 "row": span.row,
                 "nested": span.depth > 0,
             }
@@ -96,24 +109,8 @@ def _lane(
     }
 
 
-def _path_lane(path: Sequence[PathRow], stages: Sequence[str]) -> dict[str, Any]:
-    """Return the critical path as a lane, with a span for each of its parts."""
-    lane = _lane(_PATH, None, [], stages, {})
-    lane["spans"] = [
-        {
-            **_times(row),
-            "stage": stages.index(row.stage.split(" / ")[0]),
-            "row": 0,
-            "nested": False,
-            "said": f"{row.who}: {row.kind}",
-        }
-        for row in path
-    ]
-    return lane
-
-
-def _times(row: PathRow) -> dict[str, float]:
-    return {"begin": round(row.begin_us, 1), "end": round(row.begin_us + row.duration_us, 1)}
+def _times(span: GanttSpan) -> dict[str, float]:
+    return {"begin": round(span.begin_us, 1), "end": round(span.end_us, 1)}
 
 
 def _group(role: str, lanes: list[dict[str, Any]]) -> dict[str, Any]:
@@ -329,7 +326,10 @@ def _sections(report: Report) -> Iterator[str]:
         bar = ""
         if name == "lost":
             total = sum(row.seconds for row in report.lost)
-            bar = stacked((f"k-{row.cause}", row.seconds / (total or 1.0), row.cause) for row in report.lost)
+            parts = (
+                (f"k-{row.cause}", row.seconds / (total or 1.0), cause_name(row.cause)) for row in report.lost
+            )
+            bar = stacked(parts)
         more = f"{len(found) - spec.most:,} more are in report.json and in the CSV."
         note = " ".join(filter(None, (spec.note_on(report), more if len(found) > spec.most else "")))
         yield section(spec.title, bar * bool(lines) + table(spec.title, headings, lines, keys), note)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
 from multiprocessing import get_context
@@ -26,12 +26,12 @@ _SPAWN_BYTES = 8 << 20  # for smaller inputs, starting processes takes longer th
 
 
 def results(
-    calls: Sequence[tuple[Callable[[], T], Source]], ray: str | None, jobs: int = 1
+    calls: Sequence[tuple[Callable[[], T], Sequence[Source]]], ray: str | None, jobs: int = 1
 ) -> Iterator[T | TraceFormatError]:
     """Yield the result of each call in order; for an unreadable file, the error.
 
     Args:
-        calls: Picklable functions, each with its file.
+        calls: Picklable functions, each with its files, which lie on one host.
         ray: Address of a Ray cluster; ``None`` for this host.
         jobs: Number of processes on this host.
 
@@ -40,7 +40,10 @@ def results(
     """
     if ray is not None:
         yield from _of_tasks(calls, ray)
-    elif min(jobs, len(calls)) < 2 or sum(file.path.stat().st_size for _, file in calls) < _SPAWN_BYTES:
+    elif (
+        min(jobs, len(calls)) < 2
+        or sum(file.path.stat().st_size for _, files in calls for file in files) < _SPAWN_BYTES
+    ):
         yield from (_result(call) for call, _ in calls)
     else:
         with ProcessPoolExecutor(min(jobs, len(calls)), mp_context=get_context(_start_method())) as pool:
@@ -67,9 +70,9 @@ def _start_method() -> Literal["fork", "spawn"]:
 
 
 def _of_tasks(
-    calls: Sequence[tuple[Callable[[], T], Source]], address: str
+    calls: Sequence[tuple[Callable[[], T], Sequence[Source]]], address: str
 ) -> Iterator[T | TraceFormatError]:
-    """Yield the results of Ray tasks; a file of this host that no task could read is read here."""
+    """Yield the results of Ray tasks; files of this host that no task could read are read here."""
     ray = _connected(address)
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -77,17 +80,18 @@ def _of_tasks(
     nodes = {node["NodeManagerHostname"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
     task = ray.remote(num_cpus=0, max_retries=0)(_result_there)  # a training may hold all CPUs
 
-    def started(call: Callable[[], T], file: Source) -> Any:
-        node = nodes.get(file.host)
-        if file.host and not node:
+    def started(call: Callable[[], T], files: Sequence[Source]) -> Any:
+        host = files[0].host
+        node = nodes.get(host)
+        if host and not node:
             return None
         where = NodeAffinitySchedulingStrategy(node, soft=False) if node else "SPREAD"
-        stamp = None if file.host else _stamp(file.path)
-        return task.options(scheduling_strategy=where).remote(call, file, stamp)
+        stamps = {} if host else {file.path: _stamp(file.path) for file in files}
+        return task.options(scheduling_strategy=where).remote(call, stamps)
 
     waiting, tasks = iter(calls), deque[Any]()  # a task is freed once its result is here
     try:
-        for call, file in calls:
+        for call, (file, *_) in calls:
             tasks += [started(*one) for one in islice(waiting, _TASKS_PER_NODE * len(nodes) - len(tasks))]
             found, why = None, "no node of the Ray cluster has this host name"
             if tasks[0] is not None:
@@ -105,13 +109,14 @@ def _of_tasks(
 
 
 def _result_there(
-    call: Callable[[], T], file: Source, stamp: tuple[int, int] | None
+    call: Callable[[], T], stamps: Mapping[Path, tuple[int, int] | None]
 ) -> T | TraceFormatError | None:
-    """Return the result of a call; ``None`` if this host does not see the file of the calling host.
+    """Return the result of a call; ``None`` if this host does not see the files of the calling host.
 
-    The host may have another file at the path, e.g. of an older run; size and time tell them apart.
+    The host may have another file at a path, e.g. of an older run; size and time tell them apart.
     """
-    return _result(call) if file.host or (stamp and _stamp(file.path) == stamp) else None
+    is_seen = all(stamp and _stamp(path) == stamp for path, stamp in stamps.items())
+    return _result(call) if is_seen else None
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

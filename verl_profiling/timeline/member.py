@@ -218,7 +218,7 @@ _Record = TrajectoryRecord | SpanRecord | Block
 def statuses_of(inputs: StepInputs) -> LaterStatuses:
     """Return the last status changes in all trajectory logs of a step."""
     found: LaterStatuses = {}
-    calls = [(partial(_statuses_in, source), source) for source in inputs.logs]
+    calls = [(partial(_statuses_in, source), [source]) for source in inputs.logs]
     for statuses in results(calls, inputs.ray):
         for key, new in () if isinstance(statuses, TraceFormatError) else statuses.items():
             found[key] = max(found.get(key, new), new)
@@ -236,7 +236,7 @@ def read_logs(inputs: StepInputs) -> Iterator[tuple[Source, TrajectoryLog | None
     unreadable or unrecorded parts. Statuses are the latest in any log of the step.
     """
     statuses = statuses_of(inputs)
-    calls = [(partial(linked_log, source, inputs.limits, statuses), source) for source in inputs.logs]
+    calls = [(partial(linked_log, one, inputs.limits, statuses), [one]) for one in inputs.logs]
     for source, log in zip(inputs.logs, results(calls, inputs.ray), strict=True):
         if isinstance(log, TraceFormatError):
             yield source, None, [str(log)]

@@ -218,7 +218,7 @@ def _plan(
 def _run(plan: list[MemberJob], ray: str | None, jobs: int) -> Iterator[tuple[MemberJob, Member]]:
     """Yield the member of each log or trace; an unreadable file gets an empty member."""
     write: Callable[[MemberJob], Member | tuple[Member, bytes]] = _write if ray is None else _sent
-    written = results([(partial(write, job), job.source) for job in plan], ray, jobs)
+    written = results([(partial(write, job), [job.source]) for job in plan], ray, jobs)
     for job, member in zip(plan, written, strict=True):
         if isinstance(member, TraceFormatError):
             job.output.touch()

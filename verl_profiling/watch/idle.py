@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.identity import ROLLOUT_ROLE
+from verl_profiling.manifest import WEIGHT_SYNC
 from verl_profiling.step_summary import NO_REQUESTS, ROLLOUT, TRAINING, Idle, StepSummary
 from verl_profiling.trajectories.spans import TRAJECTORY
 from verl_profiling.watch.exposed import WAIT, Runs, StepRuns, numbered
@@ -18,7 +19,7 @@ _GENERATE = "generate"
 _NOT_TRAINING = (ROLLOUT_ROLE, "agent_loop", "reward", "rollouter")
 """Roles that do not train."""
 
-_APART = ("update_weights", "reward", "validate")
+_APART = (WEIGHT_SYNC, "reward", "validate")
 """Stages for which a rollout waits that are not training."""
 
 _WAITS = 0.05
@@ -46,6 +47,7 @@ def idle_of(summary: StepSummary, has_workers: bool, runs: StepRuns) -> tuple[Id
 
     Training are the workers with a training role, or else the loop. The rollout are the replicas, else the
     training processes that generate, else the loop's stage ``rollout``. Roles without stages are left out.
+    A replica that receives weights does not generate, so this time is idle.
 
     Args:
         summary: The summary of the step, with its exposed times.
@@ -73,6 +75,7 @@ def idle_of(summary: StepSummary, has_workers: bool, runs: StepRuns) -> tuple[Id
         (in_loop, loop.at(runs.named(loop, ROLLOUT))),
     )
     of_rollout, made = next((found for found in rollouts if found[1].who.size), rollouts[-1])
+    made = made.at(~runs.named(made, WEIGHT_SYNC))
     beside = runs.named(loop, *summary.beside)
     by_loop = [*_by_name(runs, loop.at(beside)), *_by_name(runs, loop.at(~beside))]
     others = _by_name(runs, workers.at(~trains[workers.who]))
