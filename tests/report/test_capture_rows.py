@@ -1,4 +1,4 @@
-"""What the capture says of itself: peaks, cost and clocks, in the model and on every face."""
+"""What the capture says of itself: peaks and cost, in the model and on every face."""
 
 from __future__ import annotations
 
@@ -11,23 +11,19 @@ from step_outcome import printed
 
 from verl_profiling.analysis import open_step
 from verl_profiling.manifest import ClockAnchor
-from verl_profiling.report.columns import AnchorRow, CostRow, MeasureRow
+from verl_profiling.report.columns import CostRow, MeasureRow
 from verl_profiling.report.files import scalars
 from verl_profiling.report.model import Report
-from verl_profiling.run_files import read_manifest
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """The report of a step in which actor rank 0 recorded two numbers, and read its clock twice."""
+    """The report of a step in which actor rank 0 recorded two numbers."""
     folder = with_facts(build_step(tmp_path_factory.mktemp("run")))
-    begin = read_manifest(folder).begin_ns
-    anchors = [ClockAnchor(begin - 10**9, 5 * 10**9), ClockAnchor(begin + 10**9 + 3000, 7 * 10**9)]
-    rewrite_worker(folder, "actor_rank0", anchors=anchors)
     return open_step(folder).report()
 
 
-def test_workers_have_their_numbers_cost_and_clock(report: Report) -> None:
+def test_workers_have_their_numbers_and_cost(report: Report) -> None:
     """A number of no stage has none."""
     assert report.measures == [
         MeasureRow(worker="actor_rank0", stage="update_actor", name="process_peak_rss_bytes", value=3e9),
@@ -35,10 +31,6 @@ def test_workers_have_their_numbers_cost_and_clock(report: Report) -> None:
     ]
     costs = {row.worker: row for row in report.costs}
     assert costs["actor_rank0"] == CostRow(worker="actor_rank0", start_s=0.25, stop_s=1.5)
-    begin_us, end_us = -1e6, 1e6 + 3
-    assert report.anchors == [
-        AnchorRow(worker="actor_rank0", host="here", begin_us=begin_us, end_us=end_us, set_us=3.0)
-    ]
 
 
 def test_numbers_are_shown_in_their_units(report: Report) -> None:
@@ -46,7 +38,6 @@ def test_numbers_are_shown_in_their_units(report: Report) -> None:
     shown = printed(report)
     assert re.search(r"actor_rank0 +update_actor +process_peak_rss_bytes +3 GB", shown)
     assert re.search(r"actor_rank0 +250 ms +1.50 s\b", shown)
-    assert re.search(r"actor_rank0 +here +2.00 s +3.00 us", shown)
     found = dict(scalars(report))
     assert found["profiled"] == 1
     assert found["peak/update_actor/process_peak_rss_bytes"] == 3e9

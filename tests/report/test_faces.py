@@ -13,7 +13,7 @@ from step_outcome import csv_rows, printed
 
 from verl_profiling.analysis import load_reports, open_step
 from verl_profiling.capture_request import Trigger
-from verl_profiling.manifest import ClockAnchor, StageSpan
+from verl_profiling.manifest import StageSpan
 from verl_profiling.report.files import write_tensorboard
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
@@ -35,12 +35,7 @@ def test_every_table_is_on_every_face(tmp_path: Path) -> None:
     suspects = {"suspects": ["actor_rank2"], "peers": ["actor_rank0"]}
     trigger = Trigger(kind="anomaly", sign="leader", stage="update_actor", **suspects)
     rewrite(folder, policy_version=5, trigger=trigger, outside=[StageSpan("validate", ns(14), ns(16))])
-    rewrite_worker(
-        folder,
-        "actor_rank0",
-        metrics={"throughput": 2.0},
-        anchors=[ClockAnchor(ns(0), 5), ClockAnchor(ns(9), 9 * 10**9)],
-    )
+    rewrite_worker(folder, "actor_rank0", metrics={"throughput": 2.0})
     step = open_step(folder)
     report = step.report()
     text, page = printed(report), render_html(report)

@@ -58,4 +58,5 @@ def test_a_discrete_capture_is_measured_where_it_recorded(tmp_path: Path) -> Non
 def test_the_clocks_error_is_reported(tmp_path: Path) -> None:
     """A corrected clock comes with its bound and its drift."""
     (clock,) = report_of(build_step(tmp_path, rank1_clock_ns=1_000_000)).clocks
-    assert (clock.host, clock.offset_us, clock.error_us, clock.drift_us) == ("other", 1000.0, 2.0, 0.5)
+    assert (clock.host, clock.offset_ns, clock.error_ns) == ("other", 1_000_000, 2_000)
+    assert clock.closing_offset_ns == 1_000_500

@@ -298,7 +298,7 @@ def test_what_became_of_trajectories_has_its_cost(tmp_path: Path) -> None:
     assert [row.share for row in rows] == [0.5, 0.375, 0.125, 1]
 
 
-def test_the_queue_for_a_sandbox_is_a_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_queue_for_a_sandbox_is_a_cause(tmp_path: Path) -> None:
     """Its start, commands and stop are causes too, of one colour."""
     log = DrawnLog(0)
     number = log.trajectory(0, 10)
@@ -311,8 +311,19 @@ def test_the_queue_for_a_sandbox_is_a_cause(tmp_path: Path, capsys: pytest.Captu
     assert {cause_key(cause) for cause in shares} == {"s8"}
     (finding,) = [one for one in report.findings if one.rule == "trajectory_cause"]
     assert "sandbox:queue" in finding.text
-    assert main(["report", "--verdict", str(tmp_path)]) == EXIT_OK  # a tool's time may be usual
-    assert "sandbox:queue" in capsys.readouterr().out
+
+
+def test_the_usual_time_of_a_tool_fails_no_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is printed, as the engine is busy meanwhile."""
+    report_of(tmp_path, [("rollout", 0, 10)], [engine(0, (0, 10), requests=[(0, 10, 10)])])
+    log = DrawnLog(0)
+    log.trajectory(0, 10, ("tool:search", 1, 9))
+    log.trajectory(0, 10, ("generate", 0, 10))
+    log.add_to(tmp_path)
+    assert main(["report", "--verdict", str(tmp_path)]) == EXIT_OK
+    assert "40% of the trajectories' time (8.00 s) is tool `search`" in capsys.readouterr().out
 
 
 def test_failed_trajectories_have_their_error_and_the_span_they_were_in(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def lane_job(sources: list[Source], step: Step, inputs: StepInputs) -> LaneJob:
     )
 
 
-class LaneTraces(msgspec.Struct, frozen=True, kw_only=True):
+class LaneTraces(msgspec.Struct, kw_only=True):
     """The content of the traces of one lane.
 
     Attributes:
@@ -147,10 +147,8 @@ class LaneTraces(msgspec.Struct, frozen=True, kw_only=True):
 def read_lane(job: LaneJob) -> LaneTraces:
     """Read the traces of one lane. Without a readable trace, or an event of known work, it has no lanes."""
     reader = _LaneReader(job)
-    lanes = reader.lanes()
-    return LaneTraces(
-        lanes=lanes, paths=reader.paths, events=reader.events, problems=reader.problems, notes=reader.notes
-    )
+    reader.found.lanes = reader.lanes()
+    return reader.found
 
 
 def joined(parts: Sequence[tuple[LaneJob, LaneTraces | TraceFormatError]]) -> LaneTraces:
@@ -208,10 +206,7 @@ class _LaneReader:
     """Reads the traces of one lane, and collects their rows."""
 
     def __init__(self, job: LaneJob) -> None:
-        self.paths: list[Path] = []
-        self.events = 0
-        self.problems: list[str] = []
-        self.notes: list[str] = []
+        self.found = LaneTraces()
         self._job, self._stages = job, job.stages
         check = communicates(job.communication)
         self._kind = cache(
@@ -243,8 +238,8 @@ class _LaneReader:
             try:
                 self._read(source)
             except TraceFormatError as error:
-                self.problems.append(str(error))
-        if not self.paths:
+                self.found.problems.append(str(error))
+        if not self.found.paths:
             return []
         rows = _joined(self._rows)
         self._rows.clear()
@@ -252,7 +247,7 @@ class _LaneReader:
         devices = list(self._devices(rows, kinds))
         lane = Lane(
             source=self._job.sources[0],
-            paths=self.paths,
+            paths=self.found.paths,
             host=union(*self._host),
             blocked=union(*self._blocked),
             iterations=np.array(self._iterations, np.int64).reshape(-1, 4),
@@ -267,8 +262,8 @@ class _LaneReader:
         if self._cut_off and (self._says_device or self._launches):
             lost = "ends before the first event of its device"
         if lost:
-            files = ", ".join(self._cut_off or [path.name for path in self.paths])
-            self.problems.append(f"{files} {lost}, so the work of the device is unknown")
+            files = ", ".join(self._cut_off or [path.name for path in self.found.paths])
+            self.found.problems.append(f"{files} {lost}, so the work of the device is unknown")
             return [replace(lane, is_unknown=True)]
         if not self._works:
             self._without_work()
@@ -280,7 +275,7 @@ class _LaneReader:
     def _read(self, source: Source) -> None:
         """Read one trace."""
         trace = Trace(source.file, self._job.limits)
-        self.paths.append(source.path)
+        self.found.paths.append(source.path)
         self._groups.add(only_group(trace.metadata.get("distributedInfo")))
         self._said.clear()
         self._tasks.clear()
@@ -291,8 +286,8 @@ class _LaneReader:
                 self._add_chunk(events, trace.base_ns - source.offset_ns)
         finally:
             self._add_tasks()
-            self.events += trace.events
-            self.problems += [f"{source.path.name}: {warning}" for warning in trace.warnings]
+            self.found.events += trace.events
+            self.found.problems += [f"{source.path.name}: {warning}" for warning in trace.warnings]
         labels = {pid: label for (what, pid, _), label in self._said.items() if what == "process_labels"}
         self._labels = labels | self._labels
         for pid, _ in self._threads:
@@ -360,7 +355,7 @@ class _LaneReader:
         call = _CALL_NUMBER.search(event.name)
         name = event.name[: call.start()] if call else event.name
         group = call[1] if call and name.startswith("hcom_") else ""
-        place = (len(self.paths), event.pid, event.tid, name, found[1] if found else b"", group)
+        place = (len(self.found.paths), event.pid, event.tid, name, found[1] if found else b"", group)
         number = self._numbers.setdefault(place, len(self._keys))
         if number == len(self._keys):
             known = group_of(name, NO_ARGS) or (Group("", group, 0) if group else None)
@@ -479,20 +474,20 @@ class _LaneReader:
         return np.array([key.kind for key in self._keys], np.int8)[keys]
 
     def _note(self, sentence: str) -> None:
-        self.notes.append(f"{self.paths[0].name}: {sentence}")
+        self.found.notes.append(f"{self.found.paths[0].name}: {sentence}")
 
     def _without_work(self) -> None:
         """Note that traces hold no work; for a complete torch trace, note that nothing ran."""
-        path = self.paths[0]
+        path = self.found.paths[0]
         found = {category[:_LONGEST_NAME] or "no category" for category in self._categories}
-        if "Trace" in found and found <= _MARKS and not self.problems:
+        if "Trace" in found and found <= _MARKS and not self.found.problems:
             said = f"{path.name}: the process ran no operator during the recording"
-            (self.notes if self._job.is_captured else self.problems).append(said)
+            (self.found.notes if self._job.is_captured else self.found.problems).append(said)
             return
         named = ", ".join(sorted(found)[:_MOST_CATEGORIES])
         text = f"no event is work of a device or an operator, only {named}"
-        self.problems.append(str(TraceFormatError(path, text if found else "holds no events")))
-        self.paths.clear()
+        self.found.problems.append(str(TraceFormatError(path, text if found else "holds no events")))
+        self.found.paths.clear()
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:

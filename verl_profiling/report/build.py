@@ -169,11 +169,10 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         of_manifest = {
             "policy_version": manifest.policy_version,
             "complete": manifest.complete,
-            "clocks": capture_rows.clocks(manifest),
+            "clocks": [clock for clock in manifest.clocks if clock.samples],
             "metrics": manifest.metrics,
             "measures": [row for worker in manifest.workers for row in capture_rows.measures_of(worker)],
             "costs": capture_rows.costs(manifest),
-            "anchors": capture_rows.anchors(manifest),
             "replicas": capture_rows.replica_rows(step.requests),
             "running": anatomy.requests_running(step),
             "outside": anatomy.outside_rows(manifest),

@@ -1,4 +1,4 @@
-"""Table rows made from the manifest and the trajectory logs: measures, costs, clocks, requests, counters."""
+"""Table rows made from the manifest and the trajectory logs: measures, costs, requests, counters."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import Any
 import msgspec
 
 from verl_profiling.manifest import CaptureResult, Manifest, Request
-from verl_profiling.report.columns import AnchorRow, CostRow, CounterRow, MeasureRow, ReplicaRow, RequestRow
+from verl_profiling.report.columns import CostRow, CounterRow, MeasureRow, ReplicaRow, RequestRow
 from verl_profiling.report.intervals import percentiles
-from verl_profiling.report.model import Clock
 from verl_profiling.units import duration
 
 VALIDATE = "validate"
@@ -22,7 +21,7 @@ VALIDATE = "validate"
 
 _STAGE_PREFIX = "stage/"
 _SLOWER = 1.2  # times its peers' median that a replica takes to stand out
-_SET_CLOCK_US = 1_000
+_SET_CLOCK_NS = 1_000_000
 _SET_CLOCK_SHARE = 0.001  # twice the rate at which NTP slews a clock (500 ppm)
 
 
@@ -77,45 +76,18 @@ def per_token_us(request: Request) -> float | None:
     return decode_ns / 1000 / (request.response_tokens - 1)
 
 
-def clocks(manifest: Manifest) -> list[Clock]:
-    """Return the clock offset of each host, with its error bound and drift."""
-    return [
-        Clock(
-            host=clock.host,
-            offset_us=clock.offset_ns / 1000,
-            error_us=clock.error_ns / 1000,
-            drift_us=(clock.closing_offset_ns - clock.offset_ns) / 1000,
-        )
-        for clock in manifest.clocks
-        if clock.samples
-    ]
-
-
-def anchors(manifest: Manifest) -> list[AnchorRow]:
-    """Return the drift of each worker's unix clock against its monotonic clock during the capture."""
-    return [
-        AnchorRow(
-            worker=worker.name,
-            host=worker.identity.host,
-            begin_us=(first.unix_ns - manifest.begin_ns) / 1000,
-            end_us=(last.unix_ns - manifest.begin_ns) / 1000,
-            set_us=(last.unix_ns - first.unix_ns - last.monotonic_ns + first.monotonic_ns) / 1000,
-        )
-        for worker in manifest.workers
-        if len(worker.anchors) > 1
-        for first, last in [(worker.anchors[0], worker.anchors[-1])]
-    ]
-
-
 def clock_notes(manifest: Manifest) -> Iterator[str]:
-    """Yield a note for each worker whose host's clock was set during the capture."""
-    for row in anchors(manifest):
-        if abs(row.set_us) > max(_SET_CLOCK_US, _SET_CLOCK_SHARE * (row.watched_us - row.set_us)):
-            by = duration(row.set_us / 1e6, signed=True)
-            yield (
-                f"{row.worker}: the clock of {row.host} was set by {by} during the capture; its lane may be "
-                "off by as much"
-            )
+    """Yield a note for each worker whose host's clock was set, or slewed by NTP, during the capture."""
+    for worker in manifest.workers:
+        for first, last in [(worker.anchors[0], worker.anchors[-1])] if worker.anchors else ():
+            passed_ns = last.monotonic_ns - first.monotonic_ns
+            set_ns = last.unix_ns - first.unix_ns - passed_ns
+            if abs(set_ns) > max(_SET_CLOCK_NS, _SET_CLOCK_SHARE * passed_ns):
+                by = duration(set_ns / 1e9, signed=True)
+                yield (
+                    f"{worker.name}: the clock of {worker.identity.host} was set by {by} during the capture; "
+                    "its lane may be off by as much"
+                )
 
 
 Counts = dict[tuple[str, str], list[tuple[int, float]]]

@@ -530,32 +530,6 @@ class CostRow(msgspec.Struct, frozen=True, kw_only=True):
     stop_s: float
 
 
-class AnchorRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The drift of a worker's clock, from its first reading in the capture to its last.
-
-    Attributes:
-        worker: Name of the worker.
-        host: Host of the worker.
-        begin_us: Time of the first reading, relative to the begin of the step.
-        end_us: Time of the last reading, relative to the begin of the step.
-        set_us: Change of unix time minus change of monotonic time between the readings. More than a few
-            microseconds mean that the clock was set, or slewed by NTP.
-    """
-
-    columns: ClassVar[str] = "worker, host, watched for=watched_us, was set by=set_us"
-
-    worker: str
-    host: str
-    begin_us: float
-    end_us: float
-    set_us: float
-
-    @property
-    def watched_us(self) -> float:
-        """Time from the first reading to the last."""
-        return self.end_us - self.begin_us
-
-
 class SuspectRow(msgspec.Struct, frozen=True, kw_only=True):
     """One number of a suspect, compared with its peers.
 

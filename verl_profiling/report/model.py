@@ -12,7 +12,7 @@ from importlib import import_module
 import msgspec
 
 from verl_profiling.capture_request import Trigger
-from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP
+from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, HostClock
 from verl_profiling.report import columns
 from verl_profiling.report.columns import DeviceRow, Rollout
 from verl_profiling.step_summary import StepSummary
@@ -138,22 +138,6 @@ class Finding(msgspec.Struct, frozen=True):
     share: float = 1.0
 
 
-class Clock(msgspec.Struct, frozen=True, kw_only=True):
-    """Clock offset of a host.
-
-    Attributes:
-        host: Host name.
-        offset_us: Host clock minus controller clock; corrected in all numbers.
-        error_us: Bound of the remaining error.
-        drift_us: Change of the offset during the capture.
-    """
-
-    host: str
-    offset_us: float
-    error_us: float
-    drift_us: float
-
-
 class Coverage(msgspec.Struct, kw_only=True):
     """Completeness of the report.
 
@@ -197,13 +181,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         throughput: Tokens per time, if their number is known.
         gantt: Runs of stages.
         findings: At most five findings.
-        clocks: Clocks of hosts other than the controller's.
+        clocks: Measured clock offsets of hosts other than the controller's, which all numbers correct.
         coverage: Completeness of the report.
         metrics: The loop's metrics of the step.
         notes: Notes of the capture, at most a hundred of them.
         measures: Numbers that workers recorded, such as the peak memory of their stages.
         costs: Cost of the capture for each worker.
-        anchors: Drift of each worker's clock during the capture.
         captured: Whether the step has a manifest. Plain traces have no manifest, and so no known stages and
             workers.
         name: Title of plain traces, shown after the step's number: the file or folder.
@@ -221,7 +204,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         critical_path: The chain of work that made the step as long as it was, in order of time; the durations
             add up to ``span_us``.
         capture_steps: All steps of the continuous capture, if the step is one of several. ``measures``,
-            ``costs``, ``anchors``, events in ``coverage`` and some notes are of the whole capture.
+            ``costs``, events in ``coverage`` and some notes are of the whole capture.
     """
 
     schema_version: int = REPORT_SCHEMA_VERSION
@@ -241,13 +224,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     throughput: Throughput | None
     gantt: list[GanttSpan]
     findings: list[Finding]
-    clocks: list[Clock] = []
+    clocks: list[HostClock] = []
     coverage: Coverage
     metrics: dict[str, float] = {}
     notes: list[str]
     measures: list[columns.MeasureRow] = []
     costs: list[columns.CostRow] = []
-    anchors: list[columns.AnchorRow] = []
     captured: bool = True
     running: list[columns.RunningRow] = []
     replicas: list[columns.ReplicaRow] = []

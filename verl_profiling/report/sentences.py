@@ -96,8 +96,9 @@ def sentences(report: Report) -> Iterator[str]:
             )
     yield from waits(report.watched)
     for clock in report.clocks:
-        offset, *rest = (duration(us / 1e6) for us in (clock.offset_us, clock.error_us, clock.drift_us))
-        yield f"clock of {clock.host}: corrected by {offset}, accurate to {rest[0]}, drift {rest[1]}"
+        drift_ns = clock.closing_offset_ns - clock.offset_ns
+        by, within, drift = (duration(ns / 1e9) for ns in (clock.offset_ns, clock.error_ns, drift_ns))
+        yield f"clock of {clock.host}: corrected by {by}, accurate to {within}, drift {drift}"
     yield (
         f"{report.coverage.read} of {report.coverage.expected} traces read, "
         f"{report.coverage.events:,} events{report.of_capture}"

@@ -374,7 +374,6 @@ _TABLES = (
         "for the capture to start and to stop.",
     ),
     Table("costs", "Writing is part of stopping."),
-    Table("anchors", "Drift of unix time against monotonic time during the capture."),
 )
 TABLES: Mapping[str, Table] = {table.name: table for table in _TABLES}
 """The tables, in the order in which they are shown."""
