@@ -193,7 +193,8 @@ class _Callback(Generic[Returned]):
     @property
     def last_folder(self) -> Path | None:
         """Step folder of the last capture that was written."""
-        return self._controller.last_folder if self._controller is not None else None
+        last = None if self._controller is None else self._controller.last
+        return None if last is None else last.folder
 
     def _abandoned(self, controller: Controller, hook: str, error: Exception) -> Waits[None]:
         """Close the open capture after a hook failed."""

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Mapping
 from contextvars import Context
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from verl_profiling import clock
@@ -38,6 +37,9 @@ LAST_READ_S = 5.0  # training may have ended because a worker hangs
 EXIT_S = 20.0
 """Upper limit of each wait for workers at process exit, in seconds: supervisors kill after 30 s."""
 
+_PAUSES = 3
+"""Number of the loop's pauses around a written capture: its start, its stop and the write inside."""
+
 TRAINING_ENDED = "training ended inside it"
 
 logger = logging.getLogger(__name__)
@@ -51,7 +53,7 @@ class Controller:
         sink: Receiver of the controller's stages: the watch, and the log of a capture until the next step;
             else ``None``.
         watch: Summaries of every step; ``None`` if it is off.
-        last_folder: Step folder of the last written capture.
+        last: The last capture that was not a warm-up.
         run_notes: Notes of the loop that every manifest gets.
         roster: The workers.
     """
@@ -59,7 +61,7 @@ class Controller:
     def __init__(self, config: ProfilingConfig) -> None:
         self.config = config
         self.live: OpenCapture | None = None
-        self.last_folder: Path | None = None
+        self.last: OpenCapture | None = None
         self.run_notes: list[str] = []
         self.roster = Roster(config)
         self._run = Run(config)
@@ -71,8 +73,6 @@ class Controller:
         self.decisions = Decisions(config, self.roster, self.watch)
         self._order = LoopOrder()
         self._exit_of = 0
-        self._written: OpenCapture | None = None
-        self._after: OpenCapture | None = None
         self._rollout: OpenStage | None = None
         self.sink: SpanLog | None = self._watched_stages()
 
@@ -85,7 +85,7 @@ class Controller:
             begun: Number of the step, and version of the weights that generate.
         """
         step, policy_version = begun
-        if self._after is not None:
+        if self.last is not None and not self.last.around:
             self._end_after()
             clock.follow()
         if self.watch is not None:
@@ -165,7 +165,7 @@ class Controller:
         if live.step.step >= live.decision.step_range.last:
             if self._rollout is not None:
                 self.on_generation(runs=True)  # it ends in the capture, and goes on for the watch
-            self._pass_stages_to(live.after)
+            self._pass_stages_to(live.outside)
 
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add numbers to a step of the open capture, or of the last one that was written.
@@ -173,7 +173,7 @@ class Controller:
         Raises:
             OSError: The step folder cannot be written.
         """
-        for capture in filter(None, (self.live, self._written)):
+        for capture in filter(None, (self.live, self.last)):
             if owner := next((one for one in capture.steps if one.step == step), None):
                 capture.keep(metrics, owner)
                 self._write_again(capture)
@@ -188,6 +188,8 @@ class Controller:
             self._rollout = live.log.begin(ROLLOUT)
 
     def _pass_stages_to(self, log: SpanLog | None) -> None:
+        if log is not None and self.watch is not None:
+            log.sums = self.watch.sums
         self.sink = log
         record_pauses(self, log)
 
@@ -229,16 +231,15 @@ class Controller:
         if decision is None:
             return
         self.roster.check_selection(capturing=True)
-        pauses = SpanLog(self)
-        with pauses.during(CAPTURE_START):
+        outside = SpanLog(self)
+        with outside.during(CAPTURE_START):
             try:
-                opened = yield from self._open(decision, step, policy_version, pauses)
+                live = yield from self._open(decision, step, policy_version, outside)
             except Exception as error:
                 self.decisions.refused(decision.trigger, f"its capture could not begin: {error}")
                 self._run.not_captured(step, f"{type(error).__name__}: {error}")
                 raise
-            live = self.live
-            if not opened or live is None:
+            if live is None:
                 return
             yield from live.start(live.request)
         self._say_begun(live)
@@ -263,12 +264,12 @@ class Controller:
         if live is None:
             return
         live.notes += [f"{CUT_SHORT}: {why}"] if why else []
-        end_ns = live.step.end_ns or clock.now_ns()
-        with live.pauses.during(CAPTURE_STOP):
-            results = yield from self._conclude(live, end_ns, why)
+        live.end_ns, live.complete = live.step.end_ns or clock.now_ns(), not why
+        with live.outside.during(CAPTURE_STOP):
+            results = yield from self._conclude(live, why)
         if live.request.keep:
-            self._after = live
-            self._pass_stages_to(live.after)
+            self.last = live
+            self._pass_stages_to(live.outside)
         if self.config.strict and live.decision.trigger.kind == "schedule":
             for worker in results:
                 if worker.status not in ("ok", "skipped"):
@@ -301,11 +302,6 @@ class Controller:
 
     # Deciding and opening.
 
-    @property
-    def _leads(self) -> bool:
-        """Whether this callback writes the run's files: it is the only callback of the run, or rank 0's."""
-        return place_of(self.config, self.roster.targets)[0] == 0
-
     def _decide(self, step: int) -> Decision | None:
         """Return the capture that begins with a step; ``None``, e.g. if an open capture covers the step."""
         if not self.decisions.complete:
@@ -314,19 +310,21 @@ class Controller:
             self._pass_stages_to(self._watched_stages())
         return self.decisions.at(step, self.live is not None and self.live.goes_on(step))
 
-    def _open(self, decision: Decision, step: int, version: int | None, pauses: SpanLog) -> Waits[bool]:
-        """Make the step folder, and open the capture; return whether that succeeded."""
+    def _open(
+        self, decision: Decision, step: int, version: int | None, outside: SpanLog
+    ) -> Waits[OpenCapture | None]:
+        """Make the step folder, and open the capture; return ``None`` if this process is not captured."""
         policy_version, notes = whole_version(version)
         keep, selection = decision.step_range.action is Action.RECORD, decision.selection
         if not self.decisions.find_ranks():
-            return False
+            return None
         ranks = self.decisions.ranks
         if ranks is not None and not (yield from self._run.share_run(ranks, step)):
-            return False
+            return None
         run, place = self._run, self._run.place
         if keep and (why := run.no_room(step, notes)):
             self.decisions.refused(decision.trigger, why)
-            return False
+            return None
         folder = run.make(step, keep, shared=ranks is not None)
         workers = 0
         for target in self.roster.driven(selection):
@@ -343,7 +341,7 @@ class Controller:
             upload=Upload(url=f"{place.url}/{folder.name}", retry_s=place.retry_s) if place.url else None,
             selection=selection,
         )
-        leads, sums = keep and (ranks is None or ranks.leads), self.watch.sums if self.watch else None
+        leads = keep and (ranks is None or ranks.leads)
         live = OpenCapture(
             self.roster,
             decision,
@@ -352,16 +350,15 @@ class Controller:
             ranks,
             leads,
             [StepSpan(step=step, begin_ns=clock.now_ns(), end_ns=0, policy_version=policy_version)],
-            pauses,
-            SpanLog(self, sums),
-            SpanLog(self, sums),
+            SpanLog(self),
+            outside,
             self.run_notes,
             notes,
         )
         if leads:
             self._hooks.begun(request, WorkerIdentity(role="controller"))
         self._set_live(live)
-        return True
+        return live
 
     def _say_begun(self, live: OpenCapture) -> None:
         """Write the manifest with expected results, and begin the step after that."""
@@ -383,7 +380,7 @@ class Controller:
         if live is not None:
             self._holds_exit(True)
 
-    def _conclude(self, live: OpenCapture, end_ns: int, why: str) -> Waits[list[CaptureResult]]:
+    def _conclude(self, live: OpenCapture, why: str) -> Waits[list[CaptureResult]]:
         """Stop all workers and write the manifest; return the workers' results."""
         live.stages = live.log.close()
         results: list[CaptureResult] = []
@@ -395,15 +392,11 @@ class Controller:
                 live.stages, results = live.ranks.joined(live.stages, results, notes, why)
             folder, upload = live.folder, live.request.upload
             if live.leads:
-                live.end_ns, live.complete = end_ns, not why
-                live.workers = [*results, *(live.others(live.ranks) if live.ranks is not None else ())]
+                live.workers = [*results, *live.others()]
                 manifest = self._run.conclude(live)
-                self._written = live
                 steps = ", ".join(map(str, manifest.steps))
                 logger.info("profiling: step %s captured in %s", steps, upload.url if upload else folder)
                 self.decisions.concluded(manifest)
-            if live.request.keep:
-                self.last_folder = folder
             self._hooks.ended(live.request.capture_id, lambda: not is_pending(folder, upload))
         except Exception as error:
             self.decisions.refused(live.decision.trigger, f"the recordings could not be written: {error}")
@@ -416,14 +409,13 @@ class Controller:
 
     def _end_after(self) -> None:
         """Add the loop's stages since the end of a captured step to the manifest of the step."""
-        capture, self._after = self._after, None
-        self._pass_stages_to(self._watched_stages())
-        if capture is None:
+        capture = self.last
+        if capture is None or capture.around:
             return
-        has_stages = bool(capture.after.spans)
-        capture.around = capture.outside(ends=True)
+        self._pass_stages_to(self._watched_stages())
+        capture.around = capture.outside.close()
         try:
-            if has_stages:
+            if len(capture.around) > _PAUSES:
                 self._write_again(capture)
         except OSError as error:
             logger.warning(
@@ -431,7 +423,7 @@ class Controller:
             )
 
     def _write_again(self, capture: OpenCapture) -> None:
-        if capture is self._written and capture.folder.is_dir():
+        if capture.leads and capture is not self.live and capture.folder.is_dir():
             self._run.write(capture)
 
     # The end of training, or of the process.
@@ -452,7 +444,7 @@ class Controller:
     def _end_run(self) -> Waits[None]:
         run, most_s = self._run, self.roster.most_s
         record_pauses(self, None)
-        if self._leads:  # which steps of the schedule never came
+        if place_of(self.config, self.roster.targets)[0] == 0:  # which steps of the schedule never came
             never_came = self._order.train_ends(self.config.schedule, run.resumes)
             if ran := self._order.steps:
                 run.amend(first_step=ran[0], last_step=ran[1], end_ns=clock.now_ns(), never_came=never_came)

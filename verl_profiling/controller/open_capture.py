@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter, index
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +47,16 @@ class OpenCapture:
         ranks: The ranks of the loop, if there are several; each rank captures its own workers.
         leads: Whether this process writes the manifest.
         steps: The begun steps; ``end_ns`` of the current step is 0.
-        pauses: The loop's pauses for the start and the stop of the capture.
         log: Receives the loop's stages in the steps.
-        after: Receives the loop's stages after the steps.
+        outside: Receives the pauses for the start and the stop of the capture, and the loop's stages after
+            the steps.
         run_notes: Notes on the run for the user, in the manifest.
         notes: Notes on this capture.
         end_ns: Time of the capture's end (ns); 0 before.
         complete: Whether the last step of the capture has ended.
         workers: Placeholder results of the workers; at the end their real results.
         stages: The stages of ``log``, once the capture has ended.
-        around: The pauses and the stages of ``after``, from the begin of the next step on.
+        around: The stages of ``outside``, from the begin of the next step on.
         rpcs: All calls to workers.
     """
 
@@ -68,9 +67,8 @@ class OpenCapture:
     ranks: Ranks | None
     leads: bool
     steps: list[StepSpan]
-    pauses: SpanLog
     log: SpanLog
-    after: SpanLog
+    outside: SpanLog
     run_notes: list[str]
     notes: list[str]
     end_ns: int = 0
@@ -124,13 +122,6 @@ class OpenCapture:
         (step or self.step).metrics.update(numbers)
         self.notes += notes
 
-    def outside(self, ends: bool = False) -> list[StageSpan]:
-        """Return pauses and the loop's stages after the steps, in order; ``ends`` closes the list."""
-        spans = self.pauses.so_far() + self.after.so_far()
-        if ends:
-            spans = self.pauses.close() + self.after.close()
-        return sorted(spans, key=attrgetter("begin_ns", "depth"))
-
     def manifest(self) -> Manifest:
         """Return the manifest with all that is known of the capture so far."""
         end_ns = self.end_ns or self.steps[0].begin_ns
@@ -138,7 +129,7 @@ class OpenCapture:
         metrics: dict[str, float] = {}
         for step in self.steps:
             metrics |= step.metrics
-        notes = [*self.run_notes, *self.roster.notes, *self.notes, *self.log.notes(), *self.after.notes()]
+        notes = [*self.run_notes, *self.roster.notes, *self.notes, *self.log.notes(), *self.outside.notes()]
         return Manifest(
             run_id=self.request.run_id,
             capture_id=self.request.capture_id,
@@ -153,8 +144,8 @@ class OpenCapture:
             controller=WorkerIdentity(role="controller"),
             process=ProcessId.current(),
             stages=self.stages,
-            pauses=[*self.log.pauses, *self.after.pauses],
-            outside=self.around or self.outside(),
+            pauses=[*self.log.pauses, *self.outside.pauses],
+            outside=self.around or self.outside.so_far(),
             rpcs=list(self.rpcs),
             workers=self.workers,
             clocks=self._clocks(),
@@ -228,16 +219,12 @@ class OpenCapture:
         One target per clock is called, and each worker of the target adds a handshake.
         """
         asked, here = set(targets), clock.domain()
-        reached: Counter[tuple[str, Target]] = Counter()
+        chosen: dict[str, Target] = {}
         for worker, started in self._started.items():
-            domain, target = worker.identity.clock_domain, worker.target
-            if started is not None and domain != here and target in asked:
-                reached[domain, target] += 1
-        chosen = dict(reached.keys())
+            if started is not None and worker.target in asked and worker.identity.clock_domain != here:
+                chosen[worker.identity.clock_domain] = worker.target
         for turn in range(HANDSHAKES if chosen else 0):
-            again = {
-                target for domain, target in chosen.items() if turn * reached[domain, target] < HANDSHAKES
-            }
+            again = {target for target in chosen.values() if turn * len(target.workers) < HANDSHAKES}
             if not again:
                 return
             calls = self.roster.call(again, method, argument, timeout_s=self.roster.config.timeouts.start_s)
@@ -258,8 +245,7 @@ class OpenCapture:
             logger.warning(
                 "step %d: %s is not captured: %s", request.step, call.worker.identity, reply.reason
             )
-            lost = self._lost(call.worker, request, reply.reason)
-            self._failures[call.worker] = msgspec.structs.replace(lost, status="skipped")
+            self._failures[call.worker] = self._lost(call.worker, request, reply.reason, status="skipped")
 
     def _take_stop(self, call: Call, request: CaptureRequest) -> None:
         """Keep the reply to ``stop_capture``; a worker that replies too late still writes its result file."""
@@ -309,7 +295,7 @@ class OpenCapture:
         Unless the worker is ``stopped``, a delayed request may still start it.
         """
         logger.error("step %d: %s was not captured: %s", request.step, worker.identity, reason)
-        lost = msgspec.structs.replace(self._lost(worker, request, reason), stopped=stopped)
+        lost = self._lost(worker, request, reason, stopped=stopped)
         self._failures.setdefault(worker, lost)  # the first holds
 
     def _note_twins(self) -> None:
@@ -356,7 +342,7 @@ class OpenCapture:
                 if started is None or started.status in ("recording", "armed"):
                     result = self._failures.get(worker) or self._lost(worker, self.request, NOT_WRITTEN)
                     found.setdefault(result.identity.name, result)
-        return [*found.values(), *(self.others(self.ranks) if self.ranks is not None else ())]
+        return [*found.values(), *self.others()]
 
     def results(self) -> list[CaptureResult]:
         """Return one result per process: its latest, or a result ``failed`` with the reason."""
@@ -376,13 +362,15 @@ class OpenCapture:
                 found[name] = result
         return list(found.values())
 
-    def others(self, ranks: Ranks) -> list[CaptureResult]:
+    def others(self) -> list[CaptureResult]:
         """Return empty results for the other ranks of the loop, which write the real ones themselves."""
+        if self.ranks is None:
+            return []
         [target, *_] = self.roster.driven(self.request.selection) or self.roster.targets
-        model = self._lost(target.workers[0], self.request, NOT_WRITTEN)
-        return ranks.expected(msgspec.structs.replace(model, artifacts=[]), self.request.selection)
+        model = self._lost(target.workers[0], self.request, NOT_WRITTEN, artifacts=[])
+        return self.ranks.expected(model, self.request.selection)
 
-    def _lost(self, worker: Worker, request: CaptureRequest, reason: str) -> CaptureResult:
+    def _lost(self, worker: Worker, request: CaptureRequest, reason: str, **fields: Any) -> CaptureResult:
         role = self.roster.config.for_role(worker.target.roles[0], self.request.selection)
         process, artifacts = None, []
         if (started := self._started.get(worker)) is not None:
@@ -390,15 +378,10 @@ class OpenCapture:
             for one in started.expected:
                 one = msgspec.structs.replace(one, status="missing", step=request.step, reason=reason)
                 artifacts.append(one)
+        fields = {"status": "failed", "artifacts": artifacts, **fields}
+        roles = list(worker.target.roles)
         return result_of(
-            request,
-            role,
-            worker.identity,
-            roles=list(worker.target.roles),
-            status="failed",
-            reason=reason,
-            process=process,
-            artifacts=artifacts,
+            request, role, worker.identity, roles=roles, reason=reason, process=process, **fields
         )
 
     def _clocks(self) -> list[HostClock]:

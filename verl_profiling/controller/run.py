@@ -220,7 +220,7 @@ class Run:
         """
         keep_last = self._config.limits.keep_last
         leaving = [] if keep_last is None else self._leaving(live, keep_last)
-        with live.pauses.during("write"):
+        with live.outside.during("write"):
             if self.place.url is None:
                 live.workers = _located(live.folder, live.workers, live.notes)
             manifest = self.write(live)
