@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 SIGNAL = "SIGUSR2"
 LIST_S = 10.0
 """How often a folder behind a URL is listed."""
+_Handler = Callable[[int, FrameType | None], None]
 _LAST_S = 5.0
 _LEAST_STEPS = 2
 _LEAD_S = 2.5
@@ -95,7 +96,6 @@ class Decisions:
         rank, ranks = place_of(self._config, self._roster.targets)
         check = partial(self._roster.check_request, ranks=ranks if ranks > 1 else None)
         self._requests = Requests(self._schedule, check, _refer_to_rank_0 if rank else None)
-        self._requests.handle_signal()
         if rank:
             return
         if self._config.watch.trigger is not None:
@@ -170,8 +170,8 @@ class Decisions:
 
     def refused(self, trigger: Trigger, why: str) -> None:
         """Report a refused capture to its requester: the limits leave no room, or the capture failed."""
-        if self._requests is not None:
-            self._requests.refused(trigger, why)
+        if self._requests is not None and trigger.request:
+            self._requests.refuse(trigger.request, trigger.by, why)
 
     def concluded(self, manifest: Manifest) -> None:
         """Record that a capture has ended: the cooldown of the watch begins."""
@@ -309,20 +309,23 @@ class LoopOrder:
 class Requests:
     """Reads the capture requests of people, from files and SIGUSR2, and assigns steps to them.
 
+    SIGUSR2 is handled if this is the main thread and the signal has no other handler.
+
     Args:
         schedule: The settings' schedule.
         check: Raises ``ConfigError`` for a selection that this job cannot capture.
-        on_signal: Called on SIGUSR2; by default, the signal requests a capture of the next step.
+        on_signal: Handler of SIGUSR2; by default, the signal requests a capture of the next step.
     """
 
     def __init__(
         self,
         schedule: Schedule,
         check: Callable[[CaptureSelection], None],
-        on_signal: Callable[[], object] | None = None,
+        on_signal: _Handler | None = None,
     ) -> None:
         self._schedule, self._check = schedule, check
         self._on_signal = on_signal or self._ask_for_next_step
+        _replace_handler(signal.SIG_DFL, self._on_signal)
         self._came: deque[Demand] = deque()
         self._pending: list[Demand] = []
         self._refusals: deque[tuple[str, str]] = deque()
@@ -349,10 +352,6 @@ class Requests:
             folder = LocalFolder(Path(run) / REQUESTS)
             folder.path.mkdir(parents=True, exist_ok=True)
             self._folder = folder
-
-    def handle_signal(self) -> None:
-        """Install the handler of SIGUSR2 if this is the main thread and the signal has no other handler."""
-        _replace_handler(signal.SIG_DFL, self._handle)
 
     def asks(self, step: int, scheduled: bool) -> Decision | None:
         """Return the capture of the first request that is due in a step, or ``None``.
@@ -385,25 +384,20 @@ class Requests:
         )
         return Decision(StepRange(step, last), trigger, selection)
 
-    def refused(self, trigger: Trigger, why: str) -> None:
-        """Refuse a person's request for a capture, with all of its remaining steps."""
-        if trigger.request:
-            self._refuse(trigger.request, trigger.by, why)
-
     def end(self, why: str) -> None:
         """Refuse pending requests, and restore the default action of SIGUSR2, which ends the process."""
         for demand in [*self._pending, *self._take_all()]:
-            self._refuse(demand.id, demand.by, why)
+            self.refuse(demand.id, demand.by, why)
         self._ended.set()
         if self._thread is not None:
             self._thread.join(_LAST_S)
-        _replace_handler(self._handle, signal.SIG_DFL)
+        _replace_handler(self._on_signal, signal.SIG_DFL)
 
     def _accept(self, demand: Demand) -> None:
         try:
             self._check(demand.selection)
         except ConfigError as error:
-            self._refuse(demand.id, demand.by, str(error))
+            self.refuse(demand.id, demand.by, str(error))
             return
         logger.info("request %s of %s is accepted", demand.id, visible(demand.by) or "somebody")
         self._pending.append(demand)
@@ -415,8 +409,8 @@ class Requests:
         """
         return not scheduled or demand.selection == CaptureSelection() or self._schedule.records_every_step
 
-    def _refuse(self, request: str, by: str, why: str) -> None:
-        """Log why a request is refused, and write the reason into a file for the requester."""
+    def refuse(self, request: str, by: str, why: str) -> None:
+        """Refuse a request with all remaining steps, and write the reason into a file for the requester."""
         self._pending = [one for one in self._pending if one.id != request]
         logger.warning("request %s of %s is refused: %s", request, visible(by) or "somebody", visible(why))
         if by == SIGNAL:
@@ -434,10 +428,7 @@ class Requests:
         came = [self._came.popleft() for _ in range(len(self._came))] if self._came else []
         return sorted(came, key=lambda demand: demand.asked_ns)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._on_signal()
-
-    def _ask_for_next_step(self) -> None:
+    def _ask_for_next_step(self, *_: object) -> None:
         self._came.append(Demand(id=new_request_id(), by=SIGNAL))
 
     def _listen(self, url: str) -> None:
@@ -491,14 +482,12 @@ class Requests:
             logger.warning("%s", visible(text))
 
 
-def _replace_handler(
-    expected: object, handler: Callable[[int, FrameType | None], None] | signal.Handlers
-) -> None:
+def _replace_handler(expected: object, handler: _Handler | signal.Handlers) -> None:
     """Replace the handler of SIGUSR2 if this is the main thread and the handler is the expected one."""
     on_main_thread = threading.current_thread() is threading.main_thread()
     if on_main_thread and signal.getsignal(signal.SIGUSR2) == expected:
         signal.signal(signal.SIGUSR2, handler)
 
 
-def _refer_to_rank_0() -> None:
+def _refer_to_rank_0(*_: object) -> None:
     logger.warning("SIGUSR2: rank 0 decides on captures; send the signal to its process")
