@@ -9,6 +9,7 @@ PYTEST_ARGS ?=
 APART := vllm or sglang or npu or megatron or gpu or verl or truth or trl or areal or package or npu_device or releases or soak or fuzz or recipes
 BROWSER := tests/browser/node_modules
 DEMO := outputs/demo
+PEERS := outputs/peers
 DEMO_ENV := $(if $(filter transformers,$(ENGINE)),.venv,.venv-$(ENGINE))
 # SGLang imports packages that have no CPU wheel: see recipes/sglang_cpu.
 DEMO_PYTHON := $(if $(filter sglang,$(ENGINE)),PYTHONPATH=$(CURDIR)/recipes/sglang_cpu) $(DEMO_ENV)/bin/python
@@ -253,8 +254,13 @@ bench: .venv-bench/.ready .venv-hta/.ready ## Measure all but verl, against name
 	  echo "== $$bench" && .venv-bench/bin/python $$bench $$(test $$bench = benchmarks/bench_instructions.py && echo --record) || exit; done
 	.venv-bench/bin/python docs/make_tables.py
 
-bench-instructions: .venv-bench/.ready ## Hold the three cheapest ratios, counted in instructions (needs valgrind)
-	.venv-bench/bin/python benchmarks/bench_instructions.py
+bench-instructions: $(PEERS)/.ready ## Hold the cheapest ratios, counted in instructions (needs valgrind)
+	PYTHONPATH=$(PEERS) .venv/bin/python benchmarks/bench_instructions.py
+
+$(PEERS)/.ready: .venv/.ready requirements/instructions.txt
+	rm -rf $(PEERS)
+	.venv/bin/pip install --no-deps --target $(PEERS) -r requirements/instructions.txt
+	touch $@
 
 watch-faults: .venv/.ready ## Put faults into running loops, and print what the watch notices (an hour)
 	.venv/bin/python benchmarks/watch_faults.py

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import bench_hooks
-from bench_instructions import FEW, MANY, count, measured
+from bench_instructions import FEW, MANY, begin_counting, count, measured
 from results import record, row
 
 from verl_profiling import ProfilingCallback, span, trajectory
@@ -61,6 +61,7 @@ class Owner:
 
 def count_all() -> None:
     """Be the process whose instructions are counted."""
+    begin_counting()
     for watch in (False, True):
         with tempfile.TemporaryDirectory() as folder:
             schedule = {"steps": [10**9]}
