@@ -274,7 +274,7 @@ idle-judge: .venv/.ready ## Hold who waits for whom against a stopwatch (a minut
 hang-judge: .venv/.ready ## Put hangs into running loops, and print what the watch says of them (a quarter of an hour)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/hang_judge.py
 
-what-if-judge: .venv/.ready .venv-vllm/.ready ## Hold predictions of what-if against real runs (a quarter of an hour)
+what-if-judge: .venv/.ready .venv-vllm/.ready .venv-verl/.ready ## Hold predictions of what-if against real runs (half an hour)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/what_if_judge.py
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/what_if_resources.py
 

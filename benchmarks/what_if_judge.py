@@ -1,7 +1,8 @@
 """Predictions held against real runs: captures A, predicts B from A alone, runs B, and prints the errors.
 
 Run: ``make what-if-judge``. Each run has five captured steps. The runs of sleeping loops are programs of
-their own, ``what_if_loop.py``; those of a recipe follow each other in one program, ``what_if_recipes.py``.
+their own, ``what_if_loop.py``; those of a recipe follow each other in one program, ``what_if_recipes.py``
+or ``what_if_verl.py``.
 A prediction is the median of the predictions from the steps of A. A spread is that of the steps of one run.
 """
 
@@ -16,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +32,7 @@ __all__ = ["LOOPS", "PAIRS", "markdown"]
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "what_if_judge.json"
-LIMIT_S = 900
+LIMIT_S = 1800
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,14 @@ class Loop:
         recipe: The recipe.
         settings: Overrides of the recipe's configuration.
         environment: Environment with the recipe's engine.
+        program: The program that runs the recipe.
     """
 
     plan: dict[str, Any]
     recipe: str = ""
     settings: tuple[str, ...] = ()
     environment: str = ".venv"
+    program: str = "what_if_recipes.py"
 
 
 def scale(**factors: float) -> dict[str, Any]:
@@ -80,6 +84,8 @@ TORCH = ("actor.lr=0", "profiling.watch.enable=false", "model.hidden_size=128", 
 GRPO = (*TORCH, "profiling.tool=spans")
 AGENT = (*TORCH[:2], GRPO[-1], "batch.prompts=3", "agent.turns=2", "agent.processes=1")
 MENDED = (*AGENT, "agent.sandbox_blocks=false")
+VERL = ("profiling.tool=spans", "profiling.watch.enable=false")
+POLLS = "polling the replay buffer"
 VLLM = ("rollout.engine=vllm", "rollout.replicas=1")
 
 LOOPS = {
@@ -93,6 +99,7 @@ LOOPS = {
     "agent_tiny": Loop({"sandbox_s": 0.06}, "agent_tiny", AGENT),
     "agent_tiny, mended": Loop({"sandbox_s": 0.2}, "agent_tiny", MENDED),
     "agent_tiny, vLLM": Loop({"sandbox_s": 0.2}, "agent_tiny", (*MENDED, *VLLM), ".venv-vllm"),
+    "verl": Loop({}, "verl_grpo_cpu", VERL, ".venv-verl", "what_if_verl.py"),
 }
 EVEN: dict[str, Any] = {"balance": ["rollout"]}
 OF_TOOLS = (
@@ -167,6 +174,19 @@ PAIRS = {
     ),
     "agent_tiny, mended": (*OF_TOOLS, Pair({"no_tail": 50.0}, {"done": 0.5})),
     "agent_tiny, vLLM": OF_TOOLS,
+    "verl": (
+        Pair({}),
+        Pair(tool("reward", 0.1), {"reward_s": 0.1}),
+        Pair(tool("reward", 1.0), {"reward_s": 1.0}),
+        Pair(tool("search", 0.1), {"tool_s": 0.1}),
+        Pair(tool("search", 1.5), {"tool_s": 1.5}),
+        Pair(scale(update_actor=2.0), {"epochs": 4}),
+        Pair(scale(update_actor=0.5), {"epochs": 2}, {"epochs": 4}),
+        Pair({}, before={"poll_s": 2.0}),
+        Pair(tool("search", 1.5), {"tool_s": 1.5}, {"poll_s": 2.0}),
+        Pair(tool("search", 0.1), {"tool_s": 0.1}, {"poll_s": 2.0, "tool_s": 1.5}),
+        Pair({"scale": {POLLS: 0.05}}, {"poll_s": 0.1}, {"poll_s": 2.0}),
+    ),
 }
 
 
@@ -190,9 +210,7 @@ def run(loop: Loop, plans: list[dict[str, Any]], folder: Path) -> list[list[Capt
     python = str(results.ROOT / loop.environment / "bin/python")
     if loop.recipe:
         settings = json.dumps(loop.settings)
-        commands = [
-            [python, str(HERE / "what_if_recipes.py"), str(folder), loop.recipe, settings, json.dumps(plans)]
-        ]
+        commands = [[python, str(HERE / loop.program), str(folder), loop.recipe, settings, json.dumps(plans)]]
     else:
         program = str(HERE / "what_if_loop.py")
         commands = [[python, program, str(folder / str(at)), json.dumps(one)] for at, one in enumerate(plans)]
@@ -254,7 +272,10 @@ def markdown(found: dict[str, Any]) -> str:
     groups = {
         "no change": [one for one in found["rows"] if one["change"] == "none"],
         "a change, loops that sleep": [one for one in found["rows"] if not LOOPS[one["loop"]].recipe],
-        "a change, recipes": [one for one in found["rows"] if LOOPS[one["loop"]].recipe],
+        "a change, recipes": [
+            one for one in found["rows"] if LOOPS[one["loop"]].recipe and one["loop"] != "verl"
+        ],
+        "a change, verl": [one for one in found["rows"] if one["loop"] == "verl"],
     }
     lines += [
         "",
@@ -275,7 +296,10 @@ def markdown(found: dict[str, Any]) -> str:
         "",
         f"The replay of a captured step without a change differs from the step by at most {replayed:.2%}.",
     ]
-    lines += ["", f"{results.where(found['measured'])}."]
+    places = defaultdict[str, list[str]](list)
+    for loop, measured in found["measured"].items():
+        places[results.where(measured)].append(loop)
+    lines += ["", *(f"{where} ({'; '.join(loops)})." for where, loops in places.items())]
     return "\n".join(lines)
 
 
@@ -287,7 +311,7 @@ def main() -> None:
         nargs="*",
         default=list(LOOPS),
         choices=LOOPS,
-        help="only these; rows of others stay if they are of this commit",
+        help="only these; rows of others stay",
     )
     parser.add_argument(
         "--change", default="", help="only changes that this pattern matches; keeps no results"
@@ -297,16 +321,16 @@ def main() -> None:
     if not all(LOOPS[name].recipe for name in given.loops):
         ray.init("local", num_cpus=4, include_dashboard=False, logging_level="ERROR")
         os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
-    found: dict[str, Any] = {"measured": results.here(), "rows": []}
+    found: dict[str, Any] = {"measured": {}, "rows": []}
     if not given.change and RESULTS.exists():
-        known = json.loads(RESULTS.read_text())
-        if known["measured"]["commit"] == found["measured"]["commit"]:
-            found["rows"] = [one for one in known["rows"] if one["loop"] not in given.loops]
+        found = json.loads(RESULTS.read_text())
+        found["rows"] = [one for one in found["rows"] if one["loop"] not in given.loops]
     with tempfile.TemporaryDirectory(prefix="what-if-judge-") as folder:
         for name in given.loops:
             loop = LOOPS[name]
             pairs = [pair for pair in PAIRS[name] if re.search(given.change, str(pair.change))]
             plans = [{**loop.plan, **pair.before, **more} for pair in pairs for more in ({}, pair.after)]
+            found["measured"][name] = results.here()
             runs = run(loop, plans, (given.keep or Path(folder)) / name.replace(", ", "_"))
             for pair, before, after in zip(pairs, runs[::2], runs[1::2], strict=True):
                 found["rows"].append(row(name, pair, before, after))

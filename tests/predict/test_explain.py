@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from drawn_summaries import summary
 from step_folders import rewrite_worker
 
 from verl_profiling.cli import main
-from verl_profiling.manifest import Request
+from verl_profiling.manifest import POLLING, Request
 from verl_profiling.predict.explain import explain
 from verl_profiling.predict.graph import graph_of
 from verl_profiling.report.build import read_step
@@ -160,9 +162,15 @@ def test_training_may_outlast_the_rollout_beside_it(
     assert parts["unexplained"] == pytest.approx(0.0, abs=0.2)
 
 
-def roll_out(folder: Path, until: float, *requests: dict[str, float], log: DrawnLog | None = None) -> Path:
+def roll_out(
+    folder: Path,
+    until: float,
+    *requests: dict[str, float],
+    log: DrawnLog | None = None,
+    polls: Sequence[Drawn] = (),
+) -> Path:
     """Draw a step in which the loop waits for requests, in seconds and tokens, and for trajectories."""
-    stages = [("rollout", 0, until), ("update_actor", until, until + 2)]
+    stages = [("rollout", 0, until), *polls, ("update_actor", until, until + 2)]
     folder.mkdir()
     drawn_inputs(folder, stages, [Worker("rollout", replica=0)], until + 2)
     made = [
@@ -200,6 +208,15 @@ def test_times_of_the_engine_on_one_side_explain_nothing(tmp_path: Path) -> None
     assert explained_by(whole, divided) == explained_by(divided, whole) == {}
     assert explained_by(whole, slower) == {"response lengths of rollout": 1.9}
     assert explained_by(slower, whole) == {"response lengths of rollout": -1.9}
+
+
+def test_other_intervals_of_polling_explain_the_difference(tmp_path: Path) -> None:
+    folders = []
+    for ends in ([2.5, 4.5], [1.5, 2.5, 3.5]):
+        polls = [(POLLING, begin, end, 1) for begin, end in pairwise([0.5, *ends])]
+        folders.append(roll_out(tmp_path / f"{len(ends)}", ends[-1], request(2.6, 9), polls=polls))
+    assert explained_by(*folders) == {"rollout": -1.0}
+    assert explained_by(*folders[::-1]) == {"rollout": 1.0}
 
 
 def test_tokens_on_one_side_explain_nothing(tmp_path: Path) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_profiling.predict.graph import Graph, Segment
+from verl_profiling.predict.graph import Graph, Poll, Segment
 from verl_profiling.predict.path import critical_path, replay, slacks_ns
 
 
 @st.composite
-def graphs(draw: st.DrawFn, queues: tuple[str, ...] = ("",)) -> Graph:
-    """Return a random graph whose last segment follows all others, and of which some wait in queues."""
+def graphs(draw: st.DrawFn, queues: tuple[str, ...] = ("",), polls: bool = False) -> Graph:
+    """Return a random graph whose last segment follows all others.
+
+    Some segments wait in queues, and some end with a poll.
+    """
     graph = Graph(begin_ns=100, end_ns=0)
     free = dict.fromkeys(queues, graph.begin_ns)
     count = draw(st.integers(1, 25))
@@ -24,6 +27,10 @@ def graphs(draw: st.DrawFn, queues: tuple[str, ...] = ("",)) -> Graph:
         free[queue] = end = begin + draw(st.integers(0, 50))
         found = Segment(f"lane{number % 3}", ("s",), "work", begin, end, after, ("s",), queue=queue)
         graph.segments.append(found)
+        if polls and after and end > begin and draw(st.booleans()):
+            since = draw(st.sampled_from(after))
+            period = end - begin + draw(st.integers(0, 9))
+            graph.polls[number] = Poll(since, end - graph.segments[since].end_ns, period)
     graph.last = count - 1
     graph.end_ns = graph.segments[-1].end_ns
     graph.close()
@@ -31,7 +38,7 @@ def graphs(draw: st.DrawFn, queues: tuple[str, ...] = ("",)) -> Graph:
 
 
 @settings(deadline=None)
-@given(graphs(queues=("", "a", "b")))
+@given(graphs(queues=("", "a", "b"), polls=True))
 def test_a_replay_without_changes_is_the_step(graph: Graph) -> None:
     replayed = replay(graph)
     assert list(replayed.end_ns) == [one.end_ns for one in graph.segments]
@@ -49,7 +56,7 @@ def test_a_step_of_which_all_takes_longer_has_the_same_order_in_its_queues(graph
 
 
 @settings(deadline=None)
-@given(graphs(queues=("", "a", "b")))
+@given(graphs(queues=("", "a", "b"), polls=True))
 def test_the_path_is_a_chain_as_long_as_the_step(graph: Graph) -> None:
     replayed = replay(graph)
     path = critical_path(replayed)
@@ -78,6 +85,16 @@ def test_slack_is_how_much_longer_a_segment_may_take(graph: Graph, data: st.Data
     assert replay(graph, took).span_ns == replayed.span_ns
     took[at] += 1
     assert replay(graph, took).span_ns == replayed.span_ns + 1
+
+
+@settings(deadline=None)
+@given(graphs(polls=True), st.data())
+def test_a_segment_with_slack_does_not_make_the_step_longer(graph: Graph, data: st.DataObject) -> None:
+    replayed = replay(graph)
+    at = data.draw(st.integers(0, len(graph.segments) - 1))
+    took = list(replayed.took_ns)
+    took[at] += slacks_ns(replayed)[at] if at not in graph.polls else 0
+    assert replay(graph, took).span_ns <= replayed.span_ns
 
 
 @settings(deadline=None)

@@ -19,6 +19,7 @@ from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ProcessId
+from verl_profiling.manifest import POLLING
 from verl_profiling.predict.what_if import Prediction
 from verl_profiling.report.tables import TABLES
 from verl_profiling.run_files import read_manifest
@@ -206,6 +207,56 @@ def test_a_faster_tool_and_a_rollout_without_its_tail(tmp_path: Path) -> None:
             step.what_if(**wrong)
 
 
+def polling(folder: Path, ends: Sequence[float]) -> None:
+    """Draw a loop that looks for trajectories at 0.5 s, and then every two seconds."""
+    polls = [(POLLING, 0.5, 2.4, 1), (POLLING, 2.5, 4.4, 1), (POLLING, 4.5, 6.5, 1)]
+    looks = [("transfer_queue_list", begin - 0.1, begin, 1) for begin in (0.5, 2.5, 4.5)]
+    drawn_inputs(folder, [("rollout", 0, 7), *polls, *looks, ("update_actor", 7, 9)], [])
+    log = DrawnLog()
+    for end in ends:
+        log.trajectory(0.2, end, ("tool:search", 1.0, end - 0.2))
+    log.add_to(folder)
+
+
+def test_a_loop_that_polls_goes_on_at_its_next_poll(tmp_path: Path) -> None:
+    polling(tmp_path, [3, 5.0])
+    found = open_step(tmp_path).what_if()
+    assert path_of(found)[2:6] == [
+        ("rollout", "agent_loop_rank0 g.1", "tool:search", 3.8),
+        ("rollout", "agent_loop_rank0 g.1", "own code", 0.2),
+        (f"rollout / {POLLING}", "controller", "until the next poll", 1.5),
+        ("rollout", "controller", "own code", 0.5),
+    ]
+    assert slack_of(found)["rollout", "agent_loop_rank0"] == 1.5
+    helps = {row.option: row.difference_us for row in found.what_would_help}
+    assert helps[f"--scale '{POLLING}=0.5'"] == pytest.approx(-1e6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "seconds"),
+    [
+        ({"tools": {"search": 3.5}}, 10.0),
+        ({"tools": {"search": 3.5}, "scale": {POLLING: 0.5}}, 9.0),
+        ({"tools": {"search": 1.2}}, 6.0),
+        ({"tools": {"search": 5.5}}, 12.0),
+        ({"scale": {POLLING: 0}}, 8.5),
+        ({"scale": {"rollout": 0.5}}, 7.5),
+        ({"one_step_off": True}, 7.0),
+    ],
+)
+def test_a_faster_tool_brings_nothing_or_a_whole_interval(
+    tmp_path: Path, changes: dict, seconds: float
+) -> None:
+    polling(tmp_path, [3, 5.0])
+    assert open_step(tmp_path).what_if(**changes).predicted_us == pytest.approx(seconds * 1e6)
+
+
+def test_polls_for_nothing_recorded_take_their_time(tmp_path: Path) -> None:
+    polling(tmp_path, [])
+    kinds = {row.kind for row in open_step(tmp_path).what_if().path if POLLING in row.stage}
+    assert kinds == {"own code"}
+
+
 @pytest.mark.parametrize(("overlap", "seconds"), [(0.0, 12.8), (1.0, 12.0)])
 def test_requests_wait_for_an_engine_that_serves_one_at_a_time(
     tmp_path: Path, overlap: float, seconds: float
@@ -276,6 +327,20 @@ def test_only_a_name_of_its_own_is_a_change_to_try(tmp_path: Path) -> None:
     assert [option for option in options if "--tool" in option] == ["--tool search=2s"]
     with pytest.raises(ConfigError, match="choose from: sandbox, search"):
         step.what_if(tools={"(all others)": 1.0})
+
+
+def test_calls_around_a_tool_are_the_same_change(tmp_path: Path) -> None:
+    """What they add is less than a twentieth; a part of the tool is a change of its own."""
+    log = DrawnLog()
+    number = log.trajectory(0.5, 8, ("reward", 6, 8))
+    turn = log.span("tool_calls", 0.5, 6, number)
+    search = log.span("tool:search", 0.6, 6, number, turn)
+    log.span("start", 0.6, 2, number, search)
+    drawn_inputs(tmp_path, [("rollout", 0, 8.2)], [])
+    log.add_to(tmp_path)
+    options = [row.option for row in open_step(tmp_path).what_if().what_would_help]
+    tools = [option for option in options if "--tool" in option]
+    assert tools == ["--tool search=2.7s", "--tool reward=1s", "--tool start=0.7s"]
 
 
 def test_loop_lag_goes_with_the_tool_that_blocks_the_loop(tmp_path: Path) -> None:

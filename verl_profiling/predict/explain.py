@@ -120,6 +120,8 @@ def _units(graphs: Sequence[Graph], kinds: Mapping[str, str], told: bool) -> _Un
         took = [one.end_ns - one.begin_ns for one in graph.segments]
         for carried in graph.carried:
             took[carried.segment] += carried.before_ns
+        for at, poll in graph.polls.items():
+            took[at] = poll.period_ns
         owned: defaultdict[tuple[str, str, str, object], list[int]] = defaultdict(list)
         for at, one in enumerate(graph.segments):
             whose = one.trajectory or one.request
@@ -165,5 +167,6 @@ def _spans_s(graphs: Sequence[Graph], changes: Sequence[tuple[_Unit, float]] = (
         took = [one.end_ns - one.begin_ns for one in graph.segments]
         times = np.rint(np.array(took + graph.delay_ns, float) * of_step).astype(int).tolist()
         before = [round(one.before_ns * of_step[one.segment]) for one in graph.carried]
+        graph = graph.with_polls(of_step.tolist())
         spans.append(replay(graph, times[:count], times[count:], None, before).span_ns / 1e9)
     return spans

@@ -14,6 +14,7 @@ request, after another one           the engine served one at a time            
 stage of the loop, and of a worker   same name; else the time inside a stage that has assumed
                                      no worker stage of its name
 rollout, and trajectory or request   it ends in the stage                             assumed
+stage of the loop, and its next poll stages in which it sleeps between polls          yes
 ==================================== ================================================ ========
 """
 
@@ -22,14 +23,14 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_profiling.manifest import Request, StageSpan
+from verl_profiling.manifest import POLLING, Request, StageSpan
 from verl_profiling.report import numbers
 from verl_profiling.report.anatomy import capture_time
 from verl_profiling.report.build import Content
@@ -54,6 +55,8 @@ OWN, CAPTURE, WORK, DELAY = "own code", "capture", "work", "delay"
 """Kinds of segments: two of the loop, one of workers, and the time before a segment."""
 LAG_BY = f"{LOOP_LAG} by "
 """Begin of the kind of loop lag whose cause is known."""
+NEXT_POLL = "until the next poll"
+"""The kind of a segment that ends when the loop looks again for what it waits for."""
 _MOST_COLLECTIVES = 5_000  # calls with the longest waits
 _LAUNCHES = "c10d::"  # names of host calls that launch a collective
 _HIDDEN = 0.5  # share of a collective beside computation, from which on nobody waits for it
@@ -129,6 +132,24 @@ class Carried(NamedTuple):
     before_ns: int
 
 
+class Poll(NamedTuple):
+    """Times at which the loop looks for what it waits for.
+
+    Attributes:
+        after: Number of the segment after which the loop begins to look.
+        tick_ns: One of the times, from the end of that segment.
+        period_ns: Time between two of them.
+    """
+
+    after: int
+    tick_ns: int
+    period_ns: int
+
+    def left_ns(self, now_ns: int) -> int:
+        """Return the time until the next one; ``now_ns`` is counted from the same segment."""
+        return self.period_ns - (now_ns - self.tick_ns) % self.period_ns if self.period_ns else 0
+
+
 @dataclass(slots=True, eq=False)
 class _Run:
     """A stage, a trajectory or a request.
@@ -199,6 +220,7 @@ class Graph:
         tails: Number of a segment, and those of a rollout's trajectories or requests that it waits for.
         idle: Time in which all lanes of a process were idle, by process.
         carried: Work that began in the last step.
+        polls: The polls with which a segment ends, by its number.
         assumed: Number of edges by assumption.
         unknown: Sentences on stages whose waits are not known.
         whole: Whether all rollouts begin and end in the step.
@@ -217,11 +239,18 @@ class Graph:
     tails: dict[int, list[int]] = field(default_factory=dict)
     idle: dict[str, Spans] = field(default_factory=dict)
     carried: list[Carried] = field(default_factory=list)
+    polls: dict[int, Poll] = field(default_factory=dict)
     assumed: Counter[str] = field(default_factory=Counter)
     unknown: list[str] = field(default_factory=list)
     whole: bool = True
     lanes: int = 0
     on_device: bool = False
+
+    def with_polls(self, factors: Sequence[float]) -> Graph:
+        """Return the graph with other periods of polling; ``factors`` are by the number of the segment."""
+        polls = self.polls.items()
+        periods_ns = {at: round(poll.period_ns * factors[at]) for at, poll in polls}
+        return replace(self, polls={at: poll._replace(period_ns=periods_ns[at]) for at, poll in polls})
 
     def close(self) -> None:
         """Set order and delays, once all segments are there."""
@@ -307,7 +336,13 @@ def graph_of(content: Content) -> Graph:
         loose.append(mark)
         carried += [(one, mark, stage) for one in early]
         graph.assumed[_STEADY] += 1
+    polled = [found for stage in stages for found in _polled(stage)]
     _Builder(graph, content.calls, name_of).build(root, loose)
+    for run, begin_ns, period_ns in polled:
+        ends = ((one.end_ns, at) for at, one in enumerate(graph.segments) if one.who == who)
+        last_ns, last = max(end for end in ends if end[0] <= begin_ns)
+        graph.polls[run.entry] = Poll(last, begin_ns - last_ns, period_ns)
+        graph.segments[run.entry].kind = NEXT_POLL
     for work, mark, stage in carried:
         graph.carried.append(Carried(work.entry, mark.exit, root.end_ns - mark.begin_ns))
         graph.segments[mark.entry].after.append(stage.exit)  # the next work begins after this one
@@ -402,6 +437,29 @@ def _rolled_out(
         assumed[_ROLLOUT] += 1
         if not _join(run, min(homes, key=_length, default=root), error_ns):
             yield run
+
+
+def _polled(stage: _Run) -> Iterator[tuple[_Run, int, int]]:
+    """Let a stage that polls wait for the others, and then for the next poll, in place of all its polls.
+
+    Yields:
+        The wait for the next poll, the begin of the first period (ns), and the period (ns).
+    """
+    sleeps = [run for run in stage.inner if run.name == POLLING]
+    if not sleeps:
+        return
+    begin_ns, end_ns = sleeps[0].begin_ns, sleeps[-1].end_ns
+    period_ns = (end_ns - begin_ns) // len(sleeps)
+    row = sleeps[0].row
+    between = [run for run in stage.inner if run.row == row and begin_ns <= run.begin_ns < end_ns]
+    others = [run for run in stage.waits if run not in between and run.begin_ns < end_ns]
+    ended_ns = max((run.end_ns for run in others), default=end_ns)
+    if ended_ns < end_ns and any(run.pieces for run in others):
+        since_ns = max(ended_ns, end_ns - period_ns)
+        run = _Run(stage.who, stage.role, POLLING, since_ns, end_ns, row)
+        for runs in (stage.inner, stage.waits):
+            runs[:] = [one for one in runs if one not in between] + [run]
+        yield run, end_ns - period_ns * len(sleeps), period_ns
 
 
 def _length(run: _Run) -> int:

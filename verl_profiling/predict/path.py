@@ -61,6 +61,8 @@ def replay(
     A segment with a queue begins after all that entered the queue before it. It enters when it is ready, but
     not before one that it was behind though it was ready earlier.
 
+    A segment that ends with a poll takes what is left of the period, unless it is given no time at all.
+
     Work that is carried over from the last step has what is left of it, as all steps are alike. What is left
     is negative if the work ended before the step.
 
@@ -95,14 +97,28 @@ def replay(
 
 
 def _ends(
-    graph: Graph, took_ns: Sequence[int], delay_ns: Sequence[int], after: Sequence[Sequence[int]]
+    graph: Graph, took_ns: list[int], delay_ns: Sequence[int], after: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[Sequence[int]], list[int]]:
-    """Return the end of each segment, all edges with those of the queues, and the order of the segments."""
+    """Return the end of each segment, all edges with those of the queues, and the order of the segments.
+
+    Args:
+        graph: The graph.
+        took_ns: Duration of each segment; that of a segment that ends with a poll is set.
+        delay_ns: Delay before each segment.
+        after: Edges to each segment.
+    """
     end_ns, edges, order = [0] * len(graph.segments), list(after), list[int]()
+
+    def end(at: int, ready_ns: int) -> None:
+        begin_ns = ready_ns + delay_ns[at]
+        if took_ns[at] and (poll := graph.polls.get(at)):
+            took_ns[at] = poll.left_ns(begin_ns - end_ns[poll.after])
+        end_ns[at] = begin_ns + took_ns[at]
+
     if not any(one.queue for one in graph.segments):  # the recorded order is one after changes, too
         for at in graph.order:
             ready_ns = max((end_ns[before] for before in after[at]), default=graph.begin_ns)
-            end_ns[at] = ready_ns + delay_ns[at] + took_ns[at]
+            end(at, ready_ns)
         return end_ns, edges, graph.order
     place = {at: number for number, at in enumerate(graph.order)}
     following: list[list[int]] = [[] for _ in after]
@@ -132,7 +148,7 @@ def _ends(
                 edges[at] = [*after[at], last[queue]]
                 ready_ns = max(ready_ns, end_ns[last[queue]])
             last[queue] = at
-        end_ns[at] = ready_ns + delay_ns[at] + took_ns[at]
+        end(at, ready_ns)
         order.append(at)
         for one in following[at]:
             missing[one] -= 1
@@ -167,7 +183,8 @@ def critical_path(replayed: Replay, last: int | None = None) -> list[PathPart]:
 def slacks_ns(replayed: Replay) -> list[int]:
     """Return how much longer each segment could take without a longer step.
 
-    A segment that the step does not wait for could go on until the end of the step.
+    A segment that the step does not wait for could go on until the end of the step. What ends before a poll
+    could go on until then.
     """
     end_ns, last = replayed.end_ns, replayed.graph.last
     latest_ns = {last: end_ns[last]}
@@ -175,5 +192,9 @@ def slacks_ns(replayed: Replay) -> list[int]:
         if at in latest_ns:
             before = replayed.after[at]
             ready_ns = max((end_ns[one] for one in before), default=0) + latest_ns[at] - end_ns[at]
-            latest_ns |= {one: min(latest_ns.get(one, ready_ns), ready_ns) for one in before}
+            limits_ns = dict.fromkeys(before, ready_ns)
+            if poll := replayed.graph.polls.get(at):
+                limits_ns = dict.fromkeys(before, end_ns[at] - replayed.delay_ns[at] - 1)
+                limits_ns[poll.after] = end_ns[poll.after] + latest_ns[at] - end_ns[at]
+            latest_ns |= {one: min(latest_ns.get(one, ns), ns) for one, ns in limits_ns.items()}
     return [max(latest_ns.get(at, end_ns[last]) - end, 0) for at, end in enumerate(end_ns)]

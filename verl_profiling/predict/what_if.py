@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
@@ -10,7 +11,7 @@ from typing import ClassVar, NamedTuple
 import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
-from verl_profiling.manifest import WEIGHT_SYNC
+from verl_profiling.manifest import POLLING, WEIGHT_SYNC
 from verl_profiling.predict.graph import CAPTURE, DELAY, LAG_BY, WORK, Graph, Segment, graph_of
 from verl_profiling.predict.path import Replay, critical_path, replay, slacks_ns
 from verl_profiling.predict.replicas import on_replicas
@@ -28,6 +29,7 @@ _TOOL = "tool:"
 _NOT_ALIKE = "the predicted step is one of many that differ: each leaves more or less work to the next"
 _LEAST_SHARE = 0.001  # of the step, from which on a change is listed
 _NOISE = 0.03  # share by which steps differ that are alike, on each side of an interval
+_NESTED = 0.05  # share by which a call is longer than one inside of it, up to which both are one change
 _LEAST_OF_TAIL = 10  # trajectories or requests of a rollout, from which on its tail may be left out
 
 _Calls = dict[str, dict[int, int]]
@@ -57,7 +59,7 @@ class Changes(NamedTuple):
     def options(self) -> list[str]:
         """Return the changes as options of the command."""
         return [
-            *(f"--scale {name}={factor:.6g}" for name, factor in self.scale.items()),
+            *(f"--scale {shlex.quote(f'{name}={factor:.6g}')}" for name, factor in self.scale.items()),
             *(f"--balance {name}" for name in self.balance),
             *([f"--no-tail {self.no_tail:.6g}"] if self.no_tail is not None else []),
             *(f"--tool {name}={seconds:.6g}s" for name, seconds in self.tools.items()),
@@ -244,6 +246,7 @@ def _changed(graph: Graph, changes: Changes, calls: _Calls) -> Replay:
             after[at] = [before for before in after[at] if before not in left_out]
     whole = ([round(ns) for ns in column] for column in (took, delay, before))
     took_ns, delay_ns, before_ns = whole
+    graph = graph.with_polls([changes.scale.get(POLLING, 1.0)] * len(took))
     return replay(graph, took_ns, delay_ns, after, before_ns)
 
 
@@ -387,26 +390,35 @@ def _candidates(recorded: Replay, calls: _Calls) -> Iterable[tuple[str, Changes]
     """Yield single changes to try, each with the outermost stage that it changes.
 
     Of the calls, those are tried that take time on the path of the step, or on that of the next step's work.
+    Of calls that are hardly longer than calls inside of them, the tool is tried.
     """
     graph = recorded.graph
     outermost: dict[str, str] = {}
     for one in graph.segments:
         outermost |= {name: outermost.get(name, one.within[0]) for name in one.within}
     yield from ((stage, Changes(scale={stage: 0.5})) for stage in dict.fromkeys(outermost.values()))
+    if graph.polls:
+        yield outermost[POLLING], Changes(scale={POLLING: 0.5})
     yield from ((outermost[stage], Changes(balance=[stage])) for stage in _balanced(graph))
     if sum(map(len, graph.tails.values())) >= _LEAST_OF_TAIL:
         yield _first_stage(graph, graph.tails), Changes(no_tail=90.0)
-    spent: Counter[str] = Counter()
+    spent, tools, tried = Counter[str](), set[str](), list[str]()
     for last in {graph.last, *(one.mark for one in graph.carried)}:
         for part in critical_path(recorded, last):
             one = graph.segments[part.segment]
-            names = {_tool(name) for name in (one.kind.removeprefix(LAG_BY), *dict(one.calls))}
-            spent.update(dict.fromkeys(names, part.end_ns - part.begin_ns))
+            names = (one.kind.removeprefix(LAG_BY), *dict(one.calls))
+            tools |= {_tool(name) for name in names if name.startswith(_TOOL)}
+            spent.update(dict.fromkeys(map(_tool, names), part.end_ns - part.begin_ns))
     blocked = _blocked(graph)
     for name in sorted(blocked.keys() & spent.keys()):
         yield _first_stage(graph, blocked[name]), Changes(unblock=[name])
-    for name in sorted(calls.keys() & spent.keys() - {GENERATE}):
-        if spent[name] > _LEAST_SHARE * recorded.span_ns:
+    for name in sorted(calls.keys() & spent.keys() - {GENERATE}, key=lambda name: (name not in tools, name)):
+        same = any(
+            math.isclose(spent[name], spent[one], rel_tol=_NESTED) and calls[name].keys() & calls[one].keys()
+            for one in tried
+        )
+        if spent[name] > _LEAST_SHARE * recorded.span_ns and not same:
+            tried.append(name)
             half_s = float(f"{sum(calls[name].values()) / len(calls[name]) / 2e9:.3g}")
             yield _first_stage(graph, calls[name]), Changes(tools={name: half_s})
 
