@@ -299,7 +299,8 @@ def markdown(found: dict[str, Any]) -> str:
     places = defaultdict[str, list[str]](list)
     for loop, measured in found["measured"].items():
         places[results.where(measured)].append(loop)
-    lines += ["", *(f"{where} ({'; '.join(loops)})." for where, loops in places.items())]
+    first, *others = sorted(places, key=lambda where: -len(places[where]))
+    lines += ["", f"{first}.", *(f"{', '.join(places[where])}: {where}." for where in others)]
     return "\n".join(lines)
 
 
