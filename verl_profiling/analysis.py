@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -176,6 +177,7 @@ def saved_report(path: str | os.PathLike[str]) -> Report | None:
         raise TraceFormatError(file, f"not a report: {error}") from error
 
 
+@dataclass(frozen=True, eq=False)
 class CapturedRun:
     """The captured steps of a run.
 
@@ -186,18 +188,13 @@ class CapturedRun:
         ray: Address of the Ray cluster that reads the traces; ``None`` for this host.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        limits: Limits,
-        communication: tuple[str, ...] = (),
-        ray: str | None = None,
-    ) -> None:
-        communicates(communication)
-        self.directory = directory
-        self.limits = limits
-        self.communication = communication
-        self.ray = ray
+    directory: Path
+    limits: Limits
+    communication: tuple[str, ...] = ()
+    ray: str | None = None
+
+    def __post_init__(self) -> None:
+        communicates(self.communication)
 
     def steps(self) -> list[CapturedStep]:
         """Return the readable steps, in order; warn of each unreadable or incomplete step.

@@ -120,10 +120,6 @@ class SpanRecord(msgspec.Struct, frozen=True, array_like=True, tag="s"):
     open: bool = False
 
 
-class Lag(msgspec.Struct, frozen=True, array_like=True, tag="lag"):
-    """The delay of a callback on an event loop; only older logs have it, and it is ignored."""
-
-
 class Block(msgspec.Struct, frozen=True, array_like=True, tag="block"):
     """A period in which one task blocked its event loop.
 
@@ -188,9 +184,7 @@ class LogFooter(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     trajectories_left_out: Count
 
 
-Line = (
-    LogHeader | LoopRecord | TrajectoryRecord | SpanRecord | Lag | Block | StatusChange | Counted | LogFooter
-)
+Line = LogHeader | LoopRecord | TrajectoryRecord | SpanRecord | Block | StatusChange | Counted | LogFooter
 _PARTS = {
     LoopRecord: "loops",
     TrajectoryRecord: "trajectories",

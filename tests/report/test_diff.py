@@ -50,7 +50,7 @@ def test_a_slower_stage_fails_above_the_limits(
 ) -> None:
     """Of its share, and of seconds; a tiny stage is not what CI should stop for."""
     diff = compare([with_stage(report, before, step_s)], [with_stage(report, after, step_s)])
-    assert stage(diff).change == pytest.approx(after / before - 1)
+    assert stage(diff).change_share == pytest.approx(after / before - 1)
     assert [change.name for change in diff.slower_than(share)] == ["update_actor"] * fails
 
 
@@ -66,7 +66,7 @@ def test_noise_excuses_a_change(report: Report) -> None:
     without = msgspec.structs.replace(report, stages=[], span_us=1e7)
     diff = compare([without, without, with_stage(report, 4.0)], [with_stage(report, 4.0)] * 3)
     assert (stage(diff).before_s, stage(diff).after_s, stage(diff).noise_s) == (0.0, 4.0, 2.0)
-    assert stage(diff).change is None
+    assert stage(diff).change_share is None
 
 
 def test_a_lane_that_a_step_does_not_have_was_not_recorded(report: Report) -> None:

@@ -71,7 +71,7 @@ def _verdict(diff: Diff, slower: list[Change], arguments: argparse.Namespace) ->
 
 
 def _named(change: Change) -> str:
-    share = f", {change.change:+.0%}" if change.change is not None else ""
+    share = f", {change.change_share:+.0%}" if change.change_share is not None else ""
     return visible(f"{change.shown_name} ({duration(change.change_s, signed=True)}{share})")
 
 

@@ -15,32 +15,6 @@ import msgspec
 from verl_profiling.units import duration
 
 
-class StageRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage of the controller, over all its runs.
-
-    Attributes:
-        name: The stage; also ``(starting and stopping the capture)``, which is part of no stage, and
-            ``(outside stages)``, the rest of the step.
-        runs: Number of runs.
-        begin_us: Begin of the first run, relative to the begin of the step.
-        duration_us: Total time in the stage, without the starts and stops of tools.
-        share: Share of the step. Time in which several stages run side by side is divided equally among
-            them, so the shares of all rows with depth 0 add up to 1.
-        depth: 0 for an outermost stage.
-        idle_us: Part of ``duration_us`` in which every lane was idle and no worker was in a stage of its own.
-    """
-
-    columns: ClassVar[str] = "stage=name, runs, time=duration_us, share"
-
-    name: str
-    runs: int
-    begin_us: float
-    duration_us: float
-    share: float
-    depth: int = 0
-    idle_us: float = 0.0
-
-
 class OutsideRow(msgspec.Struct, frozen=True, kw_only=True):
     """Time of the loop before or after the step: a pause to start or stop the capture, or a stage.
 
@@ -57,6 +31,28 @@ class OutsideRow(msgspec.Struct, frozen=True, kw_only=True):
     runs: int
     begin_us: float
     duration_us: float
+
+
+class StageRow(OutsideRow, frozen=True, kw_only=True):
+    """One stage of the controller, over all its runs.
+
+    Attributes:
+        name: The stage; also ``(starting and stopping the capture)``, which is part of no stage, and
+            ``(outside stages)``, the rest of the step.
+        runs: Number of runs.
+        begin_us: Begin of the first run, relative to the begin of the step.
+        duration_us: Total time in the stage, without the starts and stops of tools.
+        share: Share of the step. Time in which several stages run side by side is divided equally among
+            them, so the shares of all rows with depth 0 add up to 1.
+        depth: 0 for an outermost stage.
+        idle_us: Part of ``duration_us`` in which every lane was idle and no worker was in a stage of its own.
+    """
+
+    columns: ClassVar[str] = "stage=name, runs, time=duration_us, share"
+
+    share: float
+    depth: int = 0
+    idle_us: float = 0.0
 
 
 class HelpRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,12 +195,12 @@ class DeviceRow(UseRow, frozen=True, kw_only=True):
         roles: Roles of the lanes.
         kind: ``cuda``, ``npu``, ``cpu`` and so on; empty if unknown.
         uuid: UUID of the device; empty if unknown.
-        place: Host, and number of the device on it; empty if unknown.
+        place: Host, and number of the device on it, else its UUID; empty if unknown.
     """
 
     columns: ClassVar[str] = (
         "lanes=name, observed=span_us, busy_us, busy_share, +idle_us, host-bound=host_bound_us, "
-        "exposed comm=exposed_communication_us, +waiting_us, device=located"
+        "exposed comm=exposed_communication_us, +waiting_us, device=place"
     )
 
     lanes: list[str]
@@ -212,11 +208,6 @@ class DeviceRow(UseRow, frozen=True, kw_only=True):
     kind: str
     uuid: str
     place: str
-
-    @property
-    def located(self) -> str:
-        """Host and number of the device, else its UUID, else ``""``."""
-        return self.place or self.uuid
 
 
 class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -649,7 +640,8 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     columns: ClassVar[str] = (
-        "group, members, first done=first_s, last done=last_s, waited_s, the last's cause=last_of"
+        "group, members, first done=first_s, last done=last_s, waited_s, "
+        "the last's cause=last_cause, all done=whole"
     )
 
     group: str
@@ -659,11 +651,6 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     waited_s: float
     last_cause: str
     whole: bool
-
-    @property
-    def last_of(self) -> str:
-        """``last_cause``, with ``(not done)`` if trajectories of the group did not end in the step."""
-        return self.last_cause if self.whole else f"{self.last_cause} (not done)"
 
 
 class StatusRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -722,7 +709,7 @@ class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     columns: ClassVar[str] = (
-        "version, behind=distance, oldest of=oldest, newest of=newest, segments, tokens=segment_tokens"
+        "version, behind, oldest of=oldest, newest of=newest, segments, tokens=segment_tokens"
     )
 
     version: int
@@ -731,13 +718,6 @@ class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
     newest: int
     segments: int
     segment_tokens: int
-
-    @property
-    def distance(self) -> str:
-        """``behind`` as text, e.g. ``2``, or ``1 newer`` (engines may have the next version already)."""
-        if self.behind is None:
-            return ""
-        return f"{self.behind:,}" if self.behind >= 0 else f"{-self.behind:,} newer"
 
 
 class LastTrajectories(msgspec.Struct, frozen=True, kw_only=True):

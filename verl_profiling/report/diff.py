@@ -44,8 +44,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         before_s: Median over the steps of A; ``None`` if A does not have it.
         after_s: Median over the steps of B; ``None`` if B does not have it.
         change_s: ``after_s - before_s``, where ``None`` counts as 0.
-        change: ``change_s / before_s``; ``None`` if ``before_s`` is 0 or ``None``. For ``explained``, the
-            share of the step of A.
+        change_share: ``change_s / before_s``; ``None`` if ``before_s`` is 0 or ``None``. For ``explained``,
+            the share of the step of A.
         noise_s: Half the range over the steps, the larger of both sides; ``None`` unless both
             sides have several steps. For ``watch``, without a tenth of the steps at each end of the range;
             for ``explained``, of the part's effect on the steps.
@@ -58,7 +58,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     before_s: float | None
     after_s: float | None
     change_s: float
-    change: float | None
+    change_share: float | None
     noise_s: float | None
 
     @property
@@ -70,11 +70,6 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     def noise(self) -> str:
         """The noise as text; empty if unknown."""
         return "" if self.noise_s is None else f"±{duration(self.noise_s)}"
-
-    @property
-    def change_share(self) -> float | None:
-        """The change, as a share of the value before."""
-        return self.change
 
     @property
     def stands_out(self) -> bool:
@@ -117,7 +112,7 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         step, *parts = (one for one in self.changes if one.kind in ("step", "explained"))
         if not parts or not step.before_s:
             return ""
-        said = f"step {duration(step.change_s, signed=True)} ({step.change:+.1%})"
+        said = f"step {duration(step.change_s, signed=True)} ({step.change_share:+.1%})"
         if not step.stands_out:
             return f"{said}: within the noise"
         if not parts[:-1]:
@@ -126,7 +121,7 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         small_s = sum(one.change_s for one in parts[:-1] if not one.stands_out)
         named = [*((one.name, one.change_s) for one in large), ("parts within the noise", small_s)]
         shares = [f"{name} {seconds / step.before_s:+.1%}" for name, seconds in named if seconds]
-        return f"{said}: {', '.join([*shares, f'{UNEXPLAINED} {parts[-1].change:+.1%}'])}"
+        return f"{said}: {', '.join([*shares, f'{UNEXPLAINED} {parts[-1].change_share:+.1%}'])}"
 
     @property
     def basis(self) -> str:
@@ -157,7 +152,7 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
             and change.stands_out
             and (change.after_s or 0.0) >= _SMALLEST_SHARE * step_s
             and change.change_s > LEAST_S
-            and (change.change is None or change.change > share)
+            and (change.change_share is None or change.change_share > share)
         ]
 
 
@@ -190,7 +185,7 @@ def compare(
             before_s=None,
             after_s=None,
             change_s=change_s,
-            change=change_s / step.before_s if step.before_s else None,
+            change_share=change_s / step.before_s if step.before_s else None,
             noise_s=None if step.noise_s is None else noise_s,
         )
         changes.append(part)
@@ -244,7 +239,7 @@ def _change(key: _Key, before: list[dict[_Key, float]], after: list[dict[_Key, f
         before_s=a,
         after_s=b,
         change_s=difference,
-        change=difference / a if a else None,
+        change_share=difference / a if a else None,
         noise_s=max((high - low) / 2 for low, high in ranges) if known else None,
     )
 

@@ -248,12 +248,7 @@ def _cells(row: Sequence[Cell], key: str) -> Iterable[str]:
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield f'<td class="n" data-v="{value:g}">{mark}{_anchor(escape(text), link)}</td>'
         else:
-            yield f"<td>{mark}{linked(text, link)}</td>"
-
-
-def linked(name: str, address: str) -> str:
-    """Return a name as HTML, with a link if there is one."""
-    return _anchor(_name(name), address)
+            yield f"<td>{mark}{_anchor(_name(text), link)}</td>"
 
 
 def _anchor(shown: str, address: str) -> str:

@@ -121,13 +121,14 @@ def worker_row(lane: Lane, step: Step, directory: Path) -> WorkerRow:
 def device_row(lanes: Sequence[Lane], lost: Mapping[str, Spans]) -> DeviceRow:
     """Return the row of a device, from its lanes and its idle time by cause."""
     known = [lane.device for lane in lanes if lane.device is not None]
+    uuid = next((device.uuid for device in known if device.uuid), "")
     return DeviceRow(
         **_used(lanes, lost),
         lanes=[lane.name for lane in lanes],
         roles=list(dict.fromkeys(lane.source.role for lane in lanes)),
         kind=known[0].kind if known else "",
-        uuid=next((device.uuid for device in known if device.uuid), ""),
-        place=next((device.place for device in known if device.place), ""),
+        uuid=uuid,
+        place=next((device.place for device in known if device.place), uuid),
     )
 
 

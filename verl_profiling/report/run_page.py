@@ -10,7 +10,7 @@ from statistics import median
 from typing import NamedTuple
 from urllib.parse import quote
 
-from verl_profiling.report.html import document, figures_section, linked, page_title, section, table
+from verl_profiling.report.html import document, figures_section, page_title, section, table
 from verl_profiling.report.lost import cause_name
 from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import Figure, axis_top, waits
@@ -66,9 +66,7 @@ def render_run(
     ran = logged or steps
     content = f'<section id="hang" aria-label="Hang"><p>{escape(visible(hangs))}</p></section>' * bool(hangs)
     content += figures_section(_figures(ran)) if ran else ""
-    if steps:
-        content += _slowest(ran)
-    else:
+    if not steps:
         note = escape(visible(how_to_capture(directory)))
         content += f'<section id="findings" aria-label="Captures"><p>{note}</p></section>'
     if logged:
@@ -88,23 +86,11 @@ def _figures(ran: Sequence[_Step]) -> Iterator[Figure]:
     index = slowest(took)
     over = took[index] - median(took)
     line = f"{duration(took[index])}, {duration(over, signed=True)} over the median"
+    if len(ran) > 1 and (found := excess([step.stages for step in ran], index)):
+        line += f", most in {found[0]} ({duration(found[1], signed=True)})"
     if took[0] > took[index]:
         line += f"; the first took {duration(took[0])}"
     yield Figure("Slowest", ran[index].title, line)
-
-
-def _slowest(ran: Sequence[_Step]) -> str:
-    """Return a section on the excess of the slowest step over the median."""
-    index = slowest([step.seconds for step in ran])
-    found = excess([step.stages for step in ran], index) if len(ran) > 1 else None
-    if found is None:
-        return ""
-    (name, seconds), step = found, ran[index]
-    return (
-        f'<section id="findings" aria-label="Slowest step"><p>Slowest: {linked(step.title, step.link)}; most '
-        f"of its excess over the median is in <bdi>{escape(name)}</bdi> ({duration(seconds, signed=True)})."
-        "</p></section>"
-    )
 
 
 def stage_seconds(report: Report) -> dict[str, float]:

@@ -94,7 +94,6 @@ class Table(NamedTuple):
     Attributes:
         name: Name of the JSON field, the CSV file, the frame and (capitalized) the heading.
         note: Sentence below the table, or a function that returns the sentence.
-        brief: Number of rows on the terminal.
         most: Number of rows on the page.
         key: Function that returns the colour key of a row.
         field: Field of :class:`~verl_profiling.report.columns.Rollout` with the rows; empty for a field of
@@ -104,7 +103,6 @@ class Table(NamedTuple):
 
     name: str
     note: str | Callable[[Report], str] = ""
-    brief: int = 8
     most: int = 1000
     key: Callable[[Any], str] | None = None
     field: str = ""
@@ -282,7 +280,7 @@ def added(row: PathRow, other: PathRow) -> PathRow:
 
 
 def _key(row: Any) -> str:
-    return cause_key(row.cause)
+    return cause_key(getattr(row, "cause", "") or row.name)
 
 
 def _on_cpus(note: str) -> Callable[[Report], str]:
@@ -296,12 +294,8 @@ _TABLES = (
         most=3,
         shown=_helps,
     ),
-    Table(
-        "suspects",
-        "Stage times exclude waits for other ranks; the rest are parts of the stage.",
-        brief=40,
-    ),
-    Table("stages", brief=40, key=lambda row: stage_class(row.name)),
+    Table("suspects", "Stage times exclude waits for other ranks; the rest are parts of the stage."),
+    Table("stages", key=lambda row: stage_class(row.name)),
     Table(
         "critical_path",
         "The work that made the step as long as it was; the times add up to the step.",
@@ -310,58 +304,39 @@ _TABLES = (
     Table(
         "lost",
         lambda report: f"{report.whose.capitalize()}-seconds idle, or waiting for other ranks.",
-        brief=40,
         key=lambda row: row.key,
         shown=_lost,
     ),
     Table(
         "trajectory_causes",
         "Time of trajectories by the span or the wait that they were in.",
-        brief=12,
         key=_key,
         field="causes",
         shown=_causes,
     ),
     Table("rollout_time", "Wall time of the rollout by cause.", key=_key, field="time"),
-    Table(
-        "trajectory_calls",
-        "Calls of tools, and other spans.",
-        brief=12,
-        key=lambda row: cause_key(row.name),
-        field="calls",
-    ),
+    Table("trajectory_calls", "Calls of tools, and other spans.", key=_key, field="calls"),
     Table(
         "loop_blocks",
         "Calls that blocked event loops, and the trajectories that stood still meanwhile.",
         most=100,
         field="blocks",
     ),
-    Table(
-        "trajectory_groups",
-        "Groups whose members waited most for the last member.",
-        brief=6,
-        field="groups",
-    ),
+    Table("trajectory_groups", "Groups whose members waited most for the last member.", field="groups"),
     Table(
         "trajectory_versions",
         "Versions of the weights that generated the training trajectories.",
-        brief=6,
         field="versions",
     ),
     Table("trajectory_statuses", most=100, field="statuses"),
-    Table("trajectory_failures", brief=40, most=100, field="failures"),
-    Table(
-        "workers",
-        _on_cpus("CPU traces: busy means that operators or collectives ran on any thread."),
-        brief=64,
-    ),
+    Table("trajectory_failures", most=100, field="failures"),
+    Table("workers", _on_cpus("CPU traces: busy means that operators or collectives ran on any thread.")),
     Table(
         "devices",
         "Lanes that share a device count once.",
-        brief=64,
         shown=lambda report: report.devices if report.shares_devices else (),
     ),
-    Table("engines", brief=64),
+    Table("engines"),
     Table("replicas"),
     Table("stragglers"),
     Table("collectives"),

@@ -30,6 +30,7 @@ from verl_profiling.units import visible
 
 _WIDTH = 100
 _FINDINGS = 2
+_MOST_ROWS = 64  # of each table, with all tables
 _FIRST = {"what_would_help": 3, "suspects": 6, "stages": 6, "trajectory_causes": 4, "lost": 3}
 """Rows of each table of the first screen."""
 _LEAST = 16
@@ -164,7 +165,7 @@ def _first(report: Report) -> list[str]:
 def _print_table(report: Report, name: str, console: Console, *, everything: bool) -> None:
     table = TABLES[name]
     found = table.rows_shown(report)
-    brief = table.brief if everything else _FIRST[name]
+    brief = _MOST_ROWS if everything else _FIRST[name]
     if not everything:
         found = [row for row in found if not (getattr(row, "depth", 0) or getattr(row, "validate", False))]
     headings, lines = cells(found[:brief], brief=True)

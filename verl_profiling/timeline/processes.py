@@ -281,52 +281,48 @@ def controller_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int)
         pids: Process id by the name of a worker (and of ``controller``).
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
     """
-    own = partial(draw, base_ns, pids[CONTROLLER])
-    stages = {CONTROLLER: _stages([*manifest.stages, *manifest.outside], base_ns, pids[CONTROLLER])}
-    events = []
-    if len(manifest.step_spans) > 1:
-        events.append(name_thread(pids[CONTROLLER], _STEPS_TID, "steps"))
-        for step in manifest.step_spans:
-            version = step.policy_version
-            about = {} if version is None else {"policy_version": version}
-            events.append(
-                own(_STEPS_TID, "step", f"step {step.step}", step.begin_ns, step.end_ns, about=about)
-            )
-    threads: dict[str, int] = {}
-    for rpc in manifest.rpcs:
-        if rpc.worker not in threads:
-            threads[rpc.worker] = _FIRST_RPC_TID + len(threads)
-            events.append(name_thread(pids[CONTROLLER], threads[rpc.worker], f"rpc {rpc.worker}"))
-        called = {"worker": rpc.worker, "ok": rpc.ok}
-        events.append(own(threads[rpc.worker], "rpc", rpc.method, rpc.begin_ns, rpc.end_ns, about=called))
-    for name, spans in ((CONTROLLER, manifest.pauses), *((one.name, one.pauses) for one in manifest.workers)):
-        if spans:
-            events.append(name_thread(pids[name], _PAUSES_TID, "pauses"))
-            drawn = partial(draw, base_ns, pids[name], _PAUSES_TID, "pause")
-            events += (drawn(span.name, span.begin_ns, span.end_ns) for span in spans)
-    for worker in manifest.workers:
-        if not (worker.stages or worker.tool_spans):
-            continue
-        pid = pids[worker.name]
-        stages[worker.name] = _stages(worker.stages, base_ns, pid)
-        if worker.tool_spans:
-            events.append(name_thread(pid, TOOL_TID, "tool"))
-        for tool in worker.tool_spans:
-            name, of = f"{tool.name} of the tool", {"stage": tool.stage} if tool.stage else {}
-            events.append(draw(base_ns, pid, TOOL_TID, "capture", name, tool.begin_ns, tool.end_ns, about=of))
+    events: list[Event] = []
+    stages: dict[str, list[Event]] = {}  # drawn, by process
+    named: set[tuple[str, int]] = set()
+    for who, tid, title, category, part in _from_manifest(manifest):
+        if (who, tid) not in named:
+            named.add((who, tid))
+            events.append(name_thread(pids[who], tid, title))
+        drawn = draw(base_ns, pids[who], tid, category, *part)
+        (stages.setdefault(who, []) if category == "stage" else events).append(drawn)
     return [*events, *chain.from_iterable(stages.values()), *_arrows(stages)]
 
 
-def _stages(spans: Iterable[StageSpan], base_ns: int, pid: int) -> list[Event]:
-    """Draw stages; stages that overlap without nesting are on separate, named threads."""
-    events, rows = [], set[int]()
-    for span, row in stages_by_row(spans):
-        about = {"failed": True} if span.failed else {}
-        place = (base_ns, pid, STAGES_TID - row, "stage", span.name)
-        events.append(draw(*place, span.begin_ns, span.end_ns, about=about))
-        rows.add(row)
-    names = (name_thread(pid, STAGES_TID - row, f"stages {row + 1}" if row else "stages") for row in rows)
-    return [*events, *names]
+Slice = tuple[str, int, int, Mapping[str, object]]
+"""Name, begin, end (unix ns) and arguments of a slice."""
+
+_Drawn = tuple[str, int, str, str, Slice]
+"""Process, thread, name of the thread, category, and slice."""
+
+
+def _from_manifest(manifest: Manifest) -> Iterator[_Drawn]:
+    """Yield the slices of steps, calls, pauses, stages and tools, those of the loop before the workers'."""
+    for step in manifest.step_spans if len(manifest.step_spans) > 1 else ():
+        version = step.policy_version
+        about = {} if version is None else {"policy_version": version}
+        title = f"step {step.step}"
+        yield CONTROLLER, _STEPS_TID, "steps", "step", (title, step.begin_ns, step.end_ns, about)
+    threads: dict[str, int] = {}
+    for rpc in manifest.rpcs:
+        tid = threads.setdefault(rpc.worker, _FIRST_RPC_TID + len(threads))
+        called = {"worker": rpc.worker, "ok": rpc.ok}
+        yield CONTROLLER, tid, f"rpc {rpc.worker}", "rpc", (rpc.method, rpc.begin_ns, rpc.end_ns, called)
+    loop = (CONTROLLER, [*manifest.stages, *manifest.outside], manifest.pauses)
+    for who, stages, pauses in (loop, *((one.name, one.stages, one.pauses) for one in manifest.workers)):
+        for pause in pauses:
+            yield who, _PAUSES_TID, "pauses", "pause", (pause.name, pause.begin_ns, pause.end_ns, {})
+        for span, row in stages_by_row(stages):  # those that overlap without nesting are on separate threads
+            title, about = f"stages {row + 1}" if row else "stages", {"failed": True} if span.failed else {}
+            yield who, STAGES_TID - row, title, "stage", (span.name, span.begin_ns, span.end_ns, about)
+    for worker in manifest.workers:
+        for tool in worker.tool_spans:
+            title, of = f"{tool.name} of the tool", {"stage": tool.stage} if tool.stage else {}
+            yield worker.name, TOOL_TID, "tool", "capture", (title, tool.begin_ns, tool.end_ns, of)
 
 
 def _arrows(stages: dict[str, list[Event]]) -> list[Event]:
@@ -355,10 +351,6 @@ def _arrows(stages: dict[str, list[Event]]) -> list[Event]:
 def _end(stage: Event, phase: str, number: int) -> Event:
     bind = "e" if phase == "f" else None
     return Event(phase, "stage", _ARROW, stage.pid, stage.tid, stage.ts, id=number, bp=bind)
-
-
-Slice = tuple[str, int, int, Mapping[str, object]]
-"""Name, begin, end (unix ns) and arguments of a slice."""
 
 
 def path_events(path: Iterable[Slice], base_ns: int, keep: Keep) -> tuple[list[Event], int]:
