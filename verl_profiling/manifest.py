@@ -551,6 +551,14 @@ def worst_status(artifacts: Iterable[Artifact]) -> tuple[CaptureStatus, str]:
     return "ok", ""
 
 
+def with_artifacts(result: CaptureResult, artifacts: list[Artifact]) -> CaptureResult:
+    """Return a result with new artifacts, and with their status if it had the status of the old ones."""
+    status, reason = result.status, result.reason
+    if (status, reason) == worst_status(result.artifacts):
+        status, reason = worst_status(artifacts)
+    return msgspec.structs.replace(result, artifacts=artifacts, status=status, reason=reason)
+
+
 def finite_numbers(metrics: Mapping[str, Any] | None) -> tuple[dict[str, float], list[str]]:
     """Return the entries that are finite numbers, and notes on numbers that are not finite.
 

@@ -24,7 +24,7 @@ from verl_profiling.manifest import (
     CaptureResult,
     Manifest,
     RunInfo,
-    worst_status,
+    with_artifacts,
 )
 from verl_profiling.units import step_list
 
@@ -295,11 +295,7 @@ def _settled(folder: Path, worker: CaptureResult) -> CaptureResult:
     """Return a worker with final statuses of its artifacts, if no process works on them."""
     if not worker.artifacts:
         return worker
-    artifacts = [_on_disk(folder, worker, artifact) for artifact in worker.artifacts]
-    status, reason = worker.status, worker.reason
-    if (status, reason) == worst_status(worker.artifacts):
-        status, reason = worst_status(artifacts)
-    return msgspec.structs.replace(worker, artifacts=artifacts, status=status, reason=reason)
+    return with_artifacts(worker, [_on_disk(folder, worker, artifact) for artifact in worker.artifacts])
 
 
 def _on_disk(folder: Path, worker: CaptureResult, artifact: Artifact) -> Artifact:

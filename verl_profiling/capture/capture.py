@@ -361,9 +361,7 @@ class Capture:
         status, reason = worst_status(artifacts)
         if status == "ok" and self._truncated:
             status, reason = "truncated", self._truncated
-        if not self.request.keep:
-            status, reason, artifacts = "skipped", "warm-up", []
-        elif artifacts and all(artifact.status == "skipped" for artifact in artifacts):
+        if artifacts and all(artifact.status == "skipped" for artifact in artifacts):
             status, reason = "skipped", artifacts[0].reason
         elif not self.whole and not artifacts and any(tool.suffix for tool in self.role.tools):
             ran = ", ".join(sorted({span.name for span in stages})) or "none"

@@ -22,7 +22,7 @@ from verl_profiling.manifest import (
     CaptureStatus,
     ToolSpan,
     finite_numbers,
-    worst_status,
+    with_artifacts,
 )
 from verl_profiling.run_files import RESULT_SUFFIX, capture_of, write_json_atomically
 from verl_profiling.settings.limits import AfterHook
@@ -136,8 +136,17 @@ class ResultFile:
         """Return whether all artifacts are finished, except artifacts for ``verl-profiling collect``."""
         return not any(one.status == "pending" and not one.reason for one in self.result.artifacts)
 
-    def close(self, result: CaptureResult) -> CaptureResult:
-        """Write and return the result of the stopped capture, and upload the file in the background."""
+    def close(self, result: CaptureResult, failed: str = "") -> CaptureResult:
+        """Write and return the result of the stopped capture, and upload the file in the background.
+
+        Args:
+            result: The result.
+            failed: Reason why the whole capture failed; empty if it did not.
+        """
+        if not self.request.keep:
+            result = msgspec.structs.replace(result, status="skipped", reason="warm-up", artifacts=[])
+        if failed:
+            result = msgspec.structs.replace(result, status="failed", reason=failed)
         step, versions, artifacts = self.request.step, result.policy_versions, []
         for artifact in result.artifacts:
             artifacts.append(msgspec.structs.replace(artifact, step=step, policy_versions=versions))
@@ -237,8 +246,4 @@ def _with_artifact(result: CaptureResult, finished: Artifact) -> CaptureResult:
             finished, step=artifact.step, policy_versions=artifact.policy_versions, reason=reason
         )
 
-    artifacts = [updated(artifact) for artifact in result.artifacts]
-    status, reason = result.status, result.reason
-    if (status, reason) == worst_status(result.artifacts):
-        status, reason = worst_status(artifacts)
-    return msgspec.structs.replace(result, artifacts=artifacts, status=status, reason=reason)
+    return with_artifacts(result, [updated(artifact) for artifact in result.artifacts])

@@ -164,7 +164,10 @@ class Session:
                 self._slot.hooks.begun(request, identity, recorded=False)
                 return StartReply(identity, "skipped", received_ns, "not selected")
             if capture is not None:
-                return self._join(capture, request, identity, received_ns)
+                self._slot.hooks.begun(request, identity)
+                if identity.role not in capture.roles:
+                    capture.roles.append(identity.role)
+                return StartReply(capture.identity, "joined", received_ns)
             file = self._slot.file.opened(request, role, identity)
             handover_s = min(HANDOVER_S, self._configs[identity.name].timeouts.stop_s / 2)
             background, log = self._slot.background, SpanLog(self)
@@ -243,20 +246,17 @@ class Session:
             )
         self._slot.hooks.background.drain(finish_s)
 
-    def _role(self, identity: WorkerIdentity, selection: CaptureSelection | None) -> RoleConfig:
+    def _prepared_role(
+        self, identity: WorkerIdentity, selection: CaptureSelection | None
+    ) -> tuple[RoleConfig, bool]:
+        """Return a worker's settings, and whether the worker takes part; prepare the tools if so."""
         config = self._configs[identity.name]
         stages = () if selection is None else selection.stages or ()
         side_by_side = not self._busy.keys().isdisjoint(stages)
         if selection is not None and side_by_side and TRAJECTORIES in config.tool_names(identity.role):
             # The watch reports spans of concurrent trajectories as a stage, but no tool records them alone.
             selection = msgspec.structs.replace(selection, mode="e2e", stages=None)
-        return config.for_role(identity.role, selection)
-
-    def _prepared_role(
-        self, identity: WorkerIdentity, selection: CaptureSelection | None
-    ) -> tuple[RoleConfig, bool]:
-        """Return a worker's settings, and whether the worker takes part; prepare the tools if so."""
-        role = self._role(identity, selection)
+        role = config.for_role(identity.role, selection)
         selected = role.selects(identity.rank, identity.replica, identity.topology, identity.sizes)
         for tool in role.tools if selected else ():
             if tool not in self._prepared:
@@ -273,9 +273,7 @@ class Session:
             clock.release()
         for complete in capture.completions:
             result = complete(result)
-        if failed:
-            result = msgspec.structs.replace(result, status="failed", reason=failed)
-        return self._slot.file.close(result)
+        return self._slot.file.close(result, failed)
 
     def _pass_stages_to(self, capture: Capture | None) -> None:
         """Send stages to the open capture, if any, and to the watch, if switched on."""
@@ -286,14 +284,6 @@ class Session:
         else:
             self.sink = self.log = None if self.sums is None else SpanLog(self, self.sums, None)
         record_pauses(self, self.log)
-
-    def _join(
-        self, capture: Capture, request: CaptureRequest, identity: WorkerIdentity, received_ns: int
-    ) -> StartReply:
-        self._slot.hooks.begun(request, identity)
-        if identity.role not in capture.roles:
-            capture.roles.append(identity.role)
-        return StartReply(capture.identity, "joined", received_ns)
 
 
 _session = Session()

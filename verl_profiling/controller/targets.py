@@ -134,12 +134,9 @@ class Postponed(Future[Any]):
     async def run(self) -> None:
         """Call the function on this event loop, and set the outcome."""
         try:
-            answer = await self._function()
+            self.set_result(await self._function())
         except (Exception, asyncio.CancelledError) as error:
             self.fail(error)
-        else:
-            if not self.done():
-                self.set_result(answer)
 
     def fail(self, error: BaseException) -> None:
         """Set an error as the outcome, unless there is an outcome already."""

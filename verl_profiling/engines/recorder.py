@@ -191,10 +191,6 @@ class EngineRecorder:
         status, reason = worst_status(artifacts)
         if death := _death_of(self.engine):  # the workers may have written whole traces before they ended
             status, reason = "failed", death
-        if not window.request.keep:
-            status, reason, artifacts = "skipped", "warm-up", []
-        if failed:
-            status, reason = "failed", failed
         result = result_of(
             window.request,
             window.role,
@@ -210,7 +206,7 @@ class EngineRecorder:
         )
         self._window = None
         clock.release()
-        return self._slot.file.close(self.requests.end_in_result(result))
+        return self._slot.file.close(self.requests.end_in_result(result), failed)
 
 
 @dataclass(eq=False)
