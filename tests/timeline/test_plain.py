@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from step_folders import read_events
 
+from verl_profiling.timeline.categories import CATEGORIES, meaning_of
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.step import StepInputs
@@ -91,3 +95,20 @@ def test_different_processes_never_share_a_lane(tmp_path: Path) -> None:
     (folder / "b.json").write_text(json.dumps({"schemaVersion": 1, "traceEvents": others}))
     (inputs,) = find_steps(folder)
     assert lanes(inputs) == ["worker_rank0", "worker_rank0.2"]
+
+
+def test_each_category_has_one_meaning() -> None:
+    """A name that is listed twice would take the meaning of the last row."""
+    counts = Counter(name for row in CATEGORIES for name in row.names)
+    assert [name for name, times in counts.items() if times > 1] == []
+
+
+def test_every_category_of_the_installed_torch_is_known() -> None:
+    """A category that a new torch brings has to be looked at: is it work, or a mark?"""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        pytest.skip("torch is not installed; `make env` builds an environment")
+    header = Path(found.origin).parent / "include" / "kineto" / "ActivityType.h"
+    names = set(re.findall(r'\{"(\w+)", ActivityType::', header.read_text())) - {"ENUM_COUNT"}
+    assert len(names) > 20
+    assert {name for name in names if meaning_of(name) is None} == set()
