@@ -155,7 +155,7 @@ def test_view_serves_nothing_that_lay_in_the_folder_already(tmp_path: Path, kind
 
 
 def test_every_command_prints_in_an_ascii_locale(tmp_path: Path) -> None:
-    """As in UTF-8: the exit codes are the same, and nobody sees a traceback; the run's name is not ASCII."""
+    """Nobody sees a traceback; the name of the run is not ASCII."""
     run = tmp_path / "l\u00e4uft"
     folders = [str(build_step(run, step=step)) for step in (1, 2)]
     write_run(run)
@@ -175,23 +175,21 @@ def test_every_command_prints_in_an_ascii_locale(tmp_path: Path) -> None:
         ["doctor"],
     ]
     program = (
-        "import sys\nfrom itertools import groupby\nfrom verl_profiling.cli import main\n"
-        "given = groupby(sys.argv[1:], key=lambda word: word == ';')\n"
+        "import sys\nfrom itertools import groupby\nsys.modules.update(torch=None, ray=None)\n"
+        "from verl_profiling.cli import main\ngiven = groupby(sys.argv[1:], key=lambda word: word == ';')\n"
         "print([main(list(words)) for ends, words in given if not ends])"
     )
     given = [word for command in commands for word in (*command, ";")]
-    printed = {}
-    for encoding, locale in (("utf-8", {"PYTHONUTF8": "1"}), ("ascii", {"PYTHONUTF8": "0"})):
-        done = subprocess.run(
-            [sys.executable, "-c", program, *given],
-            env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", **locale},
-            capture_output=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr.decode()
-        printed[encoding] = done.stdout.decode(encoding)
-    assert printed["ascii"].splitlines()[-1] == printed["utf-8"].splitlines()[-1]
-    assert "? Lanes" in printed["ascii"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *given],
+        env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    printed = done.stdout.decode("ascii")
+    assert printed.splitlines()[-1] == str([EXIT_OK] * len(commands))
+    assert "? Lanes" in printed
 
 
 def test_trigger_says_that_a_step_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

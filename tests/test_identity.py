@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_profiling.identity import WorkerIdentity, artifact_name, safe_name
@@ -37,6 +37,7 @@ def test_artifact_names_are_canonical(arguments: tuple[str, ...], expected: str)
     assert artifact_name(*arguments) == expected
 
 
+@settings(max_examples=30)
 @given(st.lists(st.text(min_size=1), min_size=2, max_size=2, unique=True))
 def test_stages_of_different_names_have_different_files(names: list[str]) -> None:
     """Even if they become equal once unsafe characters are replaced or the name is shortened."""

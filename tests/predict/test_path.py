@@ -37,14 +37,14 @@ def graphs(draw: st.DrawFn, queues: tuple[str, ...] = ("",), polls: bool = False
     return graph
 
 
-@settings(deadline=None)
+@settings(max_examples=30)
 @given(graphs(queues=("", "a", "b"), polls=True))
 def test_a_replay_without_changes_is_the_step(graph: Graph) -> None:
     replayed = replay(graph)
     assert list(replayed.end_ns) == [one.end_ns for one in graph.segments]
 
 
-@settings(deadline=None)
+@settings(max_examples=30)
 @given(graphs(queues=("", "a", "b")), st.integers(2, 5))
 def test_a_step_of_which_all_takes_longer_has_the_same_order_in_its_queues(graph: Graph, factor: int) -> None:
     recorded = replay(graph)
@@ -55,7 +55,7 @@ def test_a_step_of_which_all_takes_longer_has_the_same_order_in_its_queues(graph
     assert [ns - begin_ns for ns in longer.end_ns] == [factor * (ns - begin_ns) for ns in recorded.end_ns]
 
 
-@settings(deadline=None)
+@settings(max_examples=30)
 @given(graphs(queues=("", "a", "b"), polls=True))
 def test_the_path_is_a_chain_as_long_as_the_step(graph: Graph) -> None:
     replayed = replay(graph)
@@ -65,7 +65,7 @@ def test_the_path_is_a_chain_as_long_as_the_step(graph: Graph) -> None:
     assert edges[::2] == edges[1::2]
 
 
-@settings(deadline=None)
+@settings(max_examples=30)
 @given(graphs())
 def test_removing_all_work_off_the_path_does_not_shorten_the_step(graph: Graph) -> None:
     replayed = replay(graph)
@@ -74,7 +74,7 @@ def test_removing_all_work_off_the_path_does_not_shorten_the_step(graph: Graph) 
     assert replay(graph, took).span_ns == replayed.span_ns
 
 
-@settings(deadline=None)
+@settings(max_examples=30)
 @given(graphs(), st.data())
 def test_slack_is_how_much_longer_a_segment_may_take(graph: Graph, data: st.DataObject) -> None:
     """One nanosecond more makes the step longer by one."""
@@ -87,7 +87,7 @@ def test_slack_is_how_much_longer_a_segment_may_take(graph: Graph, data: st.Data
     assert replay(graph, took).span_ns == replayed.span_ns + 1
 
 
-@settings(deadline=None)
+@settings(max_examples=30)
 @given(graphs(polls=True), st.data())
 def test_a_segment_with_slack_does_not_make_the_step_longer(graph: Graph, data: st.DataObject) -> None:
     replayed = replay(graph)
@@ -97,7 +97,7 @@ def test_a_segment_with_slack_does_not_make_the_step_longer(graph: Graph, data: 
     assert replay(graph, took).span_ns <= replayed.span_ns
 
 
-@settings(deadline=None)
+@settings(max_examples=30)
 @given(graphs(), st.data())
 def test_work_that_nobody_waits_for_takes_no_slack(graph: Graph, data: st.DataObject) -> None:
     """The work follows a segment; its own slack ends with the step."""
