@@ -41,7 +41,10 @@ class Plan:
         reward_s: Scoring, by the loop itself (s).
         ranks_s: Update of each training rank (s).
         sync_s: Weight update of each engine (s).
-        one_step_off: Whether the next rollout runs beside the training.
+        ahead: Most steps that a rollout is ahead of the training.
+        after_rollout: Whether a weight update, and the rollout behind it, also waits for a rollout.
+        takes_first: Whether the training takes the trajectories that end first.
+        requests: Whether engines log requests.
         steps: Steps of the run, all but the first two captured.
     """
 
@@ -55,7 +58,10 @@ class Plan:
     reward_s: float = 0.1
     ranks_s: tuple[float, ...] = (0.4, 0.4)
     sync_s: float = 0.1
-    one_step_off: bool = False
+    ahead: int = 0
+    after_rollout: bool = False
+    takes_first: bool = False
+    requests: bool = True
     steps: int = 7
 
 
@@ -68,6 +74,8 @@ class Engine(RolloutCaptureMixin):
         self.running: list[tuple[int, asyncio.Future[int]]] = []
         self.loop: asyncio.Task[None] | None = None
         self.requests = RequestLog()
+        self.may_run = asyncio.Event()
+        self.may_run.set()
         self.init_capture(config, replica=replica, requests=self.requests)
 
     async def generate(self, request_id: str, tokens: int) -> None:
@@ -92,6 +100,7 @@ class Engine(RolloutCaptureMixin):
             running = len(self.running)
             seconds = max(fixed_s + more_s * running, least_s * running)
             await asyncio.sleep(seconds * random.lognormvariate(0, ITERATION_SPREAD))
+            await self.may_run.wait()
             self.running = [(left - 1, ended) for left, ended in self.running]
             for left, ended in self.running:
                 if not left:
@@ -99,9 +108,11 @@ class Engine(RolloutCaptureMixin):
             self.running = [one for one in self.running if one[0]]
 
     async def load(self) -> None:
-        """Take new weights."""
+        """Take new weights, while no iteration begins."""
+        self.may_run.clear()
         with stage("update_weights"):
             await pause(self.plan.sync_s)
+        self.may_run.set()
 
 
 class AgentLoop(AgentLoopCaptureMixin):
@@ -110,11 +121,18 @@ class AgentLoop(AgentLoopCaptureMixin):
     def __init__(self, plan: Plan, config: dict[str, Any], engines: list[Any]) -> None:
         self.plan, self.engines = plan, engines
         self.open = Counter(dict.fromkeys(range(len(engines)), 0))
+        self.ended, self.more = 0, asyncio.Event()
         self.init_capture(config, rank=0, world_size=1)
 
     async def roll_out(self, step: int) -> None:
         """Make all trajectories of a step."""
         await asyncio.gather(*(self.play(step, one) for one in range(len(self.plan.lengths))))
+
+    async def taken(self, step: int) -> None:
+        """Return once as many trajectories have ended as the training has taken after a step."""
+        while self.ended < step * len(self.plan.lengths):
+            self.more.clear()
+            await self.more.wait()
 
     async def play(self, step: int, sample: int) -> None:
         """Make one trajectory."""
@@ -130,6 +148,8 @@ class AgentLoop(AgentLoopCaptureMixin):
                 if turn < self.plan.turns - 1:
                     async with span("tool:search"):
                         await pause(self.plan.tool_s)
+        self.ended += 1
+        self.more.set()
 
 
 def main() -> None:
@@ -140,6 +160,7 @@ def main() -> None:
         "tool": "spans",
         "save_path": folder,
         "schedule": {"steps": list(range(3, plan.steps + 1))},
+        "rollout": {"requests": plan.requests},
     }
     ray.init(log_to_driver=False, logging_level="ERROR")
     ranks = [ray.remote(num_cpus=0)(Trainer).remote(plan, config, rank) for rank in range(len(plan.ranks_s))]
@@ -155,25 +176,30 @@ def main() -> None:
         profiling.add_workers("actor", ranks)
         profiling.add_rollout(engines)
         profiling.add_workers("agent_loop", [agents])
-        coming = agents.roll_out.remote(1)
+        coming: dict[int, Any] = {}
+
+        def roll_out(last: int) -> None:
+            for step in range(len(coming) + 1, last + 1):
+                coming[step] = agents.roll_out.remote(step)
+
+        roll_out(1)
         for step in range(1, plan.steps + 1):
             profiling.on_step_begin(step)
-            if not plan.one_step_off and step > 1:
-                coming = agents.roll_out.remote(step)
+            roll_out(step + plan.ahead - plan.after_rollout)
             profiling.on_rollout_begin()
-            ray.get(coming)
+            ray.get(agents.taken.remote(step) if plan.takes_first else coming[step])
             profiling.on_rollout_end()
-            if plan.one_step_off:
+            if plan.after_rollout:
                 load(profiling)
-                coming = agents.roll_out.remote(step + 1)
+                roll_out(step + plan.ahead)
             with profiling.stage("reward"):
                 work(plan.reward_s)
             with profiling.stage("update_actor"):
                 ray.get([rank.update.remote() for rank in ranks])
-            if not plan.one_step_off:
+            if not plan.after_rollout:
                 load(profiling)
             profiling.on_step_end()
-        ray.get(coming)
+        ray.get(list(coming.values()))
 
 
 if __name__ == "__main__":

@@ -39,8 +39,28 @@ def replicas(count: int, **more: Any) -> Pair:
     return Pair({"replicas": count}, {"replicas": count, **more})
 
 
-ONE_STEP_OFF = Pair({"one_step_off": True}, {"one_step_off": True})
+def steps_ahead(steps: int, **more: Any) -> Pair:
+    """Return the pair of rollouts some steps ahead, whose run has two rounds of steps after the first."""
+    return Pair({"steps_ahead": steps}, {"ahead": steps, "steps": 3 * (steps + 1), **more})
+
+
+def split(training: int, rollout: int, steps: int = 1, **more: Any) -> Pair:
+    """Return the pair of other training ranks and replicas; a part of the training is for each rank alone."""
+    ranks_s = [0.1 + 1.0 / training] * training
+    plan = {"ranks_s": ranks_s, "replicas": rollout, "ahead": steps, "steps": 3 * (steps + 1)}
+    change: dict[str, Any] = {"split": (training, rollout)}
+    if steps != 1:
+        change["steps_ahead"] = steps
+    return Pair(change, {**plan, "after_rollout": steps == 1, **more})
+
+
+ONE_STEP_OFF = Pair({"steps_ahead": 1}, {"ahead": 1, "after_rollout": True})
 RISING, FLAT, BENT = [0.008, 0.0015, 0.0], [0.02, 0.0, 0.0], [0.012, 0.0, 0.0015]
+VARIANTS = {
+    "by_turns": "by turns in B",
+    "takes_first": "the training of B takes what ends first",
+    "waits": "rollouts of B wait for others",
+}
 PLANS: dict[str, tuple[dict[str, Any], tuple[Pair, ...]]] = {
     "one engine that slows down": (
         {"curve_s": RISING, "lengths": lengths(11, 24, 10, 90)},
@@ -71,8 +91,43 @@ PLANS: dict[str, tuple[dict[str, Any], tuple[Pair, ...]]] = {
         {"curve_s": RISING, "lengths": lengths(18, 24, 20, 90)},
         (
             ONE_STEP_OFF,
-            Pair({"one_step_off": True, "replicas": 2}, {"one_step_off": True, "replicas": 2}),
+            Pair({"steps_ahead": 1, "replicas": 2}, {**ONE_STEP_OFF.after, "replicas": 2}),
         ),
+    ),
+    "long rollout of many": (
+        {"curve_s": [0.01, 0.001, 0.0], "lengths": lengths(25, 32, 15, 100)},
+        (
+            steps_ahead(2),
+            steps_ahead(3),
+            steps_ahead(2, after_rollout=True, waits=True),
+            Pair({"steps_ahead": 2, "replicas": 2}, {**steps_ahead(2).after, "replicas": 2}),
+        ),
+    ),
+    "two engines and short lengths but one": (
+        {"curve_s": RISING, "lengths": [*lengths(20, 23, 10, 40), 120], "replicas": 2},
+        (steps_ahead(2), steps_ahead(2, takes_first=True)),
+    ),
+    "an engine with twelve slots": (
+        {"curve_s": BENT, "lengths": lengths(21, 24, 10, 60), "slots": 12},
+        (steps_ahead(2),),
+    ),
+    "agents of two turns": (
+        {"curve_s": RISING, "lengths": lengths(22, 16, 8, 40), "turns": 2, "tool_s": 0.4},
+        (steps_ahead(2), steps_ahead(3)),
+    ),
+    "two ranks and two engines": (
+        {"curve_s": RISING, "lengths": lengths(23, 24, 10, 90), "replicas": 2, "ranks_s": [0.6, 0.6]},
+        (split(1, 3), split(2, 4), split(3, 1), split(1, 3, 2)),
+    ),
+    "two ranks and two engines without logged requests": (
+        {
+            "curve_s": RISING,
+            "lengths": lengths(24, 24, 10, 90),
+            "replicas": 2,
+            "ranks_s": [0.6, 0.6],
+            "requests": False,
+        },
+        (split(1, 3), split(2, 4), steps_ahead(2)),
     ),
     "rollout as long as the training": (
         {"curve_s": FLAT, "lengths": lengths(19, 16, 10, 60), "ranks_s": [1.0, 1.1]},
@@ -102,19 +157,22 @@ def row(
         sum(part.duration_us for part in step.what_if().path if part.stage.startswith("rollout")) / 1e6
         for step in before
     )
-    had = plan.get("replicas", 1)
-    linear_s = recorded_s - rollout_s * (1 - had / pair.change.get("replicas", had))
+    had, ranks = plan.get("replicas", 1), len(plan.get("ranks_s", (0, 0)))
+    training, replicas = pair.change.get("split", (ranks, pair.change.get("replicas", had)))
+    linear_s = rollout_s * had / replicas + (recorded_s - rollout_s) * ranks / training
+    ahead = pair.after.get("ahead", 0)
+    spans_s = [step.what_if().span_us / 1e6 for step in after]
     ends = {
         name: statistics.median(getattr(one, f"{name}_us") for one in found) / 1e6
         for name in ("low", "predicted", "high")
     }
     return {
-        "loop": f"{loop}, by turns in B" if pair.after.get("by_turns") else loop,
+        "loop": ", ".join((loop, *(said for name, said in VARIANTS.items() if pair.after.get(name)))),
         "change": " ".join(found[0].changes),
         "recorded_s": recorded_s,
-        "linear_s": linear_s / 2 if pair.change.get("one_step_off") else linear_s,
+        "linear_s": linear_s / 2 if ahead else linear_s,
         **{f"{name}_s": seconds for name, seconds in ends.items()},
-        "truth_s": statistics.median(step.what_if().span_us for step in after) / 1e6,
+        "truth_s": statistics.fmean(spans_s[-2 * (ahead + 1) :]) if ahead > 1 else statistics.median(spans_s),
         "extrapolated": any(note.startswith("extrapolated") for one in found for note in one.notes),
     }
 
@@ -171,7 +229,8 @@ def main() -> None:
             plan, pairs = PLANS[loop]
             before = run(plan, Path(folder, loop))
             for number, pair in enumerate(pairs):
-                after = run({**plan, **pair.after}, Path(folder, f"{loop} {number}"))
+                changed = {name: value for name, value in pair.after.items() if name != "waits"}
+                after = run({**plan, **changed}, Path(folder, f"{loop} {number}"))
                 rows.append(row(loop, plan, pair, before, after))
                 print(rows[-1], file=sys.stderr, flush=True)
     found = {"measured": results.here(), "rows": rows}

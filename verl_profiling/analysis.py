@@ -305,7 +305,8 @@ class CapturedStep:
         tools: Mapping[str, float] | None = None,
         unblock: Sequence[str] = (),
         replicas: int | None = None,
-        one_step_off: bool = False,
+        steps_ahead: int | None = None,
+        split: tuple[int, int] | None = None,
         on_progress: Progress | None = None,
     ) -> Prediction:
         """Return the step after changes with its critical path; without changes, the recorded step.
@@ -318,8 +319,10 @@ class CapturedStep:
             no_tail: Percentage of its trajectories (else requests) after which a rollout ends.
             tools: Duration of each call of a tool (s).
             unblock: Tools and other spans that no longer block the event loop.
-            replicas: Number of replicas; the prediction has an interval, as with ``one_step_off``.
-            one_step_off: Whether the next rollout runs beside the training.
+            replicas: Number of replicas; the prediction has an interval, as with the next two.
+            steps_ahead: Most steps that a rollout is ahead of the training, on devices of its own; 0 for one
+                after the other.
+            split: Devices of the training and of the rollout, by default with rollouts one step ahead.
             on_progress: Called with each trace once it is read.
 
         Raises:
@@ -336,7 +339,7 @@ class CapturedStep:
             content = read_step(self.inputs, on_progress)
             self._graph = graph_of(content), content.coverage.missing
         graph, missing = self._graph
-        changes = Changes(scale or {}, balance, no_tail, tools or {}, unblock, replicas, one_step_off)
+        changes = Changes(scale or {}, balance, no_tail, tools or {}, unblock, replicas, steps_ahead, split)
         return predict(graph, changes, self.step, missing)
 
     def lanes(self, on_progress: Progress | None = None) -> list[Lane]:

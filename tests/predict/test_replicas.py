@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from step_folders import rewrite_worker
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
-from verl_profiling.manifest import Request, StageSpan
+from verl_profiling.manifest import Device, Request, StageSpan
 from verl_profiling.predict.what_if import Prediction
 from verl_profiling.run_files import read_manifest
 
@@ -155,7 +156,7 @@ def test_a_step_one_step_off(tmp_path: Path) -> None:
         ({"scale": {"rollout": 2.0}}, 9.0, 9.0, 9.0),
         ({"scale": {"update_actor": 2.0}}, 9.0, 9.0, 9.2),
     ):
-        found = step.what_if(one_step_off=True, **changes)
+        found = step.what_if(steps_ahead=1, **changes)
         assert found.predicted_us == pytest.approx(likely * 1e6)
         assert found.low_us == pytest.approx(0.97 * low * 1e6)
         assert found.high_us == pytest.approx(1.03 * high * 1e6)
@@ -173,7 +174,7 @@ def test_steps_without_what_other_resources_need_are_refused(tmp_path: Path) -> 
             {"replicas": 2},
             "needs requests with tokens in the step, which a capture with rollout.requests has",
         ),
-        ({"one_step_off": True}, "needs a step whose rollout begins and ends in it, with engines recorded"),
+        ({"steps_ahead": 1}, "needs a step whose rollout begins and ends in it, with engines recorded"),
     ):
         with pytest.raises(ConfigError, match=said):
             open_step(tmp_path).what_if(**changes)
@@ -194,7 +195,7 @@ def test_a_step_that_a_rollout_goes_on_after_is_refused(tmp_path: Path, goes_on:
     with pytest.raises(ConfigError, match="needs a step in which all requests of its rollout begin and end"):
         step.what_if(replicas=2)
     with pytest.raises(ConfigError, match="needs a step whose rollout begins and ends in it"):
-        step.what_if(one_step_off=True)
+        step.what_if(steps_ahead=1)
 
 
 def test_validation_is_no_rollout(tmp_path: Path) -> None:
@@ -226,10 +227,152 @@ def test_an_engine_that_serves_one_at_a_time_is_refused(tmp_path: Path) -> None:
 
 def test_the_command_prints_the_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawn(tmp_path, served(LENGTHS))
-    assert main(["what-if", str(tmp_path), "--replicas", "2", "--one-step-off"]) == 0
+    assert main(["what-if", str(tmp_path), "--replicas", "2", "--async", "1"]) == 0
     lines = " ".join(capsys.readouterr().out.split())
     assert "step 1: 12.3 s, predicted 6.90 s (between 6.2" in lines
-    assert "with --replicas 2 --one-step-off" in lines
+    assert "with --replicas 2 --async 1" in lines
+    assert main(["what-if", str(tmp_path), "--replicas", "2", "--async", "2"]) == 0
+    assert "with --replicas 2 --async 2" in " ".join(capsys.readouterr().out.split())
+    for options, said in (
+        (["--split", "4:2"], "--split: needs stages of workers that train"),
+        (["--split", "4:0"], "'0' is not an integer of at least 1"),
+        (["--async", "-1"], "argument --async"),
+    ):
+        with contextlib.suppress(SystemExit):
+            assert main(["what-if", str(tmp_path), *options]) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
     assert main(["what-if", str(tmp_path), "--replicas", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["low_us"] < found["predicted_us"] < found["high_us"]
+
+
+def run_ahead(
+    lengths: Sequence[int], ahead: int, training: float, *, seconds: Callable[[int], float] = linear
+) -> float:
+    """Run the loop with one engine, iteration by iteration; return the mean step after the first ones."""
+    steps, now, trained, begun = 4 * (ahead + 1), 0.0, list[float](), 0
+    running: list[list[int]] = []  # step, tokens left
+    while len(trained) < steps:
+        while begun <= sum(end <= now for end in trained) + ahead:
+            running += [[begun, length] for length in lengths]
+            begun += 1
+        now += seconds(len(running))
+        for one in running:
+            one[1] -= 1
+        running = [one for one in running if one[1]]
+        while len(trained) < begun and not any(step == len(trained) for step, _ in running):
+            trained.append(max([now, *trained[-1:]]) + training)
+        if not running:
+            now = max(now, trained[begun - 1 - ahead])
+    return (trained[3 * ahead + 2] - trained[ahead]) / (2 * ahead + 2)
+
+
+@pytest.mark.parametrize("seconds", [linear, flat])
+@pytest.mark.parametrize("ahead", [2, 3])
+def test_rollouts_some_steps_ahead_share_the_engine(
+    tmp_path: Path, seconds: Callable[[int], float], ahead: int
+) -> None:
+    """The weight update takes 1 s, the training 2 s, and the rollout about 9 s."""
+    step = drawn(tmp_path, served(LENGTHS, seconds))
+    found = open_step(tmp_path).what_if(steps_ahead=ahead)
+    truth = 1 + run_ahead(LENGTHS, ahead, 2, seconds=seconds)
+    assert truth < step - 2
+    assert found.changes == [f"--async {ahead}"]
+    assert has(found, truth), (found.low_us, truth, found.high_us)
+    assert sum(row.duration_us for row in found.path) == pytest.approx(found.predicted_us)
+    assert found.notes[0].startswith("extrapolated: a replica ran")
+
+
+def test_a_rollout_ahead_is_no_longer_than_the_training(tmp_path: Path) -> None:
+    drawn(tmp_path, served(LENGTHS))
+    found = open_step(tmp_path).what_if(steps_ahead=2, scale={"update_actor": 12})
+    assert found.predicted_us == pytest.approx(25e6)
+    assert (found.low_us, found.high_us) == pytest.approx((0.97 * 25e6, 1.03 * 25.1e6))
+
+
+def test_the_training_takes_the_trajectories_that_end_first_at_the_low_end(tmp_path: Path) -> None:
+    """One of twelve is ten times as long, and the engine is as fast with more."""
+    drawn(tmp_path, served([*range(5, 60, 5), 400], flat))
+    found = open_step(tmp_path).what_if(steps_ahead=2)
+    assert found.predicted_us == pytest.approx((1 + (8 + 2) / 3) * 1e6, rel=0.05)
+    assert found.low_us == pytest.approx(0.97 * 3e6, rel=0.1)
+
+
+def split_step(folder: Path, requests: Sequence[tuple[float, float, int]] = (), devices: int = 0) -> None:
+    """Draw two engines, four training ranks and a weight update; the rollout takes 4 s, the training 4 s."""
+    workers = [
+        Worker("rollout", replica=at, stages=[("rollout", 0.001, 4)], requests=list(requests))
+        for at in (0, 1)
+    ]
+    workers += [Worker("actor", rank, stages=[("update_actor", 4, 8)]) for rank in range(4)]
+    for at, worker in enumerate(workers):
+        worker.devices = [
+            Device(kind="cuda", index=one, place=f"node/{at % 2 * devices + one if at < 2 else at - 2}")
+            for one in range(devices if at < 2 else bool(devices))
+        ]
+    stages = [("rollout", 0, 4), ("update_actor", 4, 8), ("update_weights", 8, 9)]
+    drawn_inputs(folder, stages, workers, end=9)
+
+
+@pytest.mark.parametrize(
+    ("split", "ahead", "likely", "low", "high"),
+    [
+        ((4, 2), None, 5, 5, 5),
+        ((2, 2), None, 9, 5, 9),  # the training takes 4 to 8 s
+        ((8, 2), 0, 7, 7, 9),
+        ((8, 4), 0, 6, 5, 9),  # so does the rollout: 2 to 4 s
+        ((4, 1), None, 7, 5, 9),
+        ((4, 2), 2, 5, 5, 5),
+        ((4, 1), 2, 6, 5, 9),
+    ],
+)
+def test_a_split_without_requests(
+    tmp_path: Path, split: tuple[int, int], ahead: int | None, likely: float, low: float, high: float
+) -> None:
+    split_step(tmp_path)
+    found = open_step(tmp_path).what_if(split=split, steps_ahead=ahead)
+    assert found.predicted_us == pytest.approx(likely * 1e6, rel=1e-3)
+    assert found.low_us == pytest.approx(0.97e6 * low, rel=1e-3)
+    assert found.high_us == pytest.approx(1.03e6 * high, rel=1e-3)
+
+
+def test_the_devices_of_a_split_are_those_of_workers_and_replicas(tmp_path: Path) -> None:
+    """Two replicas of two devices, four ranks that share them: 8 devices are four replicas."""
+    split_step(tmp_path, devices=2)
+    step = open_step(tmp_path)
+    assert step.what_if(split=(4, 4)).high_us == pytest.approx(1.03 * 5e6, rel=1e-3)
+    assert step.what_if(split=(4, 8)).low_us == pytest.approx(0.97 * 5e6, rel=1e-3)
+    assert step.what_if(split=(4, 8), steps_ahead=0).low_us == pytest.approx(0.97 * 7e6, rel=1e-3)
+    with pytest.raises(ConfigError, match="a replica has 2 devices, and 3 is no multiple of it"):
+        step.what_if(split=(4, 3))
+    with pytest.raises(ConfigError, match="4:0 has a number that is not at least 1"):
+        step.what_if(split=(4, 0))
+    with pytest.raises(ConfigError, match="a split has the number of replicas"):
+        step.what_if(split=(4, 4), replicas=2)
+    with pytest.raises(ConfigError, match="-1 is not a number of at least 0"):
+        step.what_if(steps_ahead=-1)
+    rewrite_worker(tmp_path, "rollout1", devices=[])
+    with pytest.raises(ConfigError, match="the capture does not tell how many devices each replica has"):
+        open_step(tmp_path).what_if(split=(4, 4))
+
+
+def test_a_split_follows_the_curve_of_logged_requests(tmp_path: Path) -> None:
+    """The engine gets a second replica, and the one rank stays."""
+    requests = [(begin, end, tokens) for begin, _, end, tokens in served(LENGTHS)]
+    last = max(end for _, end, _ in requests)
+    stages = [("rollout", 0, last), ("update_actor", last, last + 2)]
+    workers = [
+        engine(0, (0.1, 0.2), requests=requests),
+        Worker("actor", stages=[("update_actor", last, last + 2)]),
+    ]
+    drawn_inputs(tmp_path, stages, workers, end=last + 2)
+    step = open_step(tmp_path)
+    found, alone = step.what_if(split=(1, 2), steps_ahead=0), step.what_if(replicas=2)
+    assert (found.low_us, found.predicted_us, found.high_us) == (
+        alone.low_us,
+        alone.predicted_us,
+        alone.high_us,
+    )
+    beside = step.what_if(split=(1, 2))
+    assert beside.predicted_us == pytest.approx(alone.predicted_us - 2e6)
+    assert step.what_if(split=(1, 2), steps_ahead=2).predicted_us < beside.predicted_us

@@ -241,7 +241,7 @@ def test_a_loop_that_polls_goes_on_at_its_next_poll(tmp_path: Path) -> None:
         ({"tools": {"search": 5.5}}, 12.0),
         ({"scale": {POLLING: 0}}, 8.5),
         ({"scale": {"rollout": 0.5}}, 7.5),
-        ({"one_step_off": True}, 7.0),
+        ({"steps_ahead": 1}, 7.0),
     ],
 )
 def test_a_faster_tool_brings_nothing_or_a_whole_interval(
@@ -292,7 +292,7 @@ def test_requests_that_enter_a_queue_together_keep_their_order(tmp_path: Path) -
     for factor in (1.1, 1.000001, 0.999999, 0.99, 0.9, 0.5):
         predicted = step.what_if(scale={"rollout": factor}).predicted_us
         assert predicted == pytest.approx((5 + 9 * factor) * 1e6)
-    assert step.what_if(one_step_off=True).predicted_us == pytest.approx(9e6)
+    assert step.what_if(steps_ahead=1).predicted_us == pytest.approx(9e6)
 
 
 def test_a_tool_takes_its_spans_along_and_leaves_other_calls(tmp_path: Path) -> None:

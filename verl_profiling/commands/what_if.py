@@ -76,9 +76,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="the requests of the rollout are served by this many replicas; prints an interval",
     )
     parser.add_argument(
-        "--one-step-off",
-        action="store_true",
-        help="the next rollout runs beside the training, on devices of its own; prints an interval",
+        "--async",
+        type=_steps,
+        dest="steps_ahead",
+        metavar="STEPS",
+        help="rollouts run beside the training, at most this many steps ahead; prints an interval",
+    )
+    parser.add_argument(
+        "--split",
+        type=_split,
+        metavar="TRAIN:ROLLOUT",
+        help="devices (else workers) of the training and of the engines, by default with --async 1; prints "
+        "an interval",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, one document per step")
 
@@ -100,7 +109,8 @@ def run(arguments: argparse.Namespace) -> int:
                         tools=dict(arguments.tool),
                         unblock=arguments.unblock,
                         replicas=arguments.replicas,
-                        one_step_off=arguments.one_step_off,
+                        steps_ahead=arguments.steps_ahead,
+                        split=arguments.split,
                         on_progress=advance,
                     )
                 except ConfigError as error:
@@ -134,6 +144,17 @@ def _named(read: Callable[[str], float]) -> Callable[[str], tuple[str, float]]:
 def _seconds(text: str) -> float:
     number, unit = re.fullmatch(r"(.*?)(ms|us|s|)", text.strip()).groups()  # type: ignore[union-attr]
     return at_least_0("a time such as 0.2s or 150ms")(number) * {"ms": 1e-3, "us": 1e-6}.get(unit, 1.0)
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 0")
+    return int(text)
+
+
+def _split(text: str) -> tuple[int, int]:
+    training, _, rollout = text.partition(":")
+    return count(training), count(rollout)
 
 
 def _percent(text: str) -> float:

@@ -226,6 +226,8 @@ class Graph:
         whole: Whether all rollouts begin and end in the step.
         lanes: Number of the step's devices, else of its workers.
         on_device: Whether the lanes are devices, and not processes on CPUs.
+        devices: Known devices of each worker.
+        engines: Names of the workers that are replicas of an engine.
     """
 
     begin_ns: int
@@ -245,6 +247,8 @@ class Graph:
     whole: bool = True
     lanes: int = 0
     on_device: bool = False
+    devices: dict[str, set[str]] = field(default_factory=dict)
+    engines: set[str] = field(default_factory=set)
 
     def with_polls(self, factors: Sequence[float]) -> Graph:
         """Return the graph with other periods of polling; ``factors`` are by the number of the segment."""
@@ -289,6 +293,12 @@ def graph_of(content: Content) -> Graph:
     loose: list[_Run] = []
     of_workers: defaultdict[str, list[_Run]] = defaultdict(list)
     for worker in step.workers:
+        graph.engines |= {worker.name} if worker.identity.replica is not None else set()
+        graph.devices.setdefault(worker.name, set()).update(
+            one.uuid or one.place or f"{worker.name} {number}"
+            for number, one in enumerate(worker.devices)
+            if one.kind != "cpu"
+        )
         if worker in of_loop:
             continue
         whole = _Run(worker.name, worker.identity.role, "", root.begin_ns, root.end_ns)
@@ -305,6 +315,8 @@ def graph_of(content: Content) -> Graph:
         return lane.name if is_plain else lane.source.worker
 
     for lane in step.lanes:
+        if lane.on_device and not lane.device:
+            graph.devices.setdefault(lane.source.worker, set()).add(lane.name)
         idle = subtract(lane.observed, lane.busy)
         graph.idle[name_of(lane)] = intersection(graph.idle.get(name_of(lane), idle), idle)
         if is_plain and len(lane.busy):

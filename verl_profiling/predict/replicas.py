@@ -1,4 +1,4 @@
-"""Replays of a step with another number of replicas.
+"""Replays of a step with another number of replicas, or with rollouts of several steps at once.
 
 A running request makes one token in each iteration of its engine, and the time of an iteration depends on the
 number of running requests: the curve. The work of a request is the number of iterations that fit into its
@@ -8,10 +8,11 @@ requests anew, also with the recorded number of replicas, and each runs until it
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from verl_profiling.errors import ConfigError
 from verl_profiling.predict.graph import Graph
+from verl_profiling.predict.path import Replay
 from verl_profiling.report.capture_rows import VALIDATE
 
 Floats = NDArray[np.float64]
@@ -32,6 +34,7 @@ _LEAST = 8  # requests, from which on a curve is fitted
 _ORDERS = 7  # random ones, of round robin
 _SAMPLES, _LOW, _HIGH = 200, 0.05, 0.95  # of the bootstrap
 _ROUNDS = 6  # until the fit is steady
+_WARM, _STEADY = 1, 2  # rounds of steps: before the mean step is taken, and for it
 
 
 class _Served(NamedTuple):
@@ -74,76 +77,239 @@ class Outcome(NamedTuple):
     notes: list[str]
 
 
-def on_replicas(
-    graph: Graph,
-    replicas: int,
-    took_ns: Sequence[float],
-    delay_ns: Sequence[float],
-    after: Sequence[Sequence[int]],
-) -> Outcome:
+class _Engines(NamedTuple):
+    """The engines of a step, as fitted to its requests.
+
+    Attributes:
+        served: The requests.
+        load: The running requests.
+        slots: Most requests that a replica runs at once.
+        few: Least running requests in the capture.
+        many: Most running requests in the capture.
+        curves: Time of an iteration by the number of running requests: low, likely and high.
+    """
+
+    served: list[_Served]
+    load: _Load
+    slots: int
+    few: int
+    many: int
+    curves: list[Floats]
+
+    def work(self, curve: Floats, took_ns: Sequence[float]) -> list[float]:
+        """Return the number of iterations of each request.
+
+        Args:
+            curve: Time of an iteration by the number of running requests.
+            took_ns: Duration of each segment with the recorded replicas.
+        """
+        begin, end = np.array([(one.begin_ns, one.end_ns) for one in self.served], np.float64).T
+        iterations = self.load.during(begin, end, 1 / curve[self.load.running])
+        run_ns = [sum(took_ns[at] for at in one.segments) for one in self.served]
+        found: list[float] = (iterations * run_ns / np.maximum(end - begin, 1)).tolist()
+        return found
+
+    def assumed(self) -> list[str]:
+        """Return sentences on what is assumed."""
+        many = f"{len(self.served):,} requests"
+        found = [
+            f"the time of an iteration depends on the running requests alone ({many})",
+            "a request goes to the replica with the fewest requests; in the interval, also round robin",
+            "other replicas are as fast as the recorded ones, and have devices of their own",
+            "beside more requests than in the capture, one more takes at least as much time as the last did",
+        ]
+        if self.slots < len(self.served):
+            found.append(
+                f"a replica runs at most {self.slots:,} requests at once, as in the capture, where others "
+                "queued"
+            )
+        return found
+
+    def notes(self, spent_ns: Floats) -> list[str]:
+        """Return a sentence on extrapolation, if replicas run other numbers of requests at once.
+
+        Args:
+            spent_ns: Time by the number of running requests.
+        """
+        fewest, most = _usual(spent_ns)
+        if self.few <= fewest and most <= self.many:
+            return []
+        return [
+            f"extrapolated: a replica ran {self.few:,} to {self.many:,} requests at once in the capture, and "
+            f"runs {fewest:,} to {most:,} in the prediction"
+        ]
+
+
+def has_requests(graph: Graph) -> bool:
+    """Return whether requests with tokens ran in the step."""
+    return any(one.tokens for one in _served(graph))
+
+
+def on_replicas(recorded: Replay, replicas: int) -> Outcome:
     """Return the durations of segments when requests are served by another number of replicas.
 
     Args:
-        graph: The graph.
+        recorded: The step with the recorded replicas.
         replicas: Number of replicas.
-        took_ns: Duration of each segment with the recorded replicas.
-        delay_ns: Delay before each segment.
-        after: Edges to each segment.
 
     Raises:
         ConfigError: The number is wrong, or the step lacks requests.
     """
     if replicas < 1:
         raise ConfigError(_OPTION, f"{replicas} is not a number of at least 1")
+    engines = _fitted(recorded, replicas, _OPTION)
+    most = len(engines.served)
+    random = np.random.default_rng(0)
+    orders = [None, range(most), *(random.permutation(most).tolist() for _ in range(_ORDERS))]
+    steps = _Steps(recorded.took_ns, recorded.delay_ns, recorded.given, engines.served)
+    rollout, found = _Rollout(steps, engines.slots, most), []
+    for curve, tried in zip(engines.curves, (orders[:2], orders[:1], orders), strict=True):
+        work = engines.work(curve, recorded.took_ns)
+        found.append([rollout.replay(replicas, curve, work, order)[0] for order in tried])
+    notes = engines.notes(rollout.spent_ns)
+    return Outcome(found[1][0], [*found[0], *found[2]], engines.assumed(), notes)
+
+
+def steps_ahead(
+    rollout: Replay, replicas: int | None, ahead: int, training_ns: Sequence[float]
+) -> tuple[list[float], list[str], list[str]]:
+    """Return the mean step of a run whose rollouts go on for several steps beside the training.
+
+    A rollout begins once the training of some steps before has ended. The first begin at once.
+
+    Args:
+        rollout: The rollout alone, with the recorded replicas.
+        replicas: Number of replicas; by default as recorded.
+        ahead: Most steps that a rollout is ahead of the training.
+        training_ns: Likely, least and most time of the training.
+
+    Returns:
+        The likely time of a step and those at the ends of the interval (ns), what is assumed, and notes.
+
+    Raises:
+        ConfigError: Engines served one request at a time.
+    """
+    engines = _fitted(rollout, replicas, "--async", ahead)
+    replicas = engines.load.replicas if replicas is None else replicas
+    each, size = ahead + 1, len(rollout.took_ns)
+    count = each * (_WARM + _STEADY + 1)  # the last are alone in the engines
+    lasts = set(chain.from_iterable(rollout.graph.tails.values()))
+    likely, least, longest = training_ns
+    spent_ns = np.zeros(len(engines.curves[0]))
+
+    def mean_ns(curve: Floats, took_ns: float, by: str, order: Sequence[int] | None = None) -> float:
+        steps, trainings = _in_a_row(rollout, engines.served, count, ahead, took_ns, by)
+        run = _Rollout(steps, engines.slots, len(spent_ns) - 1)
+        takers = [at for at in trainings for _ in lasts] if by == _FIRST else []
+        ended = {at + step * size for at in lasts for step in range(count)} if takers else set()
+        work = engines.work(curve, rollout.took_ns) * count
+        end_ns = run.replay(replicas, curve, work, order, ended, takers)[1]
+        spent_ns[:] += run.spent_ns
+        first, last = (end_ns[trainings[each * rounds - 1]] for rounds in (_WARM, _WARM + _STEADY))
+        return (last - first) / (each * _STEADY)
+
+    low, fitted, high = engines.curves
+    by_turns = range(len(engines.served) * count)
+    found = [
+        mean_ns(fitted, likely, _WHOLE),
+        mean_ns(low, least, _WHOLE),
+        *([mean_ns(low, least, _FIRST)] if lasts else []),
+        *(mean_ns(high, longest, by, order) for by in (_WHOLE, _AFTER) for order in (None, by_turns)),
+    ]
+    assumed = [
+        *engines.assumed(),
+        "the training of a step waits for its own trajectories; in the interval, also for as many that end "
+        "first",
+        "a rollout begins after the training of an earlier step; in the interval, also after a rollout",
+    ]
+    return found, assumed, engines.notes(spent_ns)
+
+
+_WHOLE, _AFTER, _FIRST = "whole", "after", "first"  # which trajectories a training and a rollout wait for
+
+
+def _in_a_row(
+    rollout: Replay, served: Iterable[_Served], count: int, ahead: int, training_ns: float, by: str
+) -> tuple[_Steps, list[int]]:
+    """Return the rollouts and trainings of several steps, and the numbers of the trainings.
+
+    Args:
+        rollout: The rollout of each step.
+        served: Its requests.
+        count: Number of steps.
+        ahead: Most steps that a rollout is ahead of the training.
+        training_ns: Time of the training of each step.
+        by: Whether a training waits for the rollout of its step. If so, whether a rollout also waits for an
+            earlier one.
+    """
+    size, last = len(rollout.took_ns), rollout.graph.last
+    trainings = [count * size + step for step in range(count)]
+    after: list[list[int]] = []
+    copies: list[_Served] = []
+    for step in range(count):
+        base = step * size
+        before = [trainings[step - ahead - 1]] if step > ahead else []
+        if by == _AFTER and step >= ahead:
+            before.append(base - ahead * size + last)
+        after += [[base + at for at in edges] or before for edges in rollout.given]
+        copies += [
+            one._replace(
+                client=(step, one.client),
+                queue=[base + at for at in one.queue],
+                segments=[base + at for at in one.segments],
+            )
+            for one in served
+        ]
+    for step in range(count):
+        own = [] if by == _FIRST else [step * size + last]
+        after.append([*own, *trainings[max(step - 1, 0) : step]])
+    took_ns = [*(list(rollout.took_ns) * count), *[training_ns] * count]
+    return _Steps(took_ns, [*(list(rollout.delay_ns) * count), *[0] * count], after, copies), trainings
+
+
+def _fitted(recorded: Replay, replicas: int | None, option: str, ahead: int = 0) -> _Engines:
+    """Return the engines of a step.
+
+    Args:
+        recorded: The step with the recorded replicas.
+        replicas: Number of replicas of the prediction; by default as recorded.
+        option: The option, for errors.
+        ahead: Most steps that a rollout is ahead of the training.
+
+    Raises:
+        ConfigError: The step lacks requests, or has not all of each.
+    """
+    graph, took_ns = recorded.graph, recorded.took_ns
     served = list(_served(graph))
     if not any(one.tokens for one in served):
         raise ConfigError(
-            _OPTION, "needs requests with tokens in the step, which a capture with rollout.requests has"
+            option, "needs requests with tokens in the step, which a capture with rollout.requests has"
         )
     if any(graph.segments[at].queue for one in served for at in one.segments):
-        raise ConfigError(_OPTION, "needs engines that serve several requests at once")
+        raise ConfigError(option, "needs engines that serve several requests at once")
     if not graph.whole:
-        raise ConfigError(_OPTION, "needs a step in which all requests of its rollout begin and end")
+        raise ConfigError(option, "needs a step in which all requests of its rollout begin and end")
     load = _Load(served)
     run_ns = sum(one.end_ns - one.begin_ns for one in served)
     waited = sum(took_ns[at] for one in served for at in one.queue) > _WAITED * run_ns
-    most = int(load.running.max()) if waited else len(served)
-    if waited:  # without a limit, a request is queued as long as it was
-        served = [one._replace(segments=[*one.queue, *one.segments]) for one in served]
+    if not waited:  # without a limit, a request is queued as long as it was
+        served = [one._replace(queue=[]) for one in served]
     few, many = _usual(np.bincount(load.running, load.took_ns).astype(np.float64))
     knots = np.unique([few, (few + many) // 2, many])
-    low, likely, high = _curves(served, load, knots, replicas)
+    more = max(ahead, 1) * load.replicas / (replicas or load.replicas)
+    low, likely, high = _curves(served, load, knots, more)
     between = np.diff(likely) / np.diff(knots) if few < many else likely / knots / 2
-    random = np.random.default_rng(0)
-    orders = [None, range(len(served)), *(random.permutation(len(served)).tolist() for _ in range(_ORDERS))]
-    found, spent_ns = [], np.zeros(len(served) + 1)
-    for curve, below, above, tried in (
-        (low, low[0] / few, 0.0, orders[:2]),
-        (likely, between[0], between[-1], orders[:1]),
-        (high, 0.0, high[-1] / many, orders),
+    rising = (low[-1] - low[-2]) / (knots[-1] - knots[-2]) if few < many else 0.0
+    most = len(served) * (ahead + 1)
+    running, curves = np.maximum(np.arange(most + 1), 1), []
+    for curve, below, above in (
+        (low, low[0] / few, rising),
+        (likely, between[0], between[-1]),
+        (high, 0.0, high[-1] / many),
     ):
-        running = np.maximum(np.arange(len(spent_ns)), 1)
-        seconds = np.interp(running, knots, curve)
-        seconds += above * np.maximum(running - many, 0) - below * np.maximum(few - running, 0)
-        rollout = _Rollout(graph, took_ns, delay_ns, after, served, load, seconds, most)
-        found.append([rollout.replay(replicas, order) for order in tried])
-        spent_ns += rollout.spent_ns
-    assumed = [
-        f"the time of an iteration depends on the running requests alone ({len(served):,} requests)",
-        "a request goes to the replica with the fewest requests; in the interval, also round robin",
-        "other replicas are as fast as the recorded ones, and have devices of their own",
-    ]
-    if waited:
-        assumed.append(
-            f"a replica runs at most {most:,} requests at once, as in the capture, where others queued"
-        )
-    notes, (fewest, most) = [], _usual(spent_ns)
-    if fewest < few or most > many:
-        notes.append(
-            f"extrapolated: a replica ran {few:,} to {many:,} requests at once in the capture, and runs "
-            f"{fewest:,} to {most:,} in the prediction"
-        )
-    return Outcome(found[1][0], [*found[0], *found[2]], assumed, notes)
+        beyond = above * np.maximum(running - many, 0) - below * np.maximum(few - running, 0)
+        curves.append(np.interp(running, knots, curve) + beyond)
+    return _Engines(served, load, int(load.running.max()) if waited else most, few, many, curves)
 
 
 def _served(graph: Graph) -> Iterator[_Served]:
@@ -216,7 +382,7 @@ class _Load:
         return np.asarray(last - first)
 
 
-def _curves(served: Sequence[_Served], load: _Load, knots: NDArray[np.int64], replicas: int) -> list[Floats]:
+def _curves(served: Sequence[_Served], load: _Load, knots: NDArray[np.int64], more: float) -> list[Floats]:
     """Return a low, a likely and a high curve: the time of an iteration at each knot.
 
     Low and high are from a bootstrap over the requests: by them, the recorded work would take least and most
@@ -227,7 +393,7 @@ def _curves(served: Sequence[_Served], load: _Load, knots: NDArray[np.int64], re
         served: The requests.
         load: The running requests.
         knots: Numbers of running requests.
-        replicas: Number of replicas of the prediction.
+        more: How many times as many requests a replica runs in the prediction.
     """
     begin, end, tokens = np.array([(one.since_ns, one.end_ns, one.tokens) for one in served], np.float64).T
     known = tokens > 0
@@ -253,7 +419,7 @@ def _curves(served: Sequence[_Served], load: _Load, knots: NDArray[np.int64], re
         inverse = np.linalg.pinv(np.tensordot(drawn, squares, 1))
         found = np.einsum("sij,sj->si", inverse, drawn @ targets)
         samples = np.stack([_bounded(one, knots, own_ns.min()) for one in found])
-    scores = [_slowdown(curve, load, knots, load.replicas / replicas) for curve in samples]
+    scores = [_slowdown(curve, load, knots, more) for curve in samples]
     order = np.argsort(scores)
     low, high = (samples[order[round(share * (len(order) - 1))]] for share in (_LOW, _HIGH))
     return [low, likely, high]
@@ -339,69 +505,81 @@ class _Replica:
 _ENDED, _ARRIVED, _NEXT = range(3)  # events: of a segment, of a request, of a replica
 
 
-class _Rollout:
-    """A step as a simulation of events, in which replicas serve the requests of a graph.
+class _Steps(NamedTuple):
+    """One step, or several, as segments with their order.
 
-    Args:
-        graph: The graph.
+    Attributes:
         took_ns: Duration of each segment with the recorded replicas.
         delay_ns: Delay before each segment.
         after: Edges to each segment.
         served: The requests.
-        load: The running requests.
-        seconds: Time of an iteration by the number of running requests.
+    """
+
+    took_ns: Sequence[float]
+    delay_ns: Sequence[float]
+    after: Sequence[Sequence[int]]
+    served: Sequence[_Served]
+
+
+class _Rollout:
+    """Steps as a simulation of events, in which replicas serve the requests.
+
+    Args:
+        steps: The steps.
         slots: Most requests that a replica runs at once.
+        most: Most requests at once in all replicas.
 
     Attributes:
         spent_ns: Time by the number of running requests, over all replicas and replays.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        took_ns: Sequence[float],
-        delay_ns: Sequence[float],
-        after: Sequence[Sequence[int]],
-        served: Sequence[_Served],
-        load: _Load,
-        seconds: Floats,
-        slots: int,
-    ) -> None:
-        self.spent_ns = np.zeros(len(seconds))
-        self._graph, self._took_ns, self._delay_ns = graph, took_ns, delay_ns
-        self._after, self._served, self._seconds, self._slots = after, served, seconds.tolist(), slots
-        begin, end = np.array([(one.begin_ns, one.end_ns) for one in served], np.float64).T
-        iterations = load.during(begin, end, 1 / seconds[load.running])
-        self._run_ns = [
-            sum(took_ns[at] for at in one.segments if graph.segments[at].kind != _QUEUED) for one in served
-        ]
-        self._work: list[float] = (iterations * self._run_ns / np.maximum(end - begin, 1)).tolist()
-        self._owner = {at: number for number, one in enumerate(served) for at in one.segments}
-        self._followers: list[list[int]] = [[] for _ in took_ns]
-        for at, before in enumerate(after):
+    def __init__(self, steps: _Steps, slots: int, most: int) -> None:
+        self.spent_ns = np.zeros(most + 1)
+        self._steps, self._slots = steps, slots
+        self._owner = {
+            at: number for number, one in enumerate(steps.served) for at in (*one.queue, *one.segments)
+        }
+        self._followers: list[list[int]] = [[] for _ in steps.took_ns]
+        for at, before in enumerate(steps.after):
             for one in before:
                 self._followers[one].append(at)
 
-    def replay(self, replicas: int, order: Sequence[int] | None) -> list[float]:
-        """Return the duration of each segment.
+    def replay(
+        self,
+        replicas: int,
+        curve: Floats,
+        work: Sequence[float],
+        order: Sequence[int] | None,
+        lasts: Iterable[int] = (),
+        takers: Sequence[int] = (),
+    ) -> tuple[list[float], list[float]]:
+        """Return the duration of each segment, and its end.
 
         Args:
             replicas: Number of replicas.
+            curve: Time of an iteration by the number of running requests.
+            work: Iterations of each request.
             order: Numbers of the clients, by their first requests, for round robin; else, a
                 request goes to the replica with the fewest requests.
+            lasts: Last segments of trajectories, which takers wait for in the order in which they end.
+            takers: Number of a segment for each trajectory that it waits for.
         """
-        found = list(self._took_ns)
-        owner, left = self._owner, [len(before) for before in self._after]
-        engines = [_Replica(self._seconds, self._slots, self.spent_ns) for _ in range(replicas)]
+        _, delay_ns, after, served = self._steps
+        found, end_ns = list(self._steps.took_ns), [0.0] * len(after)
+        seconds = curve.tolist()
+        waiting = Counter(takers)
+        owner, left = self._owner, [len(before) + waiting[at] for at, before in enumerate(after)]
+        engines = [_Replica(seconds, self._slots, self.spent_ns) for _ in range(replicas)]
         clients: dict[object, int] = {}
-        arrived, begun = [0.0] * len(self._served), [0.0] * len(self._served)
+        arrived, begun = [0.0] * len(served), [0.0] * len(served)
         events: list[tuple[float, int, int, int]] = []
+        following = iter(takers)
 
         def ready(at: int, now_ns: float) -> None:
-            now_ns += self._delay_ns[at]
+            now_ns += delay_ns[at]
             if at not in owner:
                 heappush(events, (now_ns + found[at], _ENDED, at, 0))
-            elif at == self._served[owner[at]].segments[0]:
+            elif at == (*served[owner[at]].queue, *served[owner[at]].segments)[0]:
                 heappush(events, (now_ns, _ARRIVED, owner[at], 0))
 
         for at, count in enumerate(left):
@@ -416,36 +594,43 @@ class _Rollout:
                 place = number
                 if event == _ARRIVED:
                     arrived[number] = now_ns
-                    turn = clients.setdefault(self._served[number].client, len(clients))
+                    turn = clients.setdefault(served[number].client, len(clients))
                     sizes = [len(engine.running) + len(engine.waiting) for engine in engines]
                     place = order[turn] % replicas if order is not None else sizes.index(min(sizes))
-                    engines[place].waiting.append((number, self._work[number]))
+                    engines[place].waiting.append((number, work[number]))
                 elif version != engines[number].version:
                     continue
                 engine = engines[place]
                 engine.advance(now_ns)
                 if event == _NEXT:
                     _, number = heappop(engine.running)
-                    ended = self._served[number].segments
-                    self._divide(number, arrived[number], begun[number], now_ns, found)
+                    ended = [*served[number].queue, *served[number].segments]
+                    _divide(served[number], begun[number] - arrived[number], now_ns - begun[number], found)
                 for new in engine.begin():
                     begun[new] = now_ns
                 if engine.running:
                     heappush(events, (engine.next_ns(), _NEXT, place, engine.version))
             for at in ended:
-                for follower in self._followers[at]:
+                end_ns[at] = now_ns
+                for follower in (*self._followers[at], *([next(following)] if at in lasts else [])):
                     left[follower] -= 1
                     if not left[follower]:
                         ready(follower, now_ns)
-        return found
+        return found, end_ns
 
-    def _divide(
-        self, number: int, arrived_ns: float, begun_ns: float, end_ns: float, found: list[float]
-    ) -> None:
-        """Set the durations of a request's segments."""
-        one = self._served[number]
-        factor = (end_ns - begun_ns) / max(self._run_ns[number], 1)
-        for at in one.segments:
-            is_queue = self._graph.segments[at].kind == _QUEUED
-            found[at] = 0.0 if is_queue else self._took_ns[at] * factor
-        found[one.segments[0]] += begun_ns - arrived_ns
+
+def _divide(one: _Served, queued_ns: float, run_ns: float, found: list[float]) -> None:
+    """Set the durations of a request's segments.
+
+    Args:
+        one: The request.
+        queued_ns: Time in the queue.
+        run_ns: Time of running.
+        found: Durations of all segments; at first as recorded.
+    """
+    factor = run_ns / max(sum(found[at] for at in one.segments), 1)
+    for at in one.segments:
+        found[at] *= factor
+    for at in one.queue:
+        found[at] = 0.0
+    found[(*one.queue, *one.segments)[0]] += queued_ns

@@ -12,11 +12,12 @@ import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.manifest import POLLING, WEIGHT_SYNC
-from verl_profiling.predict.graph import CAPTURE, DELAY, LAG_BY, WORK, Graph, Segment, graph_of
+from verl_profiling.predict.graph import CAPTURE, DELAY, LAG_BY, OWN, WORK, Graph, Segment, graph_of
 from verl_profiling.predict.path import Replay, critical_path, replay, slacks_ns
-from verl_profiling.predict.replicas import on_replicas
+from verl_profiling.predict.replicas import has_requests, on_replicas, steps_ahead
 from verl_profiling.report.anatomy import OUTSIDE_STAGES
 from verl_profiling.report.build import Content
+from verl_profiling.report.capture_rows import VALIDATE
 from verl_profiling.report.columns import HelpRow, PathRow
 from verl_profiling.report.intervals import length, spans_of, within
 from verl_profiling.report.lost import ROLLOUT
@@ -27,6 +28,10 @@ from verl_profiling.units import duration, visible, visible_text_of
 
 _TOOL = "tool:"
 _NOT_ALIKE = "the predicted step is one of many that differ: each leaves more or less work to the next"
+_NOT_LOGGED = (
+    "extrapolated: without logged requests, a rollout takes all between as long as before and a time in "
+    "proportion"
+)
 _LEAST_SHARE = 0.001  # of the step, from which on a change is listed
 _NOISE = 0.03  # share by which steps differ that are alike, on each side of an interval
 _NESTED = 0.05  # share by which a call is longer than one inside of it, up to which both are one change
@@ -45,7 +50,8 @@ class Changes(NamedTuple):
         tools: Duration of each call of a tool (s).
         unblock: Tools and spans that no longer block the event loop.
         replicas: Number of replicas.
-        one_step_off: Whether the next rollout runs beside the training.
+        steps_ahead: Most steps that a rollout is ahead of the training, on devices of its own.
+        split: Devices of the training and of the rollout; then, a rollout is one step ahead by default.
     """
 
     scale: Mapping[str, float] = {}
@@ -54,7 +60,8 @@ class Changes(NamedTuple):
     tools: Mapping[str, float] = {}
     unblock: Sequence[str] = ()
     replicas: int | None = None
-    one_step_off: bool = False
+    steps_ahead: int | None = None
+    split: tuple[int, int] | None = None
 
     def options(self) -> list[str]:
         """Return the changes as options of the command."""
@@ -65,8 +72,14 @@ class Changes(NamedTuple):
             *(f"--tool {name}={seconds:.6g}s" for name, seconds in self.tools.items()),
             *(f"--unblock {name}" for name in self.unblock),
             *([f"--replicas {self.replicas}"] if self.replicas is not None else []),
-            *(["--one-step-off"] if self.one_step_off else []),
+            *([f"--async {self.steps_ahead}"] if self.steps_ahead is not None else []),
+            *(["--split {}:{}".format(*self.split)] if self.split else []),
         ]
+
+    @property
+    def ahead(self) -> int:
+        """Most steps that a rollout is ahead of the training."""
+        return int(self.split is not None) if self.steps_ahead is None else self.steps_ahead
 
     def words(self) -> list[str]:
         """Return the changes in words."""
@@ -87,8 +100,9 @@ class Changes(NamedTuple):
             "other calls take as long as before a tool changed, also in a fuller engine": self.tools,
             "calls take as long as before in threads of their own, however many at once": self.unblock,
             "rollout and training run side by side as fast as alone, and neither runs in a weight update": (
-                self.one_step_off
+                self.ahead
             ),
+            "training on other devices takes between as long as before and a time in proportion": self.split,
         }
         return [sentence for sentence, change in said.items() if change]
 
@@ -184,11 +198,15 @@ def predict(
                 raise ConfigError(option, f"{name}={number} is not a finite number of at least 0")
     if changes.no_tail is not None and not 0 < changes.no_tail <= 100:
         raise ConfigError("--no-tail", f"{changes.no_tail} is not a percentage above 0 and at most 100")
+    if changes.ahead < 0:
+        raise ConfigError("--async", f"{changes.ahead} is not a number of at least 0")
+    if changes.split and changes.replicas is not None:
+        raise ConfigError("--replicas", "a split has the number of replicas")
     recorded = replay(graph)
     calls, low_us, high_us = _calls(graph), None, None
     found = _changed(graph, changes, calls) if changes.options() else recorded
     assumed, notes = changes.assumed(), list(_extrapolations(calls, changes))
-    if changes.replicas is not None or changes.one_step_off:
+    if (changes.replicas, changes.steps_ahead, changes.split) != (None, None, None):
         found, spans_ns = _with_resources(found, changes, assumed, notes)
         low_us, high_us = min(spans_ns) * (1 - _NOISE) / 1000, max(spans_ns) * (1 + _NOISE) / 1000
     tried = [] if changes.options() else _candidates(recorded, calls)
@@ -261,50 +279,129 @@ def _with_resources(
         assumed: Sentences on what is assumed, which get more.
         notes: Sentences on extrapolation, which get more.
     """
-    graph, replays = found.graph, [found]
-    if changes.replicas is not None:
-        outcome = on_replicas(graph, changes.replicas, found.took_ns, found.delay_ns, found.given)
+    graph, ahead, replicas, factors = found.graph, changes.ahead, changes.replicas, [1.0]
+    if changes.split or ahead:
+        option = "--split" if changes.split else "--async"
+        _known(option, "stage", ROLLOUT, {one.within[0] for one in graph.segments if one.within})
+        if not graph.whole:
+            raise ConfigError(
+                option, "needs a step whose rollout begins and ends in it, with engines recorded"
+            )
+    if changes.split:
+        replicas, factor = _pools(graph, *changes.split)
+        factors = [factor, 1.0]
+        replicas = replicas if replicas != len(graph.engines) else None
+    logged, rollouts = has_requests(graph), [found]
+    if replicas is not None and changes.split and not logged:
+        ratio = len(graph.engines) / replicas
+        rollouts = [_slower(found, factor) for factor in ((1 + ratio) / 2, 1.0, ratio)]
+    elif replicas is not None and not (ahead > 1 and logged):
+        outcome = on_replicas(found, replicas)
         assumed += outcome.assumed
         notes += outcome.notes
-        replays = [
+        rollouts = [
             replay(graph, [round(ns) for ns in took_ns], found.delay_ns, found.given)
             for took_ns in (outcome.likely_ns, *outcome.others_ns)
         ]
-    if not changes.one_step_off:
-        return replays[0], [one.span_ns for one in replays]
-    _known("--one-step-off", "stage", ROLLOUT, {one.within[0] for one in graph.segments if one.within})
-    if not graph.whole:
-        raise ConfigError(
-            "--one-step-off", "needs a step whose rollout begins and ends in it, with engines recorded"
+    if not logged and (changes.split or ahead > 1):
+        notes.append(_NOT_LOGGED)
+    both = [_trained(one, factor) for one in rollouts for factor in factors]
+    if not ahead:
+        return both[0], [one.span_ns for one in both]
+    loop = graph.segments[graph.last].who  # whose own time in the rollout may be a part of the training
+    pairs = [
+        (
+            _only(one, lambda stage, worker, who=who: stage != ROLLOUT or worker == who),  # type: ignore[misc]
+            _only(one, lambda stage, _: stage in (ROLLOUT, WEIGHT_SYNC)),
         )
-    return _beside(replays[0], ""), [
-        _beside(one, who).span_ns for one in replays for who in ("", graph.segments[graph.last].who)
+        for one in both
+        for who in ("", loop)
     ]
+    if ahead == 1:
+        longer = [max(pair, key=lambda one: one.span_ns) for pair in pairs]
+        return longer[0], [one.span_ns for one in longer]
+    training, rollout = pairs[0]
+    alone = _only(rollout, lambda stage, _: stage == ROLLOUT)
+    sync_ns = rollout.span_ns - alone.span_ns
+    trained_ns, made_ns = ([one.span_ns - sync_ns for one in of] for of in zip(*pairs, strict=True))
+    trained_ns = [trained_ns[0], min(trained_ns), max(trained_ns)]
+    if logged:
+        steps_ns, said, extrapolated = steps_ahead(alone, replicas, ahead, trained_ns)
+        assumed += said
+        notes += extrapolated
+    else:  # engines are as fast as before beside the rollouts of other steps, or share their time among them
+        made_ns = [made_ns[0], min(made_ns), max(made_ns)]
+        fast = [max(t, (t + made) / (ahead + 1)) for t, made in zip(trained_ns, made_ns, strict=True)]
+        slow = [max(pair) for pair in zip(trained_ns, made_ns, strict=True)]
+        steps_ns = [(fast[0] + slow[0]) / 2, fast[1], slow[2]]
+    if steps_ns[0] > trained_ns[0]:
+        training = _slower(rollout, steps_ns[0] / alone.span_ns)
+    return training, [training.span_ns, *(round(ns) + sync_ns for ns in steps_ns)]
 
 
-def _beside(found: Replay, who: str) -> Replay:
-    """Return the longer one of training and rollout, each with the weight update.
+def _pools(graph: Graph, training: int, rollout: int) -> tuple[int, float]:
+    """Return the number of replicas of a split, and the factor of the training's time in proportion.
+
+    A worker without a known device counts as one, unless other workers have devices.
 
     Args:
-        found: The replay of both, one after the other.
-        who: Process whose own time in the rollout stays a part of the training: the loop, or none.
+        graph: The graph.
+        training: Number of devices of the training.
+        rollout: Number of devices of the rollout.
     """
+    if min(training, rollout) < 1:
+        raise ConfigError("--split", f"{training}:{rollout} has a number that is not at least 1")
+    trainers = {one.who for one in graph.segments if _trains(one)}
+    if not trainers:
+        raise ConfigError("--split", "needs stages of workers that train")
+    on_devices = any(graph.devices.values())
+    sizes = {len(graph.devices.get(name, ())) or int(not on_devices) for name in graph.engines}
+    if len(sizes) != 1 or not min(sizes):
+        raise ConfigError("--split", "the capture does not tell how many devices each replica has")
+    (size,) = sizes
+    if rollout % size:
+        raise ConfigError("--split", f"a replica has {size} devices, and {rollout} is no multiple of it")
+    devices = set[str]().union(*(graph.devices.get(name) or {name} for name in trainers))
+    return rollout // size, len(devices) / training
+
+
+def _trains(one: Segment) -> bool:
+    """Return whether a segment is work of the training."""
+    is_work = one.kind not in (OWN, CAPTURE) and not one.trajectory and one.request is None
+    return is_work and bool(one.within) and one.within[0] not in (ROLLOUT, WEIGHT_SYNC, VALIDATE)
+
+
+def _times(
+    found: Replay, took: Callable[[Segment], float], delay: Callable[[Segment], float] = lambda _: 1.0
+) -> Replay:
+    """Return a replay with factors of the durations, and of the delays before segments."""
     graph = found.graph
+    took_ns = [round(ns * took(one)) for one, ns in zip(graph.segments, found.took_ns, strict=True)]
+    delay_ns = [round(ns * delay(one)) for one, ns in zip(graph.segments, found.delay_ns, strict=True)]
+    return replay(graph, took_ns, delay_ns, found.given)
 
-    def only(stays: Callable[[str, str], bool]) -> Replay:
-        took_ns = [
-            ns if stays((*one.within, "")[0], one.who) else 0
-            for one, ns in zip(graph.segments, found.took_ns, strict=True)
-        ]
-        delay_ns = [
-            ns if stays((*one.around, "")[0], one.who) else 0
-            for one, ns in zip(graph.segments, found.delay_ns, strict=True)
-        ]
-        return replay(graph, took_ns, delay_ns, found.given)
 
-    training = only(lambda stage, worker: stage != ROLLOUT or worker == who)
-    rollout = only(lambda stage, worker: stage in (ROLLOUT, WEIGHT_SYNC))
-    return max(training, rollout, key=lambda one: one.span_ns)
+def _only(found: Replay, stays: Callable[[str, str], bool]) -> Replay:
+    """Return the replay of those outermost stages of processes that stay."""
+    return _times(
+        found,
+        lambda one: stays((*one.within, "")[0], one.who),
+        lambda one: stays((*one.around, "")[0], one.who),
+    )
+
+
+def _trained(found: Replay, factor: float) -> Replay:
+    """Return the replay in which the training takes so many times as long."""
+    return _times(found, lambda one: factor if _trains(one) else 1.0)
+
+
+def _slower(found: Replay, factor: float) -> Replay:
+    """Return the replay in which the rollout takes so many times as long."""
+
+    def of(stages: Sequence[str]) -> float:
+        return factor if ROLLOUT in stages[:1] else 1.0
+
+    return _times(found, lambda one: of(one.within), lambda one: of(one.around))
 
 
 def _known(option: str, what: str, name: str, choices: Iterable[str]) -> None:
