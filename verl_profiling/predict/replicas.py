@@ -36,6 +36,8 @@ _SAMPLES, _LOW, _HIGH = 200, 0.05, 0.95  # of the bootstrap
 _ROUNDS = 6  # until the fit is steady
 _WARM, _STEADY = 1, 2  # rounds of steps: before the mean step is taken, and for it
 
+_WHOLE, _AFTER, _FIRST = "whole", "after", "first"  # trajectories that a training and a rollout wait for
+
 
 class _Served(NamedTuple):
     """A request that ran in the step.
@@ -155,8 +157,6 @@ def on_replicas(recorded: Replay, replicas: int) -> Outcome:
     Raises:
         ConfigError: The number is wrong, or the step lacks requests.
     """
-    if replicas < 1:
-        raise ConfigError(_OPTION, f"{replicas} is not a number of at least 1")
     engines = _fitted(recorded, replicas, _OPTION)
     most = len(engines.served)
     random = np.random.default_rng(0)
@@ -187,7 +187,7 @@ def steps_ahead(
         The likely time of a step and those at the ends of the interval (ns), what is assumed, and notes.
 
     Raises:
-        ConfigError: Engines served one request at a time.
+        ConfigError: The number is wrong, or engines served one request at a time.
     """
     engines = _fitted(rollout, replicas, "--async", ahead)
     replicas = engines.load.replicas if replicas is None else replicas
@@ -225,9 +225,6 @@ def steps_ahead(
     return found, assumed, engines.notes(spent_ns)
 
 
-_WHOLE, _AFTER, _FIRST = "whole", "after", "first"  # which trajectories a training and a rollout wait for
-
-
 def _in_a_row(
     rollout: Replay, served: Iterable[_Served], count: int, ahead: int, training_ns: float, by: str
 ) -> tuple[_Steps, list[int]]:
@@ -239,8 +236,8 @@ def _in_a_row(
         count: Number of steps.
         ahead: Most steps that a rollout is ahead of the training.
         training_ns: Time of the training of each step.
-        by: Whether a training waits for the rollout of its step. If so, whether a rollout also waits for an
-            earlier one.
+        by: ``whole``: a training waits for the rollout of its step. ``after``: a rollout also waits for an
+            earlier one. ``first``: a training waits for no rollout of a certain step.
     """
     size, last = len(rollout.took_ns), rollout.graph.last
     trainings = [count * size + step for step in range(count)]
@@ -277,9 +274,11 @@ def _fitted(recorded: Replay, replicas: int | None, option: str, ahead: int = 0)
         ahead: Most steps that a rollout is ahead of the training.
 
     Raises:
-        ConfigError: The step lacks requests, or has not all of each.
+        ConfigError: The number is wrong, or the step lacks requests.
     """
     graph, took_ns = recorded.graph, recorded.took_ns
+    if replicas is not None and replicas < 1:
+        raise ConfigError(_OPTION, f"{replicas} is not a number of at least 1")
     served = list(_served(graph))
     if not any(one.tokens for one in served):
         raise ConfigError(

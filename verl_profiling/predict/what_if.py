@@ -12,7 +12,17 @@ import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.manifest import POLLING, WEIGHT_SYNC
-from verl_profiling.predict.graph import CAPTURE, DELAY, LAG_BY, OWN, WORK, Graph, Segment, graph_of
+from verl_profiling.predict.graph import (
+    CAPTURE,
+    DELAY,
+    LAG_BY,
+    NEXT_POLL,
+    OWN,
+    WORK,
+    Graph,
+    Segment,
+    graph_of,
+)
 from verl_profiling.predict.path import Replay, critical_path, replay, slacks_ns
 from verl_profiling.predict.replicas import has_requests, on_replicas, steps_ahead
 from verl_profiling.report.anatomy import OUTSIDE_STAGES
@@ -367,7 +377,7 @@ def _pools(graph: Graph, training: int, rollout: int) -> tuple[int, float]:
 
 def _trains(one: Segment) -> bool:
     """Return whether a segment is work of the training."""
-    is_work = one.kind not in (OWN, CAPTURE) and not one.trajectory and one.request is None
+    is_work = one.kind not in (OWN, CAPTURE, NEXT_POLL) and not one.trajectory and one.request is None
     return is_work and bool(one.within) and one.within[0] not in (ROLLOUT, WEIGHT_SYNC, VALIDATE)
 
 
