@@ -228,8 +228,8 @@ def test_a_loop_that_polls_goes_on_at_its_next_poll(tmp_path: Path) -> None:
         ("rollout", "controller", "own code", 0.5),
     ]
     assert slack_of(found)["rollout", "agent_loop_rank0"] == 1.5
-    helps = {row.option: row.difference_us for row in found.what_would_help}
-    assert helps[f"--scale '{POLLING}=0.5'"] == pytest.approx(-1e6)
+    helps = {row.option: (row.change, row.difference_us) for row in found.what_would_help}
+    assert helps[f"--scale '{POLLING}=0.5'"] == ("polls 2x as often", pytest.approx(-1e6))
 
 
 @pytest.mark.parametrize(

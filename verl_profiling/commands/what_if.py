@@ -21,6 +21,7 @@ from verl_profiling.units import duration, visible, visible_text_of
 
 _ROWS = 8
 _SENTENCES = 4
+_UUID = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f-]{22}\b")  # of a group; 8 digits say which
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -179,11 +180,11 @@ def _print(title: str, found: Prediction, console: Console) -> None:
     rows = summed(found.path)
     largest = sorted(rows, key=lambda row: -row.duration_us)[:_ROWS]
     rest_us = sum(row.duration_us for row in found.path) - sum(row.duration_us for row in largest)
-    shown = [row for row in rows if row in largest]
+    short = (msgspec.structs.replace(row, who=_UUID.sub(r"\1…", row.who)) for row in rows if row in largest)
     note = f"and {duration(rest_us / 1e6)} in {len(rows) - _ROWS} others" if len(rows) > _ROWS else ""
     slack = sorted((row for row in found.slack if row.slack_us), key=lambda row: -row.slack_us)
     for name, table, below in (
-        ("Critical path", shown, note),
+        ("Critical path", list(short), note),
         ("Slack", slack[:_ROWS], f"{len(slack) - _ROWS:,} more: --json" if len(slack) > _ROWS else ""),
         ("What would help", found.what_would_help[:_ROWS], ""),
     ):

@@ -94,7 +94,12 @@ class Changes(NamedTuple):
     def words(self) -> list[str]:
         """Return the changes in words."""
         return [
-            *(f"{name} in {factor:.0%} of its time" for name, factor in self.scale.items()),
+            *(
+                f"polls {1 / factor:.3g}x as often"
+                if name == POLLING
+                else f"{name} in {factor:.0%} of its time"
+                for name, factor in self.scale.items()
+            ),
             *(f"{name} balanced" for name in self.balance),
             *([f"rollout without its last {100 - self.no_tail:.4g}%"] if self.no_tail is not None else []),
             *(f"each {name} call {duration(seconds)}" for name, seconds in self.tools.items()),
