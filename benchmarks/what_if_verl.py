@@ -1,9 +1,9 @@
 """Real verl for ``what_if_judge.py``, with a workload that is replayed.
 
 Run: ``what_if_verl.py FOLDER RECIPE OVERRIDES PLANS``, as ``what_if_recipes.py``. verl starts for minutes, so
-all plans are steps of one run of ``verl.trainer.main_ppo``. Each step has the same prompts, and says in its
-data how long tool and reward take. The model samples its likeliest token and learns nothing, so all steps
-have the same responses.
+all plans are steps of one run of ``verl.trainer.main_ppo``. The steps of A and B take turns, so that a busy
+machine slows both. Each step has the same prompts, and says in its data how long tool and reward take. The
+model samples its likeliest token and learns nothing, so all steps have the same responses.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Plan:
     epochs: int = 2
 
 
-def write_assets(folder: Path, plans: list[Plan]) -> None:
-    """Write the model, and the prompts of all steps of all plans."""
+def write_assets(folder: Path, planned: list[Plan]) -> None:
+    """Write the model, and the prompts of all steps."""
     make_assets.main(folder)
     rows = []
-    for plan in plans:
-        for row in make_assets.make_data().to_dict("records")[:PROMPTS] * (WARM + CAPTURED):
+    for plan in planned:
+        for row in make_assets.make_data().to_dict("records")[:PROMPTS]:
             tools = {"search": {"create_kwargs": {"seconds": plan.tool_s}}}
             rows.append({**row, "extra_info": {"tools_kwargs": tools, "reward_s": plan.reward_s}})
     pandas.DataFrame(rows).to_parquet(folder / "train.parquet")
@@ -71,15 +71,16 @@ def write_assets(folder: Path, plans: list[Plan]) -> None:
 def main() -> None:
     """Run the plans, and give each a folder of its own."""
     folder, recipe, overrides, plans = Path(sys.argv[1]), sys.argv[2], *map(json.loads, sys.argv[3:])
-    plans = [Plan(**plan) for plan in plans]
-    steps = range(1, (WARM + CAPTURED) * len(plans) + 1)
-    captured = [step for step in steps if (step - 1) % (WARM + CAPTURED) >= WARM]
+    turns = [(pair, turn) for pair in range(0, len(plans), 2) for turn in range(WARM + CAPTURED)]
+    numbers = [pair + one for pair, _ in turns for one in (0, 1)]
+    captured = [2 * at + one for at, (_, turn) in enumerate(turns) for one in (1, 2) if turn >= WARM]
+    planned = [Plan(**plans[number]) for number in numbers]
     with tempfile.TemporaryDirectory(prefix="verl-") as own:
-        write_assets(Path(own, "assets"), plans)
+        write_assets(Path(own, "assets"), planned)
         rollout, sampler = "actor_rollout_ref.rollout", "trainer.v1.sampler"
         command = [
             str(ROOT / "recipes" / recipe / "run.sh"),
-            f"trainer.total_training_steps={len(steps)}",
+            f"trainer.total_training_steps={len(planned)}",
             f"data.train_batch_size={PROMPTS}",
             "data.shuffle=false",
             "data.max_response_length=128",
@@ -94,9 +95,8 @@ def main() -> None:
             f"reward.custom_reward_function.path={USER}",
             f"{sampler}.custom_sampler.path={USER}",
             f"{sampler}.custom_sampler.name=Planned",
-            f"+{sampler}.sampler_kwargs.steps={WARM + CAPTURED}",
-            f"+{sampler}.sampler_kwargs.poll_s={[plan.poll_s for plan in plans]}",
-            f"+{sampler}.sampler_kwargs.epochs={[plan.epochs for plan in plans]}",
+            f"+{sampler}.sampler_kwargs.poll_s={[plan.poll_s for plan in planned]}",
+            f"+{sampler}.sampler_kwargs.epochs={[plan.epochs for plan in planned]}",
             f"profiling.schedule.steps={captured}",
             f"profiling.save_path={folder / 'all'}",
             f"hydra.run.dir={own}",
@@ -105,7 +105,7 @@ def main() -> None:
         variables = {"PYTHON": sys.executable, "ASSETS": f"{own}/assets", "RAY_TMPDIR": own}
         subprocess.run(command, env={**os.environ, **variables}, check=True)
     for step in captured:
-        mine = folder / str((step - 1) // (WARM + CAPTURED))
+        mine = folder / str(numbers[step - 1])
         mine.mkdir(exist_ok=True)
         shutil.copy(folder / "all/run.json", mine)
         shutil.move(folder / f"all/step_{step:06d}", mine)

@@ -55,8 +55,7 @@ class Planned(ReplayBuffer):  # type: ignore[misc]
 
     def sample(self, global_steps: int, *args: Any, **kwargs: Any) -> Any:
         """Return a batch."""
-        plan = (global_steps - 1) // self.sampler_kwargs.steps
-        self.poll_interval = self.sampler_kwargs.poll_s[plan]
+        self.poll_interval = self.sampler_kwargs.poll_s[global_steps - 1]
         trainer = self.refill_fn.__self__
-        trainer.config.actor_rollout_ref.actor.ppo_epochs = self.sampler_kwargs.epochs[plan]
+        trainer.config.actor_rollout_ref.actor.ppo_epochs = self.sampler_kwargs.epochs[global_steps - 1]
         return super().sample(global_steps, *args, **kwargs)
