@@ -21,7 +21,8 @@ def printed(report: Report, width: int = 200, *, everything: bool = True) -> str
 
 
 def csv_rows(folder: Path, *reports: Report, table: str) -> list[dict[str, str]]:
-    """Write the tables of reports into a folder, and return the rows of one."""
-    write_csv(reports, folder)
+    """Write the tables of reports, if there are any, into a folder; return the rows of one."""
+    if reports:
+        write_csv(reports, folder)
     with (folder / f"{table}.csv").open(newline="") as file:
         return list(csv.DictReader(file))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from drawn_steps import Drawn, Kernel, Worker, in_group, report_of
@@ -16,10 +13,8 @@ from hypothesis import strategies as st
 from step_folders import rewrite_worker
 
 from verl_profiling.analysis import open_step
-from verl_profiling.report.files import scalars
 from verl_profiling.report.model import Report
 
-DATA = Path(__file__).parents[1] / "data"
 REDUCE, GATHER = "ncclDevKernel_AllReduce_Sum", "ncclDevKernel_AllGather"
 SEND = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 
@@ -188,56 +183,6 @@ def test_a_collective_without_a_group_is_matched_with_none(groups: list[list[int
     """The header of a trace names no group, as in old ones, or several: with gloo, or in a CUDA graph."""
     ranks = [[("gemm", 0, 1 + rank / 2), (REDUCE, 1 + rank / 2, 4)] for rank in range(4)]
     assert nobody_is_blamed(steps(tmp_path, ranks, groups))
-
-
-def real_rank(
-    folder: Path,
-    content: Mapping[str, Any],
-    rank: int,
-    groups: Mapping[str, list[int]],
-    late_us: float,
-) -> None:
-    """Write a real trace as one rank of a group, which comes late to each collective."""
-    changed = []
-    for event in content["traceEvents"]:
-        args = event.get("args", {})
-        if "Process Group Ranks" in args and event["cat"] == "kernel":
-            took = event["dur"]
-            group = groups[args["Collective name"]]
-            args = {**args, "Process Group Ranks": str(group), "Group size": len(group)}
-            late = min(late_us, took)
-            event = {**event, "args": args, "ts": event["ts"] + late, "dur": took - late}
-        changed.append(event)
-    info = {**content["distributedInfo"], "rank": rank}
-    written = {**content, "distributedInfo": info, "traceEvents": changed}
-    (folder / f"rank{rank}.json.gz").write_bytes(gzip.compress(json.dumps(written).encode(), 1))
-
-
-@pytest.mark.parametrize(
-    ("collective", "others_wait"),
-    [("allreduce", True), ("all_to_allv", True), ("send", False)],
-    ids=["TP x DP", "EP", "PP"],
-)
-def test_the_last_rank_of_a_real_step_is_waited_for_in_both_of_its_groups(
-    collective: str, others_wait: bool, tmp_path: Path
-) -> None:
-    """Rank 3 is late for rank 2 in one group and for rank 1 in the other; nobody waits for a send."""
-    content = json.loads(gzip.decompress((DATA / "nccl_data.json.gz").read_bytes()))
-    took: dict[str, list[float]] = {}
-    for event in content["traceEvents"]:
-        if (args := event.get("args", {})).get("Collective name") == "allreduce" != collective:
-            args["Collective name"] = collective
-            event["name"] = SEND
-        if event.get("cat") == "kernel" and "Collective name" in args:
-            took.setdefault(args["Collective name"], []).append(min(100, event["dur"]))
-    for rank in range(4):
-        groups = {collective: [rank // 2 * 2, rank // 2 * 2 + 1], "broadcast": [rank % 2, rank % 2 + 2]}
-        real_rank(tmp_path, content, rank, groups, 100.0 * (rank == 3))
-    report = open_step(tmp_path).report()
-    waits = [row.waiting_us for row in report.workers]
-    second = sum(took[collective]) if others_wait else 0
-    assert waits == [0, pytest.approx(sum(took["broadcast"]), abs=1), pytest.approx(second, abs=1), 0]
-    assert dict(scalars(report))["lost/waiting_for_other_ranks_s"] == pytest.approx(sum(waits) / 1e6)
 
 
 @pytest.mark.parametrize(("ends", "slow"), [((8.0, 8.1), []), ((8.0, 4.0), ["actor_rank0"])])

@@ -7,14 +7,15 @@ from pathlib import Path
 import msgspec
 import pytest
 from drawn_logs import DrawnLog
-from drawn_steps import ns, whole_step
+from drawn_steps import Worker, ns, report_of, whole_step
 from step_folders import build_step, rewrite, rewrite_worker
 from step_outcome import csv_rows, printed
 
 from verl_profiling.analysis import load_reports, open_step
 from verl_profiling.capture_request import Trigger
 from verl_profiling.manifest import StageSpan
-from verl_profiling.report.files import write_tensorboard
+from verl_profiling.report.diff import compare
+from verl_profiling.report.files import write_csv, write_tensorboard
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.tables import TABLES
@@ -39,10 +40,11 @@ def test_every_table_is_on_every_face(tmp_path: Path) -> None:
     step = open_step(folder)
     report = step.report()
     text, page = printed(report), render_html(report)
+    write_csv([report], tmp_path)
     for table in TABLES.values():
         rows = table.rows(report)
         assert rows, table.name
-        assert len(csv_rows(tmp_path, report, table=table.name)) == len(rows)
+        assert len(csv_rows(tmp_path, table=table.name)) == len(rows)
         assert len(step.to_frame(table.name)) == len(rows)
         if table.name != "devices":  # which are the lanes here
             assert f"\n{table.title}" in text
@@ -70,3 +72,63 @@ def test_tensorboard_has_scalars_in_one_run(tmp_path: Path) -> None:
     assert [(point.step, point.value) for point in points] == [
         (report.step, pytest.approx(report.span_us / 1e6)) for report in reports
     ]
+
+
+OUTSIDE = [
+    StageSpan("capture_start", ns(-0.5), ns(0)),
+    StageSpan("capture_stop", ns(10), ns(13.2)),
+    StageSpan("write", ns(13), ns(13.2), depth=1),
+    StageSpan("validate", ns(14), ns(20)),
+    StageSpan("reward", ns(15), ns(16), depth=1),
+    StageSpan("validate", ns(21), ns(27)),
+]
+WORKERS = [
+    Worker("actor", stages=[("update_actor", 5, 9)], kernels=[("gemm", 5, 8.5)]),
+    Worker("rollout", replica=0, kernels=[("decode", 0.5, 3)]),
+    Worker("rollout", replica=1, kernels=[("decode", 0.5, 4)]),
+]
+STAGES = [("rollout", 0, 5), ("update_actor", 5, 9)]
+
+
+def reported(folder: Path, outside: list[StageSpan]) -> Report:
+    """Return the report of the drawn step with what was done around it."""
+    folder.mkdir(exist_ok=True)
+    report_of(folder, STAGES, WORKERS)
+    rewrite(folder, outside=outside)
+    return open_step(folder).report()
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Report:
+    return reported(tmp_path / "step", OUTSIDE)
+
+
+def test_what_the_loop_did_around_the_step_is_on_every_face(report: Report, tmp_path: Path) -> None:
+    """A stage inside of another one is no row; a pause of a quarter of the step is the last finding."""
+    rows = {row.name: row for row in report.outside}
+    assert list(rows) == ["capture_start", "capture_stop", "validate"]
+    assert (rows["validate"].runs, rows["validate"].duration_us) == (2, 12e6)
+    assert report.pause_us == pytest.approx(3.7e6)
+    table = " ".join(printed(report).partition("Outside")[2].split())
+    assert "capture_stop 1 3.20 s validate 2 12.0 s" in table
+    assert '<td class="n" data-v="1.2e+07">12.0 s</td>' in render_html(report)
+    assert csv_rows(tmp_path, report, table="outside")[1]["duration_us"] == "3200000.0"
+    assert report.findings[-1].text == (
+        "The loop waited 3.70 s before and after the step (37% of its time) "
+        "for the capture to start and stop."
+    )
+    short = [StageSpan("capture_stop", ns(10), ns(12.4))]
+    assert all(finding.rule != "pause" for finding in reported(tmp_path / "short", short).findings)
+
+
+def test_diff_compares_pauses_and_validation(report: Report, tmp_path: Path) -> None:
+    """Each is a number of its own; a longer pause is no slower step."""
+    longer = [*OUTSIDE[:1], StageSpan("capture_stop", ns(10), ns(20))]
+    diff = compare([report], [reported(tmp_path / "longer", longer)])
+    changes = {change.name: change.change_s for change in diff.changes if change.kind == "outside"}
+    assert changes == {
+        "capture_start": 0.0,
+        "capture_stop": pytest.approx(6.8),
+        "validate": pytest.approx(-12),
+    }
+    assert diff.slower_than(0.01) == []

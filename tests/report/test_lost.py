@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from drawn_steps import STAGES, Worker, engine, report_of
 from step_folders import build_step, rewrite_worker
+from step_outcome import csv_rows, printed
 
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.manifest import Device
+from verl_profiling.report.files import scalars
+from verl_profiling.report.html import render_html
 from verl_profiling.report.lost import CAUSES
 from verl_profiling.report.model import OTHER_RANKS, Report
 
 
-def seconds(report: Report, lane: str) -> dict[str, float]:
+def seconds(report: Report, lane: str = "rollout0_rank0") -> dict[str, float]:
     """Return the idle seconds of a lane by cause, without the causes that it has none of."""
     (row,) = (row for row in report.workers if row.name == lane)
     return {cause: lost / 1e6 for cause, lost in row.lost_us.items() if lost}
@@ -59,7 +63,7 @@ def test_a_fast_rank_waits_for_rollout_tail_reward_straggler_and_weights(drawn: 
 
 def test_an_engine_waits_for_requests_and_for_the_other_replica(drawn: Report) -> None:
     """Before its first iteration, between iterations, after its last, and outside of the rollout."""
-    assert seconds(drawn, "rollout0_rank0") == {
+    assert seconds(drawn) == {
         "waiting_for_rollout": 0.5,
         "host_bound": 0.5,
         "long_tail": 2.0,
@@ -80,7 +84,7 @@ def test_what_follows_the_last_replica_is_not_its_tail(tmp_path: Path) -> None:
         ],
     )
     assert seconds(report, "actor_rank0") == {"waiting_for_rollout": 2.0, "after_generation": 2.0}
-    assert seconds(report, "rollout0_rank0") == {"after_generation": 2.0, "other_stages": 6.0}
+    assert seconds(report) == {"after_generation": 2.0, "other_stages": 6.0}
     assert "after_generation" in [finding.rule for finding in report.findings]
 
 
@@ -214,3 +218,143 @@ def test_lost_is_one_quantity_with_its_unit_everywhere(tmp_path: Path) -> None:
     assert "<dt>Lost</dt><dd><strong>3.00 <small>lane-seconds</small></strong>" in page
     assert '<section id="lost">' in page
     assert "lost lane-seconds" in run
+
+
+def idle_engine(
+    folder: Path,
+    requests: list[tuple[float, float, int]],
+    *,
+    stage: str = "rollout",
+    logged: bool = True,
+    pending: tuple[float, ...] = (),
+) -> Report:
+    """An engine that computes from 0 to 1, from 4 to 5 and from 9 to 10 s of a stage of 10 s."""
+    works = [(0, 1), (4, 5), (9, 10)]
+    worker = engine(0, *works, requests=requests, logged=logged, pending=list(pending))
+    return report_of(folder, [(stage, 0, 10)] if stage else [], [worker])
+
+
+@pytest.mark.parametrize("stage", ["rollout", "validate", ""])
+def test_time_without_a_request_is_no_time_of_the_host(tmp_path: Path, stage: str) -> None:
+    """Between turns of a tool it waits for requests, in a rollout, a validation, or a loop without stages."""
+    report = idle_engine(tmp_path, [(0, 1, 4), (3, 6, 4), (9, 10, 4)], stage=stage)
+    assert seconds(report) == {"no_requests": 5.0, "host_bound": 2.0}
+
+
+def test_a_finding_is_about_what_is_waited_for(tmp_path: Path) -> None:
+    """Requests, or between iterations with requests the engine."""
+    report = idle_engine(tmp_path, [(0, 1, 4), (4, 5, 4), (9, 10, 4)])
+    [finding] = [finding for finding in report.findings if finding.rule == "no_requests"]
+    assert "waited for requests" in finding.text
+    assert "host_bound" not in {finding.rule for finding in report.findings}
+    report = idle_engine(tmp_path, [(0, 10, 4)])
+    [finding] = [finding for finding in report.findings if finding.rule == "host_bound"]
+    assert "between iterations of engines that had requests" in finding.text
+
+
+def test_requests_before_and_after_the_capture_are_on_their_way(tmp_path: Path) -> None:
+    """One that did not end is known by its begin, one from before while iterations show it."""
+    report = idle_engine(tmp_path, [(0, 1, 4)], pending=(4.0,))
+    assert seconds(report) == {"no_requests": 3.0, "host_bound": 4.0}
+    report = idle_engine(tmp_path, [(9, 10, 4)])
+    assert seconds(report) == {"host_bound": 3.0, "no_requests": 4.0}
+
+
+def test_an_engine_that_got_no_request_had_none(tmp_path: Path) -> None:
+    """An empty log is knowledge, too; what its iterations did was for requests from before."""
+    assert "no_requests" not in seconds(idle_engine(tmp_path, []))  # the last iteration ends with the rollout
+    idle = Worker("rollout", replica=0, kernels=[("dummy", 0, 1), ("dummy", 9, 10)], logged=True)
+    [row] = report_of(tmp_path, [("rollout", 0, 10)], [idle]).workers
+    assert row.lost_us["no_requests"] == 8e6
+
+
+def test_without_a_log_it_is_not_known_and_said(tmp_path: Path) -> None:
+    """The gaps are the host's then; an open request is in the log."""
+    report = idle_engine(tmp_path, [], logged=False)
+    assert seconds(report) == {"host_bound": 7.0}
+    assert any("rollout0 were not logged" in note for note in report.notes)
+    assert not any("not logged" in note for note in idle_engine(tmp_path, [(0, 9, 1)]).notes)
+    assert not any("not logged" in note for note in idle_engine(tmp_path, [], pending=(8.0, 9.0)).notes)
+
+
+GPU = Device(kind="cuda", index=0, uuid="8932f937-d72c-4106-c12f-20bd9faed9f6", place="node7/0")
+OTHER = Device(kind="cuda", index=0, uuid="0032f937-d72c-4106-c12f-20bd9faed9f6", place="node8/0")
+
+
+def colocated(folder: Path, actor: Sequence[Device], server: Sequence[Device]) -> Report:
+    """A step of 10 s: the engine computes 2 of the first 3 s, the actor 2 of the 3 of its update."""
+    return report_of(
+        folder,
+        STAGES,
+        [
+            Worker("actor", stages=[("update_actor", 5, 8)], kernels=[("gemm", 5, 7)], devices=list(actor)),
+            engine(0, (0, 1), (2, 3), requests=[(0, 3, 8)], logged=True, devices=list(server)),
+        ],
+    )
+
+
+def test_a_shared_device_is_busy_while_any_of_its_lanes_is(tmp_path: Path) -> None:
+    """10 s of one device, not 20 s of two lanes."""
+    report = colocated(tmp_path, [GPU], [GPU])
+    [row] = report.devices
+    assert (row.lanes, row.roles) == (["actor_rank0", "rollout0_rank0"], ["actor", "rollout"])
+    assert (row.span_us, row.busy_us, row.idle_us) == (10e6, 4e6, 6e6)
+    assert {cause: us / 1e6 for cause, us in row.lost_us.items() if us} == {
+        "host_bound": 2.0,  # between iterations, where the actor waits; in the update, where the engine does
+        "after_generation": 1.0,
+        "other_stages": 1.0,
+        "weight_sync": 1.0,
+        "between_stages": 1.0,
+    }
+    assert sum(lost.seconds for lost in report.lost) == pytest.approx(6.0)
+    assert report.working_share == pytest.approx(0.4)
+    assert report.throughput.tokens_per_s_per_device == pytest.approx(report.throughput.tokens_per_s)
+    assert {finding.rule for finding in report.findings} <= {"host_bound", "after_generation", "idle_stage"}
+    finding = next(finding for finding in report.findings if finding.rule == "host_bound")
+    assert finding.text.endswith("2.00 device-seconds (20% of the observed time).")
+    assert finding.lanes == ["actor_rank0", "rollout0_rank0"]
+
+
+def test_every_face_says_devices(tmp_path: Path) -> None:
+    report = colocated(tmp_path, [GPU], [GPU])
+    page = render_html(report)
+    for text in (printed(report), page):
+        assert "per second and GPU" in text
+        assert "actor_rank0 + rollout0_rank0" in text
+        assert "node7/0" in text
+    assert "of 1 device (2 lanes)" in page
+    [row] = csv_rows(tmp_path / "csv", report, table="devices")
+    assert (row["lanes"], row["busy_us"]) == ("actor_rank0; rollout0_rank0", "4000000.0")
+    numbers = dict(scalars(report))
+    assert (numbers["busy_share"], numbers["lost/host_bound_s"]) == (0.4, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("actor", "server", "count"),
+    [
+        ([GPU], [GPU], 1),
+        ([GPU], [OTHER], 2),
+        ([GPU], [Device(kind="cuda", place="node7/0")], 1),  # an engine knows no UUID
+        ([GPU], [Device(kind="cuda", uuid=OTHER.uuid, place="node7/0")], 2),  # two containers, both of GPU 0
+        ([GPU], [], 2),
+        ([Device(kind="cuda")], [Device(kind="cuda")], 2),
+    ],
+)
+def test_what_says_that_two_lanes_are_one_device(
+    tmp_path: Path, actor: list[Device], server: list[Device], count: int
+) -> None:
+    """The UUID, else the place; what is not known is not made up."""
+    assert len(colocated(tmp_path, actor, server).devices) == count
+
+
+def test_ranks_of_a_replica_have_the_devices_in_their_order(tmp_path: Path) -> None:
+    """The rank inside the replica is the place in the list."""
+    report = report_of(
+        tmp_path,
+        STAGES,
+        [
+            Worker("actor", 0, kernels=[("gemm", 5, 7)], devices=[OTHER]),
+            Worker("rollout", replica=0, kernels=[("k", 0, 1)], devices=[OTHER, GPU]),
+        ],
+    )
+    assert [row.lanes for row in report.devices] == [["actor_rank0", "rollout0_rank0"]]

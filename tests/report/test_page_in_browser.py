@@ -8,8 +8,10 @@ from urllib.parse import unquote
 import msgspec
 import pytest
 from browser import needs_browser, run_script, served
-from drawn_steps import whole_step
+from drawn_logs import DrawnLog
+from drawn_steps import Worker, report_of, whole_step
 
+from verl_profiling.analysis import open_step
 from verl_profiling.commands.view import bundled_ui
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
@@ -174,3 +176,41 @@ def test_long_tables_and_metrics_are_folded(large: dict) -> None:
     assert large["first"].startswith("rollout")
     assert large["sortedRows"] == 10
     assert large["metrics"] == [10, " all 32"]
+
+
+@pytest.fixture(scope="module")
+def rollout(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """What is seen of nine trajectories of which one takes twice as long, in a tool with a wild name."""
+    folder = tmp_path_factory.mktemp("step")
+    report_of(folder, [("rollout", 0, 8)], [Worker("rollout", replica=0, kernels=[("k", 0, 4)])], end=8)
+    log = DrawnLog(end=8)
+    for number in range(9):
+        log.trajectory(0, 4.0 if number < 8 else 8.0, ("tool:search", 1, 2), group=f"g{number // 3}")
+    log.span("tool:</i><b>\u202e" + "x" * 90, 4, 8, 8)
+    log.add_to(folder)
+    page = folder / "report.html"
+    page.write_text(render_html(open_step(folder).report()), encoding="utf-8")
+    return run_script("rollout.js", str(page))
+
+
+def test_bars_are_as_wide_as_their_causes(rollout: dict) -> None:
+    """All trajectories, the tail, and the rollout on the wall clock."""
+    titles = ["All trajectories", "The last 1 of 9", "The rollout on the wall clock"]
+    assert [title.partition(", ")[0] for title in rollout["titles"]] == titles
+    assert all(title.endswith(" s") for title in rollout["titles"]), "each says how long it is"
+    every, last, _ = rollout["bars"]
+    whole = sum(width for _, width in every)
+    assert [title.partition(":")[0] for title, _ in every] == ["own code", "tool", "tool"]
+    assert [width / whole for _, width in every] == pytest.approx([27 / 40, 9 / 40, 4 / 40], abs=0.01)
+    ((title, width),) = last
+    assert title.endswith("x: 100.0%")
+    assert width == pytest.approx(whole, abs=5)
+
+
+def test_it_can_be_read_by_everyone(rollout: dict) -> None:
+    """Light, dark and on a phone; each cause has a colour key, and nothing is loaded."""
+    assert rollout["axe"] == []
+    assert rollout["problems"] == []
+    assert len([url for url in rollout["requests"] if not url.startswith("data:")]) == 1
+    assert "rgba(0, 0, 0, 0)" not in rollout["keys"]
+    assert rollout["phone"] <= 390

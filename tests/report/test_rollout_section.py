@@ -7,14 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 from drawn_logs import DrawnLog
-from drawn_steps import engine, ns, report_of
+from drawn_steps import Worker, drawn_inputs, engine, ns, report_of
 from step_folders import read_events, rewrite, rewrite_worker
 
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_OK
 from verl_profiling.manifest import POLLING, Request
-from verl_profiling.report.columns import Polling
+from verl_profiling.report.columns import CounterRow, Polling
 from verl_profiling.report.diff import compare
 from verl_profiling.report.files import scalars
 from verl_profiling.report.findings import find
@@ -23,7 +23,7 @@ from verl_profiling.report.model import Report
 from verl_profiling.report.records import OTHERS
 from verl_profiling.report.sentences import rollout_sentences
 from verl_profiling.report.tables import TABLES, cause_key
-from verl_profiling.trajectory_log import StatusChange
+from verl_profiling.trajectory_log import Counted, StatusChange
 
 
 def report_with(
@@ -420,3 +420,29 @@ def test_thousands_of_names_make_a_page_of_bounded_size(tmp_path: Path) -> None:
     assert sum(row.seconds for row in rollout.causes) == pytest.approx(rollout.seconds)
     assert sum(row.trajectories for row in rollout.statuses) == 1_500
     assert len(render_html(report)) < 600_000
+
+
+def counted(folder: Path, *counts: tuple[str, float, float], clock_ns: int = 0) -> Report:
+    """Return the report of a step of 10 s in which a process counted, at these seconds."""
+    drawn_inputs(folder, [("rollout", 0, 10)], [Worker("actor")])
+    log = DrawnLog(clock_ns=clock_ns)
+    log.log.counts += [Counted(name, log.ns(at), value) for name, at, value in counts]
+    log.add_to(folder)
+    return open_step(folder).report()
+
+
+def row(name: str, samples: int, last: float, mean: float, most: float) -> CounterRow:
+    return CounterRow(
+        lane="agent_loop_rank0", name=name, samples=samples, last=last, mean=mean, max=pytest.approx(most)
+    )
+
+
+def test_a_count_holds_until_the_next(tmp_path: Path) -> None:
+    """On the controller's clock; the mean is over time."""
+    report = counted(tmp_path, ("queue", -4, 99), ("queue", -1, 2), ("queue", 5, 6), ("queue", 10.5, 500))
+    assert report.counters == [row("queue", 1, 6.0, 4.0, 6.0)]
+    report = counted(tmp_path, ("queue", 5, 6), ("in flight", 6, 3), clock_ns=3600 * 10**9)
+    assert [(one.name, one.samples, one.mean) for one in report.counters] == [
+        ("queue", 1, 6.0),
+        ("in flight", 1, 3.0),
+    ]

@@ -69,7 +69,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     disks = {name: tmp_path_factory.mktemp(name) for name in NODES}
     paths = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
     ray.init(
-        "local", num_cpus=0, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": paths}
+        "local",
+        num_cpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": paths},
+        _system_config={"health_check_period_ms": 500},  # so that a dead node is found soon
     )
     address = ray.get_runtime_context().gcs_address
     nodes: dict[str, subprocess.Popen[bytes]] = {}
