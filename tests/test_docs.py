@@ -14,11 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 import verl_profiling
 from verl_profiling import ProfilingCallback, ProfilingConfig, stage
 from verl_profiling.capture.session import Session
+from verl_profiling.report import columns, model
+from verl_profiling.report.findings import FINDINGS
+from verl_profiling.report.lost import CAUSES
 from verl_profiling.run_files import read_manifest
 from verl_profiling.settings.config import load_tool
 from verl_profiling.tools import TOOLS
@@ -164,3 +168,30 @@ def test_where_a_change_goes_names_what_there_is() -> None:
     assert {place for place in files if not place.exists()} == set()
     rooms = {path for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert rooms - files <= {PACKAGE / "__init__.py", PACKAGE / "conf"}
+
+
+STRUCTS = [
+    found
+    for module in (model, columns)
+    for found in vars(module).values()
+    if isinstance(found, type) and issubclass(found, msgspec.Struct) and found.__module__ == module.__name__
+]
+
+
+@pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
+def test_every_field_is_documented(struct: type[msgspec.Struct]) -> None:
+    """The page of the schema is made of these docstrings; times carry their unit in the name."""
+    documented = " ".join(each.__doc__ for each in struct.__mro__ if issubclass(each, msgspec.Struct))
+    for field in msgspec.structs.fields(struct):
+        assert re.search(rf"\b{field.name}\b", documented), field.name
+
+
+def test_every_cause_and_threshold_is_stated() -> None:
+    """In the documentation of the report."""
+    page = (ROOT / "docs" / "report.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|", page.partition("## Lost time")[2], re.MULTILINE)
+    assert tuple(rows[: len(CAUSES)]) == CAUSES
+    findings = page.partition("## Findings")[2]
+    for rule, share in FINDINGS.items():
+        (row,) = re.findall(rf"^\| `{rule}` \| (.*) \|$", findings, re.MULTILINE)
+        assert f"{share:.0%}" in row

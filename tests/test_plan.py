@@ -10,8 +10,10 @@ import pytest
 from example_loops import settings
 
 from verl_profiling.cli import main
+from verl_profiling.commands.doctor import examine_machine
 from verl_profiling.commands.plan import load_config
 from verl_profiling.settings.schedule import Action, planned_captures
+from verl_profiling.tools import TOOLS
 
 
 def steps_of(schedule: dict[str, Any], steps: int | None = None) -> list[tuple[int, int]]:
@@ -191,3 +193,16 @@ def test_an_engine_that_records_without_a_bound_is_cautioned_of(
     assert part in printed
     assert planned(tmp_path, {**config, "tool": "spans"}) == 0
     assert "caution: " not in capsys.readouterr().out
+
+
+def test_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    """It names this torch and every tool; a missing tool is not a failure by itself."""
+    import torch
+
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in printed
+    for name in TOOLS:
+        assert f"tool {name}" in printed
+    states = {finding.subject: finding.state for finding in examine_machine()}
+    assert states["tool torch"] == states["tool spans"] == "available"
