@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import verl_profiling
@@ -67,16 +68,18 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Yield all that a file imports, anywhere in it, as absolute names."""
+@cache
+def imports(path: Path) -> set[str]:
+    """Return all that a file imports, anywhere in it, as absolute names."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             assert node.module is not None
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found.update((node.module, *(f"{node.module}.{alias.name}" for alias in node.names)))
+    return found
 
 
 def own_imports(module: str) -> set[str]:

@@ -156,6 +156,12 @@ def test_sends_and_receives_of_a_pipeline_make_nobody_wait_for_all(collective: s
     assert [row.communication_us for row in report.workers] == [0.5e6, 2e6]
 
 
+def test_ranks_wait_for_an_all_to_all_that_is_made_of_sends(tmp_path: Path) -> None:
+    """The kernel is that of sends and receives; its arguments name the collective."""
+    ranks = [[("gemm", 0, at), in_group((SEND, at, 3), [0, 1], "all_to_allv")] for at in (1, 2)]
+    assert waiting(steps(tmp_path, ranks)) == {"actor_rank0": 1.0, "actor_rank1": 0.0}
+
+
 def test_ranks_that_were_not_captured_may_be_the_last(tmp_path: Path) -> None:
     """One waited for the other at least, and who came last is not said."""
     world = [0, 1, 2, 3]
