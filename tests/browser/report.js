@@ -98,7 +98,6 @@ main(async ([executablePath, address, folder]) => {
   await page.locator(".zoom button").first().click();
   await settled(page);
   seen.zoomed = await ticks();
-  seen.zoomedLink = await page.$eval(".zoom a", (link) => (link.hidden ? null : link.href));
   await page.locator('.legend [aria-pressed="true"]').click();
   seen.cleared = await page.locator("g.stage.dim").count();
   await page.locator(".zoom button").nth(2).click();

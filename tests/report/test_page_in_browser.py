@@ -123,37 +123,33 @@ def test_a_file_says_how_to_come_to_the_timeline(seen: dict, step: Path) -> None
     assert f"verl-profiling view {step}" in seen["command"]
 
 
-def test_a_served_page_links_into_the_timeline(report: Report, step: Path, tmp_path: Path) -> None:
-    """To the range that is shown, in nanoseconds of the timeline; the real Perfetto opens it there."""
+ELSEWHERE = ("javascript:alert(1)", "https://evil.example/#!/?url=x", "//evil.example/#!/", "")
+
+
+def test_a_served_page_links_into_the_timeline_alone(report: Report, step: Path, tmp_path: Path) -> None:
+    """To the range that is shown, in nanoseconds of the timeline; the real Perfetto opens it there.
+
+    Whoever sends the page's address with another timeline in it leads nobody there.
+    """
     (inputs,) = find_steps(step)
     page, timeline = tmp_path / "report.html", tmp_path / "t.json.gz"
     page.write_text(render_html(report), encoding="utf-8")
     merge(inputs, timeline)
     with served(tmp_path, bundled_ui()) as server:
-        seen = run_script("report.js", server.page_address(page.name, timeline.name))
-        assert seen["command"] is None
+        others = [f"{server.address(page.name)}#timeline={other}" for other in ELSEWHERE]
+        links = run_script("link.js", server.page_address(page.name, timeline.name), *others)
+        assert links[1:] == [[None, None]] * len(ELSEWHERE)
+        whole, part = links[0]
         zero = report.timeline_begin_ns or 0
         begin = zero + round(min(span.begin_us for span in report.gantt) * 1000)
         end = zero + round(max(span.end_us for span in report.gantt) * 1000)
         base = server.timeline_address(timeline.name)
-        assert unquote(seen["link"]) == f"{base}&visStart={begin}&visEnd={end}"
-        first, last = (int(part) for part in seen["zoomedLink"].partition("&visStart=")[2].split("&visEnd="))
+        assert unquote(whole) == f"{base}&visStart={begin}&visEnd={end}"
+        first, last = (int(at) for at in part.partition("&visStart=")[2].split("&visEnd="))
         assert begin < first < last < end
         if bundled_ui():
-            opened = run_script("visible.js", seen["zoomedLink"])
+            opened = run_script("visible.js", part)
             assert opened == pytest.approx([first, last], abs=(last - first) * 0.02)
-
-
-ELSEWHERE = ("javascript:alert(1)", "https://evil.example/#!/?url=x", "//evil.example/#!/", "")
-
-
-def test_a_link_to_elsewhere_is_none(report: Report, tmp_path: Path) -> None:
-    """Whoever sends the page's address with another timeline in it leads nobody there."""
-    page = tmp_path / "report.html"
-    page.write_text(render_html(report), encoding="utf-8")
-    with served(tmp_path, None) as server:
-        addresses = [f"{server.address(page.name)}#timeline={timeline}" for timeline in ELSEWHERE]
-        assert run_script("link.js", *addresses) == [None] * len(ELSEWHERE)
 
 
 def test_a_large_role_is_folded_with_those_first_who_stand_out(large: dict) -> None:
