@@ -282,7 +282,7 @@ class Controller:
 
         After an error in one part, the other parts still run; the first error is raised at the end.
         """
-        self._holds_exit(False)
+        atexit.unregister(self._exit)
         self._order.is_left()
         failed: list[Exception] = []
         for part in (
@@ -378,7 +378,9 @@ class Controller:
         self.live = live
         self._pass_stages_to(live.log if live is not None else self._watched_stages())
         if live is not None:
-            self._holds_exit(True)
+            self._exit_of = os.getpid()
+            atexit.unregister(self._exit)
+            atexit.register(self._exit)
 
     def _conclude(self, live: OpenCapture, why: str) -> Waits[list[CaptureResult]]:
         """Stop all workers and write the manifest; return the workers' results."""
@@ -456,15 +458,8 @@ class Controller:
         if ranks is not None:
             ranks.end()
 
-    def _holds_exit(self, holds: bool) -> None:
-        """Close the capture at process exit, or no longer do so; a forked child never closes a capture."""
-        if holds and not self._exit_of:
-            atexit.register(self._exit)
-        elif not holds:
-            atexit.unregister(self._exit)
-        self._exit_of = os.getpid() if holds else 0
-
     def _exit(self) -> None:
+        """Close the capture at process exit; a forked child never closes a capture."""
         if self._exit_of != os.getpid():
             return
         error = getattr(sys, "last_value", None)
