@@ -18,7 +18,7 @@ from typing import NamedTuple
 from verl_profiling.predict.graph import WORK, Graph, Segment
 from verl_profiling.predict.what_if import Changes, predict
 
-__all__ = ["Interval", "Published", "coarse", "predicted"]
+__all__ = ["Interval", "Other", "Published", "coarse", "predicted"]
 
 
 class Interval(NamedTuple):
@@ -29,6 +29,26 @@ class Interval(NamedTuple):
     high: float
 
 
+class Other(NamedTuple):
+    """A configuration whose step is measured.
+
+    Attributes:
+        name: Name of the configuration.
+        training: Devices of the training.
+        rollout: Devices of the rollout.
+        ahead: Most steps that a rollout is ahead of the training.
+        measured_s: The measured step (s).
+        without: A stage that it does not have.
+    """
+
+    name: str
+    training: int
+    rollout: int
+    ahead: float
+    measured_s: float
+    without: str = ""
+
+
 class Published(NamedTuple):
     """A configuration whose stage times are published, and measured steps of others.
 
@@ -37,17 +57,109 @@ class Published(NamedTuple):
         stages_s: Time (s) of each stage, one after another; the responses are made in ``rollout``.
         training: Devices of the training.
         rollout: Devices of the rollout; the same ones if colocated.
-        others: Name, devices of training and rollout, steps ahead, and the measured step (s).
+        others: The other configurations.
     """
 
     name: str
     stages_s: Mapping[str, float]
     training: int
     rollout: int
-    others: Sequence[tuple[str, int, int, float, float]]
+    others: Sequence[Other]
 
 
-PUBLISHED: Sequence[Published] = ()
+STREAMED = 0.75
+"""Steps that a trainer is behind because a rollout is taken in four parts, without stale samples."""
+
+
+def colocated(
+    name: str, devices: int, step_s: float, stages_s: Sequence[float], others: Sequence[Other]
+) -> Published:
+    """Return a colocated configuration.
+
+    Args:
+        name: Name of the configuration.
+        devices: Number of devices.
+        step_s: Measured step (s).
+        stages_s: ``gen``, ``old_log_prob`` and ``update_actor`` (s); the rest of the step is training, too.
+        others: The other configurations.
+    """
+    named = dict(zip(("rollout", "old_log_prob", "update_actor"), stages_s, strict=True))
+    named["other"] = max(step_s - sum(stages_s), 0.0)
+    return Published(f"{name} on {devices}", named, devices, devices, others)
+
+
+PUBLISHED = [
+    colocated("7B, FSDP2", 16, 749, (321, 88, 286), [Other("12:4, one step off", 12, 4, 1, 520)]),
+    colocated("7B, Megatron", 16, 699, (207, 119, 344), [Other("12:4, one step off", 12, 4, 1, 566)]),
+    colocated(
+        "7B, 28K tokens",
+        32,
+        790.10,
+        (357.41, 107.71, 269.80),
+        [
+            Other("64", 64, 64, 0, 365.28),
+            Other("128", 128, 128, 0, 356.30),
+            Other("16:16, staleness 0.5", 16, 16, STREAMED + 0.5, 294.77, "old_log_prob"),
+            Other("32:32, staleness 0.5", 32, 32, STREAMED + 0.5, 189.26, "old_log_prob"),
+            Other("64:64, staleness 0.5", 64, 64, STREAMED + 0.5, 150.63, "old_log_prob"),
+        ],
+    ),
+    colocated(
+        "7B, 28K tokens",
+        64,
+        365.28,
+        (150.72, 70.26, 133.41),
+        [Other("32:32, staleness 0.5", 32, 32, STREAMED + 0.5, 189.26, "old_log_prob")],
+    ),
+    colocated(
+        "7B, 28K tokens",
+        128,
+        356.30,
+        (177.85, 53.92, 113.81),
+        [
+            Other("64:64, staleness 0", 64, 64, STREAMED, 231.34, "old_log_prob"),
+            Other("64:64, staleness 0.1", 64, 64, STREAMED + 0.1, 171.30, "old_log_prob"),
+            Other("64:64, staleness 0.3", 64, 64, STREAMED + 0.3, 146.11, "old_log_prob"),
+            Other("64:64, staleness 0.5", 64, 64, STREAMED + 0.5, 150.63, "old_log_prob"),
+        ],
+    ),
+    colocated(
+        "7B, 28K tokens, 300 steps",
+        128,
+        356.30,
+        (177.85, 53.92, 113.81),
+        [
+            Other("64:64, require_batches 1", 64, 64, 15 / 16 + 0.5, 203.47, "old_log_prob"),
+            Other("64:64, require_batches 2", 64, 64, 7 / 8 + 0.5, 158.72, "old_log_prob"),
+            Other("64:64, require_batches 4", 64, 64, STREAMED + 0.5, 124.64, "old_log_prob"),
+        ],
+    ),
+    colocated(
+        "30B-A3B, 8K tokens",
+        128,
+        497.89,
+        (348.05, 28.73 + 20.86, 86.27),
+        [Other("32:96, staleness 0.5", 32, 96, STREAMED + 0.5, 282.75, "old_log_prob")],
+    ),
+    colocated(
+        "7B, tools",
+        32,
+        375.47,
+        (228.03, 35.19, 111.84),
+        [Other("16:16, staleness 1", 16, 16, STREAMED + 1, 221.36, "old_log_prob")],
+    ),
+    colocated(
+        "7B, 10K tokens",
+        16,
+        484.623,
+        (52.939, 0, 430.263),
+        [Other("8:8, staleness 0.5", 8, 8, STREAMED + 0.5, 489.953, "old_log_prob")],
+    ),
+]
+"""Figures of verl's documentation, ``docs/advance/one_step_off.md`` (the first two) and ``fully_async.md``.
+
+Splits are training:rollout. The 30B model's ``old_log_prob`` has the reference model's time in it.
+"""
 
 
 def coarse(stages_s: Mapping[str, float], training: int, rollout: int) -> Graph:
@@ -75,23 +187,22 @@ def coarse(stages_s: Mapping[str, float], training: int, rollout: int) -> Graph:
     return graph
 
 
-def predicted(graph: Graph, training: int, rollout: int, ahead: float) -> Interval:
+def predicted(graph: Graph, other: Other) -> Interval:
     """Return the step with other devices; between two whole numbers of steps ahead, what both give.
 
     Args:
         graph: The step with published stage times.
-        training: Devices of the training.
-        rollout: Devices of the rollout.
-        ahead: Most steps that a rollout is ahead of the training; 0 for one after the other.
+        other: The other configuration; 0 steps ahead are training and rollout one after the other.
     """
+    scale = {other.without: 0.0} if other.without else {}
     found = [
-        predict(graph, Changes(steps_ahead=steps, split=(training, rollout)))
-        for steps in (floor(ahead), ceil(ahead))
+        predict(graph, Changes(scale=scale, steps_ahead=steps, split=(other.training, other.rollout)))
+        for steps in (floor(other.ahead), ceil(other.ahead))
     ]
     low, high = (
         pick(getattr(one, f"{end}_us") for one in found) for pick, end in ((min, "low"), (max, "high"))
     )
-    share = ahead - floor(ahead)
+    share = other.ahead - floor(other.ahead)
     likely = found[0].predicted_us * (1 - share) + found[1].predicted_us * share
     return Interval(low / 1e6, likely / 1e6, high / 1e6)
 
@@ -105,14 +216,14 @@ def main() -> None:
         graph = coarse(one.stages_s, one.training, one.rollout)
         recorded_s = sum(one.stages_s.values())
         steps = [(recorded_s, recorded_s)]
-        for name, training, rollout, ahead, measured_s in one.others:
-            found = predicted(graph, training, rollout, ahead)
-            holds = found.low <= measured_s <= found.high
-            steps.append((found.likely, measured_s))
+        for other in one.others:
+            found = predicted(graph, other)
+            holds = found.low <= other.measured_s <= found.high
+            steps.append((found.likely, other.measured_s))
             held, rows = held + holds, rows + 1
             print(
-                f"| {one.name} | {name} | {found.likely:.0f} s | {found.low:.0f} to {found.high:.0f} s "
-                f"| {measured_s:.0f} s | {'yes' if holds else 'no'} |"
+                f"| {one.name} | {other.name} | {found.likely:.0f} s | {found.low:.0f} to {found.high:.0f} s "
+                f"| {other.measured_s:.0f} s | {'yes' if holds else 'no'} |"
             )
         for (likely, measured), (other_likely, other_measured) in combinations(steps, 2):
             pairs += 1
