@@ -141,7 +141,12 @@ class Capture:
             self.log.begin(name)
             return
         with self._lock:
-            starts = self._recorded is None and not self._stopped.is_set() and self._start_stage(name)
+            if starts := self._recorded is None and not self._stopped.is_set():
+                self._occurrences[name] += 1
+                try:
+                    self._start_tools(name, self._occurrences[name])
+                except Exception:
+                    starts = False
             span = self.log.begin(name)
             if starts:
                 self._recorded = span
@@ -155,15 +160,6 @@ class Capture:
             with self._lock:
                 self._stop_tools()
                 self._recorded = None
-
-    def _start_stage(self, name: str) -> bool:
-        """Start the tools for a stage; return whether the tools record."""
-        self._occurrences[name] += 1
-        try:
-            self._start_tools(name, self._occurrences[name])
-        except Exception:
-            return False
-        return True
 
     def _may_stop_here(self) -> bool:
         here = self._owner == threading.get_native_id()

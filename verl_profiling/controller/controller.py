@@ -93,7 +93,11 @@ class Controller:
         action = self._scheduled(step)
         records, decision = False, None
         if self.watch is not None or action is not Action.OFF:
-            decision = self._decide(step)
+            if not self.decisions.complete:
+                self.decisions.begin(self._run)
+                self.decisions.find_ranks()
+                self._pass_stages_to(self._watched_stages())
+            decision = self.decisions.at(step, self.live is not None and self.live.goes_on(step))
             records = Action.RECORD in (action, decision and decision.step_range.action)
         self._order.step_begins(step, records)
         if self.watch is not None:
@@ -299,16 +303,6 @@ class Controller:
                 failed.append(error)
         if failed:
             raise failed[0]
-
-    # Deciding and opening.
-
-    def _decide(self, step: int) -> Decision | None:
-        """Return the capture that begins with a step; ``None``, e.g. if an open capture covers the step."""
-        if not self.decisions.complete:
-            self.decisions.begin(self._run)
-            self.decisions.find_ranks()
-            self._pass_stages_to(self._watched_stages())
-        return self.decisions.at(step, self.live is not None and self.live.goes_on(step))
 
     def _open(
         self, decision: Decision, step: int, version: int | None, outside: SpanLog

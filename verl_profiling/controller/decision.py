@@ -122,15 +122,11 @@ class Decisions:
                 logger.error("%s", why)
             self._unreached = why
             if self.ranks is not None and self._watch is not None:
-                self._watch.begin_with(self.ranks, self._who_is_here())
+                role = next((target.roles[0] for target in self._roster.driven(None)), "controller")
+                own = WorkerIdentity(role=role, rank=(process_rank() or (0, 1))[0])
+                self._watch.begin_with(self.ranks, process_session().identity or own)
         self.complete = self._watch is None or not self._unreached
         return not self._unreached
-
-    def _who_is_here(self) -> WorkerIdentity:
-        """Return this rank's identity in manifests: its worker's identity, or one made of role and rank."""
-        role = next((target.roles[0] for target in self._roster.driven(None)), "controller")
-        own = WorkerIdentity(role=role, rank=(process_rank() or (0, 1))[0])
-        return process_session().identity or own
 
     def end(self, ran: list[int]) -> None:
         """Refuse pending capture requests, and accept no new ones until training begins again.

@@ -224,8 +224,13 @@ class Run:
             if self.place.url is None:
                 live.workers = _located(live.folder, live.workers, live.notes)
             manifest = self.write(live)
-        for older in leaving:
-            self._remove(older)
+        for older in leaving:  # renamed at once, and deleted in the background
+            try:
+                hidden = older.rename(older.with_name(f".{older.name}.removed"))
+            except OSError as error:
+                logger.warning("%s cannot be removed: %s", older, error)
+            else:
+                self.background.submit(partial(shutil.rmtree, hidden))
         return manifest
 
     def _leaving(self, live: OpenCapture, keep_last: int) -> list[Path]:
@@ -248,15 +253,6 @@ class Run:
             logger.info("%s", note)
             live.notes.append(note)
         return leaving
-
-    def _remove(self, folder: Path) -> None:
-        """Remove a step folder: rename it at once, and delete its content in the background."""
-        try:
-            hidden = folder.rename(folder.with_name(f".{folder.name}.removed"))
-        except OSError as error:
-            logger.warning("%s cannot be removed: %s", folder, error)
-        else:
-            self.background.submit(partial(shutil.rmtree, hidden))
 
 
 def _located(folder: Path, results: list[CaptureResult], notes: list[str]) -> list[CaptureResult]:

@@ -278,7 +278,8 @@ def nsys_runtime_env(
     return {
         "nsight": {
             "t": ",".join(options.trace),
-            "o": _shell_safe(f"{output}.%p"),
+            # For the shell command of Ray; a quoted path would not count as absolute.
+            "o": re.sub(r"([^\w/.%+-])", r"\\\1", f"{output}.%p"),
             "cuda-graph-trace": "graph",
             "sample": "none",
             "capture-range": "cudaProfilerApi",
@@ -290,11 +291,6 @@ def nsys_runtime_env(
         },
         "env_vars": nsys_variables(output, ranges),
     }
-
-
-def _shell_safe(path: str) -> str:
-    """Escape a path for the shell command of Ray; a quoted path would not count as absolute."""
-    return re.sub(r"([^\w/.%+-])", r"\\\1", path)
 
 
 def expected_ranges(role: RoleConfig, schedule: Schedule, last_step: int | None = None) -> int:
