@@ -25,7 +25,6 @@ from verl_profiling.memory import process_peak_bytes
 from verl_profiling.settings.role import RoleConfig
 from verl_profiling.tools import Destination, Output, Recording, Tool
 from verl_profiling.tools.devices import used_devices
-from verl_profiling.tools.process_memory import memory_overrun
 
 logger = logging.getLogger(__name__)
 
@@ -249,8 +248,7 @@ class Capture:
         with self._lock:
             for running in list(self._running):
                 needed = self._guarded(running, running.recording.bytes_to_stop)
-                share, workers = self.role.limits.memory_share, self.request.workers
-                if needed and (reason := memory_overrun(needed, share, workers)):
+                if needed and (reason := self.role.limits.no_memory(needed, self.request.workers)):
                     logger.warning(
                         "%s: step %d: recording ends: %s", self.identity, self.request.step, reason
                     )

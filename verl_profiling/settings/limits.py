@@ -16,11 +16,13 @@ import msgspec
 
 from verl_profiling.capture_request import Ranks, parse_ranks
 from verl_profiling.errors import ConfigError
+from verl_profiling.memory import available_bytes
 from verl_profiling.settings.typed_values import Positive, Seconds, Size
 from verl_profiling.units import byte_size
 
 EVERY_RANK = "all"
 _GB = Size(1_000_000_000)
+_USUAL_WORKERS_OF_A_HOST = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,27 @@ class Limits:
         return (
             f"{folder} has {byte_size(free)} of free space, less than "
             f"limits.min_free_bytes={byte_size(self.min_free_bytes)}"
+        )
+
+    def no_memory(self, needed: int, workers: int) -> str:
+        """Return why a recording must end, as writing it would need too much memory; empty if it need not.
+
+        Args:
+            needed: The additional bytes that writing the recording needs.
+            workers: Number of captured workers. At most 8 count for this host, unless a launcher sets its
+                number.
+        """
+        available = available_bytes()
+        if available is None:
+            return ""
+        local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("RAY_LOCAL_WORLD_SIZE") or ""
+        here = int(local) if local.isdecimal() else min(workers, _USUAL_WORKERS_OF_A_HOST)
+        if needed <= self.memory_share * available / max(1, here):
+            return ""
+        divided = f", divided by {here} workers," if here > 1 else ""
+        return (
+            f"writing it takes about {byte_size(needed)} more memory, and "
+            f"limits.memory_share={self.memory_share:g} of {byte_size(available)}{divided} is less"
         )
 
 

@@ -17,7 +17,6 @@ from verl_profiling.manifest import Artifact
 from verl_profiling.settings.typed_values import Positive
 from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool, imported
 from verl_profiling.tools.npu import TORCH_NPU
-from verl_profiling.tools.process_memory import StagePeaks
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ class _MemoryRecording(Recording):
         self._memory = accelerator.memory
         self._options = options
         self._destination = destination
-        self._peaks = StagePeaks(self._take_peaks) if options.peaks else None
+        self._open: list[str] = []
         self._oom: Artifact | None = None
         self._metrics: dict[str, float] = {}
         _history.begin(accelerator, options, covers_step=destination.stage is None)
@@ -95,11 +94,11 @@ class _MemoryRecording(Recording):
 
     @property
     def marks(self) -> Marks | None:
-        return self._peaks.marks if self._peaks is not None else None
+        return Marks(self._begin, self._end) if self._options.peaks else None
 
     def stop(self) -> Sequence[Output]:
         try:
-            self._metrics = {
+            self._metrics |= {
                 "memory/allocated_bytes": float(self._memory.memory_allocated()),
                 "memory/reserved_bytes": float(self._memory.memory_reserved()),
             }
@@ -113,7 +112,7 @@ class _MemoryRecording(Recording):
         _history.end(self._accelerator, self._options)
 
     def metrics(self) -> Mapping[str, float]:
-        return {**self._metrics, **(self._peaks.metrics() if self._peaks is not None else {})}
+        return self._metrics
 
     def on_oom(self, device: int, wanted_bytes: int) -> None:
         """Write a snapshot at the first failed allocation; later failures are ignored."""
@@ -129,15 +128,24 @@ class _MemoryRecording(Recording):
             return artifact.with_status("failed", problem, path=final.name)
         return artifact.with_status("ok", path=final.name, bytes=final.stat().st_size)
 
-    def _take_peaks(self) -> Mapping[str, int]:
-        statistics = self._memory.memory_stats_as_nested_dict()
-        if not statistics:
-            return {}
-        self._memory.reset_peak_memory_stats()
-        return {
-            "peak_allocated_bytes": statistics["allocated_bytes"]["all"]["peak"],
-            "peak_reserved_bytes": statistics["reserved_bytes"]["all"]["peak"],
-        }
+    def _begin(self, name: str) -> str:
+        self._take_peaks()
+        self._open.append(name)
+        return name
+
+    def _end(self, name: str) -> None:
+        self._take_peaks()
+        self._open.remove(name)
+
+    def _take_peaks(self) -> None:
+        """Read and reset torch's peaks, which count for all open stages; stages may nest and overlap."""
+        if statistics := self._memory.memory_stats_as_nested_dict():
+            self._memory.reset_peak_memory_stats()
+            for what in ("allocated_bytes", "reserved_bytes"):
+                peak = float(statistics[what]["all"]["peak"])
+                for name in self._open:
+                    key = f"stage/{name}/peak_{what}"
+                    self._metrics[key] = max(self._metrics.get(key, peak), peak)
 
 
 class _History:
