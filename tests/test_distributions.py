@@ -147,25 +147,31 @@ def test_the_source_distribution_holds_what_tests_and_docs_need(distributions: d
     assert not [name for name in names if "__pycache__" in name or "node_modules" in name]
 
 
-@pytest.mark.parametrize("kind", [*SUFFIXES, "editable"])
-def test_a_hydra_application_finds_the_group_without_a_search_path(
-    kind: str, distributions: dict[str, Path], tmp_path: Path
-) -> None:
-    """Installed in any way, beside another plugin; the application's own group of that name comes first."""
+def test_a_hydra_application_finds_the_group_without_a_search_path(bin_folder: Path, tmp_path: Path) -> None:
+    """Installed from either file, beside another plugin."""
+    run([bin_folder / "pip", "install", "-q", "hydra-core"], tmp_path)
+    assert_finds_the_group(bin_folder, tmp_path)
+
+
+def test_an_editable_install_finds_the_group_too(distributions: dict[str, Path], tmp_path: Path) -> None:
+    """As a checkout is installed for development."""
+    with tarfile.open(distributions["sdist"]) as sdist:
+        sdist.extractall(tmp_path, filter="data")
     run([sys.executable, "-m", "venv", "env"], tmp_path)
-    pip, python = tmp_path / "env/bin/pip", tmp_path / "env/bin/python"
-    if kind == "editable":
-        with tarfile.open(distributions["sdist"]) as sdist:
-            sdist.extractall(tmp_path, filter="data")
-        run([pip, "install", "-q", "hydra-core", "-e", *tmp_path.glob("verl_profiling-*")], tmp_path)
-    else:
-        run([pip, "install", "-q", "hydra-core", distributions[kind]], tmp_path)
-    [packages] = tmp_path.glob("env/lib/python*/site-packages")
+    pip = tmp_path / "env/bin/pip"
+    run([pip, "install", "-q", "hydra-core", "-e", *tmp_path.glob("verl_profiling-*")], tmp_path)
+    assert_finds_the_group(pip.parent, tmp_path)
+
+
+def assert_finds_the_group(bin_folder: Path, folder: Path) -> None:
+    """Run an application; its own group of that name comes first."""
+    [packages] = bin_folder.parent.glob("lib/python*/site-packages")
     (packages / "hydra_plugins" / "other").mkdir(parents=True)
     (packages / "hydra_plugins/other/__init__.py").write_text(OTHER_PLUGIN)
-    (tmp_path / "conf" / "profiling").mkdir(parents=True)
-    (tmp_path / "conf/main.yaml").write_text("{}")
-    (tmp_path / "conf/profiling/off.yaml").write_text("mode: own")
-    (tmp_path / "train.py").write_text(APPLICATION)
+    (folder / "conf" / "profiling").mkdir(parents=True)
+    (folder / "conf/main.yaml").write_text("{}")
+    (folder / "conf/profiling/off.yaml").write_text("mode: own")
+    (folder / "train.py").write_text(APPLICATION)
     for chosen, mode in (("e2e", "e2e"), ("discrete", "discrete"), ("off", "own")):
-        assert run([python, "train.py", f"+profiling={chosen}"], tmp_path).split() == ["other", mode]
+        found = run([bin_folder / "python", "train.py", f"+profiling={chosen}"], folder)
+        assert found.split() == ["other", mode]

@@ -85,17 +85,6 @@ def test_trajectories_go_on_unless_their_role_is_named() -> None:
     assert names(named) == ["torch", "trajectories"]
 
 
-def test_who_runs_none_of_the_stages_that_are_asked_for_is_skipped(session: Session, tmp_path: Path) -> None:
-    """Nothing is missing of it: who asks for a stage need not know who runs it."""
-    session.register(settings(tool="torch"), ACTOR)
-    session.start(request(tmp_path, 1, selection=CaptureSelection(stages=("rollout",))), ACTOR)
-    with stage("update_actor"):
-        pass
-    result = session.stop(finish_s=20).result
-    assert (result.status, result.artifacts) == ("skipped", [])
-    assert result.reason == "no selected stage ran (selected: rollout; ran: update_actor)"
-
-
 def test_a_role_that_was_switched_off_records_when_it_is_asked_for(session: Session, tmp_path: Path) -> None:
     """And one that is on does not, when another is."""
     session.register(settings(tool="spans", select={"roles": ["critic"]}), ACTOR)

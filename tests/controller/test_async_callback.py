@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from pathlib import Path
-from typing import Any
 
 import ray
 from conftest import Pool
 from example_loops import spans
-from fleet import CoroutineWorker, TrainWorker
+from fleet import CoroutineWorker
 from test_callback import configured, local_worker, manifest, set_up
 
 from verl_profiling import AsyncProfilingCallback, ProfilingCallback
@@ -74,31 +72,6 @@ async def test_the_event_loop_is_free_while_a_remote_worker_stops(tmp_path: Path
         ("actor_rank0", "ok", "ok"),
         ("actor_rank1", "ok", "ok"),
     ]
-
-
-async def test_a_local_worker_is_called_on_the_thread_of_the_loop(tmp_path: Path, session: Session) -> None:
-    """A profiler that starts on one thread and stops on another may lose what it recorded."""
-    threads: list[int] = []
-
-    class Noting(TrainWorker):
-        def start_capture(self, request: Any) -> Any:
-            threads.append(threading.get_ident())
-            return super().start_capture(request)
-
-        def stop_capture(self, capture_id: str | None = None, finish_s: float = 0.0) -> Any:
-            threads.append(threading.get_ident())
-            return super().stop_capture(capture_id, finish_s)
-
-    config = configured(tmp_path)
-    worker = Noting()
-    worker.set_up(config)
-    callback = AsyncProfilingCallback(config)
-    callback.add_workers("actor", worker)
-    await callback.on_step_begin(2)
-    await callback.on_step_end()
-    await callback.on_train_end()
-    assert set(threads) == {threading.get_ident()}
-    assert manifest(config).workers[0].status == "ok"
 
 
 async def test_a_rollout_may_begin_and_end_in_different_tasks(tmp_path: Path, session: Session) -> None:

@@ -18,7 +18,6 @@ import pytest
 import ray
 from conftest import Pool, disk_of
 from example_loops import spans
-from fault_tools import FAULTY
 from fleet import Reborn, TrainWorker
 from test_callback import configured, following, local_worker, manifest, pass_steps, run, set_up
 
@@ -116,51 +115,6 @@ def test_a_restarted_actor_is_not_taken_for_the_one_that_recorded(
     assert manifest(config, 2).workers[0].status == "ok"
     assert main(["check", str(Path(config.save_path) / "step_000001")]) == 1
     assert "restarted" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("mode", ["e2e", "discrete"])
-def test_what_a_worker_wrote_before_it_was_killed_is_kept(tmp_path: Path, pool: Pool, mode: str) -> None:
-    """Stages that it had written are ok; the trace that it was writing is missing, where it was promised.
-
-    The other rank's data are whole, and so is the next step of it.
-    """
-    stages = ["update_critic", "update_actor"]
-    doomed = "update_actor" if mode == "discrete" else None
-    plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps({"/".join(filter(None, ("2/actor_rank0", doomed))): "killed while writing"}))
-    options = {"tool": FAULTY, "tools": {FAULTY: {"plan": str(plan)}}}
-    config = configured(tmp_path, mode=mode, schedule={"steps": [2, 3]}, **options)
-    worker, other = ray.remote(num_cpus=0)(Reborn).remote(config), pool.sync[0]
-    ray.get(other.set_up.remote(config, "actor", 1))
-    callback = following(config, [worker, other])
-    with callback:
-        callback.on_step_begin(2)
-        for name in stages:
-            try:
-                ray.get(worker.pass_stages.remote([name]))
-            except ray.exceptions.RayActorError:
-                assert name == doomed
-            ray.get(other.pass_stages.remote([name]))
-        callback.on_step_end()
-        callback.on_step_begin(3)
-        ray.get(other.pass_stages.remote(stages))
-        callback.on_step_end()
-    for step in (2, 3):
-        dead, alive = manifest(config, step).workers
-        assert (dead.status, bool(re.search(r"Actor(Died|Unavailable)Error", dead.reason))) == (
-            "failed",
-            True,
-        )
-        assert {alive.status, *(artifact.status for artifact in alive.artifacts)} == {"ok"}
-    folder = Path(config.save_path) / "step_000002"
-    dead = manifest(config).workers[0]
-    statuses = [(artifact.stage, artifact.status) for artifact in dead.artifacts]
-    assert statuses == ([("update_critic", "ok")] if mode == "discrete" else [(None, "missing")])
-    found = {entry.path: entry.status for entry in check(folder).artifacts}
-    assert found[dead.artifacts[0].path] == dead.artifacts[0].status
-    assert not check(folder).ok
-    for part in folder.glob(".*.part"):  # what a killed process was writing stays where it is
-        part.unlink()
 
 
 def until_both_record(config: ProfilingConfig, step: Callable[[], int]) -> None:

@@ -78,17 +78,6 @@ def test_a_step_is_not_removed_while_a_worker_writes(tmp_path: Path, session: Se
     assert "pending" not in statuses
 
 
-def test_what_is_left_of_a_step_that_could_not_be_removed_is_no_step(
-    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As of a run that is killed meanwhile: the rest is hidden from all commands."""
-    config = every_step(tmp_path, limits={"keep_last": 1})
-    monkeypatch.setattr(shutil, "rmtree", lambda *arguments, **options: None)
-    train_through(config, *range(1, 4))
-    assert kept(config) == [*(f".{name}.removed" for name in names(1, 2)), *names(3)]
-    assert check(Path(config.save_path)).ok
-
-
 def test_a_step_has_another_name_before_its_removal_has_a_turn(
     tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +87,7 @@ def test_a_step_has_another_name_before_its_removal_has_a_turn(
     callback = following(config)
     pass_steps(callback, 1, 2, 3)
     assert kept(config) == [*(f".{name}.removed" for name in names(1, 2)), *names(3)]
+    assert check(Path(config.save_path) / names(3)[0]).ok
     go_on.set()
     callback.on_train_end()
 

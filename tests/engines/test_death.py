@@ -19,6 +19,7 @@ import pytest
 
 from tests.engines.contract import request, stop
 from tests.engines.server import settings
+from verl_profiling.engines import recorder
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.workers import SGLangCaptureMixin
 
@@ -72,8 +73,9 @@ class _Routes(BaseHTTPRequestHandler):
         pass
 
 
-async def test_a_server_that_is_gone_is_named(tmp_path: Path) -> None:
+async def test_a_server_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang ends its server with its schedulers; stop and start name the address and where to look."""
+    monkeypatch.setattr(recorder, "_DYING_S", 0.2)
     http = HTTPServer(("127.0.0.1", 0), _Routes)
     thread = threading.Thread(target=http.serve_forever)
     thread.start()

@@ -9,6 +9,7 @@ from example_loops import request
 
 from verl_profiling import CaptureStateError, ConfigError, ProfilingConfig
 from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.engines import recorder as recorders
 from verl_profiling.engines.adapter import EngineAdapter, engine_tool
 from verl_profiling.engines.recorder import EngineRecorder
 from verl_profiling.engines.request_log import RequestLog
@@ -56,6 +57,7 @@ def engine() -> Engine:
 def recorder(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineRecorder:
     """A recorder in a process that was started for two ranges, and has opened none."""
     monkeypatch.setattr(nsys, "_ranges", Ranges())
+    monkeypatch.setattr(recorders, "_DYING_S", 0.2)
     (tmp_path / "nsys").mkdir()
     for name, value in nsys_variables(tmp_path / "nsys" / "rollout", 2).items():
         monkeypatch.setenv(name, value)

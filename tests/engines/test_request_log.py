@@ -42,27 +42,6 @@ def test_a_batch_closes_one_record_for_each_of_its_requests(log: RequestLog) -> 
     assert [noted.response_tokens for noted in log.end()] == [1, 2, 3]
 
 
-def test_what_the_engine_tells_is_kept(log: RequestLog) -> None:
-    with log.open(prompt_tokens=8, id="turn-3") as request:
-        request.first_token()
-        begin_ns = time.time_ns()
-        time.sleep(0.001)
-        times = [begin_ns + step for step in (1_000, 2_000, 3_000, 4_000)]
-        request.arrival_ns, request.scheduled_ns, request.first_token_ns, request.last_token_ns = times
-        request.cached_tokens, request.preemptions = 4, 1
-    [noted] = log.end()
-    assert noted.id == "turn-3"
-    assert [noted.arrival_ns, noted.scheduled_ns, noted.first_token_ns, noted.last_token_ns] == times
-    assert (noted.cached_tokens, noted.preemptions) == (4, 1)
-    assert [name for name, _, _ in noted.parts()] == [
-        "to the engine",
-        "queued",
-        "prefill",
-        "decode",
-        "from the engine",
-    ]
-
-
 @pytest.mark.parametrize(
     "told",
     [

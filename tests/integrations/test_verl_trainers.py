@@ -1,4 +1,4 @@
-"""verl's other trainers in real runs on CPU: both asynchronous ones, and V0 with a critic."""
+"""verl's other trainers in real runs on CPU: both asynchronous ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from integrations.verl_runs import ASSETS, PLUGINS, run_verl
+from integrations.verl_runs import PLUGINS, run_verl
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(1200)]
 
@@ -73,33 +73,3 @@ def test_step_and_policy_version_are_on_every_rollout_artifact(tmp_path: Path) -
         ]
         assert {(a.step, *a.policy_versions) for a in rollout.artifacts} == {(step, step - 1)}
         assert {request.policy_version for request in rollout.requests} <= {step - 1}
-
-
-def test_the_first_trainer_with_a_critic(tmp_path: Path) -> None:
-    """V0 is captured like V1; the critic's stages are with the process that it shares."""
-    v0 = run_verl(
-        tmp_path,
-        "profiling=discrete",
-        "trainer.use_v1=false",
-        "algorithm.adv_estimator=gae",
-        f"critic.model.path={ASSETS / 'model'}",
-        "critic.strategy=fsdp2",
-        "critic.ppo_mini_batch_size=4",
-        "critic.ppo_micro_batch_size_per_gpu=4",
-    )
-    assert v0.code == 0, v0.output[-4000:]
-    manifest = v0.manifest(3)
-    assert manifest.complete
-    assert {w.status for w in manifest.workers} == {"ok"}
-    of_the_controller = {span.name for span in manifest.stages}
-    assert of_the_controller >= {"rollout", "values", "advantage", "update_critic", "update_actor"}
-    shared = v0.worker(3, "actor")
-    assert shared.roles == ["actor", "critic"]
-    assert {a.stage for a in shared.artifacts} == {
-        "old_log_prob",
-        "values",
-        "update_critic",
-        "update_actor",
-        "update_weights",
-    }
-    assert {request.policy_version for request in v0.worker(3, "rollout").requests} == {2}

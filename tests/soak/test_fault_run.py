@@ -30,7 +30,7 @@ def remove_unfinished(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("kinds", "steps", "seed"),
     [
-        pytest.param(QUICK, len(QUICK), 12, id="short"),
+        pytest.param(QUICK, len(QUICK), 10, id="short"),
         pytest.param(
             KINDS,
             10 * len(KINDS),

@@ -13,8 +13,7 @@ from verl_profiling import clock, stage
 from verl_profiling.capture.session import Session
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.step_summary import RankUse
-from verl_profiling.watch.sums import WatchQuestion, WatchReading
-from verl_profiling.workers import RequestLog, RolloutCaptureMixin
+from verl_profiling.watch.sums import WatchQuestion
 
 ACTOR, S = WorkerIdentity(role="actor"), 1_000_000_000
 WATCHED = {"enable": True, "tool": "spans", "watch": {"enable": True, "steps": 10}}
@@ -109,56 +108,3 @@ def test_many_stages_need_the_memory_that_is_set_aside(session: Session) -> None
             pass
     assert len(names(session)) == 257, "those after so many names are one"
     assert all(len(name) <= 200 for name in names(session))
-
-
-def test_a_server_with_an_engine_of_its_own_tells_when_it_had_requests(session: Session) -> None:
-    """Between captures, too; without the watch nothing is counted."""
-
-    async def serve(config: object) -> WatchReading | None:
-        server, log = RolloutCaptureMixin(), RequestLog()
-        server.init_capture(config, requests=log, replica=1)  # type: ignore[arg-type]
-        for _ in range(2):
-            with log.open(id="a"), log.open(id="b"):
-                await asyncio.sleep(0.002)
-        assert log.begin(None) is None
-        assert log.end() == []
-        return server.read_watch(question())
-
-    assert asyncio.run(serve({**WATCHED, "watch": {"enable": False}})) is None
-    session.reset()
-    reading = asyncio.run(serve(WATCHED))
-    assert reading.identity.lane() == "rollout1_rank0"
-    [use] = reading.uses()
-    took_ns = [(name, took_ns) for name, _, _, took_ns in use.each_run()]
-    assert {name for name, _ in took_ns} == {"generate"}
-    assert 2 * 2_000_000 <= sum(ns for _, ns in took_ns) < 2 * 10**9
-    [requests] = use.spans
-    assert (requests.name, requests.runs) == ("generate", 4)
-    assert 4 * 2_000_000 <= requests.duration_ns < 4 * 10**9
-
-
-def test_a_stage_is_in_each_step_that_it_reaches_into(session: Session) -> None:
-    """With its part; an open one ends at the step's end; what lies between steps is in none."""
-    now_ns = 1_700_000_000 * S
-    first, second, third = (
-        (now_ns + begin * S, now_ns + end * S) for begin, end in ((10, 20), (21, 30), (40, 50))
-    )
-    with clock.replaced(lambda: now_ns, clock.domain()):
-        session.register(settings(**WATCHED), ACTOR)
-        for name, begin_ns, end_ns in (
-            ("rollout", first[1] - 4 * S, second[0] + 3 * S),
-            ("validate", second[1] + 1, third[0] - 1),
-            ("generate", third[1] - 5 * S, third[1] + S),
-        ):
-            now_ns = begin_ns
-            opened = stage(name)
-            opened.__enter__()
-            now_ns = end_ns
-            if name != "generate":
-                opened.__exit__(None, None, None)
-        found = [
-            [(name, took_ns) for name, _, _, took_ns in one.each_run()]
-            for one in session.read_watch(ACTOR, question(first, second, third)).uses()
-        ]
-        assert found == [[("rollout", 4 * S)], [("rollout", 3 * S)], [("generate", 5 * S)]]
-        opened.__exit__(None, None, None)
