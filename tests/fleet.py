@@ -147,6 +147,10 @@ class Engine(RolloutCaptureMixin):
 
 class Agents(AgentLoopCaptureMixin):
     def set_up(self, config: ProfilingConfig) -> None:
+        """Set up as if in a new process."""
+        process_session().leave()
+        process_session().reset()
+        self._capture_roles = {}
         self.init_capture(config)
 
     async def run(self, engines: Sequence[Any], seconds: Sequence[float]) -> None:

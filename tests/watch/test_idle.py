@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from quiet_steps import with_stages
 from step_folders import build_step
 
 from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingConfig, stage, trajectory
-from verl_profiling.capture.session import Session
+from verl_profiling.capture.session import Session, process_session
 from verl_profiling.cli import main
 from verl_profiling.report.sentences import waits
 from verl_profiling.step_summary import Idle, RankUse, SpanTotal, StepSummary
@@ -38,7 +38,8 @@ BEGIN_NS, MS = 1_700_000_000_000_000_000, 1_000_000
 class Trainer(CaptureMixin):
     """Trains, and generates where it is colocated; returns the seconds that it took by a stopwatch."""
 
-    def __init__(self, config: ProfilingConfig, rank: int = 0) -> None:
+    def set_up(self, config: ProfilingConfig, rank: int = 0) -> None:
+        process_session().reset()
         self.init_capture(config, role="actor", rank=rank, world_size=2)
 
     def run(self, seconds: float, name: str = "update_actor") -> float:
@@ -52,7 +53,8 @@ class Trainer(CaptureMixin):
 class Engine(RolloutCaptureMixin):
     """Answers requests."""
 
-    def __init__(self, config: ProfilingConfig) -> None:
+    def set_up(self, config: ProfilingConfig) -> None:
+        process_session().reset()
         self.requests = RequestLog()
         self.init_capture(config, requests=self.requests)
 
@@ -70,7 +72,8 @@ class Engine(RolloutCaptureMixin):
 class Agents(AgentLoopCaptureMixin):
     """Runs trajectories, of which each calls the engine and then a tool."""
 
-    def __init__(self, config: ProfilingConfig, engine: Any) -> None:
+    def set_up(self, config: ProfilingConfig, engine: Any) -> None:
+        process_session().reset()
         self.engine = engine
         self.init_capture(config)
 
@@ -92,6 +95,31 @@ class Truth(NamedTuple):
     step_s: float
     trainer_s: float
     rollout_s: float
+
+
+class Actors(NamedTuple):
+    """The processes of a loop."""
+
+    trainers: list[Any]
+    engine: Any
+    agents: Any
+
+    def set_up(self, config: ProfilingConfig) -> None:
+        """Set all up for a loop, and pay what a first call costs."""
+        ray.get([one.set_up.remote(config, rank) for rank, one in enumerate(self.trainers)])
+        ray.get([self.engine.set_up.remote(config), self.agents.set_up.remote(config, self.engine)])
+        ray.get([*(one.run.remote(0) for one in self.trainers), self.agents.roll_out.remote(0, 0)])
+
+
+@pytest.fixture(scope="module")
+def actors(ray_cluster: None) -> Iterator[Actors]:
+    remote = ray.remote(num_cpus=0)
+    found = Actors(
+        [remote(Trainer).remote() for _ in range(2)], remote(Engine).remote(), remote(Agents).remote()
+    )
+    yield found
+    for one in (*found.trainers, found.engine, found.agents):
+        ray.kill(one)
 
 
 def settings(tmp_path: Path) -> ProfilingConfig:
@@ -132,19 +160,17 @@ def causes(found: Sequence[StepSummary]) -> set[tuple[str, str]]:
     }
 
 
-def test_of_a_controller_with_ray_workers(tmp_path: Path, ray_cluster: None) -> None:
+def test_of_a_controller_with_ray_workers(tmp_path: Path, actors: Actors) -> None:
     """Synchronous: the trainer waits for generation, the engines for training and in tools."""
     config = settings(tmp_path)
-    trainers = [ray.remote(num_cpus=0)(Trainer).remote(config, rank) for rank in range(2)]
-    engine = ray.remote(num_cpus=0)(Engine).remote(config)
-    agents = ray.remote(num_cpus=0)(Agents).remote(config, engine)
+    trainers, engine, agents = actors
+    actors.set_up(config)
     callback, found, truths = ProfilingCallback(config), list[StepSummary](), list[Truth]()
     callback.add_workers("actor", trainers)
     callback.add_rollout([engine])
     callback.add_workers("agent_loop", [agents])
     assert callback.watch is not None
     callback.watch.listeners.append(found.append)
-    ray.get([*(one.run.remote(0) for one in trainers), agents.roll_out.remote(0, 0)])
     with callback:
         for number, share in enumerate(SET, 1):
             callback.on_step_begin(number)
@@ -166,11 +192,10 @@ def test_of_a_controller_with_ray_workers(tmp_path: Path, ray_cluster: None) -> 
         true = {f"{name}_per_s": many / truth.step_s for name, many in rates.items()}
         assert summary.rates == pytest.approx(true, rel=NEAR)
     assert found[-1].counts == {"ready": 2.0}
-    [ray.kill(one) for one in (*trainers, engine, agents)]
 
 
 @pytest.mark.parametrize("slower", ["rollout", "trainer"])
-def test_of_a_loop_that_is_one_step_off(tmp_path: Path, ray_cluster: None, slower: str) -> None:
+def test_of_a_loop_that_is_one_step_off(tmp_path: Path, actors: Actors, slower: str) -> None:
     """Either side waits for the other by the ratio that is set; both are at work at once."""
 
     async def run() -> None:
@@ -200,14 +225,12 @@ def test_of_a_loop_that_is_one_step_off(tmp_path: Path, ray_cluster: None, slowe
         return took_s
 
     config, found, truths = settings(tmp_path), list[StepSummary](), list[Truth]()
-    trainer = ray.remote(num_cpus=0)(Trainer).remote(config)
-    engine = ray.remote(num_cpus=0)(Engine).remote(config)
-    ray.get([trainer.run.remote(0), engine.generate.remote(0)])
+    [trainer, _], engine, _ = actors
+    actors.set_up(config)
     asyncio.run(run())
     check(f"one step off, {slower} slower", found, truths)
     waiting = ("trainer", "rollout") if slower == "rollout" else ("rollout", "training")
     assert causes(found) == {waiting}
-    [ray.kill(one) for one in (trainer, engine)]
 
 
 @pytest.mark.parametrize("where", ["worker", "loop"])
@@ -215,8 +238,9 @@ def test_of_one_process_that_trains_and_generates(tmp_path: Path, session: Sessi
     """Its time in the rollout is idle for training, and the rest for the rollout."""
     config = settings(tmp_path)
     callback, found, truths = ProfilingCallback(config), list[StepSummary](), list[Truth]()
-    worker = Trainer(config) if where == "worker" else None
+    worker = Trainer() if where == "worker" else None
     if worker is not None:
+        worker.set_up(config)
         callback.add_workers("actor", worker)
     assert callback.watch is not None
     callback.watch.listeners.append(found.append)
