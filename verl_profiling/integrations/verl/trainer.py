@@ -309,7 +309,11 @@ def prepare(trainer: Any) -> None:
     if not makes_samples(type(trainer)):
         made = AsyncTrainerProfiler if awaits_its_steps(trainer) else TrainerProfiler
         setattr(trainer, _ATTRIBUTE, made(trainer, settings))
-    _hand_to_servers(trainer.config, settings)
+    from omegaconf import open_dict
+
+    rollout = trainer.config.actor_rollout_ref.rollout
+    with open_dict(rollout):  # every rollout server of the policy gets it
+        rollout.engine_kwargs = {**(rollout.engine_kwargs or {}), SETTINGS_KEY: settings.to_dict()}
     start_workers_under_nsys(settings)
 
 
@@ -342,25 +346,12 @@ def profiling_of(trainer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     # V1 passes the agent loop manager to fit; a V0 trainer has it as an attribute.
     handed = kwargs.get("agent_loop_manager", args[0] if args else None)
     profiler.begin(handed if handed is not None else getattr(trainer, "async_rollout_manager", None))
-    _say_on(trainer, profiler.settings)
-    return profiler.profiling()
-
-
-def _say_on(trainer: Any, settings: ProfilingConfig) -> None:
-    """Log that profiling is on, with the steps to capture and the folder."""
+    settings = profiler.settings
     # If steps are parameter versions, total_training_steps is not the number of the last step.
     last_step = None if hasattr(trainer, "current_param_version") else getattr(trainer, _LAST_STEP, None)
     steps = captured_steps(settings.schedule, last_step)
     logger.info("profiling is on in %s: %s captures of %s", settings.save_path, settings.mode, steps)
-
-
-def _hand_to_servers(config: Any, settings: ProfilingConfig) -> None:
-    """Put the settings into the configuration that every rollout server of the policy gets."""
-    from omegaconf import open_dict
-
-    rollout = config.actor_rollout_ref.rollout
-    with open_dict(rollout):
-        rollout.engine_kwargs = {**(rollout.engine_kwargs or {}), SETTINGS_KEY: settings.to_dict()}
+    return profiler.profiling()
 
 
 _CALLED = {"__init__": _made, "fit": _profiled}
