@@ -87,7 +87,7 @@ _NO_ROWS = Rows(EMPTY, np.empty(0, np.int32), np.empty(0, np.int32))
 
 
 class LaneJob(msgspec.Struct, frozen=True, kw_only=True):
-    """The inputs of a process that reads the traces of one lane, or those of them that one host has.
+    """The inputs of a process that reads the traces of one lane.
 
     Attributes:
         sources: The traces.
@@ -149,57 +149,6 @@ def read_lane(job: LaneJob) -> LaneTraces:
     reader = _LaneReader(job)
     reader.found.lanes = reader.lanes()
     return reader.found
-
-
-def joined(parts: Sequence[tuple[LaneJob, LaneTraces | TraceFormatError]]) -> LaneTraces:
-    """Return the content of one lane, whose traces lie on one or several hosts.
-
-    Args:
-        parts: The job of each host with its result; an error costs each trace of its job.
-    """
-    read = [
-        LaneTraces(problems=[str(TraceFormatError(one.path, found.problem)) for one in job.sources])
-        if isinstance(found, TraceFormatError)
-        else found
-        for job, found in parts
-    ]
-    if len(read) == 1:
-        return read[0]
-    lanes = [lane for part in read for lane in part.lanes]
-    devices: dict[str, list[Lane]] = defaultdict(list)
-    for lane in [lane for lane in lanes if lane.on_device and not lane.is_unknown] or lanes:
-        devices[lane.accelerator].append(lane)
-    return LaneTraces(
-        lanes=[replace(_sum(same), is_one_of_several=len(devices) > 1) for same in devices.values()],
-        paths=[path for part in read for path in part.paths],
-        events=sum(part.events for part in read),
-        problems=[problem for part in read for problem in part.problems],
-        notes=[note for part in read for note in part.notes],
-    )
-
-
-def _sum(lanes: Sequence[Lane]) -> Lane:
-    """Return one lane with the work in several traces of it."""
-    collectives: dict[tuple[str, Group], Spans] = {}
-    ops: dict[tuple[str, str], tuple[int, int]] = {}
-    for lane in lanes:
-        for call, spans in lane.collectives.items():
-            runs = np.concatenate((collectives.get(call, EMPTY), spans))
-            collectives[call] = runs[np.argsort(runs[:, 0], kind="stable")]
-        for name, (calls, self_ns) in lane.ops.items():
-            before = ops.get(name, (0, 0))
-            ops[name] = (before[0] + calls, before[1] + self_ns)
-    covers: dict[str, Any] = {
-        name: union(*(getattr(lane, name) for lane in lanes)) for name in ("host", "blocked", *_COVERS)
-    }
-    return replace(
-        lanes[0],
-        **covers,
-        paths=sorted(path for lane in lanes for path in lane.paths),
-        iterations=np.concatenate([lane.iterations for lane in lanes]),
-        collectives=collectives,
-        ops=ops,
-    )
 
 
 class _LaneReader:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, reduce
-from itertools import chain, groupby
-from operator import attrgetter
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, WEIGHT_SYNC, Manifest, Request
 from verl_profiling.report import anatomy, capture_rows, collectives, lost, numbers
-from verl_profiling.report.activity import joined, lane_job, read_lane
+from verl_profiling.report.activity import LaneTraces, lane_job, read_lane
 from verl_profiling.report.findings import find
 from verl_profiling.report.intervals import EMPTY, intersection
 from verl_profiling.report.lanes import Step
@@ -32,7 +31,6 @@ from verl_profiling.trajectory_log import TrajectoryLog
 from verl_profiling.units import step_list, visible_text_of
 from verl_profiling.watch_log import read_watch_log
 
-_HOST = attrgetter("host")
 _MOST_NOTES = 100
 
 
@@ -85,24 +83,26 @@ def read_lanes(
         known = {source.lane for source in inputs.files}
         coverage.expected = len(expected)
         coverage.lanes = [lane for lane in dict.fromkeys(expected) if lane not in known]
-    jobs = [  # of each lane: one per host that has traces of it
-        [lane_job(list(part), step, inputs) for _, part in groupby(sorted(group, key=_HOST), _HOST)]
-        for _, group in groupby(inputs.sources, lambda one: one.lane)
-    ]
-    read = results([(partial(read_lane, job), job.sources) for job in chain(*jobs)], inputs.ray)
-    for of_lane in jobs:
-        found = joined([(job, next(read)) for job in of_lane])
-        name = of_lane[0].sources[0].lane
+    lanes = [list(group) for _, group in groupby(inputs.sources, lambda one: one.lane)]
+    apart = [one for group in lanes for one in group if one.host != group[0].host]
+    coverage.missing += [f"{one.path.name} is on another host than the lane's other traces" for one in apart]
+    jobs = [lane_job([one for one in group if one not in apart], step, inputs) for group in lanes]
+    read = results([(partial(read_lane, job), job.sources) for job in jobs], inputs.ray)
+    for job, found in zip(jobs, read, strict=True):
+        name = job.sources[0].lane
+        if isinstance(found, TraceFormatError):
+            lost_files = [str(TraceFormatError(one.path, found.problem)) for one in job.sources]
+            found = LaneTraces(problems=lost_files)
         for lane in found.lanes:
             step.add(lane)
-        is_unrecorded = of_lane[0].unrecorded and found.lanes and found.lanes[0].is_unknown
+        is_unrecorded = job.unrecorded and found.lanes and found.lanes[0].is_unknown
         coverage.unrecorded += [name] if is_unrecorded else []
         coverage.lanes += [name] if found.problems else []
         coverage.missing += found.problems
         coverage.read += len(found.paths)
         coverage.events += found.events
         notes += found.notes
-        for source in chain(*(job.sources for job in of_lane)):
+        for source in job.sources:
             if on_progress:
                 on_progress(source)
     if manifest is None:
