@@ -311,14 +311,7 @@ class _Drawn:
             begin_ns, end_ns = record.begin_ns - offset_ns, record.end_ns - offset_ns
             return end_ns >= job.base_ns and job.keep.holds(begin_ns, end_ns)
 
-        named = Counter(loop.name for loop in log.loops)
-        loops = {
-            loop.id: f"loop {loop.name}"
-            if loop.name and named[loop.name] == 1
-            else f"loop {loop.name} {loop.id}".replace("  ", " ")
-            for loop in reversed(log.loops)
-        }
-        self.rows, self.placed = lay_out(log, is_wanted, lambda id: loops.get(id, f"loop {id}"))
+        self.rows, self.placed = lay_out(log, is_wanted)
 
     def slices(self) -> Iterator[Event]:
         """Yield the slices of all selected records."""
@@ -389,7 +382,7 @@ def _trajectory_name(trajectory: TrajectoryRecord) -> str:
 
 
 def lay_out(
-    log: TrajectoryLog, is_wanted: Callable[[_Record], bool], loop_name: Callable[[int], str]
+    log: TrajectoryLog, is_wanted: Callable[[_Record], bool]
 ) -> tuple[list[str], list[tuple[_Record, int]]]:
     """Return the names of the rows, from top to bottom, and the selected records with their rows.
 
@@ -400,11 +393,11 @@ def lay_out(
     Args:
         log: The log, from :func:`linked_log`.
         is_wanted: Function that returns whether a record is selected.
-        loop_name: Function that returns the name of an event loop by its number.
     """
     groups: dict[str, list[list[Any]]] = {}  # by name of their rows: a record with its spans
+    loops = {loop.id: loop.name for loop in reversed(log.loops)}
     for block in sorted(log.blocks, key=lambda block: block.loop):
-        groups.setdefault(f"{loop_name(block.loop)} blocked", []).append([block])
+        groups.setdefault(f"loop {loops.get(block.loop) or block.loop} blocked", []).append([block])
     trajectories: dict[int, list[Any]] = {one.id: [one] for one in log.trajectories}
     outside: dict[int, list[Any]] = {}  # by the id of each span outside trajectories
     groups["trajectories"], groups["spans"] = list(trajectories.values()), []
