@@ -27,11 +27,6 @@ def duration(seconds: float, *, signed: bool = False) -> str:
     return f"{'+' if signed and seconds > 0 else ''}{three_digits(seconds / scale)} {unit}"
 
 
-def lane_seconds(seconds: float, whose: str = "lane") -> str:
-    """Return a total time of lanes or devices: ``4.34 lane-seconds``."""
-    return f"{three_digits(seconds)} {whose}-seconds"
-
-
 def byte_size(size: float) -> str:
     """Return a number of bytes with a suitable unit: ``2 GB``, ``12.3 MB``, ``512 bytes``."""
     unit, scale = _unit(size, _SIZES)

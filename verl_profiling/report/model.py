@@ -16,7 +16,7 @@ from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, HostClock
 from verl_profiling.report import columns
 from verl_profiling.report.columns import DeviceRow, Rollout
 from verl_profiling.step_summary import StepSummary
-from verl_profiling.units import duration, lane_seconds, step_list
+from verl_profiling.units import duration, step_list, three_digits
 
 OTHER_RANKS = "waiting_for_other_ranks"
 """The cause of the lost time in which a collective waits for other ranks; the device is busy then."""
@@ -294,8 +294,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return {row.cause: row.seconds for row in self.lost}
 
     def lane_seconds(self, seconds: float) -> str:
-        """Return lane-seconds as text; the unit is device-seconds if lanes share devices."""
-        return lane_seconds(seconds, self.whose)
+        """Return lane-seconds as text, e.g. ``4.34 lane-seconds``; device-seconds if lanes share devices."""
+        return f"{three_digits(seconds)} {self.whose}-seconds"
 
     @property
     def whose(self) -> str:

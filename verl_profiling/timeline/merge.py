@@ -11,6 +11,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -142,17 +143,17 @@ def _join(
     with path.open("wb") as timeline:
         timeline.write(_gzip(_header(base_ns) + b",\n".join(map(msgspec.json.encode, opening))))
         with MemberFile(timeline) as requests:
+            chain_of_work: list[Event] = []
             try:
-                slices, omitted = path_events(critical_path(), base_ns, keep)
+                chain_of_work = path_events(critical_path(), base_ns)
             except Exception as error:
                 problems.append(f"critical path: {type(error).__name__}: {error}")
-            else:
-                left_out += omitted
-                events += requests.write(slices)
-            for worker in inputs.manifest.workers if inputs.manifest else ():
-                slices, omitted = request_events(worker, pids[worker.name], base_ns, keep)
-                left_out += omitted
-                events += requests.write(slices)
+            workers = inputs.manifest.workers if inputs.manifest else []
+            requests_of = (request_events(one, pids[one.name], base_ns) for one in workers)
+            for drawn in chain([chain_of_work], requests_of):
+                kept = keep.select(drawn, base_ns)
+                left_out += len(drawn) - len(kept)
+                events += requests.write(kept)
         for job in plan:
             with job.output.open("rb") as member_file:
                 shutil.copyfileobj(member_file, timeline, 1 << 20)

@@ -26,10 +26,9 @@ from verl_profiling.timeline.step import (
     short_label,
     sorted_sources,
 )
-from verl_profiling.timeline.trace import UNDECODABLE, Blocks, Event, Limits, Trace
+from verl_profiling.timeline.trace import NO_TRACE, Event, Trace
 
 _HEAD_BYTES = 1 << 14  # process names, if any, are at the beginning
-_OTHER_BYTES = 64 << 20
 _MAX_RANK = 1 << 30
 _STEP = re.compile(r"step[_-]?(\d+)", re.IGNORECASE)
 _RANK = re.compile(r"(?:rank|TP)[_-]?(\d+)", re.IGNORECASE)
@@ -61,7 +60,7 @@ def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceForm
     """Return the traces at or below paths by the step number in their names, and the unreadable traces.
 
     If all paths are files, the files are one capture, independent of their names. In folders, timelines
-    written by ``merge`` and JSON files other than traces are ignored.
+    written by ``merge`` and files that are no traces are ignored.
 
     Raises:
         TraceFormatError: A path is a file other than a trace, or a folder without traces.
@@ -82,7 +81,7 @@ def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceForm
             except TraceFormatError as error:
                 if path == file:
                     raise
-                if _is_other_json(file):
+                if error.problem == NO_TRACE:  # another JSON file
                     continue
                 damaged.append(error)
             found += 1
@@ -101,16 +100,6 @@ def _files(path: Path) -> Iterator[Path]:
         hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
         if file.name not in _NOT_A_TRACE and not hidden and not file.is_dir():
             yield file
-
-
-def _is_other_json(path: Path) -> bool:
-    """Return whether a file of at most 64 MiB is valid JSON."""
-    try:
-        content = b"".join(Blocks(path, Limits(content_bytes=_OTHER_BYTES)))
-        msgspec.json.decode(content, type=msgspec.Raw)
-    except (TraceFormatError, *UNDECODABLE):
-        return False
-    return True
 
 
 def _label(paths: Sequence[Path], directory: Path) -> str:
@@ -155,7 +144,7 @@ def _described(path: Path, name: str) -> _PlainTrace:
     chunks = trace.chunks(_HEAD_BYTES)
     head = next(chunks, [])
     if not head and not trace.metadata:
-        raise TraceFormatError(path, "not a Chrome trace: holds no events")
+        raise TraceFormatError(path, NO_TRACE)
     process = _process(trace, head)
     engine = bool(_ENGINE_PROCESS.search(process[1])) or "vllm_version" in trace.metadata
     named_role = _ROLE.search(name)

@@ -19,7 +19,6 @@ import msgspec
 
 from verl_profiling.manifest import CaptureResult, Manifest, Request, StageSpan
 from verl_profiling.timeline.categories import is_host, is_on_device
-from verl_profiling.timeline.step import Keep
 from verl_profiling.timeline.trace import NO_ARGS, Event
 from verl_profiling.trajectory_log import SpanRecord, TrajectoryRecord
 
@@ -353,17 +352,15 @@ def _end(stage: Event, phase: str, number: int) -> Event:
     return Event(phase, "stage", _ARROW, stage.pid, stage.tid, stage.ts, id=number, bp=bind)
 
 
-def path_events(path: Iterable[Slice], base_ns: int, keep: Keep) -> tuple[list[Event], int]:
-    """Return the slices of the critical path, in the first process, and the number of omitted slices.
+def path_events(path: Iterable[Slice], base_ns: int) -> list[Event]:
+    """Return the slices of the critical path, in the first process.
 
     Args:
         path: The critical path.
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
-        keep: Selection of the slices.
     """
     slices = [draw(base_ns, _PATH_PID, 1, "critical path", *part) for part in path]
-    kept = keep.select(slices, base_ns)
-    return [*(name_process(_PATH_PID, "critical path") if kept else ()), *kept], len(slices) - len(kept)
+    return [*(name_process(_PATH_PID, "critical path") if slices else ()), *slices]
 
 
 def requests_by_id(manifest: Manifest) -> dict[str, list[Request]]:
@@ -411,27 +408,22 @@ def request_rows(worker: CaptureResult) -> list[int]:
     return packed_rows([(request.begin_ns, request.end_ns) for request in worker.requests])
 
 
-def request_events(worker: CaptureResult, pid: int, base_ns: int, keep: Keep) -> tuple[list[Event], int]:
-    """Return the slices of an engine's requests, in a process of their own, and the number of omitted slices.
+def request_events(worker: CaptureResult, pid: int, base_ns: int) -> list[Event]:
+    """Return the slices of an engine's requests, in a process of their own.
 
     Args:
         worker: The engine.
         pid: First process id of the engine's lane.
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
-        keep: Selection of the slices.
     """
     pid += REQUESTS_PID
     rows = request_rows(worker)
     events = name_process(pid, f"{worker.name} requests") if rows else []
     for row in range(max(rows, default=-1) + 1):
         events += name_row(pid, row, f"requests {row}")
-    left_out = 0
     for request, row in zip(worker.requests, rows, strict=True):
-        slices = list(_slices(request, partial(draw, base_ns, pid, row + 1, "request")))
-        kept = keep.select(slices, base_ns)
-        left_out += len(slices) - len(kept)
-        events += kept
-    return events, left_out
+        events += _slices(request, partial(draw, base_ns, pid, row + 1, "request"))
+    return events
 
 
 def _slices(request: Request, draw: Callable[..., Event]) -> Iterator[Event]:

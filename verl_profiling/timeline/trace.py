@@ -69,7 +69,7 @@ def _allowed_bytes() -> int:
 
 
 class Blocks:
-    """The uncompressed content of one file, in blocks of at most ``BLOCK_BYTES``; the first block is small.
+    """The uncompressed content of one file, in blocks of at most ``BLOCK_BYTES``.
 
     A gzip file may have several members (RFC 1952, section 2.2). Iteration over a damaged file ends early
     without an exception, and :attr:`damage` has the reason.
@@ -109,15 +109,12 @@ class Blocks:
             raise TraceFormatError(self.path, f"cannot be read ({error.strerror or error})") from error
 
     def _plain(self, file: BinaryIO) -> Iterator[bytes]:
-        size = _READ_BYTES
-        while block := file.read(size):
+        while block := file.read(BLOCK_BYTES):
             yield block
-            size = BLOCK_BYTES
 
     def _gzip(self, file: BinaryIO) -> Iterator[bytes]:
         member = isal_zlib.decompressobj(wbits=31)
         pending = b""
-        limit = _READ_BYTES
         started = False
         try:
             while pending or (pending := file.read(_READ_BYTES)):
@@ -127,8 +124,7 @@ class Blocks:
                         continue
                     member = isal_zlib.decompressobj(wbits=31)
                 started = True
-                block = member.decompress(pending, limit)
-                limit = BLOCK_BYTES
+                block = member.decompress(pending, BLOCK_BYTES)
                 pending = member.unused_data if member.eof else member.unconsumed_tail
                 if block:
                     yield block
@@ -149,6 +145,8 @@ UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Exceptions that the decoder raises for invalid bytes."""
 
 NO_ARGS = msgspec.Raw(b"")
+
+NO_TRACE = "not a Chrome trace: found no traceEvents"
 
 _ARGUMENTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _TEXT = msgspec.json.Decoder(str | int)
@@ -321,7 +319,7 @@ class Trace:
         damage = f" ({self._blocks.damage})" if self._blocks.damage else ""
         if not self._buffer.strip():
             raise TraceFormatError(self.path, f"is empty{damage}", 0)
-        raise TraceFormatError(self.path, f"not a Chrome trace: found no traceEvents{damage}", 0)
+        raise TraceFormatError(self.path, f"{NO_TRACE}{damage}", 0)
 
     def _fill(self, wanted: int) -> bool:
         """Read until the buffer holds ``wanted`` bytes; return False at the end of the file."""
