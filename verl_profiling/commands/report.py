@@ -24,7 +24,6 @@ from verl_profiling.report.tables import TABLES
 from verl_profiling.report.terminal import fitting_console, print_report
 from verl_profiling.report.watch_frame import STEP, Pulse, print_run, seconds_of, watch_frame, watch_sentence
 from verl_profiling.run_files import naming, whole_file
-from verl_profiling.step_summary import StepSummary
 from verl_profiling.timeline.inputs import how_to_capture, is_uncaptured, the_run
 from verl_profiling.units import visible
 
@@ -60,56 +59,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Report on every captured step under the paths, and on runs without a captured step."""
-    runs = [the_run(path) for path in arguments.paths]
-    uncaptured = [run for run in runs if is_uncaptured(run)]
-    paths = [run for run in runs if run not in uncaptured]
-    written = _of_uncaptured(uncaptured, arguments, alone=not paths)
-    code = _of_steps(paths, arguments, written) if paths else EXIT_OK
-    for path in written:
-        print(f"wrote {path}", file=sys.stderr)
-    return code
-
-
-def _of_uncaptured(runs: Sequence[Path], arguments: argparse.Namespace, *, alone: bool) -> list[Path]:
-    """Show the watch log of runs without a captured step; return the written pages.
+    """Report on every captured step under the paths, and on their runs, also without a captured step.
 
     Raises:
         ConfigError: ``--csv``, ``--tensorboard`` or ``--verdict`` is given, which need a captured step.
     """
+    found = [the_run(path) for path in arguments.paths]
+    runs: dict[Path, list[tuple[CapturedStep, Report]]] = {run: [] for run in found if is_uncaptured(run)}
+    paths = [run for run in found if run not in runs]
     for option in ("csv", "tensorboard", "verdict"):
-        if alone and getattr(arguments, option):
-            raise ConfigError(f"--{option}", how_to_capture(runs[0]))
-    written = []
-    for run in runs:
-        (history, hangs), note = watched(run), how_to_capture(run)
-        if arguments.json:
-            print(msgspec.json.encode({"run": str(run), "note": note, "watch": history}).decode())
-        else:
-            pulse = Pulse(says="no step was captured", hangs=hangs, is_well=False)
-            fitting_console(Console()).print(watch_frame(run.resolve().name, pulse, history))
-            _print_run(history, [])
-            print(visible(note))
-        if arguments.save:
-            _write(run / RUN_PAGE, render_run(run, [], [], history, hangs).encode())
-            written.append(run / RUN_PAGE)
-    return written
-
-
-def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: list[Path]) -> int:
-    """Report on the captured steps; append the written files to ``written``, and return the exit code."""
-    work = StepByStep(paths, arguments.communication, arguments.ray)
-    reports = work.reports()
+        if not paths and getattr(arguments, option):
+            raise ConfigError(f"--{option}", how_to_capture(found[0]))
+    steps: list[tuple[CapturedStep, Report]] = []
+    written, code = list[Path](), EXIT_OK
+    if paths:
+        work = StepByStep(paths, arguments.communication, arguments.ray)
+        steps, code = work.reports(), work.exit_code
     for path in paths:
         if sentence := open_run(path).never_came():
             warn(sentence)
-    runs: dict[Path, list[tuple[CapturedStep, Report]]] = {}
-    for step, report in reports:
+    for step, report in steps:
         run = step.directory.parent
         if any(run.resolve().is_relative_to(path.resolve()) for path in paths):
             runs.setdefault(run, []).append((step, report))
-    logs = {run: watched(run) for run in runs}
-    for step, report in reports:
         if arguments.json:
             print(msgspec.json.encode(report).decode())
         elif not arguments.verdict:
@@ -119,32 +91,46 @@ def _of_steps(paths: Sequence[Path], arguments: argparse.Namespace, written: lis
             _write(step.output("report.json"), data)
             _write(step.output("report.html"), render_html(report).encode())
             written.append(step.output("report.html"))
-    for folder, (history, hangs) in {} if arguments.json or arguments.verdict else logs.items():
-        if history:
-            print(visible(f"watch of {folder}: {hangs or watch_sentence(history)}"))
-        _print_run(history, [report for _, report in runs[folder]])
-    if arguments.save:
-        for folder, of_run in runs.items():
-            of_run.sort(key=lambda of: of[1].step or 0)
-            pages = [step.output("report.html") for step, _ in of_run]
-            page = render_run(folder, pages, [report for _, report in of_run], *logs[folder])
-            _write(folder / RUN_PAGE, page.encode())
-            written.append(folder / RUN_PAGE)
+    for run, of_run in runs.items():
+        written += _of_run(run, of_run, arguments)
+    reports = [report for _, report in steps]
     if arguments.csv:
-        written += write_csv([report for _, report in reports], arguments.csv)
+        written += write_csv(reports, arguments.csv)
     if arguments.tensorboard:
         with naming(arguments.tensorboard):
-            write_tensorboard([report for _, report in reports], arguments.tensorboard)
+            write_tensorboard(reports, arguments.tensorboard)
         written.append(arguments.tensorboard)
-    stands_out = arguments.verdict and _verdict([report for _, report in reports], arguments)
-    return EXIT_FINDING if stands_out else work.exit_code
+    if arguments.verdict and _verdict(reports, arguments):
+        code = EXIT_FINDING
+    for path in written:
+        print(f"wrote {path}", file=sys.stderr)
+    return code
 
 
-def _print_run(history: Sequence[StepSummary], reports: Sequence[Report]) -> None:
-    """Print a table on the steps in the log of the watch, else on the captured steps."""
-    captured = [{**stage_seconds(report), STEP: report.span_us / 1e6} for report in reports]
-    which = "steps of the watch, exposed time" if history else "captured steps"
-    print_run(list(map(seconds_of, history)) or captured, which, fitting_console(Console()))
+def _of_run(run: Path, steps: list[tuple[CapturedStep, Report]], arguments: argparse.Namespace) -> list[Path]:
+    """Show the log of a run's watch, and a table of its steps; return the written page."""
+    history, hangs = watched(run)
+    steps.sort(key=lambda of: of[1].step or 0)
+    reports = [report for _, report in steps]
+    note = "" if steps else how_to_capture(run)
+    if arguments.json and not steps:
+        print(msgspec.json.encode({"run": str(run), "note": note, "watch": history}).decode())
+    elif not (arguments.json or arguments.verdict):
+        console = fitting_console(Console())
+        if not steps:
+            pulse = Pulse(says="no step was captured", hangs=hangs, is_well=False)
+            console.print(watch_frame(run.resolve().name, pulse, history))
+        elif history:
+            print(visible(f"watch of {run}: {hangs or watch_sentence(history)}"))
+        captured = [{**stage_seconds(report), STEP: report.span_us / 1e6} for report in reports]
+        which = "steps of the watch, exposed time" if history else "captured steps"
+        print_run(list(map(seconds_of, history)) or captured, which, console)
+        print(f"{visible(note)}\n" if note else "", end="")
+    if not arguments.save:
+        return []
+    pages = [step.output("report.html") for step, _ in steps]
+    _write(run / RUN_PAGE, render_run(run, pages, reports, history, hangs).encode())
+    return [run / RUN_PAGE]
 
 
 def _verdict(reports: Sequence[Report], arguments: argparse.Namespace) -> bool:

@@ -83,7 +83,7 @@ def asked_sentences(asked: Asked | None) -> Iterator[str]:
 
 
 def sentences(report: Report) -> Iterator[str]:
-    """Yield sentences on facts that are in no table: end of the rollout, idle sides, clocks."""
+    """Yield sentences on facts that are in no table: end of the rollout, idle sides, clocks, read traces."""
     if tail := report.tail:
         done = f"{counted(tail.replicas, 'replica')} was done after {duration(tail.last_finish_us / 1e6)}"
         late = f", {tail.ratio:.2f} times the median; {tail.tail_share:.1%} of the step lies between"
@@ -99,6 +99,10 @@ def sentences(report: Report) -> Iterator[str]:
         drift_ns = clock.closing_offset_ns - clock.offset_ns
         by, within, drift = (duration(ns / 1e9) for ns in (clock.offset_ns, clock.error_ns, drift_ns))
         yield f"clock of {clock.host}: corrected by {by}, accurate to {within}, drift {drift}"
+    yield (
+        f"{report.coverage.read} of {report.coverage.expected} traces read, "
+        f"{report.coverage.events:,} events{report.of_capture}"
+    )
 
 
 def waits(summary: StepSummary | None) -> Iterator[str]:

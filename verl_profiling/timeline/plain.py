@@ -30,6 +30,7 @@ from verl_profiling.timeline.trace import NO_TRACE, Event, Trace
 
 _HEAD_BYTES = 1 << 14  # process names, if any, are at the beginning
 _MAX_RANK = 1 << 30
+_MERGED = "is a timeline written by merge; give the original traces"
 _STEP = re.compile(r"step[_-]?(\d+)", re.IGNORECASE)
 _RANK = re.compile(r"(?:rank|TP)[_-]?(\d+)", re.IGNORECASE)
 _REPLICA = re.compile(r"(?:rollout|replica)[_-]?(\d+)", re.IGNORECASE)
@@ -81,7 +82,7 @@ def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceForm
             except TraceFormatError as error:
                 if path == file:
                     raise
-                if error.problem == NO_TRACE:  # another JSON file
+                if error.problem in (NO_TRACE, _MERGED):
                     continue
                 damaged.append(error)
             found += 1
@@ -140,7 +141,7 @@ def _described(path: Path, name: str) -> _PlainTrace:
     """
     trace = Trace(path)
     if TIMELINE_MARK in trace.metadata:
-        raise TraceFormatError(path, "is a timeline written by merge; give the original traces")
+        raise TraceFormatError(path, _MERGED)
     chunks = trace.chunks(_HEAD_BYTES)
     head = next(chunks, [])
     if not head and not trace.metadata:
