@@ -41,7 +41,7 @@ CAUSES = (
 )
 """Causes of idle time, in order of precedence."""
 
-_SAID = {"host_bound": "the host launched no work", "other_stages": "waiting for other stages"}
+_SAID = {"host_bound": "the host launched no work", "other_stages": "waiting for its turn"}
 BEHIND_TRAJECTORIES = ("long_tail", "after_generation", "no_requests")
 """Causes of idle time that are divided further by the causes of trajectories."""
 
