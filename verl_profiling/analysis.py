@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -314,7 +314,8 @@ class CapturedStep:
         Only the first call reads the traces.
 
         Args:
-            scale: Factor of the time in each stage.
+            scale: Factor of the time in each stage, or of kernels: ``kernel:`` and a pattern of their names,
+                e.g. ``kernel:*gemm*``, for which each call reads the traces.
             balance: Stages that take the mean of their workers on each worker.
             no_tail: Percentage of its trajectories (else requests) after which a rollout ends.
             tools: Duration of each call of a tool (s).
@@ -326,11 +327,12 @@ class CapturedStep:
             on_progress: Called with each trace once it is read.
 
         Raises:
-            ConfigError: The step has no such stage, tool, rollout or requests, a number is wrong, or the
-                capture holds several steps.
+            ConfigError: The step has no such stage, kernel, tool, rollout or requests, a number is wrong, or
+                the capture holds several steps.
             TraceFormatError: There is neither a manifest nor a readable trace.
         """
         from verl_profiling.predict.graph import graph_of
+        from verl_profiling.predict.kernels import with_kernels
         from verl_profiling.predict.what_if import Changes, predict
         from verl_profiling.report.build import read_step
 
@@ -340,7 +342,7 @@ class CapturedStep:
             self._graph = graph_of(content), content.coverage.missing
         graph, missing = self._graph
         changes = Changes(scale or {}, balance, no_tail, tools or {}, unblock, replicas, steps_ahead, split)
-        return predict(graph, changes, self.step, missing)
+        return predict(graph, changes, self.step, missing, partial(with_kernels, self.inputs, graph))
 
     def lanes(self, on_progress: Progress | None = None) -> list[Lane]:
         """Read the traces and return the activity of each lane, as intervals on the controller's clock.

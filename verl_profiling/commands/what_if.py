@@ -40,7 +40,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="STAGE=FACTOR",
-        help="a stage takes this part of its time; repeatable, like --balance and --tool",
+        help="a stage, or kernels (e.g. kernel:*gemm*=0.5), take this part of their time; repeatable, like "
+        "--balance and --tool",
     )
     parser.add_argument(
         "--balance",

@@ -23,6 +23,7 @@ from verl_profiling.predict.graph import (
     Segment,
     graph_of,
 )
+from verl_profiling.predict.kernels import KERNEL, Timed
 from verl_profiling.predict.path import Replay, critical_path, replay, slacks_ns
 from verl_profiling.predict.replicas import has_requests, on_replicas, steps_ahead
 from verl_profiling.report.anatomy import OUTSIDE_STAGES
@@ -54,7 +55,7 @@ class Changes(NamedTuple):
     """Changes of a step.
 
     Attributes:
-        scale: Factor of the time in each stage.
+        scale: Factor of the time in each stage, or of kernels: ``kernel:`` and a pattern of their names.
         balance: Stages that take the mean time on each worker.
         no_tail: Percentage of trajectories (else requests) after which a rollout ends.
         tools: Duration of each call of a tool (s).
@@ -72,6 +73,10 @@ class Changes(NamedTuple):
     replicas: int | None = None
     steps_ahead: int | None = None
     split: tuple[int, int] | None = None
+
+    def kernels(self) -> dict[str, float]:
+        """Return the factors of kernels by pattern."""
+        return {name.removeprefix(KERNEL): by for name, by in self.scale.items() if name.startswith(KERNEL)}
 
     def options(self) -> list[str]:
         """Return the changes as options of the command."""
@@ -109,7 +114,10 @@ class Changes(NamedTuple):
     def assumed(self) -> list[str]:
         """Return a sentence on each kind of change."""
         said = {
-            "a scaled stage has the same shape, with its own delays and waits": self.scale,
+            "a scaled stage has the same shape, with its own delays and waits": (
+                len(self.scale) > len(self.kernels())
+            ),
+            "code of the host, gaps and other kernels take as long as before": self.kernels(),
             "a balanced stage takes the mean of its workers, who still do the same work in all": self.balance,
             "a rollout without its tail is followed by stages that take as long as before": self.no_tail,
             "other calls take as long as before a tool changed, also in a fuller engine": self.tools,
@@ -193,7 +201,11 @@ def with_predictions(report: Report, content: Content) -> tuple[Report, Graph | 
 
 
 def predict(
-    graph: Graph, changes: Changes | None = None, step: int | None = None, missing: Sequence[str] = ()
+    graph: Graph,
+    changes: Changes | None = None,
+    step: int | None = None,
+    missing: Sequence[str] = (),
+    with_kernels: Callable[[Mapping[str, float]], Timed] | None = None,
 ) -> Prediction:
     """Return the step after changes, its critical path and its slack.
 
@@ -202,9 +214,10 @@ def predict(
         changes: The changes; by default none.
         step: Number of the step.
         missing: Sentences on missing data.
+        with_kernels: Function that reads the traces and returns the times with other kernels.
 
     Raises:
-        ConfigError: The step has no such stage, tool or rollout, or a number is wrong.
+        ConfigError: The step has no such stage, kernel, tool or rollout, or a number is wrong.
     """
     changes = changes or Changes()
     for option, numbers in (("--scale", changes.scale), ("--tool", changes.tools)):
@@ -219,11 +232,15 @@ def predict(
         raise ConfigError("--replicas", "a split has the number of replicas")
     recorded = replay(graph)
     calls, low_us, high_us = _calls(graph), None, None
-    found = _changed(graph, changes, calls) if changes.options() else recorded
-    assumed, notes = changes.assumed(), list(_extrapolations(calls, changes))
+    timed = Timed({}, [])
+    if with_kernels and changes.kernels():
+        timed = with_kernels(changes.kernels())
+    found = _changed(graph, changes, calls, timed.took_ns) if changes.options() else recorded
+    assumed, notes = [*changes.assumed(), *timed.assumed], list(_extrapolations(calls, changes))
     if (changes.replicas, changes.steps_ahead, changes.split) != (None, None, None):
         found, spans_ns = _with_resources(found, changes, assumed, notes)
         low_us, high_us = min(spans_ns) * (1 - _NOISE) / 1000, max(spans_ns) * (1 + _NOISE) / 1000
+    path = _path_rows(found)
     tried = [] if changes.options() else _candidates(recorded, calls)
     helps = [_help(recorded, calls, *one) for one in tried]
     return Prediction(
@@ -233,7 +250,7 @@ def predict(
         low_us=low_us,
         high_us=high_us,
         changes=changes.options(),
-        path=_path_rows(found),
+        path=[msgspec.structs.replace(row, idle_us=None) for row in path] if timed.took_ns else path,
         slack=_slack_rows(found),
         what_would_help=sorted(
             (row for row in helps if row.difference_share < -_LEAST_SHARE), key=lambda row: row.difference_us
@@ -244,13 +261,15 @@ def predict(
     )
 
 
-def _changed(graph: Graph, changes: Changes, calls: _Calls) -> Replay:
-    """Return the replay of a graph with changes."""
-    took = [float(one.end_ns - one.begin_ns) for one in graph.segments]
+def _changed(graph: Graph, changes: Changes, calls: _Calls, timed: Mapping[int, int] = {}) -> Replay:
+    """Return the replay of a graph with changes; segments with other kernels take the given times."""
+    took = [float(timed.get(at, one.end_ns - one.begin_ns)) for at, one in enumerate(graph.segments)]
     delay = [float(ns) for ns in graph.delay_ns]
     before = [float(one.before_ns) for one in graph.carried]
     after: list[Sequence[int]] = [one.after for one in graph.segments]
     for stage, factor in changes.scale.items():
+        if stage.startswith(KERNEL):
+            continue
         _known("--scale", "stage", stage, {name for one in graph.segments for name in one.within})
         for at, one in enumerate(graph.segments):
             if stage in one.within:

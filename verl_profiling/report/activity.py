@@ -271,7 +271,7 @@ class _LaneReader:
         threads = np.zeros(len(keys), np.int32)
         wanted = (kinds <= UNKNOWN) | (kinds == NOTHING) | (not self._has_device)
         threads[wanted] = [self._threads[e.pid, e.tid] for e in compress(timed, wanted.tolist())]
-        rows = Rows(_to_spans(timed, base_ns), keys, threads)
+        rows = Rows(to_spans(timed, base_ns), keys, threads)
         task = kinds == NOTHING
         if task.any():
             self._waiting.append(rows.of(task))
@@ -448,7 +448,7 @@ def _key(kind: int, name: str, group: Group | None = None) -> Key:
     return Key(kind, name, group, _NEVER if waits is None else waits)
 
 
-def _to_spans(events: Sequence[Event], base_ns: int) -> Spans:
+def to_spans(events: Sequence[Event], base_ns: int) -> Spans:
     """Return begin and end of events (unix ns), exact to 1 ns."""
     begin_us = np.array([event.ts for event in events], dtype=np.float64)
     took_us = np.array([event.dur or 0.0 for event in events], dtype=np.float64)

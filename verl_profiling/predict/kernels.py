@@ -1,0 +1,339 @@
+"""Predictions of a step whose kernels take another time: the calls and the kernels of each trace, replayed.
+
+A trace is a graph of its own. A node is an instant of a thread of the host, or work of a device: a kernel or
+a copy.
+
+==================================== ====================================================== ========
+a node                               follows                                                recorded
+==================================== ====================================================== ========
+instant of a thread                  the one before it in the thread                        yes
+work                                 the one before it on its stream, and its launch        yes
+end of a call that waits             the work that it waits for                             if named
+first work after a stream's wait     the work that the stream waits for                     if named
+launch into a full queue             the work that leaves the queue                         assumed
+call of a thread that was idle       the last call of another thread                        assumed
+==================================== ====================================================== ========
+
+A node begins as long after what it follows as recorded, so host code, latencies and gaps keep their time.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from itertools import accumulate, groupby, pairwise
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from verl_profiling.errors import ConfigError, TraceFormatError
+from verl_profiling.predict.graph import WORK, Graph, Segment
+from verl_profiling.report import kinds
+from verl_profiling.report.activity import to_spans
+from verl_profiling.report.intervals import Spans, union
+from verl_profiling.report.records import FROM_THE_ENGINE, LOOP_LAG, TO_THE_ENGINE
+from verl_profiling.timeline.cluster import results
+from verl_profiling.timeline.step import Source, StepInputs
+from verl_profiling.timeline.trace import Limits, Trace
+
+_Row = tuple[Any, Any]
+_Times = list[tuple[int, int]]
+
+KERNEL = "kernel:"
+"""Before a pattern over the names of kernels, in the place of a stage."""
+
+_WORKS = (kinds.COMPUTE, kinds.COMMUNICATION, kinds.MEMORY)
+_CHUNK_BYTES = 2 << 20
+_QUEUE = 1_022  # launches that a stream of CUDA holds, as seen in traces
+_CLOSE = 0.4  # likeness from which on a name is close
+_MOST_NAMES = 3
+_NEVER = -(1 << 62)
+_CORRELATION = re.compile(rb'"correlation"\s*:\s*"?(\d+)')
+_WAITS_FOR_ALL = re.compile("(?:Device|Ctx|Context)Synchronize")
+
+_KEPT = "collectives keep their time, with the waits for other ranks in it"
+_UNLAUNCHED = "kernels without a recorded launch follow the one before them on their stream"
+_HOST_WAITS = "a call that waits follows the work of a device that ended last in it"
+_STREAM_WAITS = "a stream that waits follows the work of another stream that ended last before it"
+_FULL = "a launch into a full queue waits for the work that leaves the queue"
+_TURNS = "a thread that was idle follows the last call of another thread"
+
+
+class Timed(NamedTuple):
+    """The step with other kernels: duration (ns) of segments by number, and sentences on what is assumed."""
+
+    took_ns: dict[int, int]
+    assumed: list[str]
+
+
+class _Found(NamedTuple):
+    """A trace after the change: durations (ns), time of each kernel, other names, and assumptions."""
+
+    took_ns: list[int]
+    kernels: Counter[str]
+    collectives: set[str]
+    categories: set[str]
+    has_launches: bool
+    assumed: Counter[str]
+
+
+class _Event(NamedTuple):
+    """A call in a thread, or work on a stream; the row is the process or device, and its thread or stream."""
+
+    row: _Row
+    begin_ns: int
+    end_ns: int
+    correlation: int
+    name: str
+    kind: int
+
+
+class _Content(NamedTuple):
+    """Content of a trace; ``waits`` has what is recorded of a wait, by the correlation of its call."""
+
+    works: list[_Event]
+    calls: list[_Event]
+    active: dict[_Row, list[Spans]]
+    waits: dict[int, dict[str, Any]]
+    categories: set[str]
+
+
+def with_kernels(inputs: StepInputs, graph: Graph, factors: Mapping[str, float]) -> Timed:
+    """Return the durations of the segments in which kernels take a part of their time.
+
+    Args:
+        inputs: The step; each call reads its traces.
+        graph: The graph of the step.
+        factors: Factor by pattern of names.
+
+    Raises:
+        ConfigError: The traces have no launches of kernels, or a pattern matches no kernel.
+    """
+    segments, calls, owned = graph.segments, [], []
+    for source in inputs.sources:
+        owned.append([at for at, one in enumerate(segments) if _runs_in(one, source)])
+        times = [(segments[at].begin_ns, segments[at].end_ns) for at in owned[-1]]
+        how = (source, inputs.limits, inputs.communication, dict(factors), times)
+        calls.append((partial(_replayed, *how), [source]))
+    longer_ns: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by lane
+    read = list[_Found]()
+    for found, mine, source in zip(results(calls, inputs.ray), owned, inputs.sources, strict=True):
+        if isinstance(found, TraceFormatError):  # already a sentence on missing data
+            continue
+        read.append(found)
+        for at, took_ns in zip(mine, found.took_ns, strict=True):
+            longer_ns[at][source.lane] += took_ns - (segments[at].end_ns - segments[at].begin_ns)
+    _check(factors, read)
+    assumed = sum((found.assumed for found in read), Counter[str]())
+    return Timed(
+        {
+            at: max(segments[at].end_ns - segments[at].begin_ns + max(by_lane.values()), 0)
+            for at, by_lane in longer_ns.items()
+        },
+        [f"{rule} ({many:,})" for rule, many in assumed.items()],
+    )
+
+
+def _runs_in(one: Segment, source: Source) -> bool:
+    """Return whether a segment is work of the process of a trace, or a request in its engine."""
+    if one.request is not None:
+        outside = one.kind.startswith((LOOP_LAG, TO_THE_ENGINE, FROM_THE_ENGINE))
+        return source.replica == one.request.replica and not outside
+    owners = (f"{source.worker} ", f"{source.lane} ")  # a lane's device may follow its name
+    return one.kind == WORK and f"{one.who} ".startswith(owners)
+
+
+def _check(factors: Mapping[str, float], read: Sequence[_Found]) -> None:
+    if not any(found.has_launches for found in read):
+        there = ", ".join(sorted(set().union(*(found.categories for found in read)) - {"", "Trace"}))
+        needed = "the step has no kernels with their launches: capture with the tool torch on a GPU"
+        raise ConfigError("--scale", f"{needed} (the traces have {there or 'nothing'})")
+    kernels = sum((found.kernels for found in read), Counter[str]())
+    collectives = set[str]().union(*(found.collectives for found in read))
+    for pattern in factors:
+        if any(_matches(name, pattern) for name in kernels):
+            continue
+        if any(_matches(name, pattern) for name in collectives):
+            raise ConfigError("--scale", f"{pattern!r} are collectives, whose time has waits for other ranks")
+        names = [kinds.own_name(name) for name, _ in kernels.most_common()]
+        close = get_close_matches(pattern.strip("*?"), names, _MOST_NAMES, _CLOSE)
+        hint = f"{'close names' if close else 'the longest'}: {', '.join(close or names[:_MOST_NAMES])}"
+        raise ConfigError("--scale", f"no kernel of the step matches {pattern!r}; {hint}")
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatchcase(name, pattern)
+
+
+def _read(source: Source, limits: Limits, communication: tuple[str, ...]) -> _Content:
+    kind_of = cache(partial(kinds.kind_of, communicates=kinds.communicates(communication)))
+    found = _Content([], [], defaultdict(list), {}, set())
+    trace = Trace(source.file, limits)
+    for events in trace.chunks(_CHUNK_BYTES):
+        timed = [event for event in events if event.ph == "X" and event.ts is not None]
+        spans = to_spans(timed, trace.base_ns - source.offset_ns)
+        on_host: defaultdict[_Row, list[int]] = defaultdict(list)
+        for place, (event, (begin_ns, end_ns)) in enumerate(zip(timed, spans.tolist(), strict=True)):
+            kind, row = kind_of(event.cat, event.name), (event.pid, event.tid)
+            found.categories.add(event.cat)
+            if kind in (kinds.HOST, kinds.HOST_COMMUNICATION):
+                on_host[row].append(place)
+            said = _CORRELATION.search(event.args)
+            number = int(said[1]) if said else -1
+            if kind in _WORKS or event.cat.lower().endswith(("runtime", "driver")):
+                of_kind = found.works if kind in _WORKS else found.calls
+                of_kind.append(_Event(row, begin_ns, end_ns, number, event.name, kind))
+            elif event.cat == "cuda_sync":
+                found.waits[number] = {"pid": event.pid, **msgspec.json.decode(event.args)}
+        for row, places in on_host.items():
+            found.active[row].append(union(spans[places]))
+    found.calls.sort(key=lambda one: one.begin_ns)
+    works = sorted(set(found.works), key=lambda one: (str(one.row), one.begin_ns, one.end_ns))
+    return found._replace(works=works)
+
+
+def _replayed(
+    source: Source, limits: Limits, communication: tuple[str, ...], factors: dict[str, float], times: _Times
+) -> _Found:
+    """Return a trace after the change.
+
+    Args:
+        source: The trace.
+        limits: How much of it is read.
+        communication: Regular expressions of further communication kernels.
+        factors: Factor by pattern of names.
+        times: Begin and end (ns) of segments. A time at which work begins or ends moves with the work, and
+            any other one with the host.
+    """
+    content = _read(source, limits, communication)
+    works, kernels, collectives = content.works, Counter[str](), Counter[str]()
+    for one in works:
+        of_kind = collectives if one.kind == kinds.COMMUNICATION else kernels
+        of_kind[one.name] += one.end_ns - one.begin_ns
+    by_name = {
+        name: math.prod(factor for pattern, factor in factors.items() if _matches(name, pattern))
+        for name in kernels
+    }
+    assumed = Counter({_KEPT: sum(one.kind == kinds.COMMUNICATION for one in works)})
+    after = _graph(content, assumed)
+    ends: dict[_Event, int] = {}
+    begun, instants, moved_ns = dict[int, int](), [_NEVER], [0]
+    for node in sorted(after, key=lambda node: (node.begin_ns, node.kind in _WORKS)):
+        late_ns = node.begin_ns - max((one.end_ns + least for one, least in after[node]), default=0)
+        new_ns = late_ns + max((ends[one] + least for one, least in after[node]), default=0)
+        ends[node] = new_ns + round((node.end_ns - node.begin_ns) * by_name.get(node.name, 1.0))
+        if node.kind in _WORKS:
+            begun[node.begin_ns] = new_ns
+        else:
+            instants.append(node.begin_ns)
+            moved_ns.append(new_ns - node.begin_ns)
+    by_end = sorted((one.end_ns, ns) for one, ns in ends.items() if one.kind in _WORKS)
+    ended = dict(zip((ns for ns, _ in by_end), accumulate((ns for _, ns in by_end), max), strict=True))
+
+    def new(at_ns: int, first: dict[int, int], second: dict[int, int]) -> int:
+        with_host = at_ns + moved_ns[bisect_right(instants, at_ns) - 1]
+        return first.get(at_ns, second.get(at_ns, with_host))
+
+    took_ns = [new(end_ns, begun, ended) - new(begin_ns, ended, begun) for begin_ns, end_ns in times]
+    return _Found(took_ns, kernels, set(collectives), content.categories, bool(after), assumed)
+
+
+def _graph(content: _Content, assumed: Counter[str]) -> dict[_Event, list[tuple[_Event, int]]]:
+    """Return what each node follows, with the least time between both (ns); nothing without launches.
+
+    Args:
+        content: The trace.
+        assumed: Number of edges by assumption, which gets those of the trace.
+    """
+    works, calls = content.works, content.calls
+    call_of = {one.correlation: one for one in reversed(calls) if one.correlation >= 0}
+    launches = [call_of.get(one.correlation) for one in works]
+    lags = [one.begin_ns - call.begin_ns for one, call in zip(works, launches, strict=True) if call]
+    least_ns = min((lag for lag in lags if lag >= 0), default=0)
+    after = defaultdict[_Event, list[tuple[_Event, int]]](list, {one: [] for one in works})
+    launched = defaultdict[int, list[int]](list)
+    streams: dict[_Row, tuple[int, list[int], list[int]]] = {}  # first work, launches and ends so far
+    for row, numbers in groupby(range(len(works)), lambda at: works[at].row):
+        mine = list(numbers)
+        begins = accumulate((call.begin_ns if (call := launches[at]) else 0 for at in mine), max)
+        streams[row] = mine[0], list(begins), list(accumulate((works[at].end_ns for at in mine), max))
+        for before, at in pairwise(mine):
+            after[works[at]].append((works[before], min(works[at].begin_ns - works[before].end_ns, 0)))
+        for at in mine:
+            if (call := launches[at]) and call.begin_ns <= works[at].begin_ns:
+                launched[call.correlation].append(at)
+                after[works[at]].append((_instant(call.row, call.begin_ns), least_ns))
+    if not launched:
+        return {}
+    assumed[_UNLAUNCHED] += len(works) - sum(map(len, launched.values()))
+
+    def last(call: _Event, until_ns: int, own: _Row | None = None) -> list[int]:
+        """Return the work that a call waits for, ended until an instant; ``own`` is a stream that waits."""
+        said = content.waits.get(call.correlation, {})
+        named = (said.get("pid"), said.get("wait_on_stream", said.get("stream")))
+        record = call_of.get(said.get("wait_on_cuda_event_record_corr_id", -1), call)
+        found = []
+        for row in [named] if named in streams else streams.keys() - {own}:
+            first, launch_ns, end_ns = streams[row]
+            at = first + min(bisect_left(launch_ns, record.begin_ns), bisect_right(end_ns, until_ns)) - 1
+            found += [at] if at >= first and works[at].begin_ns < until_ns else []
+        if named in streams or _WAITS_FOR_ALL.search(call.name):
+            return found
+        assumed[_STREAM_WAITS if own else _HOST_WAITS] += bool(found)
+        return sorted(found, key=lambda at: works[at].end_ns)[-1:]
+
+    instants = {_instant(call.row, call.begin_ns) for call in launches if call}
+    pending: defaultdict[_Row, list[_Event]] = defaultdict(list)
+    for call in calls:
+        started = launched.get(call.correlation, [])
+        waited = [at for at in started if works[at].kind == kinds.MEMORY and works[at].end_ns < call.end_ns]
+        full = [at - _QUEUE for at in started if at - _QUEUE >= streams[works[at].row][0]]
+        full = [at for at in full if call.begin_ns < works[at].end_ns < call.end_ns]
+        assumed[_FULL] += len(full)
+        waited += full + (last(call, call.end_ns) if "Synchronize" in call.name else [])
+        if waited:
+            ends = _instant(call.row, call.end_ns)
+            instants |= {_instant(call.row, call.begin_ns), ends}
+            after[ends] += [(works[at], 0) for at in waited]
+        if "StreamWaitEvent" in call.name:
+            pending[call.row].append(call)
+        elif started:
+            at, stream = started[0], works[started[0]].row[1]
+            for wait in pending.pop(call.row, []):
+                if content.waits.get(wait.correlation, {}).get("stream", stream) == stream:
+                    after[works[at]] += [
+                        (works[one], 0) for one in last(wait, works[at].begin_ns, works[at].row)
+                    ]
+                else:
+                    pending[call.row].append(wait)
+    turns = list(_turns({row: union(*content.active[row]) for row in {one.row for one in instants}}))
+    assumed[_TURNS] += len(turns)
+    in_order = pairwise(sorted(instants.union(*turns), key=lambda one: (str(one.row), one.begin_ns)))
+    for earlier, one in (*turns, *(pair for pair in in_order if pair[0].row == pair[1].row)):
+        after[one].append((earlier, 0))
+    return {one: [] for one in instants.union(*turns)} | after
+
+
+def _instant(row: _Row, ns: int) -> _Event:
+    return _Event(row, ns, ns, -1, "", kinds.HOST)
+
+
+def _turns(active: Mapping[_Row, Spans]) -> Iterator[tuple[_Event, _Event]]:
+    """Yield the end of a call, and the begin of a call in another thread that was idle during the first."""
+    for row, spans in active.items():
+        idle_since = [_NEVER, *spans[:-1, 1].tolist()]
+        for since_ns, begin_ns in zip(idle_since, spans[:, 0].tolist(), strict=True):
+            found = []
+            for other, calls in active.items():
+                at = int(np.searchsorted(calls[:, 1], begin_ns)) - 1
+                if other != row and at >= 0 and calls[at, 0] > since_ns:
+                    found.append(_instant(other, int(calls[at, 1])))
+            for end in sorted(found, key=lambda one: one.begin_ns)[-1:]:
+                yield end, _instant(row, begin_ns)
