@@ -52,9 +52,13 @@ def named_file(folder: Path, name: str) -> Path:
     return path
 
 
+_PART = ".part"
+_OLD_S = 24 * 3600
+
+
 def part_of(path: Path) -> Path:
     """Return the temporary name for writing a file in this process."""
-    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.part")
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}{_PART}")
 
 
 @contextmanager
@@ -89,6 +93,14 @@ def scratch_folder(path: Path) -> Iterator[Path]:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove temporary files of killed processes, if they are older than a day."""
+    for path in folder.glob(f".*{_PART}"):
+        with suppress(OSError):
+            if time.time() - path.lstat().st_mtime > _OLD_S:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 RESULT_SUFFIX = ".result.json"

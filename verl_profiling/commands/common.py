@@ -16,6 +16,7 @@ from verl_profiling.commands import EXIT_FINDING, EXIT_OK, local_path
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.report.model import Report
 from verl_profiling.report.watch_frame import logged_steps
+from verl_profiling.run_files import clear_leftovers
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.units import visible
 from verl_profiling.watch_log import latest_step, read_watch_log
@@ -80,6 +81,8 @@ class StepByStep:
         self.exit_code = EXIT_OK
         for problem in problems:
             self.problem(problem)
+        for folder in {step.directory for step in self.steps}:
+            clear_leftovers(folder)
 
     def reports(self, *, keep_graphs: bool = False) -> list[tuple[CapturedStep, Report]]:
         """Return each step with its report; a continuous capture is split into its steps.

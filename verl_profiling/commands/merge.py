@@ -9,6 +9,7 @@ from verl_profiling.analysis import CapturedStep, Progress
 from verl_profiling.commands import at_least_0, count, size
 from verl_profiling.commands.common import StepByStep, add_paths, add_ray, progress
 from verl_profiling.errors import ConfigError
+from verl_profiling.run_files import clear_leftovers
 from verl_profiling.units import byte_size, listed
 
 
@@ -55,9 +56,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Merge every step under the path."""
     work = StepByStep(arguments.paths, ray=arguments.ray)
-    if arguments.output and len(work.steps) > 1:
-        titles = listed([step.inputs.title for step in work.steps])
-        raise ConfigError("--output", f"needs a single step, but there are {len(work.steps)}: {titles}")
+    if arguments.output:
+        if len(work.steps) > 1:
+            titles = listed([step.inputs.title for step in work.steps])
+            raise ConfigError("--output", f"needs a single step, but there are {len(work.steps)}: {titles}")
+        clear_leftovers(arguments.output.parent)
     traces = sum(len(step.inputs.sources) + len(step.inputs.logs) for step in work.steps)
     with progress("merging", traces) as advance:
         for step in work.steps:
