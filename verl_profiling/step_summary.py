@@ -126,7 +126,7 @@ class ExposedStage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     imbalance: float = 1.0
 
 
-class RoleMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RoleMemory(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Memory of the processes of a role.
 
     Attributes:
@@ -272,26 +272,24 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def add_up(self) -> None:
         """Set ``memory``, ``spans`` and ``counts`` to the sums over the processes."""
-        roles: dict[str, list[RankUse]] = {}
+        roles: dict[str, RoleMemory] = {}
+        has_spans = False
         for process in (*self.loop, *self.workers):
-            roles.setdefault(process.role, []).append(process)
-        self.memory = [_memory(role, processes) for role, processes in roles.items()]
-        self.spans = _spans([*self.loop, *self.workers])
-        for process in (*self.loop, *self.workers):
-            for name, value in (process.counts or {}).items():
-                self.counts = self.counts | {name: self.counts.get(name, 0.0) + value}
-
-
-def _memory(role: str, processes: Sequence[RankUse]) -> RoleMemory:
-    most = max(processes, key=lambda process: process.peak_bytes or 0)
-    held = [process.held_bytes for process in processes if process.held_bytes is not None]
-    return RoleMemory(
-        role=role,
-        processes=len(processes),
-        lane=most.lane if most.peak_bytes is not None else "",
-        peak_bytes=most.peak_bytes,
-        held_bytes=max(held, default=None),
-    )
+            role = roles.get(process.role)
+            if role is None:
+                role = roles[process.role] = RoleMemory(role=process.role, processes=0)
+            role.processes += 1
+            peak_bytes, held_bytes = process.peak_bytes, process.held_bytes
+            if peak_bytes is not None and (role.peak_bytes is None or peak_bytes > role.peak_bytes):
+                role.lane, role.peak_bytes = process.lane, peak_bytes
+            if held_bytes is not None and (role.held_bytes is None or held_bytes > role.held_bytes):
+                role.held_bytes = held_bytes
+            has_spans = has_spans or bool(process.spans)
+            if process.counts:
+                for name, value in process.counts.items():
+                    self.counts = self.counts | {name: self.counts.get(name, 0.0) + value}
+        self.memory = [*roles.values()]
+        self.spans = _spans([*self.loop, *self.workers]) if has_spans else []
 
 
 def _spans(processes: Sequence[RankUse]) -> list[SpanTotal]:

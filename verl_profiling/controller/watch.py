@@ -85,6 +85,7 @@ class Watch:
         self._log: list[Listener] = []
         self.step: StepSummary | None = None
         self._ended: deque[StepSummary] = deque()
+        self._most_ended = min(options.every or inf, options.steps)
         self._is_due = False
         self._next_s = time.monotonic() + LEAST_PAUSE_S
         self._lock = threading.Lock()
@@ -132,8 +133,10 @@ class Watch:
 
     def takes(self, metrics: Mapping[str, Any] | None) -> None:
         """Note the metrics ``samples`` and ``tokens`` of the open step: what the training took."""
-        if self.step is not None and isinstance(metrics, Mapping):
-            numbers, _ = finite_numbers({name: metrics.get(name) for name in ("samples", "tokens")})
+        if self.step is None or not isinstance(metrics, Mapping):
+            return
+        if known := {name: metrics[name] for name in ("samples", "tokens") if name in metrics}:
+            numbers, _ = finite_numbers(known)
             self.step.taken = max(0, int(numbers.get("samples", 0)))
             self.step.taken_tokens = max(0, int(numbers.get("tokens", 0)))
 
@@ -144,8 +147,8 @@ class Watch:
             return
         step.end_ns, step.beside = clock.now_ns(), self.beside
         self._ended.append(step)
-        most = min(self.options.every or inf, self.options.steps)
-        if not step.captured and (len(self._ended) >= most or time.monotonic() >= self._next_s):
+        is_due = len(self._ended) >= self._most_ended or time.monotonic() >= self._next_s
+        if is_due and not step.captured:
             self.read()
 
     def train_ends(self, timeout_s: float) -> None:
@@ -200,8 +203,9 @@ class Watch:
         times = [(step.begin_ns, step.end_ns) for step in steps]
         requested = ranks is not None and ranks.collectives
         own = self.sums.of_steps(self.who, times, collectives=requested)  # before a worker that shares them
+        reads_recorders = ranks is None and self.recorders.due
         if asked := [step for step in steps if self.options.every or step.captured]:
-            self._workers.read(asked, ranks is None and self.recorders.due, left_s)
+            self._workers.read(asked, reads_recorders, left_s)
         for step, use in zip(steps, own, strict=True):
             step.loop = [use] if use is not None else []
         if ranks is not None and ranks.leads:
@@ -209,14 +213,16 @@ class Watch:
             steps = [ranks.joined(step) for step in steps]
         elif ranks is not None:
             ranks.send(steps)
+        has_workers = bool(self.roster.targets)
         for step in steps:
             step.add_up()
-            summary = with_lateness(step)
+            summary = with_lateness(step) if requested or reads_recorders else step
             summary.earlier = self.summaries[-1].workers if self.summaries else []
-            has_workers, runs = bool(self.roster.targets), StepRuns(summary)
+            runs = StepRuns(summary)
             summary.exposed = exposed(summary, has_workers, runs)
             summary.trainer_idle, summary.rollout_idle = idle_of(summary, has_workers, runs)
-            summary.samples, summary.tokens = made_in(summary)
+            if summary.spans:
+                summary.samples, summary.tokens = made_in(summary)
             self.summaries.append(summary)
             if self.options.trigger is not None:
                 self.recorders.follow(summary)

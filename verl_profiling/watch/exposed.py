@@ -81,8 +81,12 @@ def exposed(
         has_workers: Whether the loop calls workers. Then a summary without workers has no clear leader.
         runs: The runs of the step, if computed already.
     """
-    rows: list[ExposedStage] = []
-    done_ns, step_ns = 0, summary.duration_ns
+    step_ns = summary.duration_ns
+    if len(summary.loop) == 1 and not summary.workers:
+        rows = _alone(summary, step_ns, leads=not has_workers)
+        if rows is not None:
+            return rows
+    rows, done_ns = [], 0
     for name, (front_ns, [first, *_]) in _stages(summary, has_workers, runs or StepRuns(summary)).items():
         reached_ns = min(round(front_ns), step_ns)
         rows.append(
@@ -121,10 +125,6 @@ def _stages(
     """Return for each stage of the loop the frontier after it (ns), and the standings of its roles."""
     if not summary.loop:
         return {}
-    if len(summary.loop) == 1 and not summary.workers:
-        alone = _alone(summary, clear=not has_workers)
-        if alone is not None:
-            return alone
     lanes = [use.lane for use in summary.loop]
     # Background stages are left out: their cost is the loop's wait for them.
     loop = runs.loop.at(~runs.named(runs.loop, *summary.beside))
@@ -140,21 +140,21 @@ def _stages(
     return found
 
 
-def _alone(summary: StepSummary, clear: bool) -> dict[str, tuple[float, list[Standing]]] | None:
-    """Return :func:`_stages` of a loop whose stages run once and in sequence; ``None`` for any other loop."""
+def _alone(summary: StepSummary, left_ns: int, leads: bool) -> list[ExposedStage] | None:
+    """Return :func:`exposed` of a loop whose stages run once and in sequence; ``None`` for any other loop."""
     [use] = summary.loop
-    found: dict[str, tuple[float, list[Standing]]] = {}
-    front_ns, busy_until_ns = 0.0, 0
+    found: dict[str, ExposedStage] = {}
+    busy_until_ns, leader = 0, use.lane if leads else ""
     for name, begin_ns, _, took_ns in sorted(use.each_run(), key=itemgetter(1)):
         if name in summary.beside:
             continue
         if name in found or begin_ns < busy_until_ns:
             return None
         busy_until_ns = begin_ns + took_ns
-        front_ns += took_ns
-        standing = Standing(use.role, [use.lane], np.array([float(took_ns)]), use.lane, 0, 1.0, clear)
-        found[name] = front_ns, [standing]
-    return found
+        took_ns = min(took_ns, left_ns)
+        left_ns -= took_ns
+        found[name] = ExposedStage(name=name, exposed_ns=took_ns, role=use.role, leader=leader)
+    return [*found.values(), *([ExposedStage(name="", exposed_ns=left_ns, role=use.role)] if left_ns else [])]
 
 
 class _Workers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
@@ -131,27 +130,28 @@ def _idle(role_of: _Whole, busy: Runs, causes: Sequence[_Cause], step_ns: int) -
 
 def _alone(summary: StepSummary) -> tuple[Idle | None, Idle | None]:
     """Return the same of a loop without workers, from its exposed times, which takes a tenth of the time."""
-    trainer, rollout = [("", 0.0)], [("", 0.0)]
+    trainer, rollout, step_ns = [("", 0.0)], [("", 0.0)], summary.duration_ns
     trains = generates = False
     for row in summary.exposed:
-        share, is_made = row.exposed_ns / summary.duration_ns, row.name in (ROLLOUT, _GENERATE)
-        generates |= is_made
-        if row.name and not is_made and not row.name.startswith(WAIT):
+        name, share = row.name, row.exposed_ns / step_ns
+        if name in (ROLLOUT, _GENERATE):
+            generates = True
+            trainer.append((ROLLOUT, share))
+        elif name and not name.startswith(WAIT):
             trains = True
-            rollout.append((row.name if row.name in _APART else TRAINING, share))
-            continue
-        trainer.append((ROLLOUT if is_made else row.name.removeprefix(WAIT), share))
-        if not is_made:
-            rollout.append((NO_REQUESTS if row.name else "", share))
+            rollout.append((name if name in _APART else TRAINING, share))
+        else:
+            trainer.append((name.removeprefix(WAIT), share))
+            rollout.append((NO_REQUESTS if name else "", share))
     return _largest(trainer) if trains else None, _largest(rollout) if generates else None
 
 
 def _largest(parts: Iterable[tuple[str, float]]) -> Idle:
     """Return the total idle time of some causes, and the largest cause."""
-    shares: defaultdict[str, float] = defaultdict(float)
+    shares: dict[str, float] = {}
     for name, share in parts:
-        shares[name] += share
-    cause = max(shares, key=lambda name: shares[name])
+        shares[name] = shares.get(name, 0.0) + share
+    cause = max(shares, key=shares.__getitem__)
     return Idle(round(max(0.0, sum(shares.values())), 4), cause, round(max(0.0, shares[cause]), 4))
 
 

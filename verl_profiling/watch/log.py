@@ -82,12 +82,15 @@ class WatchLog:
         line = msgspec.json.encode(without) + b"\n"
         with self._lock:
             try:
-                with self._path.open("ab", buffering=0) as file:
-                    at = file.tell()
-                    is_full = at + len(line) > self._most
-                    if not is_full and file.write(line) < len(line):
-                        file.truncate(at)
+                file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                try:
+                    size = os.fstat(file).st_size
+                    is_full = size + len(line) > self._most
+                    if not is_full and os.write(file, line) < len(line):
+                        os.ftruncate(file, size)
                         raise OSError(ENOSPC, os.strerror(ENOSPC))
+                finally:
+                    os.close(file)
                 if is_full:
                     self._path.replace(self._older)
                     self._path.write_bytes(line)

@@ -180,14 +180,17 @@ class StageSums:
         self._since_ns = min(self._since_ns, now_ns + ahead_ns)  # the clock may be set back
         runs: list[dict[str, list[Period]]] = [{} for _ in steps]
         memory: list[tuple[int, int]] = [(0, 0)] * len(steps)
-        while steps and self._ended and self._ended[0][2] - ahead_ns < steps[0][0] - _SLACK_NS:
-            self._ended.popleft()  # no earlier steps are requested any more
+        first_ns = steps[0][0] + ahead_ns if steps else now_ns
         for name, begin_ns, end_ns, peak, held in reversed(list(self._ended)):
-            at = _divide(runs, name, (begin_ns - ahead_ns, end_ns - ahead_ns), steps)
+            if end_ns < first_ns:
+                if end_ns < first_ns - _SLACK_NS:
+                    break  # of other threads, nothing later comes before it
+                continue
+            at = _divide(runs, name, begin_ns - ahead_ns, end_ns - ahead_ns, steps)
             if peak and at is not None:
                 memory[at] = max(peak, memory[at][0]), memory[at][1] or held
         for stage in list(self.open.values()):
-            _divide(runs, stage.name, (stage.begin_ns - ahead_ns, now_ns), steps, is_open=True)
+            _divide(runs, stage.name, stage.begin_ns - ahead_ns, now_ns, steps, is_open=True)
         totals = self.spans.of_steps(steps, ahead_ns)
         entered = collectives_in(steps, ahead_ns) if collectives else [None] * len(steps)
         return [
@@ -228,25 +231,27 @@ class StageSums:
 def _divide(
     runs: list[dict[str, list[Period]]],
     name: str,
-    run: Period,
+    begin_ns: int,
+    end_ns: int,
     steps: Sequence[Period],
     is_open: bool = False,
 ) -> int | None:
     """Add a run of a stage to each overlapping step; return the index of the last such step."""
-    begin_ns, end_ns = run
-    last, first = None, max(bisect_right(steps, begin_ns, key=_begin_of) - 1, 0)
-    for at, (step_begin_ns, step_end_ns) in enumerate(steps[first:], first):
-        if step_begin_ns > end_ns:
+    last = None
+    for at in range(max(bisect_right(steps, begin_ns, key=_begin_of) - 1, 0), len(steps)):
+        first_ns, last_ns = steps[at]
+        if first_ns > end_ns:
             break
-        first_ns, last_ns = max(step_begin_ns, begin_ns), min(step_end_ns, end_ns)
-        step_ns = step_end_ns - step_begin_ns
+        step_ns = last_ns - first_ns
+        first_ns, last_ns = max(first_ns, begin_ns), min(last_ns, end_ns)
         least_ns = step_ns if is_open else min(end_ns - begin_ns, _SMALL_PART * step_ns)
         if first_ns <= last_ns and _SMALL_PART * (last_ns - first_ns) >= least_ns:
-            of_step = runs[at]
-            line = name[:_LONGEST_NAME].replace("\n", " ")
-            shown = line if line in of_step or len(of_step) < MOST_NAMES else OTHERS
+            of_step, last = runs[at], at
+            shown = name
+            if shown not in of_step:
+                shown = name[:_LONGEST_NAME].replace("\n", " ")
+                shown = shown if shown in of_step or len(of_step) < MOST_NAMES else OTHERS
             of_step.setdefault(shown, []).append((first_ns, last_ns))
-            last = at
     return last
 
 
@@ -255,10 +260,11 @@ def packed_stages(stages: Mapping[str, Sequence[Period]]) -> tuple[str, bytes]:
     each = sorted([(sorted(times), name) for name, times in stages.items()])
     rows: list[int] = []
     for number, (times, _) in enumerate(each):
-        first, most = len(rows), len(rows) + 4 * MOST_PERIODS
+        left = MOST_PERIODS
         for begin_ns, end_ns in times:
-            if len(rows) == first or (begin_ns - rows[-2] > _TOUCHING_NS and len(rows) < most):
+            if left == MOST_PERIODS or (left and begin_ns - rows[-2] > _TOUCHING_NS):
                 rows += number, begin_ns, end_ns, end_ns - begin_ns
+                left -= 1
             else:
                 rows[-2] = max(rows[-2], end_ns)
                 rows[-1] += end_ns - begin_ns
