@@ -202,6 +202,7 @@ def test_a_faster_tool_and_a_rollout_without_its_tail(tmp_path: Path) -> None:
     assert both.predicted_us == pytest.approx((0.25 + 3 + 0.25 + 0.25 + 0.1 + 1.8) * 1e6)
     assert step.what_if(no_tail=75).predicted_us == pytest.approx(6e6)
     assert step.what_if(no_tail=50, tools={"search": 1.0}).predicted_us == pytest.approx(5.5e6)
+    assert step.what_if(no_tail=75, tools={"search": 0.25}).predicted_us <= quick.predicted_us
     for wrong in ({"tools": {"serch": 1.0}}, {"scale": {"train": 0.5}}, {"balance": ["rollout"]}):
         with pytest.raises(ConfigError, match="the step has no"):
             step.what_if(**wrong)
@@ -360,7 +361,7 @@ def test_loop_lag_goes_with_the_tool_that_blocks_the_loop(tmp_path: Path) -> Non
     assert step.what_if(unblock=["sandbox"], tools={"sandbox": 1.0}).predicted_us == pytest.approx(8e6)
     tried = {row.option: row.difference_us for row in step.what_if().what_would_help}
     assert tried["--unblock sandbox"] == pytest.approx(-1e6)
-    with pytest.raises(ConfigError, match="no call that blocks an event loop 'search'; choose from: sandbox"):
+    with pytest.raises(ConfigError, match="no event loop that is blocked by 'search'; choose from: sandbox"):
         step.what_if(unblock=["search"])
 
 

@@ -155,7 +155,9 @@ def _steps(text: str) -> int:
 
 
 def _split(text: str) -> tuple[int, int]:
-    training, _, rollout = text.partition(":")
+    training, colon, rollout = text.partition(":")
+    if not colon or ":" in rollout:
+        raise argparse.ArgumentTypeError(f"{text!r} is not TRAIN:ROLLOUT, such as 8:24")
     return count(training), count(rollout)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -216,15 +217,19 @@ class OpenCapture:
     def _shake_hands(self, method: str, argument: object, targets: Iterable[Target]) -> Waits[None]:
         """Measure the clock offsets of other hosts by repeated calls, which have no further effect.
 
-        One target per clock is called, and each worker of the target adds a handshake.
+        One target per clock is called, and each of its workers with this clock adds a handshake.
         """
         asked, here = set(targets), clock.domain()
-        chosen: dict[str, Target] = {}
+        reached: Counter[tuple[str, Target]] = Counter()
         for worker, started in self._started.items():
-            if started is not None and worker.target in asked and worker.identity.clock_domain != here:
-                chosen[worker.identity.clock_domain] = worker.target
+            domain, target = worker.identity.clock_domain, worker.target
+            if started is not None and domain != here and target in asked:
+                reached[domain, target] += 1
+        chosen = dict(reached.keys())
         for turn in range(HANDSHAKES if chosen else 0):
-            again = {target for target in chosen.values() if turn * len(target.workers) < HANDSHAKES}
+            again = {
+                target for domain, target in chosen.items() if turn * reached[domain, target] < HANDSHAKES
+            }
             if not again:
                 return
             calls = self.roster.call(again, method, argument, timeout_s=self.roster.config.timeouts.start_s)

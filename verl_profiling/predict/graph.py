@@ -331,7 +331,7 @@ def graph_of(content: Content) -> Graph:
     later += [since_ns for worker in step.workers for since_ns in worker.pending_since_ns]
     carried: list[tuple[_Run, _Run, _Run]] = []
     for stage in stages:
-        early = [one for one in stage.waits if one.begin_ns <= root.begin_ns]
+        early = [one for one in stage.waits if one.begin_ns <= root.begin_ns and one.who != who]
         if stage.name != ROLLOUT or (stage.waits and not early):
             continue
         next_ns = min((ns for ns in later if ns >= stage.end_ns), default=root.end_ns)

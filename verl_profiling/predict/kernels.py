@@ -151,12 +151,13 @@ def _runs_in(one: Segment, source: Source) -> bool:
 
 
 def _check(factors: Mapping[str, float], read: Sequence[_Found]) -> None:
-    if not any(found.has_launches for found in read):
+    replayed = [found for found in read if found.has_launches]
+    if not replayed:
         there = ", ".join(sorted(set().union(*(found.categories for found in read)) - {"", "Trace"}))
         needed = "the step has no kernels with their launches: capture with the tool torch on a GPU"
         raise ConfigError("--scale", f"{needed} (the traces have {there or 'nothing'})")
-    kernels = sum((found.kernels for found in read), Counter[str]())
-    collectives = set[str]().union(*(found.collectives for found in read))
+    kernels = sum((found.kernels for found in replayed), Counter[str]())
+    collectives = set[str]().union(*(found.collectives for found in replayed))
     for pattern in factors:
         if any(_matches(name, pattern) for name in kernels):
             continue
@@ -169,7 +170,8 @@ def _check(factors: Mapping[str, float], read: Sequence[_Found]) -> None:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    return name == pattern or fnmatchcase(name, pattern)
+    names = (name, kinds.own_name(name))
+    return any(one == pattern or fnmatchcase(one, pattern) for one in names)
 
 
 def _read(source: Source, limits: Limits, communication: tuple[str, ...]) -> _Content:
@@ -190,7 +192,7 @@ def _read(source: Source, limits: Limits, communication: tuple[str, ...]) -> _Co
             if kind in _WORKS or event.cat.lower().endswith(("runtime", "driver")):
                 of_kind = found.works if kind in _WORKS else found.calls
                 of_kind.append(_Event(row, begin_ns, end_ns, number, event.name, kind))
-            elif event.cat == "cuda_sync":
+            elif event.cat == "cuda_sync" and event.args:
                 found.waits[number] = {"pid": event.pid, **msgspec.json.decode(event.args)}
         for row, places in on_host.items():
             found.active[row].append(union(spans[places]))

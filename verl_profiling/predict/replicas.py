@@ -25,7 +25,6 @@ from verl_profiling.report.capture_rows import VALIDATE
 
 Floats = NDArray[np.float64]
 
-_OPTION = "--replicas"
 _QUEUED, _DECODE = "queued", "decode"
 _IN_ENGINE = (_QUEUED, "first token", "prefill", "generate", _DECODE)
 _WAITED = 0.1  # time in queues per time of running, from which on a replica is full
@@ -147,17 +146,18 @@ def has_requests(graph: Graph) -> bool:
     return any(one.tokens for one in _served(graph))
 
 
-def on_replicas(recorded: Replay, replicas: int) -> Outcome:
+def on_replicas(recorded: Replay, replicas: int, option: str) -> Outcome:
     """Return the durations of segments when requests are served by another number of replicas.
 
     Args:
         recorded: The step with the recorded replicas.
         replicas: Number of replicas.
+        option: The option, for errors.
 
     Raises:
         ConfigError: The number is wrong, or the step lacks requests.
     """
-    engines = _fitted(recorded, replicas, _OPTION)
+    engines = _fitted(recorded, replicas, option)
     most = len(engines.served)
     random = np.random.default_rng(0)
     orders = [None, range(most), *(random.permutation(most).tolist() for _ in range(_ORDERS))]
@@ -278,7 +278,7 @@ def _fitted(recorded: Replay, replicas: int | None, option: str, ahead: int = 0)
     """
     graph, took_ns = recorded.graph, recorded.took_ns
     if replicas is not None and replicas < 1:
-        raise ConfigError(_OPTION, f"{replicas} is not a number of at least 1")
+        raise ConfigError(option, f"{replicas} is not a number of at least 1")
     served = list(_served(graph))
     if not any(one.tokens for one in served):
         raise ConfigError(

@@ -6,6 +6,7 @@ import math
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 import msgspec
@@ -288,17 +289,19 @@ def _changed(graph: Graph, changes: Changes, calls: _Calls, timed: Mapping[int, 
             took[at] = (one.end_ns - one.begin_ns) * seconds * 1e9 / call_ns
     blocked = _blocked(graph)
     for name in changes.unblock:
-        _known("--unblock", "call that blocks an event loop", _tool(name), blocked)
+        _known("--unblock", "event loop that is blocked by", _tool(name), blocked)
         for at in blocked[_tool(name)]:
             took[at] = 0.0
-    if changes.no_tail is not None:
-        if not graph.tails:
-            raise ConfigError("--no-tail", "no stage waits for trajectories or requests")
-        for at, left_out in _tails(graph, changes.no_tail):
-            after[at] = [before for before in after[at] if before not in left_out]
     whole = ([round(ns) for ns in column] for column in (took, delay, before))
     took_ns, delay_ns, before_ns = whole
     graph = graph.with_polls([changes.scale.get(POLLING, 1.0)] * len(took))
+    found = replay(graph, took_ns, delay_ns, after, before_ns)
+    if changes.no_tail is None:
+        return found
+    if not graph.tails:
+        raise ConfigError("--no-tail", "no stage waits for trajectories or requests")
+    for at, left_out in _tails(found, changes.no_tail):
+        after[at] = [before for before in after[at] if before not in left_out]
     return replay(graph, took_ns, delay_ns, after, before_ns)
 
 
@@ -322,7 +325,7 @@ def _with_resources(
                 option, "needs a step whose rollout begins and ends in it, with engines recorded"
             )
     if changes.split:
-        replicas, factor = _pools(graph, *changes.split)
+        replicas, factor = _pools(graph, *changes.split, assumed)
         factors = [factor, 1.0]
         replicas = replicas if replicas != len(graph.engines) else None
     logged, rollouts = has_requests(graph), [found]
@@ -330,7 +333,7 @@ def _with_resources(
         ratio = len(graph.engines) / replicas
         rollouts = [_slower(found, factor) for factor in ((1 + ratio) / 2, 1.0, ratio)]
     elif replicas is not None and not (ahead > 1 and logged):
-        outcome = on_replicas(found, replicas)
+        outcome = on_replicas(found, replicas, "--split" if changes.split else "--replicas")
         assumed += outcome.assumed
         notes += outcome.notes
         rollouts = [
@@ -369,11 +372,12 @@ def _with_resources(
         slow = [max(pair) for pair in zip(trained_ns, made_ns, strict=True)]
         steps_ns = [(fast[0] + slow[0]) / 2, fast[1], slow[2]]
     if steps_ns[0] > trained_ns[0]:
-        training = _slower(rollout, steps_ns[0] / alone.span_ns)
+        whole = rollout._replace(graph=replace(graph, polls={}))  # a mean of steps ends at no poll
+        training = _slower(whole, steps_ns[0] / alone.span_ns)
     return training, [training.span_ns, *(round(ns) + sync_ns for ns in steps_ns)]
 
 
-def _pools(graph: Graph, training: int, rollout: int) -> tuple[int, float]:
+def _pools(graph: Graph, training: int, rollout: int, assumed: list[str]) -> tuple[int, float]:
     """Return the number of replicas of a split, and the factor of the training's time in proportion.
 
     A worker without a known device counts as one, unless other workers have devices.
@@ -382,6 +386,7 @@ def _pools(graph: Graph, training: int, rollout: int) -> tuple[int, float]:
         graph: The graph.
         training: Number of devices of the training.
         rollout: Number of devices of the rollout.
+        assumed: Sentences on what is assumed, which get one more.
     """
     if min(training, rollout) < 1:
         raise ConfigError("--split", f"{training}:{rollout} has a number that is not at least 1")
@@ -396,6 +401,9 @@ def _pools(graph: Graph, training: int, rollout: int) -> tuple[int, float]:
     if rollout % size:
         raise ConfigError("--split", f"a replica has {size} devices, and {rollout} is no multiple of it")
     devices = set[str]().union(*(graph.devices.get(name) or {name} for name in trainers))
+    assumed.append(
+        f"the capture has all workers of the run: {len(devices):,} train, and {len(graph.engines):,} replicas"
+    )
     return rollout // size, len(devices) / training
 
 
@@ -505,14 +513,14 @@ def _tool(name: str) -> str:
     return name.removeprefix(_TOOL)
 
 
-def _tails(graph: Graph, percent: float) -> Iterable[tuple[int, set[int]]]:
+def _tails(found: Replay, percent: float) -> Iterable[tuple[int, set[int]]]:
     """Yield each segment that waits for a rollout, and the trajectories or requests in its tail."""
-    rollouts: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+    graph, rollouts = found.graph, defaultdict[tuple[object, ...], list[int]](list)
     for at in graph.tails:
         one = graph.segments[at]
         rollouts[one.within, graph.parts[one.part] if one.part >= 0 else at].append(at)
     for waiting in rollouts.values():
-        ended = sorted((graph.segments[last].end_ns, last) for at in waiting for last in graph.tails[at])
+        ended = sorted((found.end_ns[last], last) for at in waiting for last in graph.tails[at])
         left_out = {last for _, last in ended[math.ceil(len(ended) * percent / 100) :]}
         yield from ((at, left_out) for at in waiting)
 

@@ -26,10 +26,11 @@ from verl_profiling.timeline.step import (
     short_label,
     sorted_sources,
 )
-from verl_profiling.timeline.trace import NO_TRACE, Event, Trace
+from verl_profiling.timeline.trace import NO_TRACE, UNDECODABLE, Blocks, Event, Limits, Trace
 
 _HEAD_BYTES = 1 << 14  # process names, if any, are at the beginning
 _MAX_RANK = 1 << 30
+_OTHER_BYTES = 64 << 20
 _MERGED = "is a timeline written by merge; give the original traces"
 _STEP = re.compile(r"step[_-]?(\d+)", re.IGNORECASE)
 _RANK = re.compile(r"(?:rank|TP)[_-]?(\d+)", re.IGNORECASE)
@@ -82,7 +83,7 @@ def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceForm
             except TraceFormatError as error:
                 if path == file:
                     raise
-                if error.problem in (NO_TRACE, _MERGED):
+                if error.problem == _MERGED or (error.problem == NO_TRACE and _is_json(file)):
                     continue
                 damaged.append(error)
             found += 1
@@ -101,6 +102,16 @@ def _files(path: Path) -> Iterator[Path]:
         hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
         if file.name not in _NOT_A_TRACE and not hidden and not file.is_dir():
             yield file
+
+
+def _is_json(path: Path) -> bool:
+    """Return whether a file of at most 64 MiB is valid JSON."""
+    try:
+        content = b"".join(Blocks(path, Limits(content_bytes=_OTHER_BYTES)))
+        msgspec.json.decode(content, type=msgspec.Raw)
+    except (TraceFormatError, *UNDECODABLE):
+        return False
+    return True
 
 
 def _label(paths: Sequence[Path], directory: Path) -> str:
