@@ -17,7 +17,7 @@ from step_folders import rewrite_worker
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
-from verl_profiling.manifest import Device, Request, StageSpan
+from verl_profiling.manifest import POLLING, Device, Request, StageSpan
 from verl_profiling.predict.what_if import Prediction
 from verl_profiling.run_files import read_manifest
 
@@ -281,6 +281,22 @@ def test_rollouts_some_steps_ahead_share_the_engine(
     assert has(found, truth), (found.low_us, truth, found.high_us)
     assert sum(row.duration_us for row in found.path) == pytest.approx(found.predicted_us)
     assert found.notes[0].startswith("extrapolated: a replica ran")
+
+
+def test_the_mean_of_rollouts_ahead_ends_at_no_poll(tmp_path: Path) -> None:
+    """The loop polls every 2 s; steps that are alike in the mean end at other times."""
+    requests = [
+        (0.1, end, tokens) for end, tokens in ((6.3, 100), (3, 50), (2, 30), (1, 20), (5, 80), (4, 65))
+    ]
+    polls = [(POLLING, max(2 * at, 0.06), 2 * at + 1.999, 1) for at in range(4)]
+    found = []
+    for folder, polled in ((tmp_path / "plain", []), (tmp_path / "polls", polls)):
+        stages = [("rollout", 0.05, 8), *polled, ("update_actor", 8, 12), ("update_weights", 12, 13)]
+        workers = [Worker("rollout", replica=0, requests=requests), Worker("actor", stages=[stages[-2]])]
+        folder.mkdir()
+        drawn_inputs(folder, stages, workers, end=13)
+        found.append(open_step(folder).what_if(steps_ahead=2).predicted_us)
+    assert found[1] == pytest.approx(found[0])
 
 
 def test_a_rollout_ahead_is_no_longer_than_the_training(tmp_path: Path) -> None:
