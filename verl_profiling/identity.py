@@ -147,7 +147,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         """Return the lane of one rank: ``actor_rank3``, or ``rollout0_rank1`` in a replica.
 
         Args:
-            rank: For a replica, the tensor-parallel rank inside the replica (default 0).
+            rank: For a replica, the rank of the engine's process inside the replica (default 0).
         """
         return self.name if self.replica is None else f"{self.name}_rank{rank or 0}"
 
@@ -175,7 +175,7 @@ def process_rank() -> tuple[int, int] | None:
 
 
 def safe_name(text: str) -> str:
-    """Return ``text`` with all unsafe characters for a file name replaced by ``-``."""
+    """Return ``text`` with all unsafe characters for a file name replaced by ``-``; at most 80 characters."""
     return _UNSAFE.sub("-", text)[:80] or "-"
 
 

@@ -187,7 +187,7 @@ def expected_artifact(
 
 
 class CaptureCost(msgspec.Struct, frozen=True, kw_only=True):
-    """The cost of the capture in the training process, in seconds."""
+    """The cost of the capture in its process, in seconds."""
 
     start_s: float = 0.0
     stop_s: float = 0.0

@@ -112,8 +112,8 @@ def _add_lateness(late: dict[str, Counter[str]], members: list[RankUse]) -> None
     """Add the lateness of a role's processes to the collectives that all of them entered.
 
     No process leaves a collective before the last one enters, so lateness adds up over collectives. If the
-    others entered the next collective before that, they did not wait, and the lateness counts once. Lateness
-    to the stage itself does not count in its first collective.
+    others entered the next collective before that, they did not wait, and the lateness counts once. A
+    process that begins its stage 3 s late enters its first collective 3 s late: these 3 s are not counted.
     """
     known: list[list[int]] = []
     entered = [use.collectives or {} for use in members]

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from enum import IntEnum
 from inspect import CO_COROUTINE, iscoroutine
 from itertools import islice
 from operator import itemgetter
@@ -81,7 +82,7 @@ class ProcessState(msgspec.Struct, frozen=True, omit_defaults=True):
         threads: Stack of each thread, innermost frame first.
         tasks: Stack of each asyncio task, outermost frame first.
         problem: Why there is no state, or why the process cannot go on.
-        distance: How far such a problem is from the cause; set by the loop.
+        distance: Kind of hang of such a problem; set by the loop.
         answers: Whether it answers calls; set by the loop.
     """
 
@@ -251,6 +252,26 @@ def _place(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
+class _Kind(IntEnum):
+    """The kinds of hang, that of the process to report first.
+
+    A process that cannot answer comes first, then one whose open part no other process explains. The chain
+    is loop, worker or agent loop, engine, tool or collective.
+    """
+
+    DEAD_OR_STOPPED = 0
+    WRITES_NOTHING = 1
+    BLOCKS_ITS_EVENT_LOOP = 2
+    LATE_IN_A_COLLECTIVE = 3
+    IN_THE_STAGE_OF_THE_LOOP = 4
+    IN_A_SPAN = 5
+    IN_ANOTHER_STAGE = 6
+    ANSWERS_NO_CALL = 7
+    HOST_IS_UNKNOWN = 7
+    LOOP_IN_ITS_OWN_CODE = 8
+    IN_ITS_OWN_CODE = 9
+
+
 def culprit(everyone: Sequence[ProcessState], stage: str) -> tuple[str, str, list[str]]:
     """Return the lane that is waited for, a clause on what it is in, and others that are in a stage or span.
 
@@ -279,18 +300,17 @@ def silent(lane: str, role: str, process: ProcessId | WorkerIdentity, seen: set[
             status = text.rpartition(")")[2].split()[0]
             if status in f"{_STOPPED}ZX":
                 problem = f"is {'dead' if status in 'ZX' else 'stopped by a signal'} (pid {process.pid})"
-                return ProcessState(lane, role, problem=problem)
+                return ProcessState(lane, role, problem=problem, distance=_Kind.DEAD_OR_STOPPED)
     is_seen = process.clock_domain in (*seen, clock.domain())
     unseen = "" if is_seen else ", nor does any process of its host"
     problem = f"answers nothing, and writes no file{unseen} (pid {process.pid} on {process.host})"
-    return ProcessState(lane, role, problem=problem, distance=1 if is_seen else 7)
+    return ProcessState(
+        lane, role, problem=problem, distance=_Kind.WRITES_NOTHING if is_seen else _Kind.HOST_IS_UNKNOWN
+    )
 
 
 def _reason(state: ProcessState, everyone: Sequence[ProcessState], stage: str) -> tuple[int, float, str]:
-    """Return the distance of a process from the cause, minus its time in its open part (s), and a clause.
-
-    The chain is loop, worker or agent loop, engine, tool or collective. A process that cannot answer comes
-    first, then one whose open part no other process explains.
+    """Return the kind of hang of a process, its time in its open part (s, negative), and a clause.
 
     Args:
         state: The process.
@@ -308,21 +328,25 @@ def _reason(state: ProcessState, everyone: Sequence[ProcessState], stage: str) -
     if state.in_coroutine and not state.answers:
         # No span begins while the event loop is blocked, so the latest one is in the way.
         blocks = f"blocks its event loop at {state.code}; it is in {_named(state, state.spans[-1:])}"
-        return 2, -longest_s, blocks
+        return _Kind.BLOCKS_ITS_EVENT_LOOP, -longest_s, blocks
     if _is_late([one for one in everyone if one.role == state.role], state):
-        return 3, -longest_s, f"{what}, and has not entered the collective of the others"
+        clause = f"{what}, and has not entered the collective of the others"
+        return _Kind.LATE_IN_A_COLLECTIVE, -longest_s, clause
     if state is not loop and state.stages and not state.spans:
         requests = " with requests, of which none ends" if state.role == ROLLOUT_ROLE else ""
         at = f" at {state.code}" if state.code else ""
         is_first = stage in [part.name for part in state.stages]
-        return 4 if is_first else 6, -longest_s, f"{what}{requests}{at}"
+        kind = _Kind.IN_THE_STAGE_OF_THE_LOOP if is_first else _Kind.IN_ANOTHER_STAGE
+        return kind, -longest_s, f"{what}{requests}{at}"
     if spans:
-        return 5, -longest_s if spans[0].trajectory else 0.0, what
+        return _Kind.IN_A_SPAN, -longest_s if spans[0].trajectory else 0.0, what
     if not state.answers:
-        return 7, 0.0, f"answers no call, and is at {state.code}"
+        return _Kind.ANSWERS_NO_CALL, 0.0, f"answers no call, and is at {state.code}"
     if state is loop and state.calls == "ray" and others:
-        return 8, 0.0, f"waits at {state.code} for Ray, with no worker in anything; is a task scheduled?"
-    return 8 if state is loop else 9, 0.0, f"is in its own code at {state.code}"
+        clause = f"waits at {state.code} for Ray, with no worker in anything; is a task scheduled?"
+        return _Kind.LOOP_IN_ITS_OWN_CODE, 0.0, clause
+    kind = _Kind.LOOP_IN_ITS_OWN_CODE if state is loop else _Kind.IN_ITS_OWN_CODE
+    return kind, 0.0, f"is in its own code at {state.code}"
 
 
 def _is_late(peers: Sequence[ProcessState], state: ProcessState) -> bool:
