@@ -175,6 +175,19 @@ def test_the_host_that_runs_ahead_bounds_the_step(tmp_path: Path) -> None:
     assert found.predicted_us == pytest.approx((10 - 7.0 + 6.5 + 0.05) * 1e6, abs=1)
 
 
+def test_a_trace_without_launches_beside_one_with_launches_is_said(tmp_path: Path) -> None:
+    kernel, call = launched(1, ("gemm", 5.3, 6.3), 5.2)
+    workers = [
+        Worker("actor", stages=[("update_actor", 5.1, 7.5)], kernels=[kernel], calls=[call]),
+        Worker("ref", stages=[("ref_log_prob", 1.1, 4.9)], kernels=[("attention", 1.2, 4.8)]),
+    ]
+    drawn_inputs(tmp_path, [("ref_log_prob", 1, 5), ("update_actor", 5, 8)], workers)
+    found = open_step(tmp_path).what_if(scale={"kernel:gemm": 0.5})
+    assert "kernels of a trace without launches keep their time (1)" in found.assumed
+    with pytest.raises(ConfigError, match="no kernel of the step matches 'attention'"):
+        open_step(tmp_path).what_if(scale={"kernel:attention": 0.5})
+
+
 def test_requests_of_an_engine_take_less_time_with_faster_kernels(tmp_path: Path) -> None:
     kernel, call = launched(1, ("attention", 0.5, 3.0), 0.4)
     wait = ("cudaDeviceSynchronize", 0.6, 3.1, {"correlation": 2})

@@ -144,7 +144,7 @@ class Capture:
                 self._occurrences[name] += 1
                 try:
                     self._start_tools(name, self._occurrences[name])
-                except Exception:
+                except Exception:  # logged, and the status of the tool
                     starts = False
             span = self.log.begin(name)
             if starts:

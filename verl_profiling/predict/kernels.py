@@ -58,6 +58,7 @@ _NEVER = -(1 << 62)
 _CORRELATION = re.compile(rb'"correlation"\s*:\s*"?(\d+)')
 _WAITS_FOR_ALL = re.compile("(?:Device|Ctx|Context)Synchronize")
 
+_WITHOUT_LAUNCHES = "kernels of a trace without launches keep their time"
 _KEPT = "collectives keep their time, with the waits for other ranks in it"
 _UNLAUNCHED = "kernels without a recorded launch follow the one before them on their stream"
 _HOST_WAITS = "a call that waits follows the work of a device that ended last in it"
@@ -132,12 +133,13 @@ def with_kernels(inputs: StepInputs, graph: Graph, factors: Mapping[str, float])
             longer_ns[at][source.lane] += took_ns - (segments[at].end_ns - segments[at].begin_ns)
     _check(factors, read)
     assumed = sum((found.assumed for found in read), Counter[str]())
+    assumed[_WITHOUT_LAUNCHES] = sum(bool(found.kernels) and not found.has_launches for found in read)
     return Timed(
         {
             at: max(segments[at].end_ns - segments[at].begin_ns + max(by_lane.values()), 0)
             for at, by_lane in longer_ns.items()
         },
-        [f"{rule} ({many:,})" for rule, many in assumed.items()],
+        [f"{rule} ({many:,})" for rule, many in assumed.items() if many],
     )
 
 
