@@ -6,6 +6,7 @@ A new command is a line of :data:`COMMANDS`, and a module of its name in :mod:`v
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import sys
@@ -60,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name in argv[:1]:
             _module(name).configure(subparser)
     arguments = parser.parse_args(argv)
+    gc.set_threshold(100_000, 50, 100)  # commands make millions of objects, and hardly a cycle
     try:
         code: int = _module(arguments.command).run(arguments)
         sys.stdout.flush()

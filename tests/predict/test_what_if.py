@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,6 +99,29 @@ def test_changes_are_ranked_by_what_they_bring(tmp_path: Path) -> None:
     assert saved["--balance rollout"] == 0.95
     assert saved["--scale update_weights=0.5"] == 0.5
     assert (helps[0].hours_a_day, helps[0].unit) == (pytest.approx(0.2 * 4 * 24), "GPU-hours")
+
+
+def test_the_ranked_list_predicts_what_each_option_predicts(tmp_path: Path) -> None:
+    log, tried = DrawnLog(), set()
+    for number in range(12):
+        log.trajectory(0.2, 3 + number / 10, ("tool:search", 1, 2.41))
+    blocking = log.trajectory(0.2, 3)
+    log.block(1.4, 2.4, log.span("tool:sandbox", 1.4, 2.4, blocking), "agent.run (agent.py:7)")
+    drawn_inputs(tmp_path, [("rollout", 0, 4.1), ("update_actor", 5, 9)], [])
+    log.add_to(tmp_path)
+    step = open_step(tmp_path)
+    for row in step.what_if().what_would_help:
+        option, value = shlex.split(row.option)
+        name, _, number = value.partition("=")
+        changes = {
+            "--scale": {"scale": {name: 0.5}},
+            "--tool": {"tools": {name: float(number.rstrip("s") or 0)}},
+            "--unblock": {"unblock": [name]},
+            "--no-tail": {"no_tail": 90.0},
+        }
+        assert step.what_if(**changes[option]).predicted_us == pytest.approx(row.predicted_us)
+        tried.add(option)
+    assert tried == {"--scale", "--tool", "--unblock", "--no-tail"}
 
 
 def test_path_and_changes_are_part_of_the_report(tmp_path: Path) -> None:

@@ -196,6 +196,8 @@ class _Run:
 
     def clip(self, begin_ns: int, end_ns: int) -> None:
         """Clip the run, and everything inside it, to a time."""
+        if begin_ns <= self.begin_ns and self.end_ns <= end_ns:
+            return
         self.begin_ns, self.end_ns = (min(max(ns, begin_ns), end_ns) for ns in (self.begin_ns, self.end_ns))
         for at, one in enumerate(self.pieces):
             since, until = (min(max(ns, begin_ns), end_ns) for ns in (one.begin_ns, one.end_ns))
@@ -262,9 +264,10 @@ class Graph:
         self.order = sorted(range(len(found)), key=lambda at: (found[at].begin_ns, found[at].end_ns, at))
         self.delay_ns, self.behind = [0] * len(found), [-1] * len(found)
         last: dict[str, tuple[int, int]] = {}  # of each queue: the segment that entered it, and when
+        end_ns = [one.end_ns for one in found].__getitem__
         for at in self.order:
             one = found[at]
-            ready_ns = max((found[before].end_ns for before in one.after), default=self.begin_ns)
+            ready_ns = max(map(end_ns, one.after), default=self.begin_ns)
             if one.queue:
                 before, entered_ns = last.get(one.queue, (-1, ready_ns))
                 self.behind[at] = before if entered_ns > ready_ns else -1

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from heapq import heappop, heappush
+from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
+
 from verl_profiling.predict.graph import Graph
+from verl_profiling.report.intervals import Ints
 
 _MOST_STEPS = 50  # until all steps are alike
 
@@ -38,6 +44,27 @@ class Replay(NamedTuple):
     def span_ns(self) -> int:
         """Duration of the step."""
         return self.end_ns[self.graph.last] - self.graph.begin_ns
+
+
+class Chains(NamedTuple):
+    """A graph in which segments that only follow each other are one segment.
+
+    Attributes:
+        graph: The graph; its replay takes as long as that of the whole graph.
+        of: Number of the chain of each segment of the whole graph.
+        first: The first segment of each chain.
+    """
+
+    graph: Graph
+    of: Ints
+    first: Ints
+
+    def times(self, took_ns: Sequence[int], delay_ns: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the duration of each chain, and the delay before it, from those of all segments."""
+        delays = np.array(delay_ns)
+        first = delays[self.first]
+        whole = np.bincount(self.of, np.array(took_ns) + delays)
+        return (whole - first).astype(np.int64).tolist(), first.tolist()
 
 
 class PathPart(NamedTuple):
@@ -108,17 +135,17 @@ def _ends(
         after: Edges to each segment.
     """
     end_ns, edges, order = [0] * len(graph.segments), list(after), list[int]()
+    end_of, polls = end_ns.__getitem__, graph.polls
 
     def end(at: int, ready_ns: int) -> None:
         begin_ns = ready_ns + delay_ns[at]
-        if took_ns[at] and (poll := graph.polls.get(at)):
+        if polls and took_ns[at] and (poll := polls.get(at)):
             took_ns[at] = poll.left_ns(begin_ns - end_ns[poll.after])
         end_ns[at] = begin_ns + took_ns[at]
 
     if not any(one.queue for one in graph.segments):  # the recorded order is one after changes, too
         for at in graph.order:
-            ready_ns = max((end_ns[before] for before in after[at]), default=graph.begin_ns)
-            end(at, ready_ns)
+            end(at, max(map(end_of, after[at]), default=graph.begin_ns))
         return end_ns, edges, graph.order
     place = {at: number for number, at in enumerate(graph.order)}
     following: list[list[int]] = [[] for _ in after]
@@ -133,7 +160,7 @@ def _ends(
     entered_ns, last = dict[int, int](), dict[str, int]()
 
     def enter(at: int) -> None:
-        since_ns = max((end_ns[before] for before in after[at]), default=graph.begin_ns)
+        since_ns = max(map(end_of, after[at]), default=graph.begin_ns)
         since_ns = max(since_ns, entered_ns.get(graph.behind[at], since_ns))
         heappush(ready, (since_ns, place[at], at))
 
@@ -155,6 +182,38 @@ def _ends(
             if not missing[one]:
                 enter(one)
     return end_ns, edges, order
+
+
+def chains_of(graph: Graph) -> Chains:
+    """Return a graph in which segments that only follow each other are one segment.
+
+    Segments of a queue, with a poll, with carried work or at the end of a rollout stay apart.
+    """
+    found, of, first = graph.segments, [0] * len(graph.segments), list[int]()
+    followers = Counter(chain.from_iterable(one.after for one in found))
+    apart = {at for at, one in enumerate(found) if one.queue}
+    apart |= {*graph.polls, *graph.tails, *(one.segment for one in graph.carried)}
+    ends = {graph.last, *(poll.after for poll in graph.polls.values()), *(one.mark for one in graph.carried)}
+    ends |= apart.union(*graph.tails.values())
+    for at in graph.order:
+        before = found[at].after
+        if len(before) == 1 and followers[before[0]] == 1 and at not in apart and before[0] not in ends:
+            of[at] = of[before[0]]
+        else:
+            of[at] = len(first)
+            first.append(at)
+    chains = replace(
+        graph,
+        segments=[replace(found[at], after=[of[before] for before in found[at].after]) for at in first],
+        last=of[graph.last],
+        order=list(range(len(first))),
+        delay_ns=[graph.delay_ns[at] for at in first],
+        behind=[of[graph.behind[at]] if graph.behind[at] >= 0 else -1 for at in first],
+        tails={of[at]: [of[last] for last in lasts] for at, lasts in graph.tails.items()},
+        carried=[one._replace(segment=of[one.segment], mark=of[one.mark]) for one in graph.carried],
+        polls={of[at]: poll._replace(after=of[poll.after]) for at, poll in graph.polls.items()},
+    )
+    return Chains(chains, np.array(of), np.array(first))
 
 
 def critical_path(replayed: Replay, last: int | None = None) -> list[PathPart]:
@@ -186,15 +245,18 @@ def slacks_ns(replayed: Replay) -> list[int]:
     A segment that the step does not wait for could go on until the end of the step. What ends before a poll
     could go on until then.
     """
-    end_ns, last = replayed.end_ns, replayed.graph.last
-    latest_ns = {last: end_ns[last]}
+    end_ns, last, polls = replayed.end_ns, replayed.graph.last, replayed.graph.polls
+    latest_ns = [end_ns[last]] * len(end_ns)
+    needed = {last}
     for at in reversed(replayed.order):
-        if at in latest_ns:
-            before = replayed.after[at]
-            ready_ns = max((end_ns[one] for one in before), default=0) + latest_ns[at] - end_ns[at]
-            limits_ns = dict.fromkeys(before, ready_ns)
-            if poll := replayed.graph.polls.get(at):
-                limits_ns = dict.fromkeys(before, end_ns[at] - replayed.delay_ns[at] - 1)
-                limits_ns[poll.after] = end_ns[poll.after] + latest_ns[at] - end_ns[at]
-            latest_ns |= {one: min(latest_ns.get(one, ns), ns) for one, ns in limits_ns.items()}
-    return [max(latest_ns.get(at, end_ns[last]) - end, 0) for at, end in enumerate(end_ns)]
+        if at not in needed:
+            continue
+        before, slack_ns = replayed.after[at], latest_ns[at] - end_ns[at]
+        ready_ns = max(map(end_ns.__getitem__, before), default=0) + slack_ns
+        if poll := polls.get(at):
+            before, ready_ns = [*before, poll.after], end_ns[at] - replayed.delay_ns[at] - 1
+        for one in before:
+            until_ns = end_ns[one] + slack_ns if poll and one == poll.after else ready_ns
+            latest_ns[one] = min(latest_ns[one], until_ns)
+        needed.update(before)
+    return [max(until_ns - end, 0) for until_ns, end in zip(latest_ns, end_ns, strict=True)]

@@ -25,7 +25,7 @@ from verl_profiling.predict.graph import (
     graph_of,
 )
 from verl_profiling.predict.kernels import KERNEL, Timed
-from verl_profiling.predict.path import Replay, critical_path, replay, slacks_ns
+from verl_profiling.predict.path import Chains, Replay, chains_of, critical_path, replay, slacks_ns
 from verl_profiling.predict.replicas import has_requests, on_replicas, steps_ahead
 from verl_profiling.report.anatomy import OUTSIDE_STAGES
 from verl_profiling.report.build import Content
@@ -192,12 +192,16 @@ def with_predictions(report: Report, content: Content) -> tuple[Report, Graph | 
     """
     try:
         graph = graph_of(content)
-        found = visible_text_of(predict(graph))
+        recorded = replay(graph)
+        helps, path = _helps(recorded, _calls(graph)), _path_rows(recorded)
+        rows = {
+            "what_would_help": list(map(visible_text_of, helps)),
+            "critical_path": list(map(visible_text_of, path)),
+        }
     except Exception as error:
         problem = f"critical path and changes that would help: {type(error).__name__}: {error}"
         report.coverage.missing.append(visible(problem))
         return report, None
-    rows = {"what_would_help": found.what_would_help, "critical_path": found.path}
     return msgspec.structs.replace(report, **rows), graph
 
 
@@ -242,8 +246,6 @@ def predict(
         found, spans_ns = _with_resources(found, changes, assumed, notes)
         low_us, high_us = min(spans_ns) * (1 - _NOISE) / 1000, max(spans_ns) * (1 + _NOISE) / 1000
     path = _path_rows(found)
-    tried = [] if changes.options() else _candidates(recorded, calls)
-    helps = [_help(recorded, calls, *one) for one in tried]
     return Prediction(
         step=step,
         span_us=recorded.span_ns / 1000,
@@ -253,21 +255,32 @@ def predict(
         changes=changes.options(),
         path=[msgspec.structs.replace(row, idle_us=None) for row in path] if timed.took_ns else path,
         slack=_slack_rows(found),
-        what_would_help=sorted(
-            (row for row in helps if row.difference_share < -_LEAST_SHARE), key=lambda row: row.difference_us
-        ),
+        what_would_help=[] if changes.options() else _helps(recorded, calls),
         missing=list(missing),
         assumed=[*(f"{rule} ({many:,})" for rule, many in graph.assumed.items()), *assumed],
         notes=[*notes, *([] if found.alike else [_NOT_ALIKE]), *graph.unknown],
     )
 
 
-def _changed(graph: Graph, changes: Changes, calls: _Calls, timed: Mapping[int, int] = {}) -> Replay:
-    """Return the replay of a graph with changes; segments with other kernels take the given times."""
+def _changed(
+    graph: Graph,
+    changes: Changes,
+    calls: _Calls,
+    timed: Mapping[int, int] = {},
+    chains: Chains | None = None,
+) -> Replay:
+    """Return the replay of a graph with changes.
+
+    Args:
+        graph: The graph.
+        changes: The changes.
+        calls: The calls whose duration can be set.
+        timed: Duration (ns) of segments with other kernels.
+        chains: The chains to replay in place of the graph's segments.
+    """
     took = [float(timed.get(at, one.end_ns - one.begin_ns)) for at, one in enumerate(graph.segments)]
     delay = [float(ns) for ns in graph.delay_ns]
     before = [float(one.before_ns) for one in graph.carried]
-    after: list[Sequence[int]] = [one.after for one in graph.segments]
     for stage, factor in changes.scale.items():
         if stage.startswith(KERNEL):
             continue
@@ -294,7 +307,10 @@ def _changed(graph: Graph, changes: Changes, calls: _Calls, timed: Mapping[int, 
             took[at] = 0.0
     whole = ([round(ns) for ns in column] for column in (took, delay, before))
     took_ns, delay_ns, before_ns = whole
+    if chains is not None:
+        graph, (took_ns, delay_ns) = chains.graph, chains.times(took_ns, delay_ns)
     graph = graph.with_polls([changes.scale.get(POLLING, 1.0)] * len(took))
+    after: list[Sequence[int]] = [one.after for one in graph.segments]
     found = replay(graph, took_ns, delay_ns, after, before_ns)
     if changes.no_tail is None:
         return found
@@ -567,20 +583,25 @@ def _first_stage(graph: Graph, ats: Iterable[int]) -> str:
     return next((graph.segments[at].within[0] for at in ats if graph.segments[at].within), "")
 
 
-def _help(recorded: Replay, calls: _Calls, stage: str, changes: Changes) -> HelpRow:
-    predicted = _changed(recorded.graph, changes, calls).span_ns
-    change = predicted - recorded.span_ns
-    graph, share = recorded.graph, change / max(recorded.span_ns, 1)
-    return HelpRow(
-        change=", ".join(changes.words()),
-        option=" ".join(changes.options()),
-        stage=stage,
-        predicted_us=predicted / 1000,
-        difference_us=change / 1000,
-        difference_share=share,
-        hours_a_day=-share * graph.lanes * 24,
-        unit="GPU-hours" if graph.on_device else "lane-hours",
-    )
+def _helps(recorded: Replay, calls: _Calls) -> list[HelpRow]:
+    """Return the single changes that make the step shorter, the largest effect first."""
+    graph, found = recorded.graph, list[HelpRow]()
+    chains, span_ns = chains_of(graph), recorded.span_ns
+    for stage, changes in _candidates(recorded, calls):
+        predicted_ns = _changed(graph, changes, calls, chains=chains).span_ns
+        change, share = predicted_ns - span_ns, (predicted_ns - span_ns) / max(span_ns, 1)
+        row = HelpRow(
+            change=", ".join(changes.words()),
+            option=" ".join(changes.options()),
+            stage=stage,
+            predicted_us=predicted_ns / 1000,
+            difference_us=change / 1000,
+            difference_share=share,
+            hours_a_day=-share * graph.lanes * 24,
+            unit="GPU-hours" if graph.on_device else "lane-hours",
+        )
+        found += [row] if share < -_LEAST_SHARE else []
+    return sorted(found, key=lambda row: row.difference_us)
 
 
 def _extrapolations(calls: _Calls, changes: Changes) -> Iterable[str]:
