@@ -97,7 +97,7 @@ def make_verl() -> SimpleNamespace:
 
 @pytest.fixture
 def verl(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    monkeypatch.setattr(hooked, "_prepared", set())
+    monkeypatch.setattr(hooked, "_hooked", set())
     module = make_verl()
     missing: list[str] = []
     with noting(missing):
@@ -206,7 +206,7 @@ def test_tool_calls_have_the_names_of_tools(verl: SimpleNamespace) -> None:
 
 
 def test_the_sandbox_of_a_tool_is_started_and_stopped_inside_its_call(verl: SimpleNamespace) -> None:
-    """However often the tool is called; a method that verl's base class has does nothing, and is no span."""
+    """However often it, or a tool that inherits from it, is called; those of verl's base class do nothing."""
 
     class Sandbox:
         async def create(self) -> None:
@@ -224,17 +224,20 @@ def test_the_sandbox_of_a_tool_is_started_and_stopped_inside_its_call(verl: Simp
 
         release.__module__ = "verl.tools.base_tool"
 
+    class Own(Sandbox):
+        pass
+
     loop = verl.ToolAgentLoop()
-    loop.tools = {"sandbox": Sandbox(), "stateless": Stateless()}
+    loop.tools = {"sandbox": Sandbox(), "stateless": Stateless(), "own": Own()}
 
     async def run() -> Any:
-        for name in ("sandbox", "sandbox", "stateless"):
+        for name in ("sandbox", "sandbox", "stateless", "own"):
             await loop._call_tool(SimpleNamespace(name=name), {}, None)
         return output()
 
     call = ["tool:sandbox", "environment:start", "environment:stop"]
     log = one_trajectory(verl, run)
-    assert names(log) == [*call, *call, "tool:stateless", "environment:start"]
+    assert names(log) == [*call, *call, "tool:stateless", "environment:start", "tool:own", *call[1:]]
     assert [log.spans[number].parent for number in (1, 2)] == [log.spans[0].id] * 2
 
 

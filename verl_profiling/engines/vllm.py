@@ -41,7 +41,7 @@ from verl_profiling.tools.nsys import NsysTool
 from verl_profiling.tools.torch_profiler import TorchOptions, TorchTool
 
 _NAMES_RANKS, _COUNTS_ITERATIONS = "0.16", "0.20"
-"""First versions of vllm-ascend with ranks in the names of recordings, and with counted iterations."""
+"""The first vllm-ascend that names recordings by rank, and the first one that counts iterations."""
 
 _DIR_VARIABLE = "VLLM_TORCH_PROFILER_DIR"
 _CUDA_VARIABLE = "VLLM_TORCH_CUDA_PROFILE"
@@ -186,12 +186,12 @@ def check_vllm(tool: EngineTool, window: RolloutOptions) -> None:
     """Refuse settings that no version of vLLM supports, before an engine is started.
 
     Raises:
-        ConfigError: vLLM cannot record the window, or with ``nsys`` might not open the range.
+        ConfigError: Under ``nsys``, a rollout might end before its first recorded iteration.
     """
     if isinstance(tool, NsysTool) and window.start:
         raise ConfigError(
             "rollout.start",
-            f"{tool.name} counts the opened ranges, and a short rollout would open none; set the option to 0",
+            f"{tool.name} expects a range of each rollout, and a short one would have none; set it to 0",
         )
 
 
@@ -312,9 +312,9 @@ class VLLMAdapter(EngineAdapter):
         remedy = f"{self._identity}: pass **engine_args(config) to its constructor"
         wanted = "cuda" if isinstance(tool, NsysTool) else "torch"
         if kind != wanted:
-            found = kind or "no profiler"
+            found = f"the profiler {kind}" if kind else "no profiler"
             raise CaptureStateError(
-                f"init_capture: vLLM was started with {found}, not with {wanted}; {remedy}"
+                f"init_capture: vLLM was started with {found}, and {tool.name} needs {wanted}; {remedy}"
             )
         if configured is not None and not self._takes_window:
             window = (configured.delay_iterations, configured.max_iterations)
@@ -361,12 +361,12 @@ def watch_vllm(engine: Any, log: RequestLog) -> None:
         return _noting(stream, record, parameters, shares_clock)
 
     def logged_batch(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        batch = log.open()
-        outputs = generate(*args, **kwargs)
-        for output in outputs:
-            batch.id = output.request_id
-            _tell(batch, output if len(output.outputs) == 1 else None, shares_clock=True)
-            batch.close(_prompt_tokens(output), sum(_lengths(output).values()))
+        with log.open() as batch:
+            outputs = generate(*args, **kwargs)
+            for output in outputs:
+                batch.id = output.request_id
+                _tell(batch, output if len(output.outputs) == 1 else None, shares_clock=True)
+                batch.close(_prompt_tokens(output), sum(_lengths(output).values()))
         return outputs
 
     if hasattr(engine, "llm_engine"):

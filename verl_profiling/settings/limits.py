@@ -43,9 +43,9 @@ class Limits:
 
     def no_room(self, folder: Path) -> str:
         """Return why an existing or planned folder has too little free space; empty if there is enough."""
-        while not folder.exists() and folder != folder.parent:
-            folder = folder.parent
         try:
+            while not folder.exists() and folder != folder.parent:
+                folder = folder.parent
             free = shutil.disk_usage(folder).free
         except OSError as error:
             return f"the free space of {folder} cannot be read: {error.strerror}"
@@ -61,8 +61,8 @@ class Limits:
 
         Args:
             needed: The additional bytes that writing the recording needs.
-            workers: Number of captured workers. At most 8 count for this host, unless a launcher sets its
-                number.
+            workers: Number of captured workers. This host has the number that its launcher sets, else at most
+                8 of them.
         """
         available = available_bytes()
         if available is None:
@@ -74,7 +74,7 @@ class Limits:
         divided = f", divided by {here} workers," if here > 1 else ""
         return (
             f"writing it takes about {byte_size(needed)} more memory, and "
-            f"limits.memory_share={self.memory_share:g} of {byte_size(available)}{divided} is less"
+            f"limits.memory_share={self.memory_share:g} of the free {byte_size(available)}{divided} is less"
         )
 
 

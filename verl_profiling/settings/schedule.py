@@ -13,6 +13,7 @@ from verl_profiling.settings.typed_values import NotNegative, Positive
 MOST_CAPTURES = 10
 """Number of listed captures for a run of unknown length."""
 _FAR = 100_000
+"""Number of steps that a plan looks at."""
 
 
 class Action(Enum):
@@ -28,7 +29,7 @@ class StepRange:
     """The consecutive steps that one capture covers, both ends included.
 
     Attributes:
-        first: First step, with whose number the step folder is named.
+        first: First step; the step folder has its number.
         last: Last step.
         action: ``RECORD``, or ``WARMUP`` for a capture that is discarded.
     """
@@ -139,7 +140,7 @@ class Schedule:
 
 
 def planned_captures(schedule: Schedule, steps: int | None) -> tuple[list[tuple[int, int]], list[int], bool]:
-    """Return the captures, the warm-up steps up to the last capture, and whether more captures follow.
+    """Return the captures, the warm-up steps, and whether more captures follow.
 
     A capture is a pair of its first and its last step. For a run of unknown length, the first captures are
     returned.

@@ -107,8 +107,8 @@ class NpuTool(Tool):
     """Records with ``torch_npu.profiler``.
 
     The methods of torch_npu print errors instead of raising. So this tool checks the profiler's state after a
-    start, and the folder after a stop. torch_npu's analysis forks the calling process, and changes its start
-    method of processes. So the analysis runs in a separate process during training.
+    start, and the folder after a stop. torch_npu's analysis forks the calling process, and changes how
+    that process starts others. So the analysis runs in a separate process during training.
     """
 
     name: ClassVar[str] = "npu"
@@ -210,7 +210,7 @@ class _NpuRecording(Recording):
             return [output_of_recording(recorded[-1], artifact, self._options)]
         reason = f"torch_npu printed an [ERROR]: {self._folder} is empty"
         if self._options.mini_batches is not None:
-            reason = "the mini-batch window did not open, which counts calls of capture.step()"
+            reason = "the window of mini-batches did not open: it counts calls of capture.step()"
         return [Output(artifact.with_status("empty", reason))]
 
     def discard(self) -> None:
@@ -231,7 +231,7 @@ def output_of_recording(recorded: Path, artifact: Artifact, options: NpuOptions)
         reason = f"no operator ran on the thread that recorded, or torch_npu printed an [ERROR]: see {folder}"
         return Output(artifact.with_status("empty", reason))
     if not options.analysis:
-        reason = f"recorded, not analysed (tools.npu.analysis is false); run analyse() on {folder}"
+        reason = f"not analysed (tools.npu.analysis is false); run torch_npu's analyse({str(folder)!r})"
         return Output(artifact.with_status("ok", reason, bytes=folder_bytes(folder)))
     pending = artifact.with_status("pending")
     return Output(pending, lambda: _analysed(recorded, pending, options))
@@ -287,6 +287,7 @@ def _run_analysis(recorded: Path, options: NpuOptions) -> tuple[str, str]:
 
     The analysis has a process of its own, because it forks and changes the start method of processes.
     """
+    (recorded / _RESULTS / _DONE).unlink(missing_ok=True)  # of an analysis by the engine
     command = [sys.executable, "-c", _ANALYSE, str(recorded), ",".join(options.export)]
     with subprocess.Popen(
         command,

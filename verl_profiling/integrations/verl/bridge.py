@@ -42,7 +42,7 @@ _REPLICA_SIZES = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_
 
 _CONTENTS = ("stack", "shapes", "memory")
 _DEVICES = {"torch": "cuda", "npu": "npu"}
-"""Tools with a choice of ``contents``, and the entry of ``contents`` that selects the device's events."""
+"""The entry of ``contents`` that selects the events of the device, by tool."""
 _ALWAYS = "has no effect: every artifact is in the folder of its step anyway"
 _WITHOUT_COUNTERPART: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     # fields of a block (* is its tool); roles; reason
@@ -51,7 +51,7 @@ _WITHOUT_COUNTERPART: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] =
     (
         ("finish_hook_cmd", "finish_hook_all_ranks", "finish_hook_ranks"),
         (ROLLOUT_ROLE,),
-        "servers run no command, nor do they with verl's own profiler",
+        "rollout servers run no such command, with verl's own profiler neither",
     ),
     (
         ("tool_config.*.profile_token_start", "tool_config.*.profile_token_end"),
@@ -126,7 +126,7 @@ def settings_without_checks(config: Any) -> ProfilingConfig | None:
 def settings_from_verl(config: Any) -> ProfilingConfig:
     """Return the settings made from the profiler blocks of a verl configuration.
 
-    A warning lists each field that has no counterpart.
+    Each field without a counterpart gets a warning.
 
     Args:
         config: A whole verl configuration (of ``main_ppo``), as ``DictConfig``.
@@ -179,7 +179,7 @@ def _check_nsys(config: Any, settings: ProfilingConfig) -> None:
     """Check each role that records with Nsight Systems.
 
     Raises:
-        ConfigError: The number is unknown, or verl cannot start the role under Nsight Systems.
+        ConfigError: The number of ranges is unknown, or verl cannot start the role under Nsight Systems.
     """
     for role in _EVERYWHERE:
         chosen = settings.for_role(role)
@@ -284,7 +284,9 @@ def _role(
                 notes.append(f"{where}.{field.removesuffix('.active')}: {why}")
     of_engines = "npu" if _device(config) == "npu" else "torch"
     if role == ROLLOUT_ROLE and tool != of_engines:
-        notes.append(f"{where}.tool={tool}: rollout engines record only with {of_engines}; not recorded")
+        notes.append(
+            f"{where}.tool={tool}: rollout engines record only with {of_engines}, so the rollout is not"
+        )
         return {"enable": False}
     given = (block.get("tool_config") or {}).get(tool) or {}
     options = _options(tool, given)
@@ -375,7 +377,7 @@ def _finish_commands(blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def plays(config: Any, role: str) -> bool:
-    """Return whether a run has a role; functions of verl decide on ``ref`` and ``critic``."""
+    """Return whether a run has a role, for ``ref`` and ``critic`` by verl's own rules."""
     if role not in ("ref", "critic") or config.get("algorithm") is None:
         return True
     from verl.trainer.ppo.utils import need_critic, need_reference_policy

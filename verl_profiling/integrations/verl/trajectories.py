@@ -31,17 +31,16 @@ _TIMERS = {"compute_score": "reward"}
 _UNKNOWN_TOOL = "tool:(unknown)"
 _LONGEST_NAME = 120
 _STARTS_NOTHING = "verl.tools.base_tool"
-"""Module of the base class of tools, whose ``create`` makes an id and starts no environment, as ``release``
-stops none."""
+"""Module of the base class of tools. Its ``create`` and ``release`` start and stop no environment."""
 _ABORTED = ("aborted", "abort")
 
 _pause: ContextVar[ExitStack | None] = ContextVar("verl_profiling_pause", default=None)
-_prepared: set[type[Any]] = set()
-"""Hooked classes of tools; each class, of verl or of users, is hooked at its first use."""
+_hooked: set[Callable[..., Any]] = set()
+"""Hooked methods of tools; the class of a tool, of verl or of users, is hooked at its first use."""
 
 
 def hook_agent_loops(module: Any) -> None:
-    """Record the trajectories of ``AgentLoopWorker`` and its subclasses, such as V1's worker."""
+    """Record the trajectories of ``AgentLoopWorker`` and its subclasses, e.g. that of verl's V1 trainer."""
     worker, loop = module.AgentLoopWorker, module.AgentLoopBase
     add_actor_methods(worker, AGENT_LOOP)
     wrap(worker, "_run_agent_loop", _as_trajectory)
@@ -87,7 +86,7 @@ async def _as_trajectory(run: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 def _identity(info: Mapping[str, Any], prompt: Mapping[str, Any]) -> dict[str, Any]:
     """Return group, sample and facts of a trajectory.
 
-    The sample is the ``session_id`` in V1, and the ``rollout_n`` in V0.
+    The sample is the ``session_id`` of verl's V1 trainer, and the ``rollout_n`` of V0.
     """
     return {
         "group": str(prompt.get("uid", info.get("sample_index", ""))),
@@ -156,10 +155,10 @@ async def _as_tool(
 def _prepare_tool(tool_class: type[Any]) -> None:
     """Hook ``create`` and ``release`` of a tool class, the start and stop of an environment or a sandbox."""
     for name, spanned in (("create", "environment:start"), ("release", "environment:stop")):
-        method = getattr(tool_class, name, None)
-        if tool_class not in _prepared and method is not None and method.__module__ != _STARTS_NOTHING:
+        method = getattr(tool_class, name, None)  # of a base class that is hooked already, perhaps
+        if method is not None and method not in _hooked and method.__module__ != _STARTS_NOTHING:
             mark(tool_class, name, partial(span, spanned))
-    _prepared.add(tool_class)
+            _hooked.add(getattr(tool_class, name))
 
 
 @contextmanager
