@@ -20,6 +20,7 @@ import tempfile
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import results
 
 from verl_profiling.analysis import CapturedStep, open_run
 
-__all__ = ["LOOPS", "PAIRS", "markdown"]
+__all__ = ["LOOPS", "PAIRS", "all_pairs", "markdown"]
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "what_if_judge.json"
@@ -255,53 +256,54 @@ def is_wrong_way(row: dict[str, Any]) -> bool:
     return bool(row["change"] != "none" and abs(truth) > noise and truth * predicted <= 0)
 
 
-def markdown(found: dict[str, Any]) -> str:
-    """Return the table, and the errors in all."""
+def is_miss(row: dict[str, Any]) -> bool:
+    """Return whether the prediction is outside of the spread of both runs around the step of B."""
+    return bool(abs(row["predicted_s"] - row["truth_s"]) > max(row["spread_s"], row["recorded_spread_s"]) / 2)
+
+
+def group(row: dict[str, Any]) -> tuple[str, str]:
+    """Return the kinds of the run and of the change."""
+    options = {f"`{option}`" for option in re.findall("--[a-z-]+", row["change"])} or {"none"}
+    run = "recipes" if LOOPS[row["loop"]].recipe else "loops that sleep"
+    return "verl" if row["loop"] == "verl" else run, "several" if len(options) > 1 else options.pop()
+
+
+def all_pairs(found: dict[str, Any]) -> str:
+    """Return the table of all pairs, and where they were measured."""
     lines = [
         "| loop | change | step of A | predicted | step of B | error | spread of A | spread of B |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for one in found["rows"]:
-        cells = (f"{one[key]:.3f} s" for key in ("recorded_s", "predicted_s", "truth_s"))
-        spreads = f"{spread(one, 'recorded')} | {spread(one, 'truth')}"
-        wrong = ", wrong way" if is_wrong_way(one) else ""
-        what = f"`{one['change']}`" if one["change"] != "none" else "none"
-        lines.append(
-            f"| {one['loop']} | {what} | {' | '.join(cells)} | {error(one):+.1%}{wrong} | {spreads} |"
-        )
-    groups = {
-        "no change": [one for one in found["rows"] if one["change"] == "none"],
-        "a change, loops that sleep": [one for one in found["rows"] if not LOOPS[one["loop"]].recipe],
-        "a change, recipes": [
-            one for one in found["rows"] if LOOPS[one["loop"]].recipe and one["loop"] != "verl"
-        ],
-        "a change, verl": [one for one in found["rows"] if one["loop"] == "verl"],
-    }
-    lines += [
-        "",
-        "| pairs with | number | median error | 90% of errors | largest | wrong way |",
-        "|---|---|---|---|---|---|",
-    ]
-    for title, rows in groups.items():
-        chosen = [one for one in rows if title == "no change" or one["change"] != "none"]
-        errors = sorted(abs(error(one)) for one in chosen)
-        if errors:
-            shares = (statistics.median(errors), errors[math.ceil(0.9 * len(errors)) - 1], errors[-1])
-            cells = (f"{share:.1%}" for share in shares)
-            lines.append(
-                f"| {title} | {len(errors)} | {' | '.join(cells)} | {sum(map(is_wrong_way, chosen))} |"
-            )
-    replayed = max((one["replay_error"] for one in found["rows"]), default=0.0)
-    lines += [
-        "",
-        f"The replay of a captured step without a change differs from the step by at most {replayed:.2%}.",
-    ]
+        cells = [f"{one[key]:.3f} s" for key in ("recorded_s", "predicted_s", "truth_s")]
+        cells += [f"{error(one):+.1%}", spread(one, "recorded"), spread(one, "truth")]
+        lines.append(f"| {one['loop']} | `{one['change']}` | {' | '.join(cells)} |")
     places = defaultdict[str, list[str]](list)
     for loop, measured in found["measured"].items():
         places[results.where(measured)].append(loop)
     first, *others = sorted(places, key=lambda where: -len(places[where]))
-    lines += ["", f"{first}.", *(f"{', '.join(places[where])}: {where}." for where in others)]
-    return "\n".join(lines)
+    more = (f"{', '.join(places[where])}: {where}." for where in others)
+    return "\n".join([*lines, "", f"{first}.", *more])
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """Return the errors by kind of run and change, and the misses."""
+    lines = [
+        "| runs | change | pairs | median error | 90% of errors | misses | wrong direction | spread of B |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for kinds, pairs in groupby(sorted(found["rows"], key=group), group):
+        chosen = list(pairs)
+        errors = sorted(abs(error(one)) for one in chosen)
+        shares = f"{statistics.median(errors):.1%} | {errors[math.ceil(0.9 * len(errors)) - 1]:.1%}"
+        counts = f"{sum(map(is_miss, chosen))} | {sum(map(is_wrong_way, chosen))}"
+        middle = statistics.median(one["spread_s"] / one["truth_s"] / 2 for one in chosen)
+        lines.append(f"| {' | '.join(kinds)} | {len(chosen)} | {shares} | {counts} | ±{middle:.1%} |")
+    missed = filter(is_miss, found["rows"])
+    misses = (f"- {one['loop']}: `{one['change']}` {error(one):+.1%}" for one in missed)
+    replayed = max((one["replay_error"] for one in found["rows"]), default=0.0)
+    replay = f"The replay of a step without a change differs from the step by at most {replayed:.2%}."
+    return "\n".join([*lines, "", f"{replay} Misses:", "", *misses])
 
 
 def main() -> None:
@@ -338,7 +340,7 @@ def main() -> None:
                 print(found["rows"][-1], file=sys.stderr, flush=True)
             if not given.change:
                 results.write(RESULTS, found)
-    print(markdown(found))
+    print(all_pairs(found), markdown(found), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -14,18 +14,20 @@ import statistics
 import sys
 import tempfile
 import time
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import ray
 import results
-from what_if_judge import Pair, call
+from what_if_judge import Pair, call, error
 
 from verl_profiling.analysis import CapturedStep, open_run
 
-__all__ = ["PLANS", "markdown"]
+__all__ = ["PLANS", "all_pairs", "markdown"]
 
 RESULTS = Path(__file__).with_name("what_if_resources.json")
+OPTIONS = ("--async 1", "--async 2", "--async 3", "--split", "--replicas")
 
 
 def lengths(seed: int, count: int, least: int, most: int) -> list[int]:
@@ -187,8 +189,14 @@ def width(row: dict[str, Any]) -> float:
     return float((row["high_s"] - row["low_s"]) / abs(row["recorded_s"] - row["linear_s"]))
 
 
-def markdown(found: dict[str, Any]) -> str:
-    """Return the table, and how often an interval holds the step of B."""
+def group(row: dict[str, Any]) -> str:
+    """Return the kind of the change."""
+    option = next(option for option in OPTIONS if option in row["change"])
+    return f"`{option}`{', without logged requests' if 'without' in row['loop'] else ''}"
+
+
+def all_pairs(found: dict[str, Any]) -> str:
+    """Return the table of all pairs, and where they were measured."""
     lines = [
         "| loop | change | step of A | in proportion | predicted | interval | step of B | holds | width |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -202,18 +210,18 @@ def markdown(found: dict[str, Any]) -> str:
             f"| {one['loop']} | `{one['change']}` | {recorded} | {linear} | {predicted} | {interval} "
             f"| {truth} | {'yes' if holds(one) else 'no'} | {width(one):.0%} |"
         )
-    rows = found["rows"]
-    if rows:
-        held, narrow = sum(map(holds, rows)), sum(width(one) <= 0.5 for one in rows)
-        errors = [abs(one["predicted_s"] / one["truth_s"] - 1) for one in rows]
-        lines += [
-            "",
-            f"{held} of {len(rows)} intervals hold the step of B; {narrow} are at most half as wide as from",
-            f"no change to in proportion. Error of the prediction: {statistics.median(errors):.1%} in the",
-            f"median, at most {max(errors):.1%}.",
-        ]
-    lines += ["", f"{results.where(found['measured'])}."]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"{results.where(found['measured'])}."])
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """Return how often an interval holds the step of B by kind of change, and the misses."""
+    lines = ["| change | pairs | intervals that hold | median width | median error |", "|---" * 5 + "|"]
+    for kind, pairs in groupby(sorted(found["rows"], key=group), group):
+        chosen = list(pairs)
+        wide, off = (statistics.median(map(of, chosen)) for of in (width, lambda one: abs(error(one))))
+        lines.append(f"| {kind} | {len(chosen)} | {sum(map(holds, chosen))} | {wide:.0%} | {off:.1%} |")
+    misses = (f"- {one['loop']}: `{one['change']}`" for one in found["rows"] if not holds(one))
+    return "\n".join([*lines, "", "Misses:", "", *misses])
 
 
 def main() -> None:
@@ -236,7 +244,7 @@ def main() -> None:
     found = {"measured": results.here(), "rows": rows}
     if not given.loops:
         results.write(RESULTS, found)
-    print(markdown(found))
+    print(all_pairs(found), markdown(found), sep="\n\n")
     print(f"{time.monotonic() - begin:.0f} s", file=sys.stderr)
 
 

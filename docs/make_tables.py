@@ -15,7 +15,7 @@ A table lists the fields of a dataclass: name (after the prefix), type, default,
 docstring gives. Results are a table of ``benchmarks/results.json``, with where it was measured; ratios are
 those of its rows that are published. Rows are a tuple of named tuples, one column per field. Faults are what
 ``make watch-faults``, ``make watch-judge``, ``make hang-judge`` or ``make what-if-judge`` found, with a table
-of their own.
+of their own, or that of the function named after the file.
 With ``--check`` nothing is written, and the exit code is 1 when a page is out of date.
 """
 
@@ -148,11 +148,11 @@ def measured(name: str) -> str:
     return found
 
 
-def faults(name: str) -> str:
-    """Return what was noticed of faults in running loops."""
+def faults(name: str, table: str) -> str:
+    """Return what was noticed of faults in running loops, or another table of it."""
     sys.path.insert(0, str(DOCS.parent / "benchmarks"))
     path = DOCS.parent / "benchmarks" / name
-    found: str = import_module(path.stem).markdown(json.loads(path.read_text()))
+    found: str = getattr(import_module(path.stem), table)(json.loads(path.read_text()))
     return found
 
 
@@ -193,7 +193,7 @@ def filled(page: Path) -> str:
             "results": lambda: measured(what),
             "ratios": lambda: measured(what),
             "rows": lambda: listed(what),
-            "faults": lambda: faults(what),
+            "faults": lambda: faults(what, extra or "markdown"),
         }[kind]()
         return f"{begin}\n{content}\n\n{end}"
 
