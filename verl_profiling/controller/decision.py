@@ -1,6 +1,6 @@
 """Decides at the begin of a step on its capture: whether, requested by whom, and with which settings.
 
-The schedule, a person and the watch can request a capture; docs/watch.md has a table of priorities. In a loop
+The schedule, a person and the watch can request a capture; docs/watch.md has their priorities. In a loop
 with several ranks, rank 0 decides on requests some steps in advance and announces the captures. The other
 ranks check once a second. No rank waits: a rank that is already past the step counts as failed.
 
