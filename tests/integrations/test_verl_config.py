@@ -95,7 +95,7 @@ def test_settings_are_read_from_profiling(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_run_has_the_name_under_which_verl_resumes_it(
     resume_mode: str, run_id: str | None, expected: str | None
 ) -> None:
-    """It continues in its folder as it continues from its checkpoints, unless it has a name or none."""
+    """It keeps its name as it continues from its checkpoints, unless it has a name or none."""
     config = verl_config(profiling={"enable": True, "run_id": run_id})
     config.trainer = {"resume_mode": resume_mode, "project_name": "gsm8k", "experiment_name": "7b"}
     settings = settings_of(config)

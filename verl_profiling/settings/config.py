@@ -51,7 +51,7 @@ class ProfilingConfig:
             environment variables are expanded. If another run uses the folder, this run records into
             ``run_2``, ``run_3``, ... inside it.
         run_id: Name of the run. A run that is started again with the same name, e.g. from a checkpoint,
-            continues in the same folder. ``None``: each start is a run of its own.
+            continues in ``run_2``, ``run_3``, ... ``None``: each start is a run of its own.
         spmd: Whether every rank runs the loop with its own callback, and all ranks record one capture
             together. ``None``: yes, if there are several ranks and all workers of the callback are objects of
             its process. ``False``: this callback records alone. ``True``: yes, even without workers.
