@@ -88,6 +88,19 @@ def colocated(
     return Published(f"{name} on {devices}", named, devices, devices, others)
 
 
+def stale(training: int, rollout: int, staleness: float, measured_s: float) -> Other:
+    """Return a split that streams its rollouts, with stale samples; it has no stage ``old_log_prob``.
+
+    Args:
+        training: Devices of the training.
+        rollout: Devices of the rollout.
+        staleness: Share of stale samples that is allowed.
+        measured_s: The measured step (s).
+    """
+    name = f"{training}:{rollout}, staleness {staleness:g}"
+    return Other(name, training, rollout, STREAMED + staleness, measured_s, "old_log_prob")
+
+
 PUBLISHED = [
     colocated("7B, FSDP2", 16, 749, (321, 88, 286), [Other("12:4, one step off", 12, 4, 1, 520)]),
     colocated("7B, Megatron", 16, 699, (207, 119, 344), [Other("12:4, one step off", 12, 4, 1, 566)]),
@@ -97,30 +110,19 @@ PUBLISHED = [
         790.10,
         (357.41, 107.71, 269.80),
         [
-            Other("64", 64, 64, 0, 365.28),
-            Other("128", 128, 128, 0, 356.30),
-            Other("16:16, staleness 0.5", 16, 16, STREAMED + 0.5, 294.77, "old_log_prob"),
-            Other("32:32, staleness 0.5", 32, 32, STREAMED + 0.5, 189.26, "old_log_prob"),
-            Other("64:64, staleness 0.5", 64, 64, STREAMED + 0.5, 150.63, "old_log_prob"),
+            *(Other("64", 64, 64, 0, 365.28), Other("128", 128, 128, 0, 356.30)),
+            *(stale(16, 16, 0.5, 294.77), stale(32, 32, 0.5, 189.26), stale(64, 64, 0.5, 150.63)),
         ],
     ),
-    colocated(
-        "7B, 28K tokens",
-        64,
-        365.28,
-        (150.72, 70.26, 133.41),
-        [Other("32:32, staleness 0.5", 32, 32, STREAMED + 0.5, 189.26, "old_log_prob")],
-    ),
+    colocated("7B, 28K tokens", 64, 365.28, (150.72, 70.26, 133.41), [stale(32, 32, 0.5, 189.26)]),
     colocated(
         "7B, 28K tokens",
         128,
         356.30,
         (177.85, 53.92, 113.81),
         [
-            Other("64:64, staleness 0", 64, 64, STREAMED, 231.34, "old_log_prob"),
-            Other("64:64, staleness 0.1", 64, 64, STREAMED + 0.1, 171.30, "old_log_prob"),
-            Other("64:64, staleness 0.3", 64, 64, STREAMED + 0.3, 146.11, "old_log_prob"),
-            Other("64:64, staleness 0.5", 64, 64, STREAMED + 0.5, 150.63, "old_log_prob"),
+            *(stale(64, 64, 0, 231.34), stale(64, 64, 0.1, 171.30)),
+            *(stale(64, 64, 0.3, 146.11), stale(64, 64, 0.5, 150.63)),
         ],
     ),
     colocated(
@@ -135,26 +137,10 @@ PUBLISHED = [
         ],
     ),
     colocated(
-        "30B-A3B, 8K tokens",
-        128,
-        497.89,
-        (348.05, 28.73 + 20.86, 86.27),
-        [Other("32:96, staleness 0.5", 32, 96, STREAMED + 0.5, 282.75, "old_log_prob")],
+        "30B-A3B, 8K tokens", 128, 497.89, (348.05, 28.73 + 20.86, 86.27), [stale(32, 96, 0.5, 282.75)]
     ),
-    colocated(
-        "7B, tools",
-        32,
-        375.47,
-        (228.03, 35.19, 111.84),
-        [Other("16:16, staleness 1", 16, 16, STREAMED + 1, 221.36, "old_log_prob")],
-    ),
-    colocated(
-        "7B, 10K tokens",
-        16,
-        484.623,
-        (52.939, 0, 430.263),
-        [Other("8:8, staleness 0.5", 8, 8, STREAMED + 0.5, 489.953, "old_log_prob")],
-    ),
+    colocated("7B, tools", 32, 375.47, (228.03, 35.19, 111.84), [stale(16, 16, 1, 221.36)]),
+    colocated("7B, 10K tokens", 16, 484.623, (52.939, 0, 430.263), [stale(8, 8, 0.5, 489.953)]),
 ]
 """Figures of verl's documentation, ``docs/advance/one_step_off.md`` (the first two) and ``fully_async.md``.
 

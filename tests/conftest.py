@@ -33,6 +33,11 @@ ROOT = Path(__file__).resolve().parent.parent
 _VERDICT = pytest.StashKey[int]()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let a file with a Ray cluster of its own come before those that share one."""
+    items.sort(key=lambda item: item.path.name != "test_cluster.py")
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     session.config.stash[_VERDICT] = int(exitstatus)
 
@@ -182,7 +187,7 @@ def stand_in_nsys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ray_cluster(_ray_ends: None, stand_in_nsys: Path) -> None:
-    """The small Ray cluster that the test files share; started anew after a file with one of its own kind."""
+    """The small Ray cluster that the test files share."""
     ray = pytest.importorskip("ray")
     if ray.is_initialized():
         return

@@ -90,6 +90,7 @@ class TrainWorker(CaptureMixin):
         for name in names:
             with stage(name):
                 train()
+                self._hang("stage")
                 time.sleep(seconds)
 
     def pass_stages(self, names: Sequence[str]) -> None:

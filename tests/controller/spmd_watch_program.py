@@ -17,13 +17,13 @@ from fleet import TrainWorker
 from verl_profiling import ProfilingCallback, ProfilingConfig, stage
 from verl_profiling.capture.messages import StopReply
 from verl_profiling.run_files import read_manifest
+from verl_profiling.watch_log import WatchLogReader
 
 RANK = int(os.environ["RANK"])
 LATE = 2
 TIMES_S = {
     "slow": (0.1, 0.7),
     "inside": (0.6, 0.7),
-    "hangs": (0.02, 6.0),
 }  # so long that nothing else on the machine looks slow
 USUAL_S, LATE_S = 0.02, 0.2
 STEPS = {"slow": 300, "unlike": 16, "inside": 9}
@@ -62,6 +62,13 @@ def meeting_through_files(folder: Path) -> Meet:
     return meet
 
 
+def wait_for_a_hang(run: Path) -> None:
+    """Wait until the log of the watch has a hang."""
+    deadline = time.monotonic() + 60
+    while not any(line.hang for line in WatchLogReader(run).read()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 def train(config: ProfilingConfig, scenario: str, meet: Meet, said: Path) -> None:
     usual_s, late_s = TIMES_S.get(scenario, (USUAL_S, LATE_S))
     profiling = ProfilingCallback(config)
@@ -82,6 +89,8 @@ def train(config: ProfilingConfig, scenario: str, meet: Meet, said: Path) -> Non
                 if scenario in ("inside", "hangs"):
                     late = RANK == LATE and (scenario == "inside" or step == 8)
                     with profiling.stage("update_actor"):
+                        if late and scenario == "hangs":
+                            wait_for_a_hang(Path(config.save_path))
                         time.sleep(late_s if late else usual_s)
                         meet(False)
                     profiling.on_step_end()

@@ -87,25 +87,26 @@ def test_a_restarted_actor_is_not_taken_for_the_one_that_recorded(
     tmp_path: Path, ray_cluster: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What died with its process is missing, and both processes are named; the next step works."""
-    config = configured(tmp_path, tool="torch", schedule={"steps": [1, 2]})
+    config = configured(tmp_path, tool="tools.example_tool:CProfileTool", schedule={"steps": [1, 2]})
     worker = ray.remote(num_cpus=0, max_restarts=1)(Reborn).remote(config)
+    stages = ["update_actor"]
     try:
         ray.get(worker.__ray_ready__.remote())
         callback = following(config, [worker])
         with callback:
             callback.on_step_begin(1)
-            ray.get(worker.work.remote())
+            ray.get(worker.pass_stages.remote(stages))
             with pytest.raises(ray.exceptions.RayActorError):
                 ray.get(worker.die.remote())
             while True:
                 try:
-                    ray.get(worker.work.remote())
+                    ray.get(worker.pass_stages.remote(stages))
                     break
                 except ray.exceptions.RayActorError:
                     time.sleep(0.1)
             callback.on_step_end()
             callback.on_step_begin(2)
-            ray.get(worker.work.remote())
+            ray.get(worker.pass_stages.remote(stages))
             callback.on_step_end()
     finally:
         ray.kill(worker)

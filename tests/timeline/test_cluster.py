@@ -78,11 +78,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     )
     address = ray.get_runtime_context().gcs_address
     nodes: dict[str, subprocess.Popen[bytes]] = {}
-    for name, own in disks.items():
-        command = ["unshare", "--uts", "--mount", "sh", "-c", START, name, own, disk, sys.executable, address]
-        while name not in alive():  # on a busy machine, a raylet may give up
+    while missing := [name for name in NODES if name not in alive()]:  # on a busy machine, a raylet gives up
+        for name in missing:
+            command = ["sh", "-c", START, name, disks[name], disk, sys.executable, address]
+            command = ["unshare", "--uts", "--mount", *command]
             nodes[name] = subprocess.Popen(command, env={**os.environ, **paths}, **QUIET)
-            until(lambda: name in alive() or nodes[name].poll() is not None)  # noqa: B023
+        until(lambda: all(name in alive() or nodes[name].poll() is not None for name in missing))
     yield Cluster(disk, disks, nodes)
     for node in nodes.values():
         node.terminate()
