@@ -311,7 +311,7 @@ def test_a_long_step_that_progresses_is_no_hang(
     ray.get(pool.sync[0].work.remote())  # it imports torch
     with loop(config, ("actor", pool.sync[:2]), ("agent_loop", [agents])) as callback:
         with callback.stage("update_actor"):
-            ray.get(pool.sync[0].work.remote([f"part{number}" for number in range(8)], seconds=0.4))
+            ray.get(pool.sync[0].work.remote([f"part{number}" for number in range(12)], seconds=0.4))
         with callback.stage("rollout"):
             for _ in range(6):
                 ray.get(agents.call_tool.remote(tmp_path / "none"))
