@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from drawn_logs import DrawnLog
 from drawn_steps import STAGES, Worker, drawn_inputs, engine, in_group
@@ -122,6 +123,36 @@ def test_the_ranked_list_predicts_what_each_option_predicts(tmp_path: Path) -> N
         assert step.what_if(**changes[option]).predicted_us == pytest.approx(row.predicted_us)
         tried.add(option)
     assert tried == {"--scale", "--tool", "--unblock", "--no-tail"}
+
+
+def test_after_a_change_the_next_ones_are_ranked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row has the step with both; a factor of the same stage is the product of both factors."""
+    synchronous(tmp_path)
+    given = ["--scale", "rollout=0.5", "--balance", "update_actor"]
+    assert main(["what-if", str(tmp_path), *given, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    saved = {row["option"]: -row["difference_us"] for row in found["what_would_help"]}
+    assert next(iter(saved)) == "--scale update_actor=0.5"
+    assert saved["--scale rollout=0.25"] == pytest.approx(1e6)
+    assert not any("--balance update_actor" in option for option in saved)
+    for row in found["what_would_help"]:
+        assert main(["what-if", str(tmp_path), *given, *shlex.split(row["option"]), "--json"]) == 0
+        both = json.loads(capsys.readouterr().out)
+        assert both["predicted_us"] == pytest.approx(row["predicted_us"])
+    assert main(["what-if", str(tmp_path), *given]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    kinds = lines[lines.index("Critical path by kind") :]
+    assert [line.split()[:2] for line in kinds[3:5]] == [["work", "4.25"], ["own", "code"]]
+    assert any("update_actor in 50% of its time" in line for line in kinds)
+
+
+def test_after_a_change_of_a_tool_its_new_time_is_halved(tmp_path: Path) -> None:
+    agents(tmp_path)
+    for changes in ({"tools": {"search": 0.5}}, {"scale": {"rollout": 0.5}}):
+        found = open_step(tmp_path).what_if(**changes)
+        (row,) = (row for row in found.what_would_help if row.option.startswith("--tool"))
+        assert (row.option, row.change) == ("--tool search=0.25s", "each search call 250 ms")
+        assert row.difference_us == pytest.approx(-0.25e6)
 
 
 def test_path_and_changes_are_part_of_the_report(tmp_path: Path) -> None:
@@ -274,6 +305,15 @@ def test_a_faster_tool_brings_nothing_or_a_whole_interval(
 ) -> None:
     polling(tmp_path, [3, 5.0])
     assert open_step(tmp_path).what_if(**changes).predicted_us == pytest.approx(seconds * 1e6)
+
+
+def test_after_a_change_of_the_polls_they_are_twice_as_often(tmp_path: Path) -> None:
+    polling(tmp_path, [3, 4.7])
+    step = open_step(tmp_path)
+    found = step.what_if(scale={POLLING: 0.5})
+    (row,) = (row for row in found.what_would_help if row.change == "polls 2x as often")
+    assert row.option == f"--scale '{POLLING}=0.25'"
+    assert row.predicted_us == pytest.approx(step.what_if(scale={POLLING: 0.25}).predicted_us)
 
 
 def test_polls_for_nothing_recorded_take_their_time(tmp_path: Path) -> None:
@@ -540,12 +580,33 @@ def test_a_step_without_the_stage_is_left_out(tmp_path: Path, capsys: pytest.Cap
         ({"no_tail": 0}, "above 0 and at most 100"),
         ({"tools": {"search": 1}}, "no whole call of 'search'; there is none"),
         ({"balance": ["reward"]}, "no stage of several workers 'reward'; choose from: rollout, update_actor"),
+        ({"balance": "rollout"}, "--balance: 'rollout' is a string; give a list of names: \\['rollout'\\]"),
+        ({"unblock": "sandbox"}, "--unblock: 'sandbox' is a string; give a list of names: \\['sandbox'\\]"),
+        (
+            {"tools": {"search": "1s"}},
+            "search='1s' is not a finite number of at least 0, such as 0.2 \\(s",
+        ),
+        ({"scale": ["rollout"]}, "--scale: \\['rollout'\\] is no mapping; give {'name': 0.5}"),
+        ({"no_tail": "90"}, "--no-tail: '90' is not a percentage"),
+        ({"replicas": "4"}, "--replicas: '4' is not an integer of at least 1"),
+        ({"steps_ahead": 1.5}, "--async: 1.5 is not an integer of at least 0"),
+        ({"split": "8:24"}, "--split: '8:24' is no pair of numbers"),
+        ({"split": (8,)}, "--split: \\(8,\\) is no pair of numbers"),
+        ({"split": (8, 0)}, "--split: 0 is not an integer of at least 1"),
     ],
 )
 def test_wrong_changes_are_refused(tmp_path: Path, changes: dict, said: str) -> None:
     synchronous(tmp_path)
     with pytest.raises(ConfigError, match=said):
         open_step(tmp_path).what_if(**changes)
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    agents(tmp_path)
+    step = open_step(tmp_path)
+    found = step.what_if(tools={"search": np.float32(0.25)}, scale={"rollout": np.float64(1)})
+    assert found.predicted_us == pytest.approx(9.25e6)
+    assert step.what_if(steps_ahead=np.int64(1)).predicted_us == pytest.approx(8.2e6)
 
 
 def test_changes_are_said_as_they_were_given(tmp_path: Path) -> None:
@@ -596,6 +657,53 @@ def test_a_rollout_one_step_off_is_as_long_as_a_step_that_waits_for_it(
         found = step.what_if(scale=changes)
         assert found.predicted_us == pytest.approx(seconds * 1e6, rel=0.02), changes
         path_of(found)
+
+
+def test_a_stage_that_waits_follows_the_stage_that_it_is_named_after(tmp_path: Path) -> None:
+    """The loop waits for a rollout in the background; the next one goes on when the step ends."""
+    log = DrawnLog()
+    log.trajectory(-4, 2.9, ("generate", -4, 2.9))
+    log.trajectory(4, 14, ("generate", 4, 14))
+    stages = [("rollout", 0, 3), ("wait:rollout", 0.1, 3.1), ("update_weights", 3.1, 4)]
+    stages += [("rollout", 4, 10), ("update_actor", 4.1, 9.5)]
+    drawn_inputs(tmp_path, stages, [Worker("actor", stages=[("update_actor", 4.2, 9.4)], kernels=WORKS)])
+    log.add_to(tmp_path)
+    step = open_step(tmp_path)
+    found = step.what_if()
+    rows = [(stage, who, seconds) for stage, who, _, seconds in path_of(found)]
+    assert rows[0] == ("rollout", "agent_loop_rank0 g.0", 2.9)
+    assert ("update_actor", "actor_rank0", 5.2) in rows
+    assert found.notes == []
+    assert "a stage wait:NAME waits for the stage NAME that ends in it (1)" in found.assumed
+    assert step.what_if(scale={"rollout": 0.5}).predicted_us == pytest.approx(7.1e6, rel=0.02)
+    assert step.what_if(scale={"update_actor": 0.5}).predicted_us == pytest.approx(10e6, rel=0.01)
+    with pytest.raises(ConfigError, match="needs a step whose rollout begins and ends in it"):
+        step.what_if(steps_ahead=1)
+
+
+def test_a_rollout_that_ends_beside_the_training_is_waited_for_once_it_is_longer(tmp_path: Path) -> None:
+    """The loop sees its end in the next step. It takes 4 s after the weight update, and the training 9 s."""
+    log = DrawnLog()
+    log.trajectory(1, 5, ("generate", 1, 5))
+    stages = [("wait:rollout", 0, 0.001), ("update_weights", 0.001, 1), ("rollout", 1, 10)]
+    workers = [Worker("actor", stages=[("update_actor", 1.2, 9.4)], kernels=WORKS)]
+    drawn_inputs(tmp_path, [*stages, ("update_actor", 1.1, 9.5)], workers)
+    log.add_to(tmp_path)
+    step = open_step(tmp_path)
+    found = step.what_if()
+    assert "rollout" not in {row.stage for row in found.path}
+    assert found.what_would_help[0].option == "--scale update_actor=0.5"
+    assert {row.time_us > 0 for row in found.slack} == {True}
+    for changes, seconds in (
+        ({"update_actor": 0.1}, 5.0),
+        ({"rollout": 3.0}, 13.0),
+        ({"rollout": 0.1}, 10.0),
+    ):
+        assert step.what_if(scale=changes).predicted_us == pytest.approx(seconds * 1e6, rel=0.01)
+    rewrite(tmp_path, stages=[stage for stage in read_manifest(tmp_path).stages if "wait" not in stage.name])
+    found = open_step(tmp_path).what_if()
+    assert "rollout" not in {row.stage for row in found.path}
+    assert found.notes == ["rollout goes on when the step ends, and nothing tells who waits for it"]
 
 
 def test_the_next_rollout_begins_after_this_one_also_beside_other_tasks(tmp_path: Path) -> None:

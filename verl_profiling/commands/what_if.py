@@ -185,9 +185,11 @@ def _print(title: str, found: Prediction, console: Console) -> None:
     rest_us = sum(row.duration_us for row in found.path) - sum(row.duration_us for row in largest)
     short = (msgspec.structs.replace(row, who=_UUID.sub(r"\1…", row.who)) for row in rows if row in largest)
     note = f"and {duration(rest_us / 1e6)} in {len(rows) - _ROWS} others" if len(rows) > _ROWS else ""
+    kinds = (msgspec.structs.replace(row, stage="", who="") for row in found.path if found.changes)
     slack = sorted((row for row in found.slack if row.slack_us), key=lambda row: -row.slack_us)
     for name, table, below in (
         ("Critical path", list(short), note),
+        ("Critical path by kind", sorted(summed(kinds), key=lambda row: -row.duration_us)[:_ROWS], ""),
         ("Slack", slack[:_ROWS], f"{len(slack) - _ROWS:,} more: --json" if len(slack) > _ROWS else ""),
         ("What would help", found.what_would_help[:_ROWS], ""),
     ):

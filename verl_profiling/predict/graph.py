@@ -15,6 +15,7 @@ stage of the loop, and of a worker   same name; else the time inside a stage tha
                                      no worker stage of its name
 rollout, and trajectory or request   it ends in the stage                             assumed
 stage of the loop, and its next poll stages in which it sleeps between polls          yes
+stage ``wait:X``, and stage ``X``    names; stage ``X`` ends in it                    assumed
 ==================================== ================================================ ========
 """
 
@@ -58,6 +59,7 @@ LAG_BY = f"{LOOP_LAG} by "
 NEXT_POLL = "until the next poll"
 """The kind of a segment that ends when the loop looks again for what it waits for."""
 _MOST_COLLECTIVES = 5_000  # calls with the longest waits
+_WAIT = "wait:"
 _LAUNCHES = "c10d::"  # names of host calls that launch a collective
 _HIDDEN = 0.5  # share of a collective beside computation, from which on nobody waits for it
 
@@ -65,6 +67,7 @@ _SAME_NAME = "a stage of the loop waits for the stages of workers with its name"
 _INSIDE = "a stage of the loop waits for the stages of workers inside it"
 _OUTSIDE = "outside stages, the loop waits for workers"
 _STEADY = "a rollout that began in the last step began as late in it as the next one does in this step"
+_AWAITED = "a stage wait:NAME waits for the stage NAME that ends in it"
 _ROLLOUT = "a rollout waits for the trajectories and requests that end in it"
 
 _Calls = tuple[tuple[str, int], ...]
@@ -103,17 +106,6 @@ class Segment:
     calls: _Calls = ()
     part: int = -1
     capture_ns: int = 0
-    request: Request | None = None
-    queue: str = ""
-
-
-class _Piece(NamedTuple):
-    """A part of a trajectory or request, as in :class:`Segment`."""
-
-    kind: str
-    begin_ns: int
-    end_ns: int
-    calls: _Calls = ()
     request: Request | None = None
     queue: str = ""
 
@@ -177,7 +169,7 @@ class _Run:
     begin_ns: int
     end_ns: int
     row: object = None
-    pieces: list[_Piece] = field(default_factory=list)
+    pieces: list[Segment] = field(default_factory=list)
     trajectory: str = ""
     around: tuple[str, ...] = ()
     inner: list[_Run] = field(default_factory=list)
@@ -198,10 +190,9 @@ class _Run:
         """Clip the run, and everything inside it, to a time."""
         if begin_ns <= self.begin_ns and self.end_ns <= end_ns:
             return
-        self.begin_ns, self.end_ns = (min(max(ns, begin_ns), end_ns) for ns in (self.begin_ns, self.end_ns))
-        for at, one in enumerate(self.pieces):
-            since, until = (min(max(ns, begin_ns), end_ns) for ns in (one.begin_ns, one.end_ns))
-            self.pieces[at] = one._replace(begin_ns=since, end_ns=until)
+        parts: list[_Run | Segment] = [self, *self.pieces]
+        for one in parts:
+            one.begin_ns, one.end_ns = (min(max(ns, begin_ns), end_ns) for ns in (one.begin_ns, one.end_ns))
         for run in self.inner:
             run.clip(begin_ns, end_ns)
 
@@ -217,7 +208,8 @@ class Graph:
         last: Number of the segment with which the step ends.
         order: Numbers of the segments, each after those in its ``after``.
         delay_ns: Time between each segment's begin and the last end before it.
-        behind: Number of the segment that entered the queue before one that was ready earlier; -1 for others.
+        behind: Numbers of segments that were ready before another one entered their queue, each with the
+            number of the other one.
         parts: Role, stage and number of the run in its process, of each ``part``: the same for all ranks.
         tails: Number of a segment, and those of a rollout's trajectories or requests that it waits for.
         idle: Time in which all lanes of a process were idle, by process.
@@ -238,7 +230,7 @@ class Graph:
     last: int = 0
     order: list[int] = field(default_factory=list)
     delay_ns: list[int] = field(default_factory=list)
-    behind: list[int] = field(default_factory=list)
+    behind: dict[int, int] = field(default_factory=dict)
     parts: list[tuple[str, str, int]] = field(default_factory=list)
     tails: dict[int, list[int]] = field(default_factory=dict)
     idle: dict[str, Spans] = field(default_factory=dict)
@@ -262,18 +254,19 @@ class Graph:
         """Set order and delays, once all segments are there."""
         found = self.segments
         self.order = sorted(range(len(found)), key=lambda at: (found[at].begin_ns, found[at].end_ns, at))
-        self.delay_ns, self.behind = [0] * len(found), [-1] * len(found)
-        last: dict[str, tuple[int, int]] = {}  # of each queue: the segment that entered it, and when
+        self.delay_ns, self.behind = [0] * len(found), {}
+        last: dict[str, tuple[int, int, int]] = {}  # of each queue: the segment that entered, when, its end
         end_ns = [one.end_ns for one in found].__getitem__
         for at in self.order:
             one = found[at]
             ready_ns = max(map(end_ns, one.after), default=self.begin_ns)
             if one.queue:
-                before, entered_ns = last.get(one.queue, (-1, ready_ns))
-                self.behind[at] = before if entered_ns > ready_ns else -1
-                ready_ns = max(ready_ns, entered_ns)
-                last[one.queue] = at, ready_ns
-                ready_ns = max(ready_ns, found[before].end_ns if before >= 0 else ready_ns)
+                before, entered_ns, free_ns = last.get(one.queue, (at, ready_ns, ready_ns))
+                if entered_ns > ready_ns:
+                    self.behind[at] = before
+                entered_ns = max(entered_ns, ready_ns)
+                last[one.queue] = at, entered_ns, one.end_ns
+                ready_ns = max(entered_ns, free_ns)
             self.delay_ns[at] = one.begin_ns - ready_ns
 
 
@@ -290,6 +283,7 @@ def graph_of(content: Content) -> Graph:
     root = _Run(who, role, "", step.begin_ns, step.end_ns)
     stages = list(_stages(who, role, step.stages, root))
     graph = Graph(step.begin_ns, step.end_ns)
+    beside = _beside(root, stages, graph.assumed)
     devices = numbers.shared_devices(step)
     on_device = [lanes for lanes in devices if lanes[0].on_device]
     graph.lanes, graph.on_device = len(on_device or devices), bool(on_device)
@@ -332,34 +326,22 @@ def graph_of(content: Content) -> Graph:
     later = [run.begin_ns for run in runs if run.name == ROLLOUT and run.end_ns >= root.end_ns]
     later += [one.begin_ns for one in records.trajectories if one.cut_end]
     later += [since_ns for worker in step.workers for since_ns in worker.pending_since_ns]
-    carried: list[tuple[_Run, _Run, _Run]] = []
-    for stage in stages:
-        early = [one for one in stage.waits if one.begin_ns <= root.begin_ns and one.who != who]
-        if stage.name != ROLLOUT or (stage.waits and not early):
-            continue
-        next_ns = min((ns for ns in later if ns >= stage.end_ns), default=root.end_ns)
-        if next_ns == root.end_ns:
-            waits = "waits for work that began before the step" if early else "waits for nothing recorded"
-            graph.unknown.append(f"{stage.name} {waits}, so a change is not applied to all that it waits for")
-            continue
-        if not early:
-            times = (root.begin_ns, stage.end_ns)
-            early = [_Run(ROLLOUT, "", "", *times, pieces=[_Piece(BEFORE, *times)], around=(ROLLOUT,))]
-            stage.waits += early
-            loose += early
-        mark = _Run(who, "", "", next_ns, next_ns, pieces=[_Piece(OWN, next_ns, next_ns)])
-        loose.append(mark)
-        carried += [(one, mark, stage) for one in early]
+    carried = list(_carried(root, stages, beside, later, graph))
+    for early, mark, _ in carried:
+        loose += [mark, *(work for work in early if work.who == ROLLOUT)]  # the others are there
         graph.assumed[_STEADY] += 1
     polled = [found for stage in stages for found in _polled(stage)]
-    _Builder(graph, content.calls, name_of).build(root, loose)
+    builder = _Builder(graph, content.calls, name_of)
+    builder.build(root, loose)
     for run, begin_ns, period_ns in polled:
         ends = ((one.end_ns, at) for at, one in enumerate(graph.segments) if one.who == who)
         last_ns, last = max(end for end in ends if end[0] <= begin_ns)
         graph.polls[run.entry] = Poll(last, begin_ns - last_ns, period_ns)
         graph.segments[run.entry].kind = NEXT_POLL
-    for work, mark, stage in carried:
-        graph.carried.append(Carried(work.entry, mark.exit, root.end_ns - mark.begin_ns))
+    for early, mark, stage in carried:
+        for work in early:
+            graph.carried.append(Carried(work.entry, mark.exit, root.end_ns - mark.begin_ns))
+            builder.link(work.exit, stage.entry)  # if the work ended before the step
         graph.segments[mark.entry].after.append(stage.exit)  # the next work begins after this one
     goes_on = any(ns < root.end_ns for ns in later) or any(run.end_ns >= root.end_ns for run in rollouts)
     graph.whole = not (goes_on or graph.carried or graph.unknown)
@@ -370,6 +352,87 @@ def graph_of(content: Content) -> Graph:
         one.capture_ns = capture_ns
         one.kind = CAPTURE if 2 * capture_ns > one.end_ns - one.begin_ns else one.kind
     return graph
+
+
+def _beside(root: _Run, stages: Sequence[_Run], assumed: Counter[str]) -> list[_Run]:
+    """Let stages wait for those that they are named after; return stages that the step does not wait for.
+
+    Such a stage goes on when the step ends, beside stages that the step waits for.
+    """
+    for stage in stages:
+        awaited = [run for run in stages if stage.name == _WAIT + run.name and run.ends_in(stage)]
+        if awaited:
+            stage.waits += awaited
+            assumed[_AWAITED] += 1
+    ended = [run for run in root.waits if run.end_ns < root.end_ns]
+    found = []
+    for run in root.waits:
+        others = (one.row != run.row and one.end_ns > run.begin_ns for one in ended)
+        found += [run] if run.end_ns >= root.end_ns and any(others) else []
+    root.waits = [run for run in root.waits if run not in found]
+    return found
+
+
+def _carried(
+    root: _Run, stages: Sequence[_Run], beside: Sequence[_Run], later: Sequence[int], graph: Graph
+) -> Iterator[tuple[list[_Run], _Run, _Run]]:
+    """Find the work that began in the last step, like work that begins in this step and goes on.
+
+    Args:
+        root: The step.
+        stages: Stages of the loop.
+        beside: Those that go on after the step.
+        later: Times at which work begins that goes on after the step.
+        graph: The graph, which gets sentences.
+
+    Yields:
+        The work, the begin of the next work, and the stage that waits.
+    """
+    steady = False
+    for stage in stages:
+        early = [one for one in stage.waits if one.begin_ns <= root.begin_ns and one.who != root.who]
+        if stage.name != ROLLOUT or stage in beside or (stage.waits and not early):
+            continue
+        next_ns = min((ns for ns in later if ns >= stage.end_ns), default=root.end_ns)
+        if next_ns == root.end_ns:
+            waits = "waits for work that began before the step" if early else "waits for nothing recorded"
+            graph.unknown.append(f"{stage.name} {waits}, so a change is not applied to all that it waits for")
+            continue
+        if not early:
+            early = [_before(root, stage.end_ns)]
+            stage.waits += early
+        steady = True
+        yield early, _mark(root, next_ns), stage
+    for stage in () if steady else beside:
+        waiting = [one for one in stages if one.name == _WAIT + ROLLOUT and one.end_ns <= stage.begin_ns]
+        if stage.name == ROLLOUT and waiting and stage.waits and not later:
+            early_ns = root.end_ns - max(one.end_ns for one in stage.waits)
+            yield [_before(root, root.begin_ns - early_ns)], _mark(root, stage.begin_ns), waiting[-1]
+        elif stage.name == ROLLOUT:
+            graph.unknown.append("rollout goes on when the step ends, and nothing tells who waits for it")
+
+
+def _piece(
+    kind: str,
+    begin_ns: int,
+    end_ns: int,
+    calls: _Calls = (),
+    request: Request | None = None,
+    queue: str = "",
+) -> Segment:
+    """Return a part of a trajectory or a request, whose other attributes are those of the run."""
+    return Segment("", (), kind, begin_ns, end_ns, [], (), calls=calls, request=request, queue=queue)
+
+
+def _before(root: _Run, end_ns: int) -> _Run:
+    """Return work that began in the last step."""
+    pieces = [_piece(BEFORE, root.begin_ns, end_ns)]
+    return _Run(ROLLOUT, "", "", root.begin_ns, end_ns, pieces=pieces, around=(ROLLOUT,))
+
+
+def _mark(root: _Run, ns: int) -> _Run:
+    """Return an instant of the loop."""
+    return _Run(root.who, "", "", ns, ns, pieces=[_piece(OWN, ns, ns)])
 
 
 def _stages(who: str, role: str, spans: Iterable[StageSpan], around: _Run) -> Iterator[_Run]:
@@ -401,6 +464,14 @@ def _join(run: _Run, home: _Run, error_ns: int) -> bool:
     return inside
 
 
+def _inside(run: _Run, stages: Iterable[_Run], error_ns: int) -> list[_Run]:
+    return [stage for stage in stages if stage.holds(run, error_ns) and not stage.called]
+
+
+def _is_beside(run: _Run, stages: Iterable[_Run]) -> bool:
+    return any(stage.begin_ns < run.end_ns and run.begin_ns < stage.end_ns for stage in stages)
+
+
 def _called(
     root: _Run, stages: Sequence[_Run], runs: Iterable[_Run], error_ns: int, assumed: Counter[str]
 ) -> Iterator[_Run]:
@@ -421,9 +492,8 @@ def _called(
         if not _join(run, home, error_ns):
             yield run
     for run in others:
-        inside = [stage for stage in stages if stage.holds(run, error_ns) and not stage.called]
-        beside = any(stage.begin_ns < run.end_ns and run.begin_ns < stage.end_ns for stage in stages)
-        if inside or not beside:
+        inside = _inside(run, stages, error_ns)
+        if inside or not _is_beside(run, stages):
             assumed[_INSIDE if inside else _OUTSIDE] += 1
             _join(run, min(inside, key=_length, default=root), error_ns)
         else:
@@ -439,14 +509,11 @@ def _rolled_out(
     assumed: Counter[str],
 ) -> Iterator[_Run]:
     """Let stages wait for trajectories and requests; yield those that are not called by a stage."""
+    rollouts = [stage for stage in stages if stage.name in (ROLLOUT, VALIDATE)]
     for run in runs:
-        own = [stage for stage in of_workers.get(run.who, ()) if stage.holds(run, error_ns)]
-        named = [stage for stage in stages if stage.name in (ROLLOUT, VALIDATE) and run.ends_in(stage)]
-        inside = [stage for stage in stages if stage.holds(run, error_ns) and not stage.called]
-        homes = own or named or inside
-        beside = any(stage.begin_ns < run.end_ns and run.begin_ns < stage.end_ns for stage in stages)
-        goes_on = run.end_ns >= root.end_ns
-        if goes_on or (beside and not homes):
+        homes = [stage for stage in of_workers.get(run.who, ()) if stage.holds(run, error_ns)]
+        homes = homes or [stage for stage in rollouts if run.ends_in(stage)] or _inside(run, stages, error_ns)
+        if run.end_ns >= root.end_ns or (not homes and _is_beside(run, stages)):
             yield run
             continue
         assumed[_ROLLOUT] += 1
@@ -522,7 +589,7 @@ def _trajectories(records: Records, pieces: Pieces, served: Mapping[int, Request
     for number, one in enumerate(records.trajectories):
         if one.cut_end:
             continue
-        found: list[_Piece] = []
+        found: list[Segment] = []
         for _, begin, end, cause, loop, span in rows[first[number] : first[number + 1]]:
             kind, own_calls = records.names[cause], around[span] if span >= 0 else []
             calls = tuple((name, until - since) for name, since, until in own_calls if until > begin)
@@ -533,13 +600,13 @@ def _trajectories(records: Records, pieces: Pieces, served: Mapping[int, Request
                 calls = ((blocker, mean_ns),) if mean_ns else ()
             request = served.get(span)
             if request is None or span not in queued or kind.startswith((LOOP_LAG, FROM_THE_ENGINE)):
-                found.append(_Piece(kind, begin, end, calls, request))
+                found.append(_piece(kind, begin, end, calls, request))
             elif kind not in (TO_THE_ENGINE, "queued"):
                 if found and found[-1].queue and found[-1].end_ns == begin:
                     begin, kind = found.pop().begin_ns, GENERATE
-                found.append(_Piece(kind, begin, end, calls, request, f"replica {request.replica}"))
+                found.append(_piece(kind, begin, end, calls, request, f"replica {request.replica}"))
             elif queued[span] <= records.spans.begin[span]:  # the engine was free
-                found.append(_Piece(kind, begin, end, calls, request))
+                found.append(_piece(kind, begin, end, calls, request))
         title = f"{one.said.group}.{one.said.sample}" if one.said.group else str(number)
         yield _Run(one.lane, "", "", one.begin_ns, one.end_ns, pieces=found, trajectory=title)
 
@@ -554,7 +621,7 @@ def _requests(step: Step, served: Iterable[Request]) -> Iterator[_Run]:
     for worker in step.workers:
         for one in worker.requests:
             if id(one) not in known and one.end_ns > step.begin_ns:
-                pieces = [_Piece(*part, (), one) for part in one.parts()]
+                pieces = [_piece(*part, (), one) for part in one.parts()]
                 run = _Run(worker.name, worker.identity.role, "", one.begin_ns, one.end_ns, pieces=pieces)
                 run.clip(step.begin_ns, step.end_ns)
                 yield run
@@ -597,7 +664,7 @@ class _Builder:
         graph.last = root.exit
         ends = sorted((one.end_ns, at) for at, one in enumerate(found) if one.who == root.who)
         for run in loose:
-            place = bisect_right(ends, (run.begin_ns, len(found)))
+            place = bisect_right(ends, (run.begin_ns, len(found))) if run.begin_ns > root.begin_ns else 0
             self.add(run, ends[place - 1][1] if place else -1, run.around, -1)
         last: dict[object, int] = {}
         for run in sorted(self.runs, key=lambda run: (run.begin_ns, run.end_ns)):
@@ -691,14 +758,12 @@ class _Builder:
         """Add the parts of a trajectory or a request; a part follows the last part that ended before it."""
         ends: list[tuple[int, int]] = []
         begun = len(self.graph.segments)
-        for piece in sorted(run.pieces, key=lambda piece: piece.begin_ns):
-            kind, begin_ns, end_ns, calls, request, queue = piece
-            place = bisect_right(ends, (begin_ns, begin_ns))
-            before = ends[place - 1][1] if place else caller
-            one = Segment(run.who, around, kind, begin_ns, end_ns, [], around, run.trajectory, calls, part)
-            one.request, one.queue = request, queue
-            at = self._new(one, before)
-            insort(ends, (end_ns, at))
+        for one in sorted(run.pieces, key=lambda piece: piece.begin_ns):
+            one.who, one.within, one.around = run.who, around, around
+            one.trajectory, one.part = run.trajectory, part
+            place = bisect_right(ends, (one.begin_ns, one.begin_ns))
+            at = self._new(one, ends[place - 1][1] if place else caller)
+            insort(ends, (one.end_ns, at))
         followed = {at for one in self.graph.segments[begun:] for at in one.after}
         last = [at for at in range(begun, len(self.graph.segments)) if at not in followed]
         if len(last) != 1:  # the run ends when the last of them has ended

@@ -152,16 +152,16 @@ def _ends(
     for at, before in enumerate(after):
         for one in before:
             following[one].append(at)
-    for at, one in enumerate(graph.behind):
-        if one >= 0:
-            following[one].append(at)
-    missing = [len(before) + (one >= 0) for before, one in zip(after, graph.behind, strict=True)]
+    for at, one in graph.behind.items():
+        following[one].append(at)
+    missing = [len(before) + (at in graph.behind) for at, before in enumerate(after)]
     ready: list[tuple[int, int, int]] = []
     entered_ns, last = dict[int, int](), dict[str, int]()
 
     def enter(at: int) -> None:
         since_ns = max(map(end_of, after[at]), default=graph.begin_ns)
-        since_ns = max(since_ns, entered_ns.get(graph.behind[at], since_ns))
+        if at in graph.behind:
+            since_ns = max(since_ns, entered_ns[graph.behind[at]])
         heappush(ready, (since_ns, place[at], at))
 
     for at, count in enumerate(missing):
@@ -208,7 +208,7 @@ def chains_of(graph: Graph) -> Chains:
         last=of[graph.last],
         order=list(range(len(first))),
         delay_ns=[graph.delay_ns[at] for at in first],
-        behind=[of[graph.behind[at]] if graph.behind[at] >= 0 else -1 for at in first],
+        behind={of[at]: of[before] for at, before in graph.behind.items()},
         tails={of[at]: [of[last] for last in lasts] for at, lasts in graph.tails.items()},
         carried=[one._replace(segment=of[one.segment], mark=of[one.mark]) for one in graph.carried],
         polls={of[at]: poll._replace(after=of[poll.after]) for at, poll in graph.polls.items()},

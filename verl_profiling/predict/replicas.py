@@ -9,8 +9,9 @@ requests anew, also with the recorded number of replicas, and each runs until it
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import chain
 from typing import NamedTuple
@@ -60,22 +61,6 @@ class _Served(NamedTuple):
     end_ns: int
     since_ns: int
     tokens: int
-
-
-class Outcome(NamedTuple):
-    """Durations of all segments in a step with another number of replicas.
-
-    Attributes:
-        likely_ns: With the fitted curve, and each request at the replica with the fewest requests.
-        others_ns: At the ends of the interval: with other curves, and with round robin.
-        assumed: Sentences on what is assumed.
-        notes: A sentence on extrapolation, if there is any.
-    """
-
-    likely_ns: list[float]
-    others_ns: list[list[float]]
-    assumed: list[str]
-    notes: list[str]
 
 
 class _Engines(NamedTuple):
@@ -146,7 +131,9 @@ def has_requests(graph: Graph) -> bool:
     return any(one.tokens for one in _served(graph))
 
 
-def on_replicas(recorded: Replay, replicas: int, option: str) -> Outcome:
+def on_replicas(
+    recorded: Replay, replicas: int, option: str
+) -> tuple[list[list[float]], list[str], list[str]]:
     """Return the durations of segments when requests are served by another number of replicas.
 
     Args:
@@ -154,20 +141,24 @@ def on_replicas(recorded: Replay, replicas: int, option: str) -> Outcome:
         replicas: Number of replicas.
         option: The option, for errors.
 
+    Returns:
+        The likely durations, with the fitted curve and each request at the replica with the fewest requests,
+        and those at the ends of the interval, with other curves and round robin; what is assumed; and notes.
+
     Raises:
-        ConfigError: The number is wrong, or the step lacks requests.
+        ConfigError: The step lacks requests.
     """
     engines = _fitted(recorded, replicas, option)
     most = len(engines.served)
     random = np.random.default_rng(0)
     orders = [None, range(most), *(random.permutation(most).tolist() for _ in range(_ORDERS))]
     steps = _Steps(recorded.took_ns, recorded.delay_ns, recorded.given, engines.served)
-    rollout, found = _Rollout(steps, engines.slots, most), []
+    spent_ns, found = np.zeros(most + 1), []
+    rollout = _Rollout(steps, engines.slots, spent_ns)
     for curve, tried in zip(engines.curves, (orders[:2], orders[:1], orders), strict=True):
         work = engines.work(curve, recorded.took_ns)
         found.append([rollout.replay(replicas, curve, work, order)[0] for order in tried])
-    notes = engines.notes(rollout.spent_ns)
-    return Outcome(found[1][0], [*found[0], *found[2]], engines.assumed(), notes)
+    return [*found[1], *found[0], *found[2]], engines.assumed(), engines.notes(spent_ns)
 
 
 def steps_ahead(
@@ -187,7 +178,7 @@ def steps_ahead(
         The likely time of a step and those at the ends of the interval (ns), what is assumed, and notes.
 
     Raises:
-        ConfigError: The number is wrong, or engines served one request at a time.
+        ConfigError: Engines served one request at a time.
     """
     engines = _fitted(rollout, replicas, "--async", ahead)
     replicas = engines.load.replicas if replicas is None else replicas
@@ -197,14 +188,18 @@ def steps_ahead(
     likely, least, longest = training_ns
     spent_ns = np.zeros(len(engines.curves[0]))
 
-    def mean_ns(curve: Floats, took_ns: float, by: str, order: Sequence[int] | None = None) -> float:
-        steps, trainings = _in_a_row(rollout, engines.served, count, ahead, took_ns, by)
-        run = _Rollout(steps, engines.slots, len(spent_ns) - 1)
+    @lru_cache(maxsize=1)  # calls with one value follow each other
+    def in_a_row(by: str) -> tuple[_Rollout, list[int]]:
+        steps, trainings = _in_a_row(rollout, engines.served, count, ahead, by)
+        return _Rollout(steps, engines.slots, spent_ns), trainings
+
+    def mean_ns(curve: Floats, training_ns: float, by: str, order: Sequence[int] | None = None) -> float:
+        run, trainings = in_a_row(by)
         takers = [at for at in trainings for _ in lasts] if by == _FIRST else []
         ended = {at + step * size for at in lasts for step in range(count)} if takers else set()
         work = engines.work(curve, rollout.took_ns) * count
-        end_ns = run.replay(replicas, curve, work, order, ended, takers)[1]
-        spent_ns[:] += run.spent_ns
+        times_ns = dict.fromkeys(trainings, training_ns)
+        end_ns = run.replay(replicas, curve, work, order, ended, takers, times_ns)[1]
         first, last = (end_ns[trainings[each * rounds - 1]] for rounds in (_WARM, _WARM + _STEADY))
         return (last - first) / (each * _STEADY)
 
@@ -213,8 +208,8 @@ def steps_ahead(
     found = [
         mean_ns(fitted, likely, _WHOLE),
         mean_ns(low, least, _WHOLE),
-        *([mean_ns(low, least, _FIRST)] if lasts else []),
         *(mean_ns(high, longest, by, order) for by in (_WHOLE, _AFTER) for order in (None, by_turns)),
+        *([mean_ns(low, least, _FIRST)] if lasts else []),
     ]
     assumed = [
         *engines.assumed(),
@@ -226,7 +221,7 @@ def steps_ahead(
 
 
 def _in_a_row(
-    rollout: Replay, served: Iterable[_Served], count: int, ahead: int, training_ns: float, by: str
+    rollout: Replay, served: Iterable[_Served], count: int, ahead: int, by: str
 ) -> tuple[_Steps, list[int]]:
     """Return the rollouts and trainings of several steps, and the numbers of the trainings.
 
@@ -235,7 +230,6 @@ def _in_a_row(
         served: Its requests.
         count: Number of steps.
         ahead: Most steps that a rollout is ahead of the training.
-        training_ns: Time of the training of each step.
         by: ``whole``: a training waits for the rollout of its step. ``after``: a rollout also waits for an
             earlier one. ``first``: a training waits for no rollout of a certain step.
     """
@@ -260,7 +254,7 @@ def _in_a_row(
     for step in range(count):
         own = [] if by == _FIRST else [step * size + last]
         after.append([*own, *trainings[max(step - 1, 0) : step]])
-    took_ns = [*(list(rollout.took_ns) * count), *[training_ns] * count]
+    took_ns = [*(list(rollout.took_ns) * count), *[0] * count]
     return _Steps(took_ns, [*(list(rollout.delay_ns) * count), *[0] * count], after, copies), trainings
 
 
@@ -274,18 +268,20 @@ def _fitted(recorded: Replay, replicas: int | None, option: str, ahead: int = 0)
         ahead: Most steps that a rollout is ahead of the training.
 
     Raises:
-        ConfigError: The number is wrong, or the step lacks requests.
+        ConfigError: The step lacks requests.
     """
     graph, took_ns = recorded.graph, recorded.took_ns
-    if replicas is not None and replicas < 1:
-        raise ConfigError(option, f"{replicas} is not a number of at least 1")
     served = list(_served(graph))
     if not any(one.tokens for one in served):
         raise ConfigError(
             option, "needs requests with tokens in the step, which a capture with rollout.requests has"
         )
     if any(graph.segments[at].queue for one in served for at in one.segments):
-        raise ConfigError(option, "needs engines that serve several requests at once")
+        raise ConfigError(
+            option,
+            "needs engines that serve several requests at once; raise their limit (max_num_seqs of vLLM, "
+            "max_running_requests of SGLang) and capture again, or try --scale rollout=FACTOR",
+        )
     if not graph.whole:
         raise ConfigError(option, "needs a step in which all requests of its rollout begin and end")
     load = _Load(served)
@@ -526,15 +522,11 @@ class _Rollout:
     Args:
         steps: The steps.
         slots: Most requests that a replica runs at once.
-        most: Most requests at once in all replicas.
-
-    Attributes:
-        spent_ns: Time by the number of running requests, over all replicas and replays.
+        spent_ns: Time by the number of running requests, to which all replicas and replays add.
     """
 
-    def __init__(self, steps: _Steps, slots: int, most: int) -> None:
-        self.spent_ns = np.zeros(most + 1)
-        self._steps, self._slots = steps, slots
+    def __init__(self, steps: _Steps, slots: int, spent_ns: Floats) -> None:
+        self._steps, self._slots, self._spent_ns = steps, slots, spent_ns
         self._owner = {
             at: number for number, one in enumerate(steps.served) for at in (*one.queue, *one.segments)
         }
@@ -551,6 +543,7 @@ class _Rollout:
         order: Sequence[int] | None,
         lasts: Iterable[int] = (),
         takers: Sequence[int] = (),
+        times_ns: Mapping[int, float] = {},
     ) -> tuple[list[float], list[float]]:
         """Return the duration of each segment, and its end.
 
@@ -562,13 +555,16 @@ class _Rollout:
                 request goes to the replica with the fewest requests.
             lasts: Last segments of trajectories, which takers wait for in the order in which they end.
             takers: Number of a segment for each trajectory that it waits for.
+            times_ns: Durations of segments in place of the given ones.
         """
         _, delay_ns, after, served = self._steps
         found, end_ns = list(self._steps.took_ns), [0.0] * len(after)
+        for at, ns in times_ns.items():
+            found[at] = ns
         seconds = curve.tolist()
         waiting = Counter(takers)
         owner, left = self._owner, [len(before) + waiting[at] for at, before in enumerate(after)]
-        engines = [_Replica(seconds, self._slots, self.spent_ns) for _ in range(replicas)]
+        engines = [_Replica(seconds, self._slots, self._spent_ns) for _ in range(replicas)]
         clients: dict[object, int] = {}
         arrived, begun = [0.0] * len(served), [0.0] * len(served)
         events: list[tuple[float, int, int, int]] = []

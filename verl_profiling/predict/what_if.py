@@ -7,6 +7,7 @@ import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral, Real
 from typing import ClassVar, NamedTuple
 
 import msgspec
@@ -44,6 +45,16 @@ _NOT_LOGGED = (
     "extrapolated: without logged requests, a rollout takes all between as long as before and a time in "
     "proportion"
 )
+_ASSUMED = (
+    "a scaled stage has the same shape, with its own delays and waits",
+    "code of the host, gaps and other kernels take as long as before",
+    "a balanced stage takes the mean of its workers, who still do the same work in all",
+    "a rollout without its tail is followed by stages that take as long as before",
+    "other calls take as long as before a tool changed, also in a fuller engine",
+    "calls take as long as before in threads of their own, however many at once",
+    "rollout and training run side by side as fast as alone, and neither runs in a weight update",
+    "training on other devices takes between as long as before and a time in proportion",
+)
 _LEAST_SHARE = 0.001  # of the step, from which on a change is listed
 _NOISE = 0.03  # share by which steps differ that are alike, on each side of an interval
 _NESTED = 0.05  # share by which a call is longer than one inside of it, up to which both are one change
@@ -79,6 +90,34 @@ class Changes(NamedTuple):
         """Return the factors of kernels by pattern."""
         return {name.removeprefix(KERNEL): by for name, by in self.scale.items() if name.startswith(KERNEL)}
 
+    def check(self) -> None:
+        """Refuse values of a wrong type, and numbers that no step has.
+
+        Raises:
+            ConfigError: A value is refused.
+        """
+        for option, names in (("--balance", self.balance), ("--unblock", self.unblock)):
+            if isinstance(names, str):
+                raise ConfigError(option, f"{names!r} is a string; give a list of names: [{names!r}]")
+        for option, numbers, unit in (("--scale", self.scale, "0.5"), ("--tool", self.tools, "0.2 (s)")):
+            if not isinstance(numbers, Mapping):
+                raise ConfigError(option, f"{numbers!r} is no mapping; give {{'name': {unit}}}")
+            for name, number in numbers.items():
+                if not isinstance(number, Real) or not 0 <= number < math.inf:
+                    said = f"{name}={number!r} is not a finite number of at least 0, such as {unit}"
+                    raise ConfigError(option, said)
+        if self.no_tail is not None and not (isinstance(self.no_tail, Real) and 0 < self.no_tail <= 100):
+            raise ConfigError("--no-tail", f"{self.no_tail!r} is not a percentage above 0 and at most 100")
+        if self.split is not None and (isinstance(self.split, str) or len(self.split) != 2):
+            raise ConfigError("--split", f"{self.split!r} is no pair of numbers, such as (8, 24)")
+        split = [("--split", devices, 1) for devices in self.split or ()]
+        resources = [("--replicas", self.replicas, 1), ("--async", self.steps_ahead, 0), *split]
+        for option, many, least in resources:
+            if many is not None and not (isinstance(many, Integral) and many >= least):
+                raise ConfigError(option, f"{many!r} is not an integer of at least {least}")
+        if self.split and self.replicas is not None:
+            raise ConfigError("--replicas", "a split has the number of replicas")
+
     def options(self) -> list[str]:
         """Return the changes as options of the command."""
         return [
@@ -92,43 +131,27 @@ class Changes(NamedTuple):
             *(["--split {}:{}".format(*self.split)] if self.split else []),
         ]
 
+    def with_more(self, more: Changes) -> Changes:
+        """Return these changes and more; factors of one stage are multiplied, and other values replaced."""
+        factors = {name: self.scale.get(name, 1.0) * factor for name, factor in more.scale.items()}
+        return self._replace(
+            scale={**self.scale, **factors},
+            balance=list(dict.fromkeys((*self.balance, *more.balance))),
+            no_tail=self.no_tail if more.no_tail is None else more.no_tail,
+            tools={**self.tools, **more.tools},
+            unblock=list(dict.fromkeys((*self.unblock, *more.unblock))),
+        )
+
     @property
     def ahead(self) -> int:
         """Most steps that a rollout is ahead of the training."""
         return int(self.split is not None) if self.steps_ahead is None else self.steps_ahead
 
-    def words(self) -> list[str]:
-        """Return the changes in words."""
-        return [
-            *(
-                f"polls {1 / factor:.3g}x as often"
-                if name == POLLING
-                else f"{name} in {factor:.0%} of its time"
-                for name, factor in self.scale.items()
-            ),
-            *(f"{name} balanced" for name in self.balance),
-            *([f"rollout without its last {100 - self.no_tail:.4g}%"] if self.no_tail is not None else []),
-            *(f"each {name} call {duration(seconds)}" for name, seconds in self.tools.items()),
-            *(f"{name} off the event loop" for name in self.unblock),
-        ]
-
     def assumed(self) -> list[str]:
         """Return a sentence on each kind of change."""
-        said = {
-            "a scaled stage has the same shape, with its own delays and waits": (
-                len(self.scale) > len(self.kernels())
-            ),
-            "code of the host, gaps and other kernels take as long as before": self.kernels(),
-            "a balanced stage takes the mean of its workers, who still do the same work in all": self.balance,
-            "a rollout without its tail is followed by stages that take as long as before": self.no_tail,
-            "other calls take as long as before a tool changed, also in a fuller engine": self.tools,
-            "calls take as long as before in threads of their own, however many at once": self.unblock,
-            "rollout and training run side by side as fast as alone, and neither runs in a weight update": (
-                self.ahead
-            ),
-            "training on other devices takes between as long as before and a time in proportion": self.split,
-        }
-        return [sentence for sentence, change in said.items() if change]
+        kernels = self.kernels()
+        changed = (len(self.scale) > len(kernels), kernels, *self[1:5], self.ahead, self.split)
+        return [sentence for sentence, change in zip(_ASSUMED, changed, strict=True) if change]
 
 
 class SlackRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +184,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         changes: The changes, as options of the command.
         path: The critical path of the predicted step, in order; the durations add up to ``predicted_us``.
         slack: Slack of each process in each stage.
-        what_would_help: Effects of single changes, the largest first; empty with changes.
+        what_would_help: Effects of single changes of the predicted step, the largest first; empty with other
+            resources.
         missing: Sentences on missing data.
         assumed: Sentences on what is assumed.
         notes: Sentences on what is not known, and on changes outside of what the capture shows.
@@ -193,7 +217,7 @@ def with_predictions(report: Report, content: Content) -> tuple[Report, Graph | 
     try:
         graph = graph_of(content)
         recorded = replay(graph)
-        helps, path = _helps(recorded, _calls(graph)), _path_rows(recorded)
+        helps, path = _helps(graph, recorded, _calls(graph), Changes(), {}), _path_rows(recorded)
         rows = {
             "what_would_help": list(map(visible_text_of, helps)),
             "critical_path": list(map(visible_text_of, path)),
@@ -225,16 +249,7 @@ def predict(
         ConfigError: The step has no such stage, kernel, tool or rollout, or a number is wrong.
     """
     changes = changes or Changes()
-    for option, numbers in (("--scale", changes.scale), ("--tool", changes.tools)):
-        for name, number in numbers.items():
-            if not 0 <= number < math.inf:
-                raise ConfigError(option, f"{name}={number} is not a finite number of at least 0")
-    if changes.no_tail is not None and not 0 < changes.no_tail <= 100:
-        raise ConfigError("--no-tail", f"{changes.no_tail} is not a percentage above 0 and at most 100")
-    if changes.ahead < 0:
-        raise ConfigError("--async", f"{changes.ahead} is not a number of at least 0")
-    if changes.split and changes.replicas is not None:
-        raise ConfigError("--replicas", "a split has the number of replicas")
+    changes.check()
     recorded = replay(graph)
     calls, low_us, high_us = _calls(graph), None, None
     timed = Timed({}, [])
@@ -242,9 +257,12 @@ def predict(
         timed = with_kernels(changes.kernels())
     found = _changed(graph, changes, calls, timed.took_ns) if changes.options() else recorded
     assumed, notes = [*changes.assumed(), *timed.assumed], list(_extrapolations(calls, changes))
+    helps = list[HelpRow]()
     if (changes.replicas, changes.steps_ahead, changes.split) != (None, None, None):
         found, spans_ns = _with_resources(found, changes, assumed, notes)
         low_us, high_us = min(spans_ns) * (1 - _NOISE) / 1000, max(spans_ns) * (1 + _NOISE) / 1000
+    else:
+        helps = _helps(graph, found, calls, changes, timed.took_ns)
     path = _path_rows(found)
     return Prediction(
         step=step,
@@ -255,7 +273,7 @@ def predict(
         changes=changes.options(),
         path=[msgspec.structs.replace(row, idle_us=None) for row in path] if timed.took_ns else path,
         slack=_slack_rows(found),
-        what_would_help=[] if changes.options() else _helps(recorded, calls),
+        what_would_help=helps,
         missing=list(missing),
         assumed=[*(f"{rule} ({many:,})" for rule, many in graph.assumed.items()), *assumed],
         notes=[*notes, *([] if found.alike else [_NOT_ALIKE]), *graph.unknown],
@@ -344,18 +362,18 @@ def _with_resources(
         replicas, factor = _pools(graph, *changes.split, assumed)
         factors = [factor, 1.0]
         replicas = replicas if replicas != len(graph.engines) else None
+    elif replicas is not None:
+        assumed.append(f"the capture has all replicas of the run: {len(graph.engines):,}")
     logged, rollouts = has_requests(graph), [found]
     if replicas is not None and changes.split and not logged:
         ratio = len(graph.engines) / replicas
         rollouts = [_slower(found, factor) for factor in ((1 + ratio) / 2, 1.0, ratio)]
     elif replicas is not None and not (ahead > 1 and logged):
-        outcome = on_replicas(found, replicas, "--split" if changes.split else "--replicas")
-        assumed += outcome.assumed
-        notes += outcome.notes
-        rollouts = [
-            replay(graph, [round(ns) for ns in took_ns], found.delay_ns, found.given)
-            for took_ns in (outcome.likely_ns, *outcome.others_ns)
-        ]
+        option = "--split" if changes.split else "--replicas"
+        times_ns, said, extrapolated = on_replicas(found, replicas, option)
+        assumed += said
+        notes += extrapolated
+        rollouts = [replay(graph, list(map(round, ns)), found.delay_ns, found.given) for ns in times_ns]
     if not logged and (changes.split or ahead > 1):
         notes.append(_NOT_LOGGED)
     both = [_trained(one, factor) for one in rollouts for factor in factors]
@@ -364,8 +382,8 @@ def _with_resources(
     loop = graph.segments[graph.last].who  # whose own time in the rollout may be a part of the training
     pairs = [
         (
-            _only(one, lambda stage, worker, who=who: stage != ROLLOUT or worker == who),  # type: ignore[misc]
-            _only(one, lambda stage, _: stage in (ROLLOUT, WEIGHT_SYNC)),
+            _times(one, lambda stage, part, who=who: stage != ROLLOUT or part.who == who),  # type: ignore[misc]
+            _times(one, lambda stage, _: stage in (ROLLOUT, WEIGHT_SYNC)),
         )
         for one in both
         for who in ("", loop)
@@ -374,7 +392,7 @@ def _with_resources(
         longer = [max(pair, key=lambda one: one.span_ns) for pair in pairs]
         return longer[0], [one.span_ns for one in longer]
     training, rollout = pairs[0]
-    alone = _only(rollout, lambda stage, _: stage == ROLLOUT)
+    alone = _times(rollout, lambda stage, _: stage == ROLLOUT)
     sync_ns = rollout.span_ns - alone.span_ns
     trained_ns, made_ns = ([one.span_ns - sync_ns for one in of] for of in zip(*pairs, strict=True))
     trained_ns = [trained_ns[0], min(trained_ns), max(trained_ns)]
@@ -404,8 +422,6 @@ def _pools(graph: Graph, training: int, rollout: int, assumed: list[str]) -> tup
         rollout: Number of devices of the rollout.
         assumed: Sentences on what is assumed, which get one more.
     """
-    if min(training, rollout) < 1:
-        raise ConfigError("--split", f"{training}:{rollout} has a number that is not at least 1")
     trainers = {one.who for one in graph.segments if _trains(one)}
     if not trainers:
         raise ConfigError("--split", "needs stages of workers that train")
@@ -429,37 +445,30 @@ def _trains(one: Segment) -> bool:
     return is_work and bool(one.within) and one.within[0] not in (ROLLOUT, WEIGHT_SYNC, VALIDATE)
 
 
-def _times(
-    found: Replay, took: Callable[[Segment], float], delay: Callable[[Segment], float] = lambda _: 1.0
-) -> Replay:
-    """Return a replay with factors of the durations, and of the delays before segments."""
-    graph = found.graph
-    took_ns = [round(ns * took(one)) for one, ns in zip(graph.segments, found.took_ns, strict=True)]
-    delay_ns = [round(ns * delay(one)) for one, ns in zip(graph.segments, found.delay_ns, strict=True)]
-    return replay(graph, took_ns, delay_ns, found.given)
+def _times(found: Replay, factor: Callable[[str, Segment], float], *, delays: bool = True) -> Replay:
+    """Return a replay with factors of the durations, and of the delays before segments.
 
-
-def _only(found: Replay, stays: Callable[[str, str], bool]) -> Replay:
-    """Return the replay of those outermost stages of processes that stay."""
-    return _times(
-        found,
-        lambda one: stays((*one.within, "")[0], one.who),
-        lambda one: stays((*one.around, "")[0], one.who),
-    )
+    Args:
+        found: The replay.
+        factor: Function of the outermost stage around a time, and of the segment.
+        delays: Whether delays change, too.
+    """
+    took_ns, delay_ns = list(found.took_ns), list(found.delay_ns)
+    for at, one in enumerate(found.graph.segments):
+        took_ns[at] = round(took_ns[at] * factor((*one.within, "")[0], one))
+        if delays:
+            delay_ns[at] = round(delay_ns[at] * factor((*one.around, "")[0], one))
+    return replay(found.graph, took_ns, delay_ns, found.given)
 
 
 def _trained(found: Replay, factor: float) -> Replay:
     """Return the replay in which the training takes so many times as long."""
-    return _times(found, lambda one: factor if _trains(one) else 1.0)
+    return _times(found, lambda _, one: factor if _trains(one) else 1.0, delays=False)
 
 
 def _slower(found: Replay, factor: float) -> Replay:
     """Return the replay in which the rollout takes so many times as long."""
-
-    def of(stages: Sequence[str]) -> float:
-        return factor if ROLLOUT in stages[:1] else 1.0
-
-    return _times(found, lambda one: of(one.within), lambda one: of(one.around))
+    return _times(found, lambda stage, _: factor if stage == ROLLOUT else 1.0)
 
 
 def _known(option: str, what: str, name: str, choices: Iterable[str]) -> None:
@@ -541,41 +550,45 @@ def _tails(found: Replay, percent: float) -> Iterable[tuple[int, set[int]]]:
         yield from ((at, left_out) for at in waiting)
 
 
-def _candidates(recorded: Replay, calls: _Calls) -> Iterable[tuple[str, Changes]]:
-    """Yield single changes to try, each with the outermost stage that it changes.
+def _candidates(found: Replay, calls: _Calls) -> Iterable[tuple[str, str, Changes]]:
+    """Yield single changes to try, each with the outermost stage that it changes, and in words.
 
     Of the calls, those are tried that take time on the path of the step, or on that of the next step's work.
     Of calls that are hardly longer than calls inside of them, the tool is tried.
     """
-    graph = recorded.graph
+    graph = found.graph
     outermost: dict[str, str] = {}
     for one in graph.segments:
         outermost |= {name: outermost.get(name, one.within[0]) for name in one.within}
-    yield from ((stage, Changes(scale={stage: 0.5})) for stage in dict.fromkeys(outermost.values()))
+    for stage in dict.fromkeys(outermost.values()):
+        yield stage, f"{stage} in 50% of its time", Changes(scale={stage: 0.5})
     if graph.polls:
-        yield outermost[POLLING], Changes(scale={POLLING: 0.5})
-    yield from ((outermost[stage], Changes(balance=[stage])) for stage in _balanced(graph))
+        yield outermost[POLLING], "polls 2x as often", Changes(scale={POLLING: 0.5})
+    for stage in _balanced(graph):
+        yield outermost[stage], f"{stage} balanced", Changes(balance=[stage])
     if sum(map(len, graph.tails.values())) >= _LEAST_OF_TAIL:
-        yield _first_stage(graph, graph.tails), Changes(no_tail=90.0)
+        yield _first_stage(graph, graph.tails), "rollout without its last 10%", Changes(no_tail=90.0)
     spent, tools, tried = Counter[str](), set[str](), list[str]()
     for last in {graph.last, *(one.mark for one in graph.carried)}:
-        for part in critical_path(recorded, last):
+        for part in critical_path(found, last):
             one = graph.segments[part.segment]
             names = (one.kind.removeprefix(LAG_BY), *dict(one.calls))
             tools |= {_tool(name) for name in names if name.startswith(_TOOL)}
             spent.update(dict.fromkeys(map(_tool, names), part.end_ns - part.begin_ns))
     blocked = _blocked(graph)
     for name in sorted(blocked.keys() & spent.keys()):
-        yield _first_stage(graph, blocked[name]), Changes(unblock=[name])
+        yield _first_stage(graph, blocked[name]), f"{name} off the event loop", Changes(unblock=[name])
     for name in sorted(calls.keys() & spent.keys() - {GENERATE}, key=lambda name: (name not in tools, name)):
         same = any(
             math.isclose(spent[name], spent[one], rel_tol=_NESTED) and calls[name].keys() & calls[one].keys()
             for one in tried
         )
-        if spent[name] > _LEAST_SHARE * recorded.span_ns and not same:
+        if spent[name] > _LEAST_SHARE * found.span_ns and not same:
             tried.append(name)
-            half_s = float(f"{sum(calls[name].values()) / len(calls[name]) / 2e9:.3g}")
-            yield _first_stage(graph, calls[name]), Changes(tools={name: half_s})
+            took_ns = [ns * _factor(found, at) for at, ns in calls[name].items() if found.took_ns[at]]
+            half_s = float(f"{sum(took_ns) / max(len(took_ns), 1) / 2e9:.3g}")
+            words = f"each {name} call {duration(half_s)}"
+            yield _first_stage(graph, calls[name]), words, Changes(tools={name: half_s})
 
 
 def _first_stage(graph: Graph, ats: Iterable[int]) -> str:
@@ -583,16 +596,26 @@ def _first_stage(graph: Graph, ats: Iterable[int]) -> str:
     return next((graph.segments[at].within[0] for at in ats if graph.segments[at].within), "")
 
 
-def _helps(recorded: Replay, calls: _Calls) -> list[HelpRow]:
-    """Return the single changes that make the step shorter, the largest effect first."""
-    graph, found = recorded.graph, list[HelpRow]()
-    chains, span_ns = chains_of(graph), recorded.span_ns
-    for stage, changes in _candidates(recorded, calls):
-        predicted_ns = _changed(graph, changes, calls, chains=chains).span_ns
+def _helps(
+    graph: Graph, found: Replay, calls: _Calls, changes: Changes, timed: Mapping[int, int]
+) -> list[HelpRow]:
+    """Return the single changes that make a step shorter, the largest effect first.
+
+    Args:
+        graph: The recorded step.
+        found: The step with the changes so far.
+        calls: The calls whose duration can be set.
+        changes: The changes so far.
+        timed: Duration (ns) of segments with other kernels.
+    """
+    rows, chains, span_ns = list[HelpRow](), chains_of(graph), found.span_ns
+    for stage, words, more in _candidates(found, calls):
+        both = changes.with_more(more)
+        predicted_ns = _changed(graph, both, calls, timed, chains).span_ns
         change, share = predicted_ns - span_ns, (predicted_ns - span_ns) / max(span_ns, 1)
         row = HelpRow(
-            change=", ".join(changes.words()),
-            option=" ".join(changes.options()),
+            change=words,
+            option=" ".join(option for option in both.options() if option not in changes.options()),
             stage=stage,
             predicted_us=predicted_ns / 1000,
             difference_us=change / 1000,
@@ -600,8 +623,14 @@ def _helps(recorded: Replay, calls: _Calls) -> list[HelpRow]:
             hours_a_day=-share * graph.lanes * 24,
             unit="GPU-hours" if graph.on_device else "lane-hours",
         )
-        found += [row] if share < -_LEAST_SHARE else []
-    return sorted(found, key=lambda row: row.difference_us)
+        rows += [row] if share < -_LEAST_SHARE else []
+    return sorted(rows, key=lambda row: row.difference_us)
+
+
+def _factor(found: Replay, at: int) -> float:
+    """Return how many times as long as recorded a segment takes."""
+    one = found.graph.segments[at]
+    return found.took_ns[at] / max(one.end_ns - one.begin_ns, 1)
 
 
 def _extrapolations(calls: _Calls, changes: Changes) -> Iterable[str]:
@@ -642,13 +671,13 @@ def _idle_us(replayed: Replay, at: int) -> float | None:
     if one.kind != WORK or one.who not in graph.idle:
         return None
     idle_ns = length(within(graph.idle[one.who], one.begin_ns, one.end_ns))
-    return idle_ns / 1000 * replayed.took_ns[at] / max(one.end_ns - one.begin_ns, 1)
+    return idle_ns / 1000 * _factor(replayed, at)
 
 
 def _slack_rows(replayed: Replay) -> list[SlackRow]:
     found: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for at, one in enumerate(replayed.graph.segments):
-        if replayed.took_ns[at]:
+        if replayed.took_ns[at] > 0:
             found[one.within[0] if one.within else OUTSIDE_STAGES, one.who].append(at)
     slack, end_ns, took_ns = slacks_ns(replayed), replayed.end_ns, replayed.took_ns
     return [
