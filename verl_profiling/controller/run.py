@@ -18,6 +18,7 @@ import threading
 import uuid
 from collections import Counter
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -287,7 +288,9 @@ def is_pending(folder: Path, upload: Upload | None = None) -> bool:
     pending = _pending(read_manifest(folder))
     if upload is None:
         return bool(pending)
-    return not {MANIFEST_NAME, *pending} <= RemoteFolder(upload.url).names()
+    with suppress(Exception):  # each file system raises errors of its own
+        return not {MANIFEST_NAME, *pending} <= RemoteFolder(upload.url).names()
+    return True
 
 
 def _pending(manifest: Manifest) -> set[str]:
