@@ -19,7 +19,7 @@ from verl_profiling.report.findings import LIMIT, find
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.run_files import read_manifest
 from verl_profiling.step_summary import StepSummary
-from verl_profiling.watch.log import WatchLog
+from verl_profiling.watch.sinks import WatchLog
 
 WHOLE: list[Drawn] = [("update_actor", 0, 10)]
 REDUCE = "ncclDevKernel_AllReduce_Sum"

@@ -24,7 +24,7 @@ from verl_profiling.step_summary import Idle, RankUse, SpanTotal, StepSummary
 from verl_profiling.trajectories import count
 from verl_profiling.watch.exposed import StepRuns, exposed
 from verl_profiling.watch.idle import idle_of, made_in
-from verl_profiling.watch.log import WatchLog, values_of
+from verl_profiling.watch.sinks import WatchLog, values_of
 from verl_profiling.workers import AgentLoopCaptureMixin, CaptureMixin, RequestLog, RolloutCaptureMixin
 
 STEP_S = 0.5

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.protocol import CaptureRequest
 from verl_profiling.identity import WorkerIdentity, safe_name
 from verl_profiling.manifest import Artifact
 from verl_profiling.remote import Upload, copy_line

@@ -19,7 +19,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.capture import HANDOVER_S, Capture
-from verl_profiling.capture.messages import (
+from verl_profiling.capture.protocol import (
     CaptureRequest,
     StartReply,
     StopReply,

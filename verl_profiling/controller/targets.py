@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.protocol import CaptureRequest
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity, safe_name

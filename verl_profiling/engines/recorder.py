@@ -23,7 +23,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.finishing import finish
-from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, result_of
+from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply, result_of
 from verl_profiling.capture.result_file import NOT_STOPPED, ResultFile, Slot, measured
 from verl_profiling.capture.session import process_session
 from verl_profiling.engines.adapter import EngineAdapter, EngineTool, refusal

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, not_set_up, switched_off
+from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply, not_set_up, switched_off
 from verl_profiling.capture.session import Session, process_session, stage
 from verl_profiling.capture.stage import Stage
 from verl_profiling.errors import CaptureStateError

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from verl_profiling.capture.messages import (
+from verl_profiling.capture.protocol import (
     CaptureRequest,
     StartReply,
     StopReply,

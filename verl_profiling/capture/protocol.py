@@ -1,4 +1,4 @@
-"""The messages between callback and workers, as plain picklable values, and the reasons of refusals."""
+"""Requests and replies between callback and workers, as plain picklable values; reasons of refusals."""
 
 from __future__ import annotations
 
