@@ -123,7 +123,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     host: str = msgspec.field(default_factory=socket.gethostname)
     clock_domain: str = msgspec.field(default_factory=lambda: clock.domain())
     pid: int = msgspec.field(default_factory=os.getpid)
-    namespace: str = msgspec.field(default_factory=pid_namespace)
+    namespace: str = pid_namespace()
 
     @property
     def is_engine(self) -> bool:

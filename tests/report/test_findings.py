@@ -79,6 +79,7 @@ def test_a_run_without_captures_beside_another_fails_the_verdict(
 ) -> None:
     """Nothing is known of its steps, so that nothing can stand out."""
     captured, run = tmp_path / "captured", tmp_path / "uncaptured"
+    captured.mkdir()
     run.mkdir()
     WatchLog(run)(StepSummary(step=1, begin_ns=1, end_ns=2))
     report_of(captured, WHOLE, [Worker("actor", 0, stages=WHOLE, kernels=[("gemm", 0, 10)])])

@@ -152,8 +152,8 @@ class AfterHooks:
         self._hooks = dict(hooks)
         self.background = BackgroundWork("after")
         self._capture_id = ""
-        self._runs: dict[str, Callable[..., None]] = {}
-        self._last: dict[str, Callable[..., None]] = {}
+        self._runs: dict[str, Callable[[], None]] = {}
+        self._last: dict[str, Callable[[], None]] = {}
 
     def begun(self, request: CaptureRequest, who: WorkerIdentity, *, recorded: bool = True) -> None:
         """Record the begin of a capture, and the hooks to run after the capture.
@@ -185,7 +185,8 @@ class AfterHooks:
         runs, self._runs = self._runs, {}
         for name, run in runs.items():
             self._last.pop(name, None)
-            self.background.submit(partial(run, is_written, time.monotonic() + self._hooks[name].timeout_s))
+            until_s = time.monotonic() + self._hooks[name].timeout_s
+            self.background.submit(partial(_run_when, is_written, until_s, run))
 
     def train_ends(self) -> None:
         """Run the hooks that run once per training (``when: last``), unless they have run."""
@@ -199,17 +200,14 @@ class AfterHooks:
         return sum(hook.timeout_s + _GRACE_S for hook in self._hooks.values())
 
 
-def _run(
-    name: str,
-    hook: AfterHook,
-    request: CaptureRequest,
-    who: WorkerIdentity,
-    is_written: Callable[[], bool] = lambda: True,
-    until_s: float = 0.0,
-) -> None:
-    """Run a hook once ``is_written`` returns true, or at a time of the monotonic clock; log its outcome."""
+def _run_when(is_written: Callable[[], bool], until_s: float, run: Callable[[], None]) -> None:
     while not is_written() and time.monotonic() < until_s:
         time.sleep(_LOOK_AGAIN_S)
+    run()
+
+
+def _run(name: str, hook: AfterHook, request: CaptureRequest, who: WorkerIdentity) -> None:
+    """Run a hook, and log its outcome."""
     path = Path(request.folder)
     written = request.folder if request.upload is None else request.upload.url
     run = written.rpartition("/")[0]

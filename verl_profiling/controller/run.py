@@ -286,11 +286,11 @@ def is_pending(folder: Path, upload: Upload | None = None) -> bool:
         upload: The upload target, if the folder only stages files; a process uploads its result file last.
     """
     pending = _pending(read_manifest(folder))
-    if upload is None:
-        return bool(pending)
-    with suppress(Exception):  # each file system raises errors of its own
-        return not {MANIFEST_NAME, *pending} <= RemoteFolder(upload.url).names()
-    return True
+    if upload is not None:
+        pending.add(MANIFEST_NAME)
+        with suppress(Exception):  # each file system raises errors of its own
+            pending -= RemoteFolder(upload.url).names()
+    return bool(pending)
 
 
 def _pending(manifest: Manifest) -> set[str]:

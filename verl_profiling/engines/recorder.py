@@ -247,12 +247,8 @@ class SessionRecorder:
     async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
         """Stop a capture, if one is open."""
         reply = process_session().stop(capture_id)
-        if finish_s:  # on a thread, so that the event loop is not blocked
-            return await asyncio.to_thread(process_session().stop, capture_id, finish_s)
-        if reply.result.status == "skipped" and reply.result.identity.name != self.identity.name:
-            result = msgspec.structs.replace(reply.result, identity=self.identity)
-            return msgspec.structs.replace(reply, result=result)
-        return reply
+        # What waits is on a thread, so that the event loop is not blocked.
+        return await asyncio.to_thread(process_session().stop, capture_id, finish_s) if finish_s else reply
 
     def _with_requests(self, result: CaptureResult) -> CaptureResult:
         self._open = ""

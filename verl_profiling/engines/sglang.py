@@ -313,8 +313,8 @@ class HTTPCalls:
 
     def _call(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = _TIMEOUT_S) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
         try:
+            request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 return json.load(answer) if body is None else None
         except (OSError, ValueError) as error:
