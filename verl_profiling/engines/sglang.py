@@ -35,7 +35,6 @@ from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.tools.npu import NpuTool
 from verl_profiling.tools.torch_profiler import TorchTool
 
-_TIMEOUT_S = 30.0
 _PATCHES = "_apply_patches"  # SGLang up to 0.5.23, the last that was read, calls it in torch_npu
 _SERVER_ARGS = (
     *("tp_size", "pp_size", "dp_size", "enable_dp_attention", "device"),
@@ -311,7 +310,7 @@ class HTTPCalls:
             return False
         return True
 
-    def _call(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = _TIMEOUT_S) -> Any:
+    def _call(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = 30.0) -> Any:
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
