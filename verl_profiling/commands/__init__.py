@@ -2,7 +2,7 @@
 
 A module has ``configure(parser)``, which describes the command, and ``run(arguments)``, which runs it and
 returns the exit code. A module is imported only when its command is used, so that ``--help`` is quick and
-``merge`` loads no numerical library. This file has the exit codes, and parsers of arguments.
+``merge`` loads no numerical library. This file has the exit codes, and describes and parses options.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from verl_profiling.remote import is_url
 
@@ -20,6 +21,35 @@ EXIT_FINDING = 1
 EXIT_BAD_INPUT = 2
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+
+
+def option(
+    parser: argparse.ArgumentParser,
+    usage: str,
+    help: str,
+    read: Callable[[str], Any] = str,
+    *,
+    many: bool = False,
+    **more: Any,
+) -> None:
+    """Add an option to a parser.
+
+    Args:
+        parser: The parser.
+        usage: Names of the option and of its value: ``--json`` (a switch), ``-o --output FILE``,
+            ``--ray [ADDRESS]`` (the value may be left out).
+        help: Description of the option.
+        read: Function that parses the value.
+        many: Whether the option is repeatable, with a list of values.
+        more: Further arguments of ``add_argument``.
+    """
+    names = [word for word in usage.split() if word.startswith("-")]
+    if value := usage.removeprefix(" ".join(names)).strip():
+        more |= {"nargs": "?"} if value.startswith("[") else {}
+        more |= {"action": "append", "default": []} if many else {}
+        parser.add_argument(*names, metavar=value.strip("[]"), type=read, help=help, **more)
+    else:
+        parser.add_argument(*names, action="store_true", help=help, **more)
 
 
 def local_path(text: str) -> Path:

@@ -7,7 +7,7 @@ import argparse
 import msgspec
 
 from verl_profiling.analysis import open_run
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK, option
 from verl_profiling.commands.common import add_paths, add_ray
 from verl_profiling.report.check import CheckResult
 from verl_profiling.units import visible
@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: verl-profiling check outputs/run && echo complete"
     add_paths(parser)
     add_ray(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON, one document per path")
+    option(parser, "--json", "print JSON, one document per path")
 
 
 def run(arguments: argparse.Namespace) -> int:

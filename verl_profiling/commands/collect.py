@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK, local_path
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK, local_path, option
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.timeline.nsys import collect
 from verl_profiling.units import visible
@@ -20,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "example: verl-profiling collect outputs/run --export && verl-profiling merge outputs/run"
     parser.add_argument("path", type=local_path, metavar="PATH", help="run folder, or a step folder of it")
-    parser.add_argument("--export", action="store_true", help="export each report first (needs nsys)")
+    option(parser, "--export", "export each report first (needs nsys)")
 
 
 def run(arguments: argparse.Namespace) -> int:

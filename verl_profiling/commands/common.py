@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from verl_profiling.analysis import CapturedStep, open_steps
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK, local_path
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK, local_path, option
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.report.model import Report
 from verl_profiling.report.watch_frame import logged_steps
@@ -36,25 +36,17 @@ def add_paths(parser: argparse.ArgumentParser) -> None:
 
 def add_communication(parser: argparse.ArgumentParser) -> None:
     """Add the option for further communication kernels."""
-    parser.add_argument(
-        "--communication",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="regular expression of further communication kernels; repeatable",
-    )
+    help = "regular expression of further communication kernels; repeatable"
+    option(parser, "--communication PATTERN", help, many=True)
 
 
 def add_ray(parser: argparse.ArgumentParser) -> None:
     """Add the option ``--ray``."""
-    parser.add_argument(
-        "--ray",
-        nargs="?",
-        const="auto",
-        metavar="ADDRESS",
-        help="read each trace on the node of a Ray cluster that has it; without an address, in the cluster "
-        "that runs here",
+    help = (
+        "read each trace on the node of a Ray cluster that has it; without an address, in the cluster that "
+        "runs here"
     )
+    option(parser, "--ray [ADDRESS]", help, const="auto")
 
 
 class StepByStep:

@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 
 from verl_profiling.analysis import saved_report
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK, at_least_0, local_path
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK, at_least_0, local_path, option
 from verl_profiling.commands.common import StepByStep, add_communication, warn, watched
 from verl_profiling.predict.explain import explain
 from verl_profiling.predict.graph import Graph
@@ -35,13 +35,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
             side, type=local_path, metavar=side.upper(), help="step folder, run folder or report.json"
         )
     add_communication(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--fail-above",
-        type=_share,
-        metavar="PERCENT",
-        help="exit 1 when the step or a stage got slower by more than this, and than the known noise",
-    )
+    option(parser, "--json", "print JSON")
+    help = "exit 1 when the step or a stage got slower by more than this, and than the known noise"
+    option(parser, "--fail-above PERCENT", help, _share)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ from itertools import islice
 from logging.handlers import BufferingHandler
 
 from verl_profiling.analysis import CapturedStep, Progress
+from verl_profiling.commands import option
 from verl_profiling.commands.common import StepByStep, add_paths, progress
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.manifest import Request, StageSpan, StepSpan
@@ -55,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "example: verl-profiling export outputs/run --otlp http://localhost:4318/v1/traces"
     add_paths(parser)
-    parser.add_argument("--otlp", required=True, metavar="URL", help="OTLP/HTTP endpoint for traces")
+    option(parser, "--otlp URL", "OTLP/HTTP endpoint for traces", required=True)
 
 
 def run(arguments: argparse.Namespace) -> int:

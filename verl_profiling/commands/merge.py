@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from verl_profiling.analysis import CapturedStep, Progress
-from verl_profiling.commands import at_least_0, count, size
+from verl_profiling.commands import at_least_0, count, option, size
 from verl_profiling.commands.common import StepByStep, add_paths, add_ray, progress
 from verl_profiling.errors import ConfigError
 from verl_profiling.run_files import clear_leftovers
@@ -23,34 +23,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: verl-profiling merge outputs/run/step_000012 --stage rollout --min-us 5"
     add_paths(parser)
     add_ray(parser)
-    parser.add_argument("-o", "--output", type=Path, help="file to write (only for a single step)")
-    parser.add_argument(
-        "--stage",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="keep only events during this stage of the loop; repeatable",
-    )
-    parser.add_argument("--ranks", metavar="0,8-15", help="keep only these ranks of each role, e.g. 0,8-15")
-    parser.add_argument(
-        "--min-us",
-        type=at_least_0("a time in microseconds such as 5"),
-        default=0.0,
-        metavar="US",
-        help="leave out shorter events",
-    )
-    parser.add_argument(
-        "--max-bytes",
-        type=size,
-        metavar="SIZE",
-        help="leave out the shortest events, up to this file size, e.g. 200M",
-    )
-    parser.add_argument(
-        "--critical-path",
-        action="store_true",
-        help="draw the critical path as the first process; takes as long as a report",
-    )
-    parser.add_argument("-j", "--jobs", type=count, default=2, help="processes to use (default: %(default)s)")
+    option(parser, "-o --output OUTPUT", "file to write (only for a single step)", Path)
+    option(parser, "--stage NAME", "keep only events during this stage of the loop; repeatable", many=True)
+    option(parser, "--ranks 0,8-15", "keep only these ranks of each role, e.g. 0,8-15")
+    time = at_least_0("a time in microseconds such as 5")
+    option(parser, "--min-us US", "leave out shorter events", time, default=0.0)
+    option(parser, "--max-bytes SIZE", "leave out the shortest events, up to this file size, e.g. 200M", size)
+    help = "draw the critical path as the first process; takes as long as a report"
+    option(parser, "--critical-path", help)
+    option(parser, "-j --jobs JOBS", "processes to use (default: %(default)s)", count, default=2)
 
 
 def run(arguments: argparse.Namespace) -> int:

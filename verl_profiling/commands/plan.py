@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK, option
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ROLLOUT_ROLE, step_folder_name
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig, RoleOverride
@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", type=Path, metavar="CONFIG", help="settings, as YAML or JSON, or a run.json"
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="number of the loop's last step")
+    option(parser, "--steps N", "number of the loop's last step", int)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -88,7 +88,9 @@ def load_config(path: Path) -> ProfilingConfig:
     for key in ("profiling", "config"):
         if isinstance(values, Mapping) and isinstance(values.get(key), Mapping):
             values = values[key]
-    if isinstance(values, Mapping):
+    if not isinstance(values, Mapping | None):
+        raise ConfigError(str(path), f"must be a mapping, is {type(values).__name__}")
+    if values is not None:
         values = {key: value for key, value in values.items() if key != "defaults"}
     return ProfilingConfig.from_any(values)
 

@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 
 from verl_profiling.analysis import CapturedStep, open_run
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK, option
 from verl_profiling.commands.common import StepByStep, add_communication, add_paths, add_ray, warn, watched
 from verl_profiling.errors import ConfigError
 from verl_profiling.report.files import write_csv, write_tensorboard
@@ -39,23 +39,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_paths(parser)
     add_communication(parser)
     add_ray(parser)
-    parser.add_argument(
-        "--verdict", action="store_true", help="print one line; exit 1 if a finding stands out in any step"
-    )
-    parser.add_argument("--all", action="store_true", help="print every table, not only the first screen")
-    parser.add_argument("--json", action="store_true", help="print JSON, one document per step")
-    parser.add_argument(
-        "--save",
-        action="store_true",
-        help="write report.json and report.html into the folder, and index.html into that of a run",
-    )
-    parser.add_argument(
-        "--csv",
-        type=Path,
-        metavar="DIR",
-        help="write workers.csv, stages.csv, lost.csv, kernels.csv and so on",
-    )
-    parser.add_argument("--tensorboard", type=Path, metavar="LOGDIR", help="write scalars")
+    option(parser, "--verdict", "print one line; exit 1 if a finding stands out in any step")
+    option(parser, "--all", "print every table, not only the first screen")
+    option(parser, "--json", "print JSON, one document per step")
+    help = "write report.json and report.html into the folder, and index.html into that of a run"
+    option(parser, "--save", help)
+    option(parser, "--csv DIR", "write workers.csv, stages.csv, lost.csv, kernels.csv and so on", Path)
+    option(parser, "--tensorboard LOGDIR", "write scalars", Path)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -67,15 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
     found = [the_run(path) for path in arguments.paths]
     runs: dict[Path, list[tuple[CapturedStep, Report]]] = {run: [] for run in found if is_uncaptured(run)}
     paths = [run for run in found if run not in runs]
-    for option in ("csv", "tensorboard", "verdict"):
-        if not paths and getattr(arguments, option):
-            raise ConfigError(f"--{option}", how_to_capture(found[0]))
+    for name in ("csv", "tensorboard", "verdict"):
+        if not paths and getattr(arguments, name):
+            raise ConfigError(f"--{name}", how_to_capture(found[0]))
     steps: list[tuple[CapturedStep, Report]] = []
     written, code = list[Path](), EXIT_OK
     if paths:
         work = StepByStep(paths, arguments.communication, arguments.ray)
-        for run in runs if arguments.verdict else ():
-            work.problem(f"{run}: {how_to_capture(run)}")
         steps, code = work.reports(), work.exit_code
     for path in paths:
         if sentence := open_run(path).never_came():

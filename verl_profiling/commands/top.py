@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK, at_least_0, local_path
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK, at_least_0, local_path, option
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import RUN_NAME
 from verl_profiling.report.terminal import fitting_console
@@ -40,13 +40,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "1 its process is gone without a word, or a step hangs; 2 there is no such run, or it has no watch"
     )
     parser.add_argument("run_dir", type=local_path, metavar="RUN_DIR", help="folder of a run")
-    parser.add_argument("--once", action="store_true", help="print one frame and exit")
-    parser.add_argument(
-        "--interval",
-        type=at_least_0("a time in seconds such as 2"),
-        default=2.0,
-        metavar="SECONDS",
-        help="seconds between updates (default: %(default)g)",
+    option(parser, "--once", "print one frame and exit")
+    seconds = at_least_0("a time in seconds such as 2")
+    option(
+        parser, "--interval SECONDS", "seconds between updates (default: %(default)g)", seconds, default=2.0
     )
 
 

@@ -26,7 +26,7 @@ from verl_profiling.capture_request import (
     new_request_id,
     parse_ranks,
 )
-from verl_profiling.commands import EXIT_FINDING, EXIT_OK, at_least_0, count
+from verl_profiling.commands import EXIT_FINDING, EXIT_OK, at_least_0, count, option
 from verl_profiling.errors import ConfigError, ProfilingError, TraceFormatError
 from verl_profiling.manifest import RUN_NAME, RunInfo
 from verl_profiling.remote import LocalFolder, RemoteFolder, is_url
@@ -51,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "example: verl-profiling trigger outputs/run --roles actor --ranks 0,3 --wait"
     parser.add_argument("run", metavar="RUN", help="the run's folder or URL, or its save_path")
-    parser.add_argument("--steps", type=count, default=1, metavar="N", help="consecutive steps (default: 1)")
+    option(parser, "--steps N", "consecutive steps (default: 1)", count, default=1)
     what = parser.add_argument_group("changes of the settings for these captures")
     what.add_argument("--mode", choices=("e2e", "discrete"))
     what.add_argument("--tool", type=_names, metavar="NAMES", help="e.g. torch or torch,torch_memory")
@@ -59,14 +59,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--ranks", metavar="RANKS", help="e.g. 0,8-15")
     what.add_argument("--replicas", metavar="REPLICAS", help="of the rollout, written like ranks")
     what.add_argument("--stages", type=_names, metavar="NAMES", help="e.g. update_actor; in discrete mode")
-    parser.add_argument(
-        "--wait",
-        type=at_least_0("a number of seconds"),
-        nargs="?",
-        const=math.inf,
-        metavar="SECONDS",
-        help="wait until the request is accepted or refused, at most this time",
-    )
+    help = "wait until the request is accepted or refused, at most this time"
+    option(parser, "--wait [SECONDS]", help, at_least_0("a number of seconds"), const=math.inf)
 
 
 def run(arguments: argparse.Namespace) -> int:

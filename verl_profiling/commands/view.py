@@ -21,7 +21,7 @@ from typing import BinaryIO
 from urllib.parse import quote
 
 from verl_profiling.analysis import only_step
-from verl_profiling.commands import EXIT_OK, local_path
+from verl_profiling.commands import EXIT_OK, local_path, option
 from verl_profiling.commands.common import StepByStep
 from verl_profiling.errors import ConfigError
 from verl_profiling.report.html import render_html
@@ -45,10 +45,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path", type=local_path, metavar="PATH", help="step folder, run folder, trace, or folder of traces"
     )
-    parser.add_argument(
-        "--port", type=int, default=PERFETTO_PORT, help="port to serve on (default: %(default)s)"
-    )
-    parser.add_argument("--no-browser", action="store_true", help="print the addresses, open nothing")
+    option(parser, "--port PORT", "port to serve on (default: %(default)s)", int, default=PERFETTO_PORT)
+    option(parser, "--no-browser", "print the addresses, open nothing")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from verl_profiling.analysis import CapturedStep
-from verl_profiling.commands import EXIT_FINDING, at_least_0, count
+from verl_profiling.commands import EXIT_FINDING, at_least_0, count, option
 from verl_profiling.commands.common import StepByStep, add_communication, add_paths, add_ray, progress
 from verl_profiling.errors import ConfigError
-from verl_profiling.predict.what_if import Prediction
+from verl_profiling.predict.what_if import Changes, Prediction
 from verl_profiling.report.tables import cells, summed
 from verl_profiling.report.terminal import fitting_console, print_table
 from verl_profiling.units import duration, visible, visible_text_of
@@ -34,87 +34,44 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_paths(parser)
     add_communication(parser)
     add_ray(parser)
-    parser.add_argument(
-        "--scale",
-        type=_named(at_least_0("a factor such as 0.5")),
-        action="append",
-        default=[],
-        metavar="STAGE=FACTOR",
-        help="a stage, or kernels (e.g. kernel:*gemm*=0.5), take this part of their time; repeatable, like "
-        "--balance and --tool",
+    help = (
+        "a stage, or kernels (e.g. kernel:*gemm*=0.5), take this part of their time; repeatable, like "
+        "--balance and --tool"
     )
-    parser.add_argument(
-        "--balance",
-        action="append",
-        default=[],
-        metavar="STAGE",
-        help="a stage takes the mean of its workers on each of them",
+    option(parser, "--scale STAGE=FACTOR", help, _named(at_least_0("a factor such as 0.5")), many=True)
+    option(parser, "--balance STAGE", "a stage takes the mean of its workers on each of them", many=True)
+    help = "a rollout ends when this many of its trajectories, else requests, have ended"
+    option(parser, "--no-tail PERCENT", help, _percent)
+    help = "each call of a tool takes this time, e.g. search=0.2s"
+    option(parser, "--tool NAME=TIME", help, _named(_seconds), many=True, dest="tools")
+    help = "a tool no longer blocks the event loop of its agent loop; repeatable"
+    option(parser, "--unblock NAME", help, many=True)
+    help = "the requests of the rollout are served by this many replicas; prints an interval"
+    option(parser, "--replicas NUMBER", help, count)
+    help = "rollouts run beside the training, at most this many steps ahead; prints an interval"
+    option(parser, "--async STEPS", help, _steps, dest="steps_ahead")
+    help = (
+        "devices (else workers) of the training and of the engines, by default with --async 1; prints an "
+        "interval"
     )
-    parser.add_argument(
-        "--no-tail",
-        type=_percent,
-        metavar="PERCENT",
-        help="a rollout ends when this many of its trajectories, else requests, have ended",
-    )
-    parser.add_argument(
-        "--tool",
-        type=_named(_seconds),
-        action="append",
-        default=[],
-        metavar="NAME=TIME",
-        help="each call of a tool takes this time, e.g. search=0.2s",
-    )
-    parser.add_argument(
-        "--unblock",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a tool no longer blocks the event loop of its agent loop; repeatable",
-    )
-    parser.add_argument(
-        "--replicas",
-        type=count,
-        metavar="NUMBER",
-        help="the requests of the rollout are served by this many replicas; prints an interval",
-    )
-    parser.add_argument(
-        "--async",
-        type=_steps,
-        dest="steps_ahead",
-        metavar="STEPS",
-        help="rollouts run beside the training, at most this many steps ahead; prints an interval",
-    )
-    parser.add_argument(
-        "--split",
-        type=_split,
-        metavar="TRAIN:ROLLOUT",
-        help="devices (else workers) of the training and of the engines, by default with --async 1; prints "
-        "an interval",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON, one document per step")
+    option(parser, "--split TRAIN:ROLLOUT", help, _split)
+    option(parser, "--json", "print JSON, one document per step")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the critical path of each step, as recorded or with changes."""
     work = StepByStep(arguments.paths, arguments.communication, arguments.ray)
     steps = [step for capture in work.steps for step in capture.by_step()]
+    changes = {name: getattr(arguments, name) for name in Changes._fields}
+    changes |= {name: dict(changes[name]) for name in ("scale", "tools")}
     found: list[tuple[CapturedStep, Prediction]] = []
     refused: list[tuple[CapturedStep, ConfigError]] = []
     with progress("reading", sum(len(step.inputs.sources) for step in steps)) as advance:
         for step in steps:
             with work.surviving():
                 try:
-                    prediction = CapturedStep(step.inputs).what_if(  # whose graph goes at once
-                        scale=dict(arguments.scale),
-                        balance=arguments.balance,
-                        no_tail=arguments.no_tail,
-                        tools=dict(arguments.tool),
-                        unblock=arguments.unblock,
-                        replicas=arguments.replicas,
-                        steps_ahead=arguments.steps_ahead,
-                        split=arguments.split,
-                        on_progress=advance,
-                    )
+                    # Another object, whose graph goes at once.
+                    prediction = CapturedStep(step.inputs).what_if(**changes, on_progress=advance)
                 except ConfigError as error:
                     refused.append((step, error.with_traceback(None)))  # its frames have the graph
                     continue
