@@ -1,15 +1,16 @@
 """Reads the traces of one lane into columns, and reduces them to one :class:`Lane` per device.
 
-A row is an event of work: its begin and end (ns), its key and its thread. A key is a kind, a name and a
-process group, and is classified once, however many events have it. Rows of devices are kept, 24 bytes each.
-Host rows are reduced to intervals chunk by chunk, and dropped when a device event is found.
+A row is an event of work: its begin and end (ns), and its key. A key is a name, a thread and a process group,
+and is classified once, however many events have it. Rows of devices are kept, 20 bytes each. Host rows are
+reduced to intervals chunk by chunk, and dropped when a device event is found.
 """
 
 from __future__ import annotations
 
 import re
+from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import compress, count
@@ -53,8 +54,7 @@ _LONGEST_NAME = 40  # characters, of a device or a category
 _MOST_CATEGORIES = 12  # that a sentence lists
 _BETWEEN_DEVICES = ("nccl", "hccl", "xccl", "rccl")  # backends of torch.distributed
 _MARKS = frozenset(("no category", "Trace", "user_annotation", "python_function", "overhead"))
-_NEW = -1  # number of a new key
-_NEVER = 1 << 62  # a duration (ns) longer than any other
+_IGNORED = -1  # number of the key of an event that is no work
 _OF_A_STREAM = re.compile(rb'"(?:device|stream)"\s*:\s*"?\d')
 _TASK_TYPE = re.compile(rb'"Task Type"\s*:\s*"([^"]*)"')
 _CALL_NUMBER = re.compile(r"_*_(\d+)_\d+_\d+$")  # the first number is the group of an NPU's collective
@@ -63,27 +63,23 @@ _ON_DEVICE, _ON_HOST = (COMPUTE, COMMUNICATION, MEMORY, UNKNOWN), (HOST, HOST_CO
 
 
 class Key(NamedTuple):
-    """Kind, name and process group of events; events of at least ``blocks_from`` ns block the host."""
+    """Name, process, thread and process group of events."""
 
-    kind: int
-    name: str = ""
+    name: str
+    pid: object
+    tid: object
     group: Group | None = None
-    blocks_from: int = _NEVER
 
 
 class Rows(NamedTuple):
-    """Events of a lane as columns: spans, numbers of the keys, numbers of the threads."""
+    """Events of a lane as columns: spans, numbers of the keys."""
 
     spans: Spans
     keys: NDArray[np.int32]
-    threads: NDArray[np.int32]
 
     def of(self, wanted: NDArray[Any]) -> Rows:
         """Return the selected rows."""
-        return Rows(*(column[wanted] for column in self))
-
-
-_NO_ROWS = Rows(EMPTY, np.empty(0, np.int32), np.empty(0, np.int32))
+        return Rows(self.spans[wanted], self.keys[wanted])
 
 
 class LaneJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,10 +157,9 @@ class _LaneReader:
         self._kind = cache(
             lambda category, name: NOTHING if name in job.marks else kind_of(category, name, check)
         )
-        self._keys: list[Key] = []
-        self._numbers: dict[Any, int] = {}
-        self._ignored = self._new(Key(NOTHING))
-        self._threads: dict[tuple[object, object], int] = defaultdict(count().__next__)
+        self._keys = [Key("", None, None)]  # numbers begin at 1
+        self._kinds, self._blocks_from = array("b", [NOTHING]), array("q", [0])  # by number of the key
+        self._numbers: dict[tuple[object, ...], int] = {}
         self._rows: list[Rows] = []  # device rows; until a device event is found, host rows
         self._host: list[Spans] = []
         self._blocked: list[Spans] = []
@@ -172,7 +167,7 @@ class _LaneReader:
         self._names: dict[object, str] = {}  # device names by process
         self._labels: dict[object, str] = {}
         self._said: dict[tuple[str, object, object], str] = {}  # of one trace, like the next two
-        self._tasks: dict[int, tuple[object, object, str]] = {}  # by number of the key
+        self._tasks: dict[int, bytes] = {}  # task type by number of the key
         self._waiting: list[Rows] = []
         self._on_streams: set[object] = set()  # processes with a device or a stream in arguments
         self._categories: set[str] = set()
@@ -192,8 +187,7 @@ class _LaneReader:
             return []
         rows = _joined(self._rows)
         self._rows.clear()
-        kinds = self._kinds_of(rows.keys)
-        devices = list(self._devices(rows, kinds))
+        devices = self._devices(rows)
         lane = Lane(
             source=self._job.sources[0],
             paths=self.found.paths,
@@ -204,8 +198,9 @@ class _LaneReader:
             is_one_of_several=len(devices) > 1,
         )
         if devices:
-            found = ((rows if mine.all() else rows.of(mine), name) for name, mine in devices)
-            return [self._reduced(mine, _ON_DEVICE, replace(lane, accelerator=name)) for mine, name in found]
+            masks = ((name, np.isin(rows.keys, mine)) for name, mine in devices.items())
+            found = ((name, rows if mask.all() else rows.of(mask)) for name, mask in masks)
+            return [self._reduced(mine, _ON_DEVICE, replace(lane, accelerator=name)) for name, mine in found]
         unrecorded = self._job.unrecorded
         lost = f"has no event of {unrecorded}, although the device was in use" if unrecorded else ""
         if self._cut_off and (self._says_device or self._launches):
@@ -219,7 +214,8 @@ class _LaneReader:
             return []
         if self._launches:
             self._note("kernels were launched, but none was recorded")
-        return [self._reduced(rows.of(kinds > UNKNOWN), _ON_HOST, replace(lane, on_device=False))]
+        rows = rows.of(self._kinds_of(rows.keys) > UNKNOWN)
+        return [self._reduced(rows, _ON_HOST, replace(lane, on_device=False))]
 
     def _read(self, source: Source) -> None:
         """Read one trace."""
@@ -239,7 +235,7 @@ class _LaneReader:
             self.found.problems += [f"{source.path.name}: {warning}" for warning in trace.warnings]
         labels = {pid: label for (what, pid, _), label in self._said.items() if what == "process_labels"}
         self._labels = labels | self._labels
-        for pid, _ in self._threads:
+        for pid in {key.pid for key in self._keys}:
             self._names.setdefault(pid, _device_name(pid, labels.get(pid, "")))
         self._says_device |= _says_device(trace) or any(map(_is_device, labels.values()))
         if trace.truncated:
@@ -259,19 +255,12 @@ class _LaneReader:
         timed = [e for e in events if e.ph == "X" and e.cat not in NO_WORK and e.ts is not None]
         if not (self._works or self._has_device):
             self._categories |= {e.cat for e in events if e.ph != "M"}
-        keys = np.array([self._numbers.get((e.cat, e.name), _NEW) for e in timed], np.int32)
-        for place in np.flatnonzero(keys == _NEW).tolist():
-            event = timed[place]
-            known = self._numbers.get((event.cat, event.name))
-            keys[place] = known or (self._number(event) if event.cat else self._task(event))
-        if (counted := keys != self._ignored).sum() < len(keys):
+        known = self._numbers.get
+        keys = np.array([known((e.cat, e.name, e.pid, e.tid)) or self._number(e) for e in timed], np.int32)
+        if (counted := keys != _IGNORED).sum() < len(keys):
             keys, timed = keys[counted], list(compress(timed, counted.tolist()))
-        kinds = self._kinds_of(keys)
+        rows, kinds = Rows(to_spans(timed, base_ns), keys), self._kinds_of(keys)
         self._has_device |= bool((kinds < UNKNOWN).any())
-        threads = np.zeros(len(keys), np.int32)
-        wanted = (kinds <= UNKNOWN) | (kinds == NOTHING) | (not self._has_device)
-        threads[wanted] = [self._threads[e.pid, e.tid] for e in compress(timed, wanted.tolist())]
-        rows = Rows(to_spans(timed, base_ns), keys, threads)
         task = kinds == NOTHING
         if task.any():
             self._waiting.append(rows.of(task))
@@ -280,22 +269,26 @@ class _LaneReader:
 
     def _number(self, event: Event) -> int:
         """Return the number of an event's key; collectives have their process group in each event."""
-        kind = self._kind(event.cat, event.name)
+        if not event.cat:
+            return self._task(event)
+        kind, key = self._kind(event.cat, event.name), Key(event.name, event.pid, event.tid)
         if kind == COMMUNICATION or (kind == HOST_COMMUNICATION and not self._has_device):
-            return self._new(Key(kind, event.name, group_of(event.name, event.args)))
-        number = self._ignored if kind == NOTHING else self._new(_key(kind, event.name))
+            return self._new(kind, key._replace(group=group_of(event.name, event.args)))
         if kind == UNKNOWN:
             self._unknown[event.cat[:_LONGEST_NAME]] = None
             if _OF_A_STREAM.search(event.args):
                 self._on_streams.add(event.pid)
         self._launches |= is_launch(event.cat, event.name)
-        self._numbers[event.cat, event.name] = number
+        number = _IGNORED if kind == NOTHING else self._new(kind, key)
+        self._numbers[event.cat, event.name, event.pid, event.tid] = number
         return number
 
-    def _new(self, key: Key) -> int:
-        number = self._numbers.setdefault(key, len(self._keys))
+    def _new(self, kind: int, key: Key, *task: object) -> int:
+        number = self._numbers.setdefault((kind, key, *task), len(self._keys))
         if number == len(self._keys):
             self._keys.append(key)
+            self._kinds.append(kind)
+            self._blocks_from.append(blocks_from_ns(kind, key.name))
         return number
 
     def _task(self, event: Event) -> int:
@@ -303,23 +296,21 @@ class _LaneReader:
         found = _TASK_TYPE.search(event.args)
         call = _CALL_NUMBER.search(event.name)
         name = event.name[: call.start()] if call else event.name
-        group = call[1] if call and name.startswith("hcom_") else ""
-        place = (len(self.found.paths), event.pid, event.tid, name, found[1] if found else b"", group)
-        number = self._numbers.setdefault(place, len(self._keys))
-        if number == len(self._keys):
-            known = group_of(name, NO_ARGS) or (Group("", group, 0) if group else None)
-            self._keys.append(Key(NOTHING, name, known))
-            self._tasks[number] = (event.pid, event.tid, place[4].decode("utf-8", "replace"))
+        group = Group("", call[1], 0) if call and name.startswith("hcom_") else None
+        task = (len(self.found.paths), found[1] if found else b"")
+        number = self._new(NOTHING, Key(name, event.pid, event.tid, group), *task)
+        self._tasks[number] = task[1]
         return number
 
     def _add_tasks(self) -> None:
         """Add the kept events without a category, with the names of their processes."""
-        for number, (pid, tid, task_type) in self._tasks.items():
+        for number, task_type in self._tasks.items():
+            name, pid, tid, group = self._keys[number]
             process = self._said.get(("process_name", pid, None), "")
             thread = self._said.get(("thread_name", pid, tid), "")
-            key = self._keys[number]
-            kind = npu_kind(process, pid, thread, key.name, task_type)
-            self._keys[number] = _key(kind, key.name, key.group)
+            kind = npu_kind(process, pid, thread, name, task_type.decode("utf-8", "replace"))
+            self._keys[number] = Key(name, pid, tid, group_of(name, NO_ARGS) or group)
+            self._kinds[number], self._blocks_from[number] = kind, blocks_from_ns(kind, name)
             self._names[pid] = self._said.get(("process_labels", pid, None)) or "device"
         rows = _joined(self._waiting)
         kinds = self._kinds_of(rows.keys)
@@ -343,38 +334,33 @@ class _LaneReader:
                 self._iterations.append((*rows.spans[place].tolist(), *tokens))
         spans = rows.spans[on_host]
         self._host.append(union(spans))
-        least = np.array([key.blocks_from for key in self._keys])[rows.keys[on_host]]
+        least = np.frombuffer(self._blocks_from, np.int64)[rows.keys[on_host]]
         self._blocked.append(union(spans[spans[:, 1] - spans[:, 0] >= least]))
         self._rows.append(rows.of(kinds <= UNKNOWN if self._has_device else kinds < ITERATION))
 
-    def _devices(self, rows: Rows, kinds: NDArray[Any]) -> Iterator[tuple[str, NDArray[np.bool_]]]:
-        """Yield each device's name and a mask of its rows; add a note on events of unknown category."""
-        pids = [pid for pid, _ in self._threads]
-        numbers = {pid: number for number, pid in enumerate(dict.fromkeys(pids))}
-        pid_of = np.array([numbers[pid] for pid in pids], np.int32)[rows.threads]
-        known, unknown = (
-            set(np.unique(pid_of[those]).tolist()) for those in (kinds < UNKNOWN, kinds == UNKNOWN)
-        )
-        counted = (kinds < UNKNOWN) | ((kinds == UNKNOWN) & ~np.isin(pid_of, list(known)))
-        owners: dict[str, list[int]] = defaultdict(list)
-        named = {pid: self._names.get(pid, "") for pid in numbers}
+    def _devices(self, rows: Rows) -> dict[str, list[int]]:
+        """Return the numbers of each device's keys by its name; add a note on events of unknown category."""
+        known, unknown = defaultdict[object, list[int]](list), defaultdict[object, list[int]](list)
+        for number in np.flatnonzero(np.bincount(rows.keys)).tolist():
+            kind, pid = self._kinds[number], self._keys[number].pid
+            if kind <= UNKNOWN:
+                (unknown if kind == UNKNOWN else known)[pid].append(number)
+        owners = defaultdict[str, list[int]](list)
+        named = {pid: self._names.get(pid, "") for pid in (*known, *unknown)}
         for pid, name in sorted(named.items(), key=lambda item: (len(item[1]), item[1])):  # GPU 9, GPU 10
-            number, label = numbers[pid], self._labels.get(pid, "")
-            if number in unknown:
-                if not (number in known or _is_device(label) or (not label and pid in self._on_streams)):
+            if pid in unknown:
+                label = self._labels.get(pid, "")
+                if not (pid in known or _is_device(label) or (not label and pid in self._on_streams)):
                     continue
-                unknown_ns = length(union(rows.spans[(pid_of == number) & (kinds == UNKNOWN)]))
-                how = "not counted, beside kernels" if number in known else "counted as unrecognised"
+                unknown_ns = length(union(rows.spans[np.isin(rows.keys, unknown[pid])]))
+                how = "not counted, beside kernels" if pid in known else "counted as unrecognised"
                 categories = ", ".join(list(self._unknown)[:_MOST_CATEGORIES])
                 self._note(
                     f"{name} has {duration(unknown_ns / 1e9)} of events "
                     f"of unknown categories ({categories}): {how}"
                 )
-            elif number not in known:
-                continue
-            owners[name].append(number)
-        for name, mine in owners.items():
-            yield name, counted & np.isin(pid_of, mine)
+            owners[name] += known.get(pid) or unknown[pid]
+        return owners
 
     def _reduced(self, rows: Rows, kinds: Sequence[int], lane: Lane) -> Lane:
         """Return a lane with its rows reduced to the time of each kind, the collectives and the operators.
@@ -404,7 +390,9 @@ class _LaneReader:
 
     def _ops(self, rows: Rows) -> dict[tuple[str, str], tuple[int, int]]:
         """Return calls and self time (ns) by name and by the stage in which a call begins."""
-        own = nested_times(rows.spans, rows.threads)
+        threads = defaultdict[tuple[object, object], int](count().__next__)
+        thread_of = np.array([threads[key.pid, key.tid] for key in self._keys], np.int32)
+        own = nested_times(rows.spans, thread_of[rows.keys])
         edges = np.array([(stage.begin_ns, stage.end_ns) for stage in self._stages], np.int64).reshape(-1, 2)
         at = np.searchsorted(edges[:, 0], rows.spans[:, 0], side="right") - 1
         inside = (at >= 0) & (rows.spans[:, 0] < np.append(edges[:, 1], 0)[at])
@@ -420,7 +408,8 @@ class _LaneReader:
         return found
 
     def _kinds_of(self, keys: NDArray[np.int32]) -> NDArray[np.int8]:
-        return np.array([key.kind for key in self._keys], np.int8)[keys]
+        kinds: NDArray[np.int8] = np.frombuffer(self._kinds, np.int8)[keys]
+        return kinds
 
     def _note(self, sentence: str) -> None:
         self.found.notes.append(f"{self.found.paths[0].name}: {sentence}")
@@ -440,12 +429,8 @@ class _LaneReader:
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:
-    return Rows(*(np.concatenate(column) for column in zip(_NO_ROWS, *parts, strict=True)))
-
-
-def _key(kind: int, name: str, group: Group | None = None) -> Key:
-    waits = blocks_from_ns(name) if kind == HOST else None
-    return Key(kind, name, group, _NEVER if waits is None else waits)
+    none = Rows(EMPTY, np.empty(0, np.int32))
+    return Rows(*(np.concatenate(column) for column in zip(none, *parts, strict=True)))
 
 
 def to_spans(events: Sequence[Event], base_ns: int) -> Spans:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, Manifest, StageSpan, ToolSpan
+from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, Manifest
 from verl_profiling.report.columns import OutsideRow, RunningRow, StageRow
 from verl_profiling.report.intervals import (
     EMPTY,
@@ -17,6 +16,7 @@ from verl_profiling.report.intervals import (
     Spans,
     covered_before,
     crowded,
+    grouped,
     intersection,
     length,
     overlaps,
@@ -48,9 +48,7 @@ def anatomy(step: Step, nobody: Spans = EMPTY) -> list[StageRow]:
     """
     if not step.stages:
         return []
-    runs: dict[tuple[str, int], list[StageSpan]] = {}
-    for span in step.stages:
-        runs.setdefault((span.name, span.depth), []).append(span)
+    runs = grouped(step.stages, lambda span: (span.name, span.depth))
     capture = within(capture_time(step), step.begin_ns, step.end_ns)
     idle = _without(capture, nobody)
     within_step = [within(time_of(spans), step.begin_ns, step.end_ns) for spans in runs.values()]
@@ -102,9 +100,9 @@ def capture_time(step: Step) -> Spans:
     if step.manifest is None:
         return EMPTY
     whole, stages = step.during(), {span.name for span in step.stages}
-    tools: dict[str, list[ToolSpan]] = {}  # by stage; "" for stages that the controller does not have
-    for span in (span for worker in step.workers for span in worker.tool_spans if span.stage is not None):
-        tools.setdefault(span.stage if span.stage in stages else "", []).append(span)
+    recorded = (span for worker in step.workers for span in worker.tool_spans if span.stage is not None)
+    # By stage; "" for stages that the controller does not have.
+    tools = grouped(recorded, lambda span: span.stage if span.stage in stages else "")
     elsewhere = time_of(tools.pop("", []))
     if len(elsewhere):
         outermost = [span for span in step.stages if span.depth == 0]
@@ -117,10 +115,8 @@ def capture_time(step: Step) -> Spans:
 
 def outside_rows(manifest: Manifest) -> list[OutsideRow]:
     """Return a row for each pause and each outermost stage around the step, sorted by begin."""
-    runs: dict[str, list[StageSpan]] = {}
-    for span in sorted(manifest.outside, key=lambda span: (span.begin_ns, span.depth)):
-        if span.depth == 0:
-            runs.setdefault(span.name, []).append(span)
+    outermost = [span for span in manifest.outside if span.depth == 0]
+    runs = grouped(sorted(outermost, key=lambda span: span.begin_ns), lambda span: span.name)
     return [
         OutsideRow(
             name=name,
@@ -139,13 +135,12 @@ def percent(spans: Spans, begin_ns: int, end_ns: int) -> list[int]:
 
 def requests_running(step: Step) -> list[RunningRow]:
     """Return the mean number of unfinished requests of each replica, per part of the step."""
-    spans: defaultdict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
-    for worker in step.capture.workers if step.capture else []:
-        for one in worker.requests:
-            spans[one.replica, worker.name].append((one.begin_ns, one.end_ns))
+    workers = step.capture.workers if step.capture else []
+    served = ((worker.name, request) for worker in workers for request in worker.requests)
     rows = []
-    for replica, name in sorted(spans):
-        means = _running(np.array(spans[replica, name], np.int64), step.begin_ns, step.end_ns)
+    for (replica, name), of in sorted(grouped(served, lambda one: (one[1].replica, one[0])).items()):
+        spans = np.array([(one.begin_ns, one.end_ns) for _, one in of], np.int64)
+        means = _running(spans, step.begin_ns, step.end_ns)
         rows.append(RunningRow(worker=name, replica=replica, requests=means.round(2).tolist()))
     return rows
 

@@ -13,7 +13,7 @@ import msgspec
 
 from verl_profiling.manifest import CaptureResult, Manifest, Request
 from verl_profiling.report.columns import CostRow, CounterRow, MeasureRow, ReplicaRow, RequestRow
-from verl_profiling.report.intervals import percentiles
+from verl_profiling.report.intervals import grouped, percentiles
 from verl_profiling.units import duration
 
 VALIDATE = "validate"
@@ -121,9 +121,7 @@ def counter_rows(counts: Counts, begin_ns: int, end_ns: int) -> Iterator[Counter
 
 def replica_rows(requests: Iterable[RequestRow]) -> list[ReplicaRow]:
     """Return one row for each replica that recorded requests, sorted by replica."""
-    by_replica: dict[tuple[int, str], list[RequestRow]] = {}
-    for request in requests:
-        by_replica.setdefault((request.replica, request.worker), []).append(request)
+    by_replica = grouped(requests, lambda request: (request.replica, request.worker))
     return [_replica_row(by_replica[key]) for key in sorted(by_replica)]
 
 

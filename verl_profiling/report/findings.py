@@ -18,6 +18,7 @@ from verl_profiling.manifest import POLLING
 from verl_profiling.report.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report.capture_rows import slow_replica, slowest_replica
 from verl_profiling.report.columns import BlockRow, DeviceRow, Rollout, StragglerRow
+from verl_profiling.report.intervals import grouped
 from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.report.records import (
@@ -290,10 +291,8 @@ def _mostly(report: Report, cause: str) -> str:
 def _host_bound(report: Report) -> Iterator[Finding]:
     """Yield the host-bound time that all lanes of a role share; more of one lane belongs to a straggler."""
     rows = [row for row in report.devices if row.device == _on_devices(report)]
-    by_role: dict[tuple[str, ...], list[float]] = {}
-    for row in rows:
-        by_role.setdefault(tuple(row.roles), []).append(row.host_bound_us)
-    usual = {roles: median_low(values) for roles, values in by_role.items()}
+    by_role = grouped(rows, lambda row: tuple(row.roles))
+    usual = {roles: median_low(row.host_bound_us for row in of) for roles, of in by_role.items()}
     engines_us = sum(row.host_bound_us for row in report.workers if row.replica is not None)
     engines = bool(report.replicas) and engines_us > sum(row.host_bound_us for row in report.workers) / 2
     where = "between iterations of engines that had requests" if engines else "while their hosts were at work"
@@ -325,9 +324,7 @@ def _of_trajectories(report: Report) -> Iterator[Finding]:
 
 def _blocked(report: Report, rollout: Rollout) -> Iterator[Finding]:
     """Yield a finding per function or span that blocked event loops, over all processes."""
-    by_name: dict[str, list[BlockRow]] = {}
-    for row in rollout.blocks:
-        by_name.setdefault(row.what, []).append(row)
+    by_name = grouped(rollout.blocks, lambda row: row.what)
     for what, rows in sorted(by_name.items(), key=lambda item: -_stood_still(item[1])):
         longest = max(rows, key=lambda row: row.seconds)
         blocks, stopped = sum(row.blocks for row in rows), sum(row.trajectories for row in rows)

@@ -14,6 +14,7 @@ import msgspec
 
 from verl_profiling.report.columns import WorkerRow
 from verl_profiling.report.findings import calm
+from verl_profiling.report.intervals import grouped
 from verl_profiling.report.lost import cause_name
 from verl_profiling.report.model import Finding, GanttSpan, Report
 from verl_profiling.report.sentences import Figure, asked_sentences, figures, rollout_sentences, sentences
@@ -68,9 +69,7 @@ def _rows(report: Report) -> Iterable[tuple[str, WorkerRow | None, list[GanttSpa
 
     The first lane of an engine shows the stages, which are stages of the whole replica.
     """
-    spans: dict[str, list[GanttSpan]] = {}
-    for span in report.gantt:
-        spans.setdefault(span.lane, []).append(span)
+    spans = grouped(report.gantt, lambda span: span.lane)
     if CONTROLLER in spans:
         yield CONTROLLER, None, spans.pop(CONTROLLER)
     for row in report.workers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 Ints: TypeAlias = NDArray[np.int64]
 Spans: TypeAlias = NDArray[np.int64]
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key")
 _Number = TypeVar("_Number", np.int64, np.float64)
 
 EMPTY: Spans = np.empty((0, 2), dtype=np.int64)
@@ -212,6 +214,14 @@ def nested_times(spans: Spans, threads: NDArray[Any]) -> Ints:
     took = np.minimum(end[inner], end[parent[inner]]) - begin[inner]
     own[order] -= np.bincount(parent[inner], took, len(order)).astype(np.int64)
     return own
+
+
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """Return items by key, in the order of the first item of each key."""
+    found: dict[_Key, list[_Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def percentiles(sample: Sequence[float] | NDArray[np.float64], *which: int) -> list[Any]:

@@ -203,6 +203,15 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 COMPUTE, COMMUNICATION, MEMORY, UNKNOWN, HOST, HOST_COMMUNICATION, ITERATION, NOTHING = range(8)
 """Kinds of events: three on the device, an unknown category, two on the host, engine iteration, no work."""
 
+_KINDS: dict[str | None, int] = {
+    "kernel": COMPUTE,
+    "copy": MEMORY,
+    "host": HOST,
+    "collective on the host": HOST_COMMUNICATION,
+    None: UNKNOWN,
+}
+"""Kind of events by the meaning of their category."""
+
 _QUEUES = ("enqueue", "dequeue")  # of torch_npu, to the thread that calls the NPU
 NO_WORK = frozenset(
     name
@@ -230,23 +239,14 @@ def kind_of(category: str, name: str, communicates: Callable[[str], bool]) -> in
         name: Name of the event.
         communicates: Returns whether the kernel of a given name communicates.
     """
-    meaning = meaning_of(category)
-    if meaning == "kernel":
-        if category == _MTIA and _MTIA_CONTROL.match(name):
-            return NOTHING
-        is_copy = category == _MTIA and _MTIA_COPY.match(name)
-        return MEMORY if is_copy else COMMUNICATION if communicates(name) else COMPUTE
-    if meaning == "copy":
-        return MEMORY
-    if meaning == "collective on the host":
+    kind = _KINDS.get(meaning_of(category), NOTHING)
+    if category == _MTIA and (_MTIA_CONTROL.match(name) or _MTIA_COPY.match(name)):
+        return NOTHING if _MTIA_CONTROL.match(name) else MEMORY
+    if kind == COMPUTE and communicates(name):
+        return COMMUNICATION
+    if (kind == HOST or category == "user_annotation") and name.startswith(HOST_COLLECTIVES):
         return HOST_COMMUNICATION
-    if meaning == "host":
-        return HOST_COMMUNICATION if name.startswith(HOST_COLLECTIVES) else HOST
-    if category == "user_annotation" and name.startswith(HOST_COLLECTIVES):
-        return HOST_COMMUNICATION
-    if category == "user_annotation" and parse_iteration(name):
-        return ITERATION
-    return UNKNOWN if meaning is None else NOTHING
+    return ITERATION if category == "user_annotation" and parse_iteration(name) else kind
 
 
 def is_launch(category: str, name: str) -> bool:
@@ -306,19 +306,19 @@ def task_kind(name: str, task_type: str) -> int:
 # 10 us, but a copy from pageable memory blocks ("API synchronization behavior" in the CUDA Runtime API).
 # So an asynchronous copy counts as blocking if the call takes long.
 LONG_COPY_NS = 100_000
+_NEVER_NS = 1 << 62
 _BLOCKING = re.compile(
     r"(?:AscendCL@)?(?:cuda|cu|hip|aclrt)"
     r"(?:Memcpy|Malloc|Free|MemAlloc|MemFree|HostAlloc|HostRegister|\w*Synchronize)"
 )
 
 
-def blocks_from_ns(name: str) -> int | None:
-    """Return the duration (ns) from which a call counts as blocking; ``None`` for calls that never block."""
-    if not _BLOCKING.match(name):
-        return None
-    if "Async" not in name:
-        return 0
-    return LONG_COPY_NS if "Memcpy" in name else None
+def blocks_from_ns(kind: int, name: str) -> int:
+    """Return the duration (ns) from which an event blocks the host; a huge one if it never does."""
+    is_waiting = kind == HOST and _BLOCKING.match(name)
+    if not is_waiting or ("Async" in name and "Memcpy" not in name):
+        return _NEVER_NS
+    return LONG_COPY_NS if "Async" in name else 0
 
 
 # vLLM: ``execute_context_<requests>(<tokens>)_generation_<requests>(<tokens>)``; SGLang: ``step[EXTEND

@@ -11,6 +11,7 @@ from verl_profiling.report.columns import DeviceRow, LostRow
 from verl_profiling.report.intervals import (
     EMPTY,
     Spans,
+    grouped,
     intersection,
     length,
     spans_of,
@@ -158,11 +159,10 @@ def sync_parts(step: Step, devices: Iterable[Sequence[Lane]]) -> dict[str, float
 
 def _inside_sync(stages: Sequence[StageSpan]) -> list[tuple[str, Spans]]:
     """Return the time of each stage inside ``update_weights``, the innermost stages first."""
-    whole, runs = time_of(stages, WEIGHT_SYNC), dict[tuple[int, str], list[StageSpan]]()
+    whole = time_of(stages, WEIGHT_SYNC)
     outer = min((span.depth for span in stages if span.name == WEIGHT_SYNC), default=0)
-    for span in stages if len(whole) else ():
-        if span.depth > outer and span.name != WEIGHT_SYNC:
-            runs.setdefault((-span.depth, span.name), []).append(span)
+    inner = [span for span in stages if span.depth > outer and span.name != WEIGHT_SYNC]
+    runs = grouped(inner, lambda span: (-span.depth, span.name))
     return [(name, intersection(whole, time_of(runs[depth, name]))) for depth, name in sorted(runs)]
 
 

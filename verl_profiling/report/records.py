@@ -16,10 +16,8 @@ is an upper bound, unless the engine's request ended inside the block.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +26,7 @@ from numpy.typing import NDArray
 from verl_profiling.manifest import Request, StageSpan
 from verl_profiling.report.intervals import (
     EMPTY,
+    Axes,
     Ints,
     Sharing,
     Spans,
@@ -330,15 +329,14 @@ class Pieces(NamedTuple):
     span: Ints
     causes: Sequence[str]
 
-    @classmethod
-    def made(cls, intervals: Iterable[_Interval], records: Records) -> Pieces:
-        """Return intervals as columns."""
-        rows = np.fromiter(chain.from_iterable(intervals), dtype=np.int64).reshape(-1, 6)
-        return cls._make((*rows.T, records.names))
+    def of(self, rows: NDArray[Any], **others: Any) -> Pieces:
+        """Return the intervals at the given indices, with other columns in place of some."""
+        return Pieces._make((*(column[rows] for column in self[:-1]), self.causes))._replace(**others)
 
-    def of(self, rows: Ints) -> Pieces:
-        """Return the intervals at the given indices."""
-        return Pieces._make((*(column[rows] for column in self[:-1]), self.causes))
+    def joined(self, *others: Pieces) -> Pieces:
+        """Return the intervals with those of others behind them."""
+        columns = zip(self[:-1], *(other[:-1] for other in others), strict=True)
+        return Pieces._make((*map(np.concatenate, columns), self.causes))
 
     def seconds(self, took: NDArray[Any]) -> dict[str, float]:
         """Return the seconds of each cause as :func:`ranked` does, from the time of each interval (ns)."""
@@ -373,43 +371,28 @@ def pieces_of(records: Records, served: Mapping[int, Request]) -> tuple[Pieces, 
     spans = records.spans
     inside = np.flatnonzero(spans.parent >= 0)
     around = spans.parent[inside]
-    index, first, last = without(spans.begin, spans.end, around, spans.begin[inside], spans.reach[inside])
-    own = spans.trajectory[index] >= 0
-    of_processes = [
-        _Interval(int(spans.process[number]), begin, end, int(spans.name[number]))
-        for number, begin, end in _rows(index[~own], first[~own], last[~own])
+    index, begin, end = without(spans.begin, spans.end, around, spans.begin[inside], spans.reach[inside])
+    none, own = np.full(len(index), -1), spans.trajectory[index] >= 0
+    of_processes = Pieces(spans.process[index], begin, end, spans.name[index], none, none, records.names)
+    in_spans = of_processes.of(
+        own, owner=spans.trajectory[index][own], loop=spans.loop[index][own], span=index[own]
+    )
+    waits = _by_request(in_spans, spans, served).joined(_in_no_span(records))
+    return _with_lag(waits, records.blocks), of_processes.of(~own)
+
+
+def _by_request(pieces: Pieces, spans: SpanTable, served: Mapping[int, Request]) -> Pieces:
+    """Divide ``generate`` spans by the parts of their requests; drop loops that cannot delay a part."""
+    columns = (column.tolist() for column in (pieces.span, pieces.cause, pieces.begin, pieces.end))
+    parts = [
+        (row, *part)
+        for row, (number, *whole) in enumerate(zip(*columns, strict=True))
+        for part in (_divided(served[number], *whole[1:]) if number in served else [whole])
     ]
-    waits = chain(_in_spans(records, served, index[own], first[own], last[own]), _in_no_span(records))
-    return Pieces.made(_with_lag(waits, records.blocks), records), Pieces.made(of_processes, records)
-
-
-class _Interval(NamedTuple):
-    """An interval with one cause, as in :class:`Pieces`; ``loop`` is -1 if no block can delay it."""
-
-    owner: int
-    begin: int
-    end: int
-    cause: int
-    loop: int = -1
-    span: int = -1
-
-
-def _rows(*columns: Ints) -> Iterator[tuple[int, ...]]:
-    return zip(*(column.tolist() for column in columns), strict=True)
-
-
-def _in_spans(
-    records: Records, served: Mapping[int, Request], index: Ints, first: Ints, last: Ints
-) -> Iterator[_Interval]:
-    """Yield intervals of spans; ``generate`` is divided by the parts of its request."""
-    spans = records.spans
-    columns = (index, first, last, spans.trajectory[index], spans.name[index], spans.loop[index])
-    open_ends = np.where(spans.open > 0, spans.end, -1)[index]
-    for number, begin, end, owner, name, loop, open_end in _rows(*columns, open_ends):
-        request = served.get(number)
-        for cause, low, high in _divided(request, begin, end) if request else [(name, begin, end)]:
-            delayed = cause not in _IN_ENGINE and high != open_end
-            yield _Interval(owner, low, high, cause, loop if delayed else -1, number)
+    row, cause, begin, end = np.array(parts, dtype=np.int64).reshape(-1, 4).T
+    found = pieces.of(row, cause=cause, begin=begin, end=end)
+    goes_on = (spans.open[found.span] > 0) & (spans.end[found.span] == end)
+    return found._replace(loop=np.where(np.isin(cause, _IN_ENGINE) | goes_on, -1, found.loop))
 
 
 def _divided(request: Request, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
@@ -426,52 +409,45 @@ def _divided(request: Request, begin: int, end: int) -> Iterator[tuple[int, int,
             begin = until
 
 
-def _in_no_span(records: Records) -> Iterator[_Interval]:
-    """Yield the intervals of trajectories without an open span."""
-    spans, trajectories = records.spans, records.trajectories
-    times = np.array([(one.begin_ns, one.end_ns) for one in trajectories], dtype=np.int64).reshape(-1, 2)
+def _in_no_span(records: Records) -> Pieces:
+    """Return the intervals of trajectories without an open span."""
+    spans, names = records.spans, ("begin_ns", "end_ns", "loop", "whole_log", "unseen_begin")
+    columns = [[getattr(one, name) for one in records.trajectories] for name in names]
+    first, last, loop, is_whole, unseen = np.array(columns, dtype=np.int64)
     rows = np.flatnonzero(spans.trajectory >= 0)
-    holes = (spans.trajectory[rows], spans.begin[rows], spans.end[rows])
-    for number, begin, end in _rows(*without(times[:, 0], times[:, 1], *holes)):
-        one = trajectories[number]
-        cause = OWN_CODE if one.whole_log else UNEXPLAINED
-        if one.unseen_begin and begin == one.begin_ns:
-            cause = BEFORE
-        yield _Interval(number, begin, end, _NUMBERS[cause], one.loop)
+    number, begin, end = without(first, last, spans.trajectory[rows], spans.begin[rows], spans.end[rows])
+    cause = np.where(is_whole[number], _NUMBERS[OWN_CODE], _NUMBERS[UNEXPLAINED])
+    cause[(unseen[number] > 0) & (begin == first[number])] = _NUMBERS[BEFORE]
+    return Pieces(number, begin, end, cause, loop[number], np.full(len(number), -1), records.names)
 
 
-def _with_lag(waits: Iterable[_Interval], blocks: Blocks) -> Iterator[_Interval]:
-    """Yield the intervals, with loop lag cut out and yielded as intervals with the cause ``loop lag``."""
-    stalls, own = {}, defaultdict[int, list[tuple[int, int]]](list)
-    for loop in np.unique(blocks.loop).tolist():
-        mine = np.flatnonzero(blocks.loop == loop)
-        stalls[loop] = union(np.stack((blocks.begin, blocks.end + _TOGETHER_NS), axis=1)[mine]).T.tolist()
-    for owner, begin, end in sorted(_rows(blocks.trajectory, blocks.begin, blocks.end)):
-        own[owner].append((begin, end))
-    for wait in waits:
-        lag: list[tuple[int, int]] = []
-        begins, ends = stalls.get(wait.loop, ((), ()))
-        if at := bisect_left(begins, wait.end):
-            until = ends[at - 1] - _TOGETHER_NS
-            if wait.end <= until + DRAIN_NS:
-                lag = list(_without(max(begins[at - 1], wait.begin), min(until, wait.end), own[wait.owner]))
-        if not lag:
-            yield wait
-            continue
-        for begin, end in lag:
-            yield wait._replace(begin=begin, end=end, cause=_NUMBERS[LOOP_LAG])
-        for begin, end in _without(wait.begin, wait.end, lag):
-            yield wait._replace(begin=begin, end=end)
-
-
-def _without(begin: int, end: int, holes: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the parts of an interval outside the holes, which are sorted by begin."""
-    for low, high in holes:
-        if begin < min(low, end):
-            yield begin, min(low, end)
-        begin = max(begin, high)
-    if begin < end:
-        yield begin, end
+def _with_lag(waits: Pieces, blocks: Blocks) -> Pieces:
+    """Cut loop lag out of the intervals, each followed by the rest of its interval."""
+    if not len(blocks.loop):
+        return waits
+    until = blocks.end + _TOGETHER_NS
+    axes = Axes(int(max(blocks.loop.max(), waits.loop.max(initial=0))) + 1, blocks.begin, until, waits.end)
+    stalls = union(axes.put(blocks.loop, blocks.begin, until))
+    loop, since, until = axes.take(stalls)
+    last = np.searchsorted(stalls[:, 0], axes.put(waits.loop, waits.end, waits.end)[:, 0]) - 1
+    until = until[last] - _TOGETHER_NS
+    low, high = np.maximum(since[last], waits.begin), np.minimum(until, waits.end)
+    is_late = (loop[last] == waits.loop) & (waits.end <= until + DRAIN_NS) & (low < high)
+    late = np.flatnonzero(is_late)
+    own = defaultdict[int, list[tuple[int, ...]]](list)
+    for owner, *block in zip(
+        *(c.tolist() for c in (blocks.trajectory, blocks.begin, blocks.end)), strict=True
+    ):
+        own[owner].append(tuple(block))
+    holes = [
+        (row, *hole) for row, owner in enumerate(waits.owner[late].tolist()) for hole in own.get(owner, ())
+    ]
+    row, begin, end = without(low[late], high[late], *np.array(holes, dtype=np.int64).reshape(-1, 3).T)
+    lag = waits.of(late[row], begin=begin, end=end, cause=np.full(len(row), _NUMBERS[LOOP_LAG]))
+    left, begin, end = without(waits.begin[late], waits.end[late], row, begin, end)
+    rest = waits.of(late[left], begin=begin, end=end)
+    order = np.argsort(np.concatenate((np.flatnonzero(~is_late), late[row], late[left])), kind="stable")
+    return waits.of(~is_late).joined(lag, rest).of(order)
 
 
 class Explanation:

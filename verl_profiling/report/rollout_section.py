@@ -29,6 +29,7 @@ from verl_profiling.report.intervals import (
     Axes,
     Ints,
     Sharing,
+    grouped,
     intersection,
     length,
     overlaps,
@@ -232,10 +233,8 @@ def _groups(trajectories: Sequence[Trajectory], pieces: Pieces, begin_ns: int) -
         pieces: Time of the trajectories by cause.
         begin_ns: Begin of the step (unix ns).
     """
-    groups = defaultdict[str, list[int]](list)
-    for number, one in enumerate(trajectories):
-        if one.said.group and not one.validate:
-            groups[one.said.group].append(number)
+    named = [number for number, one in enumerate(trajectories) if one.said.group and not one.validate]
+    groups = grouped(named, lambda number: trajectories[number].said.group)
     found = []
     for group, members in groups.items():
         if len(members) > 1:
