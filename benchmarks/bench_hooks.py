@@ -17,7 +17,7 @@ from functools import partial
 from results import record, row
 
 from verl_profiling import ProfilingCallback, stage
-from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply
 from verl_profiling.workers import CaptureMixin
 
 ROUNDS = 21

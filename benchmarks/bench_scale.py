@@ -23,7 +23,7 @@ import ray
 from results import record, row
 
 from verl_profiling import ProfilingCallback
-from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply
 from verl_profiling.clock import now_ns
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult

@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 from results import record, row
 
-from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.protocol import CaptureRequest
 from verl_profiling.workers import CaptureMixin
 
 ROUNDS = 7
 
 FIRST_START = """
 import tempfile, time
-from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.protocol import CaptureRequest
 from verl_profiling.workers import CaptureMixin
 import torch
 worker = CaptureMixin()

@@ -17,7 +17,7 @@ from verl_profiling.run_files import read_manifest
 from verl_profiling.timeline.inputs import find_steps
 from verl_profiling.timeline.merge import MergeResult, merge
 from verl_profiling.timeline.step import Keep
-from verl_profiling.trajectories.log import OpenLog
+from verl_profiling.trajectories.open_log import OpenLog
 from verl_profiling.trajectories.spans import start_log, stop_log
 from verl_profiling.trajectory_log import (
     LOG_SUFFIX,

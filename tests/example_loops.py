@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_profiling import ProfilingConfig
-from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.protocol import CaptureRequest
 
 
 def settings(**given: Any) -> ProfilingConfig:

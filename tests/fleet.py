@@ -16,7 +16,7 @@ from typing import Any
 from example_loops import train
 
 from verl_profiling import ProfilingConfig, span, stage, trajectory
-from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply
 from verl_profiling.capture.session import process_session
 from verl_profiling.testing import shifted_clock
 from verl_profiling.workers import AgentLoopCaptureMixin, CaptureMixin, RequestLog, RolloutCaptureMixin

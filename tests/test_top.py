@@ -32,7 +32,7 @@ from verl_profiling.report.check import check
 from verl_profiling.report.watch_frame import Pulse, captures_so_far, logged_steps, watch_frame
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.step_summary import Hang, SpanTotal, StepSummary
-from verl_profiling.watch.log import WatchLog
+from verl_profiling.watch.sinks import WatchLog
 from verl_profiling.watch_log import WATCH_LOG
 
 ENTERS, LEAVES = b"\x1b[?1049h", b"\x1b[?1049l"

@@ -53,7 +53,7 @@ class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
 
     def alive(self) -> bool | None:
         """Return whether the process still runs; ``None`` if this is unknown on this host."""
-        if (self.clock_domain, self.namespace) != (clock.domain(), _pid_namespace()):
+        if (self.clock_domain, self.namespace) != (clock.domain(), pid_namespace()):
             return None
         try:
             os.kill(self.pid, 0)
@@ -74,12 +74,13 @@ def _process(pid: int) -> ProcessId:
         host=socket.gethostname(),
         clock_domain=clock.domain(),
         pid=pid,
-        namespace=_pid_namespace(),
+        namespace=pid_namespace(),
         started=_start_ticks(pid),
     )
 
 
-def _pid_namespace() -> str:
+def pid_namespace() -> str:
+    """Return the namespace of this process's id; empty on a system without namespaces."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
@@ -109,6 +110,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         host: Host name, for people.
         clock_domain: See :func:`verl_profiling.clock.domain`; equal domains need no clock correction.
         pid: Process id on ``host``; 0 before the first reply of the worker.
+        namespace: Namespace of ``pid``, as of a :class:`ProcessId`.
     """
 
     role: str
@@ -121,6 +123,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     host: str = msgspec.field(default_factory=socket.gethostname)
     clock_domain: str = msgspec.field(default_factory=lambda: clock.domain())
     pid: int = msgspec.field(default_factory=os.getpid)
+    namespace: str = pid_namespace()
 
     @property
     def is_engine(self) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_profiling import clock
-from verl_profiling.capture.messages import CaptureRequest, StartReply
+from verl_profiling.capture.protocol import CaptureRequest, StartReply
 from verl_profiling.capture.session import process_session
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult

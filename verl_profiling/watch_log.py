@@ -1,7 +1,7 @@
 """Reads the log of a run's watch, which has one step summary per line, in a current and an older file.
 
 If a step has several lines, the last line counts. Both files have a limited size, so a long run keeps its
-latest steps. :mod:`verl_profiling.watch.log` writes the log; ``top`` follows the growing files with
+latest steps. :mod:`verl_profiling.watch.sinks` writes the log; ``top`` follows the growing files with
 :class:`WatchLogReader`.
 """
 

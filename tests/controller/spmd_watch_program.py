@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fleet import TrainWorker
 
 from verl_profiling import ProfilingCallback, ProfilingConfig, stage
-from verl_profiling.capture.messages import StopReply
+from verl_profiling.capture.protocol import StopReply
 from verl_profiling.run_files import read_manifest
 from verl_profiling.watch_log import WatchLogReader
 

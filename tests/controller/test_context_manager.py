@@ -13,7 +13,7 @@ from fleet import TrainWorker
 from test_callback import configured, following, local_worker, manifest
 
 from verl_profiling import AsyncProfilingCallback, CaptureStateError
-from verl_profiling.capture.messages import CaptureRequest, StartReply
+from verl_profiling.capture.protocol import CaptureRequest, StartReply
 from verl_profiling.capture.session import Session
 
 FAILS_AT_STOP = "tools.test_third_party:FailsAtStop"

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -27,7 +28,7 @@ from test_watch import after_a_while
 
 from verl_profiling import ProfilingCallback, ProfilingConfig
 from verl_profiling.cli import main
-from verl_profiling.controller.hangs import report_to_rank_0
+from verl_profiling.controller.hang_watch import report_to_rank_0
 from verl_profiling.step_summary import Hang, RankUse, StepSummary
 from verl_profiling.watch.sums import NO_LOOKS, StageSums, WatchQuestion
 from verl_profiling.watch_log import WatchLogReader, latest_step
@@ -236,6 +237,28 @@ def test_a_worker_that_cannot_answer_is_told_apart(
     assert hang.reason.startswith(reason)
     with suppress(Exception):
         ray.kill(actor)
+
+
+def test_a_pid_of_another_container_tells_nothing_here(tmp_path: Path, pool: Pool) -> None:
+    """The worker is held, and the process with its pid in this container is stopped."""
+    config = watched(tmp_path)
+    set_up(config, pool.sync[:1])
+    actor = ray.remote(num_cpus=0)(Reborn).remote(config)
+    ray.get(actor.set_up.remote(config, "critic"))
+
+    def move(worker: Reborn, pid: int) -> None:
+        [(identity, _)] = worker._capture_roles.values()
+        moved = msgspec.structs.replace(identity, pid=pid, namespace="pid:[1]")
+        worker._capture_roles = {"critic": (moved, True)}
+
+    with subprocess.Popen(["sleep", "100"]) as other:
+        ray.get(actor.__ray_call__.remote(move, other.pid))
+        other.send_signal(signal.SIGSTOP)
+        with loop(config, ("actor", pool.sync[:1]), ("critic", actor)), held(actor, 0):
+            hang = the_hang(config)
+        other.kill()
+    assert hang.lane == "critic_rank0"
+    assert hang.reason.startswith(f"answers nothing, and writes no file (pid {other.pid} ")
 
 
 def test_a_rank_that_has_not_entered_a_collective_is_waited_for(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from fleet import TrainWorker
 from test_callback import configured, following, run
 
 from verl_profiling import trajectory
-from verl_profiling.capture.messages import CaptureRequest, StartReply
+from verl_profiling.capture.protocol import CaptureRequest, StartReply
 from verl_profiling.capture.session import Session
 from verl_profiling.cli import main
 from verl_profiling.run_files import read_manifest

@@ -14,7 +14,7 @@ from fleet import TrainWorker, once_all_hang
 from test_callback import configured, following, manifest
 
 from verl_profiling import ProfilingCallback
-from verl_profiling.capture.messages import StopReply
+from verl_profiling.capture.protocol import StopReply
 from verl_profiling.capture.session import Session
 from verl_profiling.manifest import Manifest
 

@@ -16,6 +16,7 @@ import ray
 from conftest import Pool
 from fleet import TrainWorker
 from fsspec.implementations.memory import MemoryFileSystem
+from test_watch import after_a_while
 
 from verl_profiling import ConfigError, ProfilingCallback, ProfilingConfig
 from verl_profiling.capture.session import Session
@@ -246,6 +247,30 @@ def test_hooks_are_told_the_url_once_all_is_there(
     assert (logs / "step_000002.b.actor_rank0.log").read_text() == expected
     assert not any((tmp_path / "staging").iterdir())
     assert "wait in" not in caplog.text
+
+
+def test_what_never_arrives_holds_no_hook_up_for_ever(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of later captures neither; and a store that cannot be listed once loses no hook."""
+    notes = tmp_path / "notes"
+    hook = {"command": ["sh", "-c", f"echo $VERL_PROFILING_STEP >> {notes}"], "timeout_s": 2}
+    remote = {"staging": str(tmp_path / "staging"), "retry_s": 0.1}
+    config = settings(tmp_path, after={"note": hook}, remote=remote)
+    worker = TrainWorker()
+    worker.set_up(config)
+    callback = ProfilingCallback(config)
+    callback.add_workers("actor", [worker])
+    with callback:
+        for step in range(1, 5):
+            callback.on_step_begin(step)
+            if step == 2:
+                Store.faults |= {"refuse the manifest": 1000, "down": 1}
+            callback.on_step_end()
+            if step == 2:
+                assert after_a_while(lambda: "manifest.json was not uploaded" in caplog.text)
+                Store.faults.clear()
+        assert after_a_while(lambda: notes.exists() and notes.read_text().split() == ["2", "4"])
 
 
 def test_no_file_system_for_a_url_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

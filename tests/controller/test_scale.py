@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from test_callback import configured, following, manifest, pass_steps
 
-from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply
 from verl_profiling.clock import now_ns
 from verl_profiling.identity import WorkerIdentity
 from verl_profiling.manifest import CaptureResult

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from example_loops import spans
 
-from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.protocol import CaptureRequest
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.engines.request_log import RequestLog
 from verl_profiling.manifest import Artifact, CaptureResult, Request

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 
 from tests.engines.contract import request, stop
 from tests.engines.server import settings
+from verl_profiling import ProfilingCallback
 from verl_profiling.engines import recorder
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.workers import SGLangCaptureMixin
@@ -94,6 +95,36 @@ async def test_a_server_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytes
     assert "its log may show the cause" in result.reason
     with pytest.raises(CaptureStateError, match="/start_profile does not answer"):
         await server.start_capture(request(tmp_path, 2))
+
+
+@pytest.mark.parametrize("method", ["start_profile", "stop_profile"])
+def test_a_server_that_hangs_holds_the_loop_up_no_longer_than_the_timeouts(
+    tmp_path: Path, method: str
+) -> None:
+    """The loop calls the server object itself: it is over before the server has answered."""
+    goes_on, answered = threading.Event(), []
+
+    class Hanging(_Routes):
+        def do_POST(self) -> None:
+            if self.path.endswith(method):
+                goes_on.wait(60)
+                answered.append(self.path)
+            super().do_POST()
+
+    config = settings(tmp_path, timeouts={"start_s": 1, "stop_s": 1, "finish_s": 1})
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hanging) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        server, callback = SGLangCaptureMixin(), ProfilingCallback(config)
+        server.init_capture(config, engine=f"http://127.0.0.1:{http.server_port}")
+        callback.add_rollout(server)
+        with callback:
+            callback.on_step_begin(1)
+            callback.on_step_end()
+        assert answered == []
+        goes_on.set()
+        http.shutdown()
+        thread.join()
 
 
 @pytest.mark.vllm

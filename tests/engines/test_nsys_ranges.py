@@ -8,7 +8,7 @@ import pytest
 from example_loops import request
 
 from verl_profiling import CaptureStateError, ConfigError, ProfilingConfig
-from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.protocol import CaptureRequest
 from verl_profiling.engines import recorder as recorders
 from verl_profiling.engines.adapter import EngineAdapter, engine_tool
 from verl_profiling.engines.recorder import EngineRecorder

@@ -25,7 +25,7 @@ NODE_SCRIPT = """
 import asyncio, json, logging, sys, time
 from pathlib import Path
 from verl_profiling import AsyncProfilingCallback
-from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.protocol import CaptureRequest
 from verl_profiling.workers import SGLangCaptureMixin
 
 class Server(SGLangCaptureMixin):

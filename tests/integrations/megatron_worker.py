@@ -20,7 +20,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from recipes.megatron_tiny.model import build_model
 from verl_profiling import ProfilingConfig
-from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.protocol import CaptureRequest
 
 MICRO_BATCHES, LENGTH = 3, 16
 

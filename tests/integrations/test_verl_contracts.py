@@ -19,7 +19,7 @@ from example_loops import settings
 
 from integrations.wheels import ROOT, run_python, sources
 from verl_profiling import CaptureStateError
-from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.protocol import CaptureRequest
 from verl_profiling.capture.session import process_session
 from verl_profiling.testing import record_step
 

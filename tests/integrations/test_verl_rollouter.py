@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from verl_profiling.trajectories.log import OpenLog
+from verl_profiling.trajectories.open_log import OpenLog
 from verl_profiling.trajectories.spans import start_log, stop_log
 from verl_profiling.trajectory_log import TrajectoryLog
 

@@ -16,7 +16,7 @@ from verl_profiling.analysis import open_step
 from verl_profiling.manifest import Manifest
 from verl_profiling.run_files import read_manifest
 from verl_profiling.step_summary import StepSummary
-from verl_profiling.watch.log import PREFIX
+from verl_profiling.watch.sinks import PREFIX
 from verl_profiling.watch_log import WatchLogReader
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(1200)]

@@ -151,7 +151,10 @@ def test_after_a_change_of_a_tool_its_new_time_is_halved(tmp_path: Path) -> None
     for changes in ({"tools": {"search": 0.5}}, {"scale": {"rollout": 0.5}}):
         found = open_step(tmp_path).what_if(**changes)
         (row,) = (row for row in found.what_would_help if row.option.startswith("--tool"))
-        assert (row.option, row.change) == ("--tool search=0.25s", "each search call 250 ms")
+        assert (row.option, row.change) == (
+            "--tool search=0.25s",
+            "each search call at half the mean, 250 ms",
+        )
         assert row.difference_us == pytest.approx(-0.25e6)
 
 

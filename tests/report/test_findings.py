@@ -18,6 +18,8 @@ from verl_profiling.commands import EXIT_FINDING, EXIT_OK
 from verl_profiling.report.findings import LIMIT, find
 from verl_profiling.report.model import Finding, Report
 from verl_profiling.run_files import read_manifest
+from verl_profiling.step_summary import StepSummary
+from verl_profiling.watch.sinks import WatchLog
 
 WHOLE: list[Drawn] = [("update_actor", 0, 10)]
 REDUCE = "ncclDevKernel_AllReduce_Sum"
@@ -70,6 +72,21 @@ def test_the_verdict_is_a_line_and_an_exit_code(tmp_path: Path, capsys: pytest.C
     assert line.startswith(f"{slow_rank} 5.00 s")
     assert "waiting. Would help most: update_actor balanced (--balance update_actor), -25% of" in line
     assert json.loads(printed.out)["findings"][0]["lanes"] == ["actor_rank1"]
+
+
+def test_a_run_without_captures_beside_another_fails_the_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is known of its steps, so that nothing can stand out."""
+    captured, run = tmp_path / "captured", tmp_path / "uncaptured"
+    captured.mkdir()
+    run.mkdir()
+    WatchLog(run)(StepSummary(step=1, begin_ns=1, end_ns=2))
+    report_of(captured, WHOLE, [Worker("actor", 0, stages=WHOLE, kernels=[("gemm", 0, 10)])])
+    assert main(["report", "--verdict", str(captured), str(run)]) == EXIT_FINDING
+    printed = capsys.readouterr()
+    assert printed.out == "1 step: nothing stands out\n"
+    assert printed.err.startswith(f"warning: {run}: No step was captured. schedule.steps lists steps")
 
 
 def small_straggler(folder: Path, trigger: Trigger, marked: bool, late: float = 99.5) -> Report:

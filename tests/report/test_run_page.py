@@ -19,7 +19,7 @@ from verl_profiling.cli import main
 from verl_profiling.report.html import render_html
 from verl_profiling.report.model import Report
 from verl_profiling.report.run_page import render_run
-from verl_profiling.watch.log import WatchLog
+from verl_profiling.watch.sinks import WatchLog
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,7 @@ def test_long_names_make_the_first_screen_no_longer(report: Report, suspects: in
     """At 100 columns, each row has one line; an option stays whole if the change beside it can be cut."""
     finding = Finding(rule="idle", text="t" * 190, advice="a" * 90, seconds=1.0)
     tool = {
-        "change": "each browser_open_and_screenshot call 350 ms",
+        "change": "each browser_open_and_screenshot call at half the mean, 350 ms",
         "option": "--tool browser_open_and_screenshot=0.35s",
         "hours_a_day": 12345.6,
         "unit": "GPU-hours",

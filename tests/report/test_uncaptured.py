@@ -21,7 +21,7 @@ from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.step_summary import RankUse, SpanTotal, StepSummary
-from verl_profiling.watch.log import WatchLog
+from verl_profiling.watch.sinks import WatchLog
 from verl_profiling.watch_log import WATCH_LOG
 
 

@@ -62,7 +62,7 @@ WRONG: list[tuple[Any, str, str]] = [
     ),
     ({"mode": "both"}, "mode", "choose from: e2e, discrete"),
     ({"save_path": ""}, "save_path", "is empty"),
-    ({"schedule": []}, "schedule", "must be a mapping, is list"),
+    ({"schedule": []}, "schedule", "must be a mapping, is list; its keys: steps, every, "),
     ({"schedule": {"steps": []}}, "schedule.steps", "nothing would be captured"),
     ({"watch": {"sinks": "tensorboard"}}, "watch.sinks", "write a list: [tensorboard]"),
     (
@@ -303,6 +303,10 @@ def test_any_input_gives_settings_or_a_config_error(settings: Any) -> None:
     except ConfigError:
         return
     assert ProfilingConfig.from_any(config.to_dict()) == config
+
+
+def test_a_save_path_may_be_a_path(tmp_path: Path) -> None:
+    assert ProfilingConfig(save_path=tmp_path).save_path == str(tmp_path)  # type: ignore[arg-type]
 
 
 def test_a_save_path_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import ray
 from fault_tools import FAULTY
 
 from verl_profiling import ProfilingCallback, ProfilingConfig, stage
-from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply
+from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply
 from verl_profiling.cli import main
 from verl_profiling.engines.adapter import SPOOL_PARENT, EngineAdapter
 from verl_profiling.engines.recorder import EngineRecorder

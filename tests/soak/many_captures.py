@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 
 from verl_profiling import ProfilingConfig, stage
-from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.protocol import CaptureRequest
 from verl_profiling.capture.session import process_session
 from verl_profiling.identity import WorkerIdentity
 

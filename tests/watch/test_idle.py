@@ -24,7 +24,7 @@ from verl_profiling.step_summary import Idle, RankUse, SpanTotal, StepSummary
 from verl_profiling.trajectories import count
 from verl_profiling.watch.exposed import StepRuns, exposed
 from verl_profiling.watch.idle import idle_of, made_in
-from verl_profiling.watch.log import WatchLog, values_of
+from verl_profiling.watch.sinks import WatchLog, values_of
 from verl_profiling.workers import AgentLoopCaptureMixin, CaptureMixin, RequestLog, RolloutCaptureMixin
 
 STEP_S = 0.5
@@ -342,7 +342,7 @@ def test_sentences_name_who_waits_and_what_each_side_could_do() -> None:
     assert list(waits(made)) == [
         "trainer waits 30%: generation makes 39 samples/s, training could take 40",
         "rollout waits 70%: training takes 28 samples/s, generation could make 130",
-        "made 39 samples/s, 39,000 tokens/s; taken 28 samples/s; message queue 11",
+        "generation made 39 samples/s, 39,000 tokens/s; training took 28 samples/s; message queue 11",
     ]
     made = judged([loop], actor)
     assert list(waits(made)) == ["trainer waits 30%, mostly: rollout", "rollout waits 70%, mostly: training"]

@@ -11,7 +11,7 @@ import pytest
 from drawn_summaries import summary
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.watch.log import WatchLog
+from verl_profiling.watch.sinks import WatchLog
 from verl_profiling.watch_log import (
     OLDER_WATCH_LOG,
     WATCH_LOG,

@@ -18,7 +18,7 @@ from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_OK
 from verl_profiling.run_files import read_manifest
 from verl_profiling.step_summary import OTHERS, RankUse, SpanTotal, StepSummary
-from verl_profiling.trajectories.log import OpenLog
+from verl_profiling.trajectories.open_log import OpenLog
 from verl_profiling.trajectories.spans import count, start_log, stop_log, total_spans
 from verl_profiling.watch.sums import MOST_NAMES, SpanSums
 from verl_profiling.watch_log import WatchLogReader

@@ -11,7 +11,7 @@ from drawn_summaries import MS, summary
 
 from verl_profiling import ProfilingCallback
 from verl_profiling.step_summary import SpanTotal
-from verl_profiling.watch.log import values_of
+from verl_profiling.watch.sinks import values_of
 from verl_profiling.watch_log import WatchLogReader
 
 

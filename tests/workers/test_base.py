@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from example_loops import request, settings
 
-from verl_profiling import ToolUnavailableError, stage
+from verl_profiling import ConfigError, ToolUnavailableError, stage
 from verl_profiling.capture.session import Session
-from verl_profiling.workers import CaptureMixin
+from verl_profiling.workers import CaptureMixin, RolloutCaptureMixin
 
 
 class Base:
@@ -39,6 +39,16 @@ def test_it_composes_with_a_class_that_has_a_constructor(tmp_path: Path, session
     assert (result.identity.role, result.identity.rank, result.identity.world_size) == ("actor", 2, 4)
     assert result.identity.topology == {"dp": 2}
     assert [span.name for span in result.stages] == ["update_actor"]
+
+
+def test_values_with_which_no_manifest_could_be_read_are_refused(session: Session) -> None:
+    """Such as the rank of an environment variable."""
+    worker = CaptureMixin()
+    for wrong in ({"rank": "3"}, {"topology": {"tp": "0"}}, {"role": 3}):
+        with pytest.raises(ConfigError, match=r"init_capture: Expected `.*`, got `.*"):
+            worker.init_capture(settings(tool="spans"), **{"role": "actor", **wrong})
+    with pytest.raises(ConfigError, match="init_capture: Expected `int`, got `str`"):
+        RolloutCaptureMixin().init_capture(settings(tool="spans"), replica="last")  # type: ignore[arg-type]
 
 
 def test_it_adds_only_what_it_documents() -> None:

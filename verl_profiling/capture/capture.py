@@ -16,7 +16,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.finishing import BackgroundWork, finish
-from verl_profiling.capture.messages import CaptureRequest, result_of
+from verl_profiling.capture.protocol import CaptureRequest, result_of
 from verl_profiling.capture.result_file import measured
 from verl_profiling.capture.stage import OpenStage, SpanLog
 from verl_profiling.identity import WorkerIdentity

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.protocol import CaptureRequest
 from verl_profiling.identity import WorkerIdentity, safe_name
 from verl_profiling.manifest import Artifact
 from verl_profiling.remote import Upload, copy_line
@@ -179,13 +179,14 @@ class AfterHooks:
                 self._runs.setdefault(name, run)
 
     def ended(self, capture_id: str, is_written: Callable[[], bool]) -> None:
-        """Run the hooks of an ended capture as soon as ``is_written`` returns true."""
+        """Run the hooks of an ended capture once ``is_written`` returns true, or their timeout is over."""
         if capture_id != self._capture_id:
             return
         runs, self._runs = self._runs, {}
         for name, run in runs.items():
             self._last.pop(name, None)
-            self.background.submit(partial(_run_when, is_written, run))
+            until_s = time.monotonic() + self._hooks[name].timeout_s
+            self.background.submit(partial(_run_when, is_written, until_s, run))
 
     def train_ends(self) -> None:
         """Run the hooks that run once per training (``when: last``), unless they have run."""
@@ -199,8 +200,8 @@ class AfterHooks:
         return sum(hook.timeout_s + _GRACE_S for hook in self._hooks.values())
 
 
-def _run_when(is_written: Callable[[], bool], run: Callable[[], None]) -> None:
-    while not is_written():
+def _run_when(is_written: Callable[[], bool], until_s: float, run: Callable[[], None]) -> None:
+    while not is_written() and time.monotonic() < until_s:
         time.sleep(_LOOK_AGAIN_S)
     run()
 

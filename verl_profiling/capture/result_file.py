@@ -14,7 +14,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.finishing import AfterHooks, BackgroundWork
-from verl_profiling.capture.messages import CaptureRequest, result_of, skipped
+from verl_profiling.capture.protocol import CaptureRequest, result_of, skipped
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import (
     Artifact,

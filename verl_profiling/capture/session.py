@@ -19,7 +19,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.capture import HANDOVER_S, Capture
-from verl_profiling.capture.messages import (
+from verl_profiling.capture.protocol import (
     CaptureRequest,
     StartReply,
     StopReply,
@@ -197,7 +197,7 @@ class Session:
             if capture is not None and capture_id in (None, capture.request.capture_id):
                 result = self._close(capture)
             else:
-                identity = capture.identity if capture else WorkerIdentity(role="unknown")
+                identity = capture.identity if capture else self.identity or WorkerIdentity(role="unknown")
                 result = self._slot.result(capture_id, identity, capture.request if capture else None)
         return StopReply(self._slot.settle(result, capture_id, finish_s), received_ns)
 

@@ -64,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     written, code = list[Path](), EXIT_OK
     if paths:
         work = StepByStep(paths, arguments.communication, arguments.ray)
+        for run in runs if arguments.verdict else ():
+            work.problem(f"{run}: {how_to_capture(run)}")
         steps, code = work.reports(), work.exit_code
     for path in paths:
         if sentence := open_run(path).never_came():

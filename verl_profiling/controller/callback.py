@@ -179,7 +179,7 @@ class _Callback(Generic[Returned]):
     def add_note(self, text: str) -> None:
         """Add a sentence about this run to the notes of every later manifest."""
         if self._controller is not None:
-            self._controller.run_notes.append(text)
+            self._controller.run_notes.append(str(text))
 
     @property
     def watch(self) -> Watch | None:

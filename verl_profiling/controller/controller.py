@@ -17,7 +17,7 @@ from typing import Any
 
 from verl_profiling import clock
 from verl_profiling.capture.finishing import AfterHooks
-from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.protocol import CaptureRequest
 from verl_profiling.capture.stage import OpenStage, SpanLog, record_pauses
 from verl_profiling.controller.decision import Decisions, LoopOrder
 from verl_profiling.controller.open_capture import OpenCapture, whole_version

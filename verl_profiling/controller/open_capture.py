@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, result_of
+from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply, result_of
 from verl_profiling.capture.stage import SpanLog
 from verl_profiling.clock import Handshake
 from verl_profiling.controller.spmd import HANDSHAKES, Decision, Ranks, measured_clock

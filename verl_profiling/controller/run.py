@@ -18,6 +18,7 @@ import threading
 import uuid
 from collections import Counter
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -285,9 +286,11 @@ def is_pending(folder: Path, upload: Upload | None = None) -> bool:
         upload: The upload target, if the folder only stages files; a process uploads its result file last.
     """
     pending = _pending(read_manifest(folder))
-    if upload is None:
-        return bool(pending)
-    return not {MANIFEST_NAME, *pending} <= RemoteFolder(upload.url).names()
+    if upload is not None:
+        pending.add(MANIFEST_NAME)
+        with suppress(Exception):  # each file system raises errors of its own
+            pending -= RemoteFolder(upload.url).names()
+    return bool(pending)
 
 
 def _pending(manifest: Manifest) -> set[str]:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.capture.messages import CaptureRequest
+from verl_profiling.capture.protocol import CaptureRequest
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity, safe_name
@@ -295,9 +295,8 @@ def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None
                 f"worker {index} of role {role!r} ({type(worker).__name__}) has no start_capture; "
                 "let its class inherit a mixin of verl_profiling.workers",
             )
-        is_local, send = not _is_actor(worker), partial(_to_actor, worker)
-        if is_local:
-            send = partial(_to_object, worker, loop)
+        is_local = not _is_actor(worker)
+        send = partial(_to_object, worker, loop) if is_local else partial(_to_actor, worker)
         targets.append(Target(role, index, 1, _identity_of(worker), send, is_local))
     if not targets:
         raise ConfigError("", f"role {role!r} has no workers")

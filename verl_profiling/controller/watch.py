@@ -20,7 +20,7 @@ from typing import Any
 from verl_profiling import clock
 from verl_profiling.capture.session import process_session
 from verl_profiling.clock import Handshake, best_handshake
-from verl_profiling.controller.hangs import HangWatch, report_to_rank_0
+from verl_profiling.controller.hang_watch import HangWatch, report_to_rank_0
 from verl_profiling.controller.rank_summaries import RankSummaries
 from verl_profiling.controller.spmd import Ranks
 from verl_profiling.controller.targets import Call, Postponed, Roster, Worker
@@ -31,7 +31,7 @@ from verl_profiling.step_summary import RankUse, StepSummary
 from verl_profiling.watch.collectives import RecorderReading, with_lateness
 from verl_profiling.watch.exposed import StepRuns, exposed
 from verl_profiling.watch.idle import idle_of, made_in
-from verl_profiling.watch.log import Listener, log_listeners
+from verl_profiling.watch.sinks import Listener, log_listeners
 from verl_profiling.watch.sums import STAGES_OF_A_STEP, StageSums, WatchQuestion, WatchReading
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from uuid import uuid4
 
 import msgspec
 
-from verl_profiling.capture.messages import CaptureRequest, cannot_be_had
+from verl_profiling.capture.protocol import CaptureRequest, cannot_be_had
 from verl_profiling.errors import ConfigError
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.settings.rollout import RolloutOptions

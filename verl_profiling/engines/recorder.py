@@ -23,7 +23,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.finishing import finish
-from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, result_of
+from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply, result_of
 from verl_profiling.capture.result_file import NOT_STOPPED, ResultFile, Slot, measured
 from verl_profiling.capture.session import process_session
 from verl_profiling.engines.adapter import EngineAdapter, EngineTool, refusal
@@ -247,12 +247,8 @@ class SessionRecorder:
     async def stop(self, capture_id: str | None, finish_s: float) -> StopReply:
         """Stop a capture, if one is open."""
         reply = process_session().stop(capture_id)
-        if finish_s:  # on a thread, so that the event loop is not blocked
-            return await asyncio.to_thread(process_session().stop, capture_id, finish_s)
-        if reply.result.status == "skipped" and reply.result.identity.name != self.identity.name:
-            result = msgspec.structs.replace(reply.result, identity=self.identity)
-            return msgspec.structs.replace(reply, result=result)
-        return reply
+        # What waits is on a thread, so that the event loop is not blocked.
+        return await asyncio.to_thread(process_session().stop, capture_id, finish_s) if finish_s else reply
 
     def _with_requests(self, result: CaptureResult) -> CaptureResult:
         self._open = ""

@@ -30,12 +30,11 @@ from verl_profiling.engines.adapter import (
 from verl_profiling.engines.request_log import OpenRequest, RequestLog
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.settings.config import ProfilingConfig, Timeouts
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.tools.npu import NpuTool
 from verl_profiling.tools.torch_profiler import TorchTool
 
-_TIMEOUT_S = 30.0
 _PATCHES = "_apply_patches"  # SGLang up to 0.5.23, the last that was read, calls it in torch_npu
 _SERVER_ARGS = (
     *("tp_size", "pp_size", "dp_size", "enable_dp_attention", "device"),
@@ -72,7 +71,7 @@ class SGLangAdapter(EngineAdapter):
     ) -> None:
         self.window = config.rollout.with_stacks() if tool.options.stack else config.rollout
         self._manager = manager = manager_of(engine, identity)
-        self._calls = HTTPCalls(engine) if manager is None else ManagerCalls(manager)
+        self._calls = HTTPCalls(engine, config.timeouts) if manager is None else ManagerCalls(manager)
         self.spool = new_spool(config.local_folder)
         server = self._calls.server_args
         self.device = str(server.get("device") or "cuda")
@@ -287,34 +286,34 @@ class HTTPCalls:
 
     Args:
         url: URL of the server, e.g. ``http://127.0.0.1:30000``.
+        timeouts: Timeouts of the start and of the stop, which returns once the traces are written.
 
     Raises:
         CaptureStateError: The server does not answer.
     """
 
-    def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/")
+    def __init__(self, url: str, timeouts: Timeouts) -> None:
+        self._url, self._timeouts = url.rstrip("/"), timeouts
         self.server_args = self._call("/get_server_info")
 
     async def start(self, options: dict[str, Any]) -> None:
         """Start profiling now, or at a later iteration."""
-        await asyncio.to_thread(self._call, "/start_profile", options)
+        await asyncio.to_thread(self._call, "/start_profile", options, self._timeouts.start_s)
 
     async def stop(self) -> bool:
         """Stop profiling and write the traces; return whether SGLang was recording."""
         try:
-            await asyncio.to_thread(self._call, "/stop_profile", {})
+            await asyncio.to_thread(self._call, "/stop_profile", {}, self._timeouts.stop_s)
         except CaptureStateError as error:
             if getattr(error.__cause__, "code", 0) != 500:  # the server's answer when it is not recording
                 raise
             return False
         return True
 
-    def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def _call(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = 30.0) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
-        timeout_s = _TIMEOUT_S if body is None else None  # a stop returns once the traces are written
         try:
+            request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 return json.load(answer) if body is None else None
         except (OSError, ValueError) as error:
@@ -329,7 +328,8 @@ def watch_manager(manager: Any, log: RequestLog) -> None:
 
     Every response has its id, lengths, cached tokens and retractions. With ``enable_metrics``, a
     response has times: arrival and scheduling from 0.5.6 on, end of prefill from 0.5.12 on. The times are
-    unix seconds of the scheduler's host, so they are kept only if all schedulers run on this host.
+    unix seconds of the scheduler's host, so they are kept only if that is this host. Without data-parallel
+    ranks, it is: requests go to the scheduler of the first node, however many nodes a replica has.
     """
     arguments = getattr(manager, "server_args", None)
     shares_clock = min(getattr(arguments, "nnodes", 1), getattr(arguments, "dp_size", 1)) == 1

@@ -587,7 +587,7 @@ def _candidates(found: Replay, calls: _Calls) -> Iterable[tuple[str, str, Change
             tried.append(name)
             took_ns = [ns * _factor(found, at) for at, ns in calls[name].items() if found.took_ns[at]]
             half_s = float(f"{sum(took_ns) / max(len(took_ns), 1) / 2e9:.3g}")
-            words = f"each {name} call {duration(half_s)}"
+            words = f"each {name} call at half the mean, {duration(half_s)}"
             yield _first_stage(graph, calls[name]), words, Changes(tools={name: half_s})
 
 

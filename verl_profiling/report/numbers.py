@@ -221,7 +221,7 @@ def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput
     first_ranks = {row.replica: row for row in reversed(engines)}.values()
     counted = (
         *((metrics[name], f"metric {name}") for name in _TOKEN_METRICS if name in metrics),
-        (float(sum(r.prompt_tokens + r.response_tokens for r in requests)), "requests"),
+        (float(sum(r.prompt_tokens + r.response_tokens for r in requests)), "requests, each with its prompt"),
         (float(sum(row.prefill_tokens + row.decode_tokens for row in first_ranks)), "engine iterations"),
     )
     tokens, source = next(((count, source) for count, source in counted if count), (0.0, ""))

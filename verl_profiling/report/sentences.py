@@ -14,8 +14,8 @@ from verl_profiling.units import byte_size, duration
 _MOST_BARS = 60
 _LEAST_WAIT = 0.01
 _FLOWS = {
-    "made": {"samples_per_s": "samples", "tokens_per_s": "tokens"},
-    "taken": {"samples_taken_per_s": "samples", "tokens_taken_per_s": "tokens"},
+    "generation made": {"samples_per_s": "samples", "tokens_per_s": "tokens"},
+    "training took": {"samples_taken_per_s": "samples", "tokens_taken_per_s": "tokens"},
 }
 _BARS = "▁▂▃▄▅▆▇█"
 _BEYOND = "▲"

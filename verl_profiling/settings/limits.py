@@ -133,7 +133,8 @@ class AfterHook:
             artifacts are written.
         ranks: Ranks of these roles, written like ``select.ranks``. ``None``: the ranks that record. ``all``:
             also the ranks that do not record.
-        timeout_s: Seconds after which the command and its child processes are terminated.
+        timeout_s: Seconds after which the command and its child processes are terminated. It also begins if
+            files of the capture are not written in this time.
     """
 
     command: tuple[str, ...] = ()

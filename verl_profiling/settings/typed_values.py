@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import threading
 import types
@@ -45,7 +46,7 @@ def build(cls: type[T], values: Any, key: str) -> T:
         values = {name: getattr(values, name) for name in kinds}
     values = _plain(values, key)
     if not isinstance(values, Mapping):
-        raise ConfigError(key, f"must be a mapping, is {type(values).__name__}")
+        raise ConfigError(key, f"must be a mapping, is {type(values).__name__}; its keys: {', '.join(kinds)}")
     prefix, arguments = f"{key}." if key else "", {}
     for name, value in values.items():
         if name not in kinds:
@@ -96,6 +97,8 @@ def _plain(value: Any, key: str) -> Any:
             raise ConfigError(key, str(error).partition("\n")[0]) from error
     if isinstance(value, list | tuple | range):
         return [_plain(item, key) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     return value.tolist() if module == "numpy" else value
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from verl_profiling.manifest import Artifact
 from verl_profiling.settings.typed_values import Positive
 from verl_profiling.tools.base import Destination, Output, Recording, Tool
-from verl_profiling.trajectories.log import OpenLog
+from verl_profiling.trajectories.open_log import OpenLog
 from verl_profiling.trajectories.spans import keep_trajectories, start_log, stop_log
 from verl_profiling.trajectory_log import LOG_SUFFIX, write_log
 

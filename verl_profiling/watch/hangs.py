@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.identity import ROLLOUT_ROLE, ProcessId, WorkerIdentity
+from verl_profiling.identity import ROLLOUT_ROLE, ProcessId, WorkerIdentity, pid_namespace
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.trajectories.spans import TRAJECTORY, open_spans
 from verl_profiling.units import duration
@@ -294,7 +294,7 @@ def silent(lane: str, role: str, process: ProcessId | WorkerIdentity, seen: set[
         process: The process.
         seen: Clock domains of the processes whose files are visible here.
     """
-    if process.clock_domain == clock.domain():
+    if (process.clock_domain, process.namespace) == (clock.domain(), pid_namespace()):
         with suppress(OSError):
             text = Path(f"/proc/{process.pid}/stat").read_text(errors="replace")
             status = text.rpartition(")")[2].split()[0]

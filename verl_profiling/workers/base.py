@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from verl_profiling import clock
-from verl_profiling.capture.messages import CaptureRequest, StartReply, StopReply, not_set_up, switched_off
+from verl_profiling.capture.protocol import CaptureRequest, StartReply, StopReply, not_set_up, switched_off
 from verl_profiling.capture.session import Session, process_session, stage
 from verl_profiling.capture.stage import Stage
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import WorkerIdentity, process_rank
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.settings.typed_values import value_of
 from verl_profiling.watch.sums import WatchQuestion, WatchReading
 
 if TYPE_CHECKING:
@@ -69,13 +70,14 @@ class CaptureMixin:
         """
         settings = ProfilingConfig.from_any(config)
         own_rank, own_world_size = process_rank() or (0, 1)
-        identity = WorkerIdentity(
-            role=role,
-            rank=own_rank if rank is None else rank,
-            world_size=own_world_size if world_size is None else world_size,
-            topology=dict(topology or {}),
-            sizes=dict(sizes or {}),
-        )
+        fields = {
+            "role": role,
+            "rank": own_rank if rank is None else rank,
+            "world_size": own_world_size if world_size is None else world_size,
+            "topology": dict(topology or {}),
+            "sizes": dict(sizes or {}),
+        }
+        identity = value_of(WorkerIdentity, fields, "init_capture")
         if settings.enable:
             process_session().register(settings, identity)
         self._capture_roles = {**self._capture_roles, role: (identity, settings.enable)}

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from verl_profiling.capture.messages import (
+from verl_profiling.capture.protocol import (
     CaptureRequest,
     StartReply,
     StopReply,
@@ -27,6 +27,7 @@ from verl_profiling.engines.vllm import VLLMAdapter, records_in_process, vllm_en
 from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity
 from verl_profiling.settings.config import ProfilingConfig
+from verl_profiling.settings.typed_values import value_of
 from verl_profiling.tools.devices import engine_devices
 from verl_profiling.tools.nsys import NsysTool, process_ranges
 from verl_profiling.watch.sums import WatchQuestion, WatchReading
@@ -123,7 +124,8 @@ class RolloutCaptureMixin:
             node = given if isinstance(given, int) else 0
         self._capture_recorder = None
         first = replica if rank is None else rank
-        self._capture_identity = WorkerIdentity(role=role, rank=first, replica=replica, node_rank=node)
+        fields = {"role": role, "rank": first, "replica": replica, "node_rank": node}
+        self._capture_identity = value_of(WorkerIdentity, fields, "init_capture")
         if not settings.for_role(role).enable:
             self._capture_idle_reason = switched_off(self._capture_identity)
         elif node:

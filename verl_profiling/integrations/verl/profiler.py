@@ -19,7 +19,7 @@ from verl_profiling.integrations.verl.versions_and_stages import TRAINER_STAGES,
 from verl_profiling.integrations.verl.workers import ROLLOUTER, rollout_processes
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.step_summary import StepSummary
-from verl_profiling.watch.log import PREFIX, values_of
+from verl_profiling.watch.sinks import PREFIX, values_of
 
 logger = logging.getLogger(__name__)
 

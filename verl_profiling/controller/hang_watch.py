@@ -1,0 +1,208 @@
+"""A step that hangs: nothing progresses anywhere for longer than the open stage usually takes.
+
+One thread of the loop's process looks while a step is open. Once the loop is quiet for too long, it asks all
+processes: by a call, and by its file in ``hangs/``, because a busy process answers no call.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from verl_profiling import clock
+from verl_profiling.capture.session import process_session
+from verl_profiling.controller.spmd import PROBLEMS, Ranks
+from verl_profiling.controller.targets import Call, Postponed, Target
+from verl_profiling.run_files import write_json_atomically
+from verl_profiling.step_summary import Hang, RankUse, StepSummary
+from verl_profiling.units import duration
+from verl_profiling.watch.hangs import LOOP_FILE, HangReporter, ProcessState, culprit, in_background, silent
+from verl_profiling.watch.sums import NO_LOOKS, StageSums, WatchQuestion, WatchReading
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_PAUSE_S, _ANSWER_S = 2.0, 1.0
+_KEY = "watch/hangs"
+
+
+@dataclass(eq=False)
+class HangWatch:
+    """Looks whether the open step of a loop hangs, and says who is waited for.
+
+    Args:
+        loop: The watch of the loop.
+        folder: The folder of the processes' files.
+        log: Writes a line into the run's log.
+        ranks: The ranks of the loop, if it has several.
+        ended: Set when training ends.
+        hanging: The step that hangs, until it goes on.
+        is_left: Whether the loop was left in a step that hung; its line and its files stay.
+    """
+
+    loop: Any  # controller.watch.Watch, which imports this module
+    folder: Path
+    log: Callable[[StepSummary], object]
+    ranks: Ranks | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+    hanging: StepSummary | None = None
+    is_left: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _thread: threading.Thread | None = None
+    _told: set[Target] = field(default_factory=set)
+    _asked: StepSummary | None = None
+    _slow: StepSummary | None = None
+    _elsewhere_ns: int = 0
+
+    def step_begins(self) -> None:
+        """Look from now on, until no step is open."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = in_background(self._run)
+
+    def end(self) -> None:
+        """End the threads, here and in workers; the one here logs that a hang of the last step is over."""
+        self.ended.set()
+        if (thread := self._thread) is not None:
+            thread.join(_ANSWER_S)
+        self._call(self._told, NO_LOOKS)
+
+    def _sums(self) -> set[StageSums]:
+        return {self.loop.sums, process_session().sums or self.loop.sums}
+
+    def _run(self) -> None:
+        who = self.loop.who
+        self._reports = str(self.folder), min(_LONGEST_PAUSE_S, self.loop.options.hang_s / 5)
+        self._reporter = HangReporter(self._reports, who.lane, who.role, self._sums)
+        process_session().reporter = self._reporter  # local workers need no thread of their own
+        try:
+            self._call({*self.loop.roster.driven(None)} - self._told, self._reports)
+            if self.ranks is not None:
+                self.ranks.set(_KEY, msgspec.msgpack.encode(self._reports))
+            while not self.ended.wait(self._reports[1]):
+                if (step := self.loop.step) is not None:
+                    self._look(step)
+                    continue
+                self._goes_on()
+                with self._lock:
+                    if self.loop.step is None:
+                        self._thread = None  # until the next step begins
+                        return
+            self._goes_on()
+        except Exception as error:
+            logger.error("watch: hangs are not noticed any more: %s", error, exc_info=error)
+
+    def _look(self, step: StepSummary) -> None:
+        quiet_s, opened = self._quiet_s(step), self._reporter.stages()
+        begin_ns, stage = [(step.begin_ns, ""), *(one for one in opened if one[1] not in step.beside)][-1]
+        usual_s, open_s = self._usual_s(stage), (clock.now_ns() - begin_ns) / 1e9
+        limit_s = self.loop.options.first_hang_s if usual_s is None else 3 * usual_s
+        limit_s = max(self.loop.options.hang_s, limit_s)
+        if quiet_s < self.loop.options.hang_s or self._asked not in (None, step):
+            self._goes_on()
+            if open_s > limit_s and self._slow is not step:
+                self._slow = step
+                where, time = stage or "no stage", duration(open_s)
+                logger.info("watch: step %d is slow but not hung: %s in %s so far", step.step, time, where)
+            return
+        if quiet_s < limit_s or self._asked is step:
+            return
+        self._asked = step
+        everyone = self._ask()
+        others_s = [state.quiet_s for state in everyone[1:] if state.process is not None]
+        quiet_s = min([quiet_s, self._quiet_s(step), *others_s])
+        if quiet_s < limit_s:
+            self._elsewhere_ns = clock.now_ns() - int(1e9 * quiet_s)
+            self._goes_on()
+        elif step is self.loop.step:
+            lane, reason, waiting = culprit(everyone, stage)
+            step.hang = Hang(stage, quiet_s, usual_s, lane, reason, waiting)
+            self.hanging = step
+            logger.warning("watch: %s; see %s", step.hangs, self.folder)
+            self.log(step)
+
+    def _quiet_s(self, step: StepSummary) -> float:
+        """Return since when nothing has progressed, as far as the loop knows (s)."""
+        return (clock.now_ns() - max(step.begin_ns, self._reporter.last_ns(), self._elsewhere_ns)) / 1e9
+
+    def _goes_on(self) -> None:
+        """Remove the loop's file; if the step hung, log that it goes on."""
+        step, self._asked = self._asked, None
+        if step is None or self.is_left:
+            return
+        (self.folder / LOOP_FILE).unlink(missing_ok=True)
+        if self.hanging is step:
+            self.hanging = None
+            seconds = duration((clock.now_ns() - step.begin_ns) / 1e9)
+            logger.warning("watch: step %d goes on, %s after its begin", step.step, seconds)
+            if step is self.loop.step:
+                self.log(msgspec.structs.replace(step, hang=None))
+
+    def _usual_s(self, stage: str) -> float | None:
+        """Return the median duration of a stage in 20 steps, or of these steps; ``None``: unknown."""
+        times = []
+        for step in [step for step in [*self.loop.summaries] if step.hang is None][-20:]:
+            runs = [[run for run in process.each_run() if run[0] == stage] for process in step.loop]
+            times += [sum(run[3] for run in one) / 1e9 for one in runs if one] if stage else [step.seconds]
+        return median(times) if times else None
+
+    def _call(self, targets: Iterable[Target], reports: tuple[str, float]) -> list[Call]:
+        """Tell workers where to report from now on, and ask whether they answer."""
+        question, self._told = WatchQuestion(hangs=reports), self._told | {*targets}
+        return [call for target in targets for call in target.call("read_watch", question)]
+
+    def _ask(self) -> list[ProcessState]:
+        """Return the states of this process and of all others, or their problems."""
+        path, own = self.folder / LOOP_FILE, self._reporter.state(0)
+        self.folder.mkdir(exist_ok=True)
+        write_json_atomically(path, own, durable=False)
+        calls = self._call(self.loop.roster.driven(None), self._reports)
+        asked_ns = path.stat().st_mtime_ns
+        self.ended.wait(self._reports[1] + _ANSWER_S)
+        found = self._states(calls, asked_ns)
+        return [own, *{state.lane: state for state in found if state.process != own.process}.values()]
+
+    def _states(self, calls: list[Call], asked_ns: int) -> Iterator[ProcessState]:
+        """Yield the state of each other process, or its problem."""
+        written: dict[object, ProcessState] = {}
+        for path in self.folder.glob("[!.]*.json"):
+            with suppress(OSError, msgspec.MsgspecError):
+                state = msgspec.json.decode(path.read_bytes(), type=ProcessState)
+                if state.asked_ns == asked_ns:
+                    written[state.lane] = written[state.process] = state
+        seen = {state.process.clock_domain for state in written.values() if state.process is not None}
+        role, ranks = self.loop.who.role, {} if self.ranks is None else self.ranks.processes
+        for rank, process in ranks.items():
+            yield written.get(process) or silent(f"{role}_rank{rank}", role, process, seen)
+        for call in calls:
+            who, reading = call.worker.identity, call.reply()
+            if isinstance(reading, WatchReading):
+                who = call.worker.identity = reading.identity
+            answers = call.future.done() or isinstance(call.future, Postponed)
+            if "Actor" in type(call.error).__name__:  # Ray's, not one of the method
+                yield ProcessState(who.lane(), who.role, problem=f"is dead: {call.problem()}")
+            elif who.lane() in written:
+                yield msgspec.structs.replace(written[who.lane()], answers=answers)
+            elif not answers:
+                yield silent(who.lane(), who.role, who, seen)
+
+
+def report_to_rank_0(ranks: Ranks, who: RankUse, sums: StageSums) -> None:
+    """Report hangs of this rank of a loop in the background, until training ends."""
+
+    def report() -> None:
+        with suppress(*PROBLEMS):
+            while not ranks.ended.wait(_ANSWER_S):
+                if (data := ranks.get(_KEY)) is not None:
+                    reports = msgspec.msgpack.decode(data, type=tuple[str, float])
+                    HangReporter(reports, who.lane, who.role, lambda: {sums}).report(ranks.ended)
+                    return
+
+    in_background(report)

@@ -1,0 +1,160 @@
+"""The log of trajectories in memory, and its conversion into the records of a trajectory file."""
+
+from __future__ import annotations
+
+import numbers
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from verl_profiling import clock
+from verl_profiling.trajectories.loop_lag import LoopLag
+from verl_profiling.trajectories.spans import Span, Trajectory
+from verl_profiling.trajectory_log import (
+    NO_SPAN,
+    Counted,
+    Fact,
+    SpanRecord,
+    StatusChange,
+    TrajectoryLog,
+    TrajectoryRecord,
+)
+
+_LONGEST_TEXT = 200
+_MOST_FACTS = 50
+_LOOKED_THROUGH = 20_000  # spans
+
+
+class OpenLog:
+    """The recorded spans and trajectories of a process, with bounded memory and no lock per span.
+
+    Args:
+        max_spans: Maximum number of kept spans, and also of trajectories, statuses and counts.
+    """
+
+    def __init__(self, max_spans: int) -> None:
+        self.max_spans = max_spans
+        self.spans: list[Span] = []
+        self.trajectories: list[Trajectory] = []
+        self.statuses: list[StatusChange] = []
+        self.counts: list[Counted] = []
+        self.lag = LoopLag(self.span_of)
+        self._begin_ns = clock.now_ns()
+        self._end_ns = 0
+        self._threads: dict[int | None, int | None] = {}
+        self._left_out: Counter[type[Span]] = Counter()
+
+    def add(self, span: Span) -> None:
+        """Add a span or trajectory at its begin, or if it was open at the begin of recording."""
+        facts = span.facts
+        if facts:
+            _shorten(facts)
+        kept: list[Any] = self.trajectories if type(span) is Trajectory else self.spans
+        if len(kept) < self.max_spans:
+            kept.append(span)
+        else:
+            self._left_out[type(span)] += 1
+
+    def span_of(self, task: object) -> int:
+        """Return the number of a task's innermost open span, for the sampling thread."""
+        spans = self.spans
+        for number in reversed(range(max(0, len(spans) - _LOOKED_THROUGH), len(spans))):
+            if spans[number].task is task and not spans[number].end_ns:
+                return number
+        return NO_SPAN
+
+    def end(self) -> None:
+        """End the recording; spans that are open now are marked as open in the records."""
+        self._end_ns = clock.now_ns()
+        self.lag.end()
+        self._threads = {thread.ident: thread.native_id for thread in threading.enumerate()}
+
+    def close(self, lane: str) -> TrajectoryLog:
+        """Return the records of an ended log, and free its memory; may be called once, from any thread.
+
+        Args:
+            lane: Lane of the process.
+        """
+        spans, self.spans = self.spans, []
+        trajectories, self.trajectories = self.trajectories, []
+        numbers = {id(found): number for part in (trajectories, spans) for number, found in enumerate(part)}
+        return TrajectoryLog(
+            lane=lane,
+            begin_ns=self._begin_ns,
+            end_ns=self._end_ns,
+            loops=self.lag.loops(),
+            trajectories=[self._trajectory(found, numbers) for found in trajectories],
+            spans=[self._span(found, numbers) for found in spans],
+            blocks=self.lag.blocks,
+            statuses=self.statuses,
+            counts=self.counts,
+            spans_left_out=self._left_out[Span],
+            trajectories_left_out=self._left_out[Trajectory],
+        )
+
+    def _trajectory(self, found: Trajectory, numbers: Mapping[int, int]) -> TrajectoryRecord:
+        ended = 0 < found.end_ns <= self._end_ns
+        return TrajectoryRecord(
+            numbers[id(found)],
+            _text(found.group),
+            found.sample if isinstance(found.sample, int | None) else _text(found.sample),
+            found.begin_ns,
+            found.end_ns if ended else self._end_ns,
+            (_text(found.status) or "done") if ended else "running",
+            self.lag.number(found.running_loop),
+            _text(found.error),
+            _facts(found.facts),
+        )
+
+    def _span(self, found: Span, numbers: Mapping[int, int]) -> SpanRecord:
+        owner, around = found.trajectory, found.parent
+        limit_ns = self._end_ns
+        if owner is not None and owner.end_ns:
+            limit_ns = min(limit_ns, owner.end_ns)
+        ended = 0 < found.end_ns <= limit_ns
+        while around is not None and around is not owner and id(around) not in numbers:
+            around = around.parent
+        return SpanRecord(
+            numbers[id(found)],
+            NO_SPAN if owner is None else numbers.get(id(owner), NO_SPAN),
+            NO_SPAN if around is None or around is owner else numbers[id(around)],
+            _text(found.name),
+            found.begin_ns,
+            found.end_ns if ended else max(limit_ns, found.begin_ns),
+            self._threads.get(found.thread) or found.thread,
+            NO_SPAN if found.loop is None else found.loop.record.id,
+            found.failed and ended,
+            _text(found.request),
+            _facts(found.facts),
+            not ended,
+        )
+
+
+def _shorten(facts: dict[str, Any]) -> None:
+    """Cut long texts among facts, e.g. a prompt, to save memory."""
+    for name, value in facts.items():
+        if type(value) is str and len(value) > _LONGEST_TEXT:
+            facts[name] = value[:_LONGEST_TEXT]
+
+
+def _facts(facts: Mapping[str, Any]) -> dict[str, Fact]:
+    return {_text(name): _fact(value) for name, value in list(facts.items())[:_MOST_FACTS]}
+
+
+def _fact(value: Any) -> Fact:
+    """Return a value of a type that JSON has; other types as text."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value) if abs(int(value)) < 1 << 63 else str(int(value))
+    return float(value) if isinstance(value, numbers.Real) else _text(value)
+
+
+def _text(value: object) -> str:
+    """Return a short text that can be written as UTF-8."""
+    try:
+        text = value if isinstance(value, str) else str(value)
+    except Exception:
+        text = type(value).__name__
+    return text[:_LONGEST_TEXT].encode("utf-8", "replace").decode()

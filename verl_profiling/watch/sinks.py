@@ -1,0 +1,113 @@
+"""Writes the step summaries of the watch into the run's folder: ``watch.jsonl``, and TensorBoard's file.
+
+``watch.jsonl`` has one line per step. A file that is full is renamed, and only the newest renamed one is
+kept. Trackers get a summary as named numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from errno import ENOSPC
+from pathlib import Path
+
+import msgspec
+
+from verl_profiling.errors import ToolUnavailableError
+from verl_profiling.run_files import EventFile
+from verl_profiling.step_summary import StepSummary
+from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG
+
+logger = logging.getLogger(__name__)
+
+Listener = Callable[[StepSummary], object]
+
+PREFIX = "profiling/watch/"
+_IN_NO_STAGE = "in_no_stage"
+
+
+def values_of(summary: StepSummary) -> dict[str, float]:
+    """Return a step's duration, exposed time and leader by stage, memory by role, and span totals.
+
+    A stage without a clear leader has no ``leader_rank``, because a slowest rank by chance means nothing.
+    """
+    ranks = {process.lane: process.rank for process in (*summary.loop, *summary.workers)}
+    values = {f"{PREFIX}step_s": summary.seconds}
+    for row in summary.exposed:
+        stage = f"{PREFIX}{row.name or _IN_NO_STAGE}"
+        values[f"{stage}/exposed_s"] = row.exposed_ns / 1e9
+        if row.name:
+            values[f"{stage}/imbalance"] = row.imbalance
+        if row.leader in ranks:
+            values[f"{stage}/leader_rank"] = float(ranks[row.leader])
+    for side, idle in (("trainer", summary.trainer_idle), ("rollout", summary.rollout_idle)):
+        if idle is not None:
+            values[f"{PREFIX}{side}_idle"] = idle.share
+    values |= {f"{PREFIX}{name}": rate for name, rate in summary.rates.items()}
+    values |= {f"{PREFIX}counts/{name}": value for name, value in summary.counts.items()}
+    for role in summary.memory:
+        for name, size in (("peak", role.peak_bytes), ("held", role.held_bytes)):
+            if size is not None:
+                values[f"{PREFIX}memory/{role.role}/{name}_bytes"] = float(size)
+    for total in summary.spans:
+        span = f"{PREFIX}spans/{total.name}"
+        values[f"{span}/total_s"] = total.seconds
+        values[f"{span}/count"] = float(total.runs)
+        values[f"{span}/failed"] = float(total.failed)
+    return values
+
+
+class WatchLog:
+    """The watch's log of a run; call it with the summary of each step.
+
+    The file is closed after each line, so that readers on other hosts see it. Write errors are logged once
+    and never reach the training loop; the next step is written again.
+
+    Args:
+        folder: The run's folder.
+        max_part_bytes: Size at which a new file begins. Only one older file is kept.
+    """
+
+    def __init__(self, folder: Path, max_part_bytes: int = 8 << 20) -> None:
+        self._path, self._older = folder / WATCH_LOG, folder / OLDER_WATCH_LOG
+        self._most = max_part_bytes
+        self._lock = threading.Lock()
+        self._complained = False
+
+    def __call__(self, summary: StepSummary) -> None:
+        """Log the summary of a step, without the stages of single processes; any thread may do so."""
+        without = msgspec.structs.replace(summary, loop=[], workers=[], earlier=[], beside=())
+        line = msgspec.json.encode(without) + b"\n"
+        with self._lock:
+            try:
+                file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                try:
+                    size = os.fstat(file).st_size
+                    is_full = size + len(line) > self._most
+                    if not is_full and os.write(file, line) < len(line):
+                        os.ftruncate(file, size)
+                        raise OSError(ENOSPC, os.strerror(ENOSPC))
+                finally:
+                    os.close(file)
+                if is_full:
+                    self._path.replace(self._older)
+                    self._path.write_bytes(line)
+            except OSError as error:
+                if not self._complained:
+                    logger.warning("the log of the watch cannot be written: %s: %s", self._path, error)
+                self._complained = True
+
+
+def log_listeners(run: Path, sinks: Sequence[str]) -> list[Listener]:
+    """Return the writers of step summaries into a run's folder: the log, and ``watch.sinks``."""
+    found: list[Listener] = [WatchLog(run)]
+    if "tensorboard" in sinks:
+        try:
+            curves = EventFile(run / "tensorboard", "watch.sinks: tensorboard")
+        except (ToolUnavailableError, OSError) as error:
+            logger.warning("watch.sinks: nothing is written to tensorboard: %s", error)
+        else:
+            found.append(lambda summary: curves.add(summary.step, values_of(summary)))
+    return found
