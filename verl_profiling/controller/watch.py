@@ -86,7 +86,7 @@ class Watch:
         self.step: StepSummary | None = None
         self._ended: deque[StepSummary] = deque()
         self._most_ended = min(options.every or inf, options.steps)
-        self._is_due = False
+        self._is_due = threading.Event()
         self._next_s = time.monotonic() + LEAST_PAUSE_S
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -160,7 +160,7 @@ class Watch:
         self.read()
         if (thread := self._thread) is not None:
             thread.join(timeout_s + 2 * LEAST_PAUSE_S)
-        elif self._is_due:  # at exit, Python 3.12 starts no thread
+        elif self._is_due.is_set():  # at exit, Python 3.12 starts no thread
             self._run()
         if self._ranks is not None and not self._ranks.leads:
             self._ranks.send([])
@@ -171,7 +171,7 @@ class Watch:
     def read(self) -> None:
         """Read the workers, and summarize the ended steps, on the background thread."""
         with self._lock:
-            self._is_due = True
+            self._is_due.set()
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="verl-profiling-watch", daemon=True)
                 with suppress(RuntimeError):  # at exit
@@ -180,11 +180,12 @@ class Watch:
 
     def _run(self) -> None:
         while True:
+            self._is_due.wait(2 * LEAST_PAUSE_S if self._until_s == inf else 0)  # a new thread costs more
             with self._lock:
-                if not self._is_due:
+                if not self._is_due.is_set():
                     self._thread = None
                     return
-                self._is_due = False
+                self._is_due.clear()
             steps = [self._ended.popleft() for _ in range(len(self._ended))]
             try:
                 self._summarize(steps)
@@ -276,9 +277,8 @@ class WatchedWorkers:
             question = WatchQuestion(steps=times, offsets_ns=offsets_ns, collectives=collectives)
             calls = [call for target in to_call for call in target.call("read_watch", question)]
             self._wait(calls, left_s)
-            answered = [call for call in calls if call.future.done()]
-            to_call = {call.target for call in answered if not self._take(call, times, uses)}
-        ordered = sorted(uses.values(), key=lambda use: (use[0].role, use[0].rank, use[0].lane()))
+            to_call = {call.target for call in calls if not self._take(call, times, uses)}
+        ordered = sorted(uses.values(), key=lambda use: (use[0].role, use[0].rank, use[0].replica or 0))
         for at, step in enumerate(steps):
             step.workers = [use for _, found in ordered if (use := found[at]) is not None]
 
@@ -296,12 +296,12 @@ class WatchedWorkers:
         self._late += late
 
     def _take(self, call: Call, times: Sequence[object], uses: _Uses) -> bool:
-        """Add a reply; return ``False`` if the worker restarts, or its clock offset was unknown."""
+        """Add a reply, if any; return ``False`` if the worker restarts, or its clock offset was unknown."""
         reading = call.reply()
-        if call.error is not None and "ActorUnavailableError" in call.problem():  # Ray restarts it
-            time.sleep(_RESTART_PAUSE_S)
-            return False
         if not isinstance(reading, WatchReading):
+            if call.error is not None and "ActorUnavailableError" in call.problem():  # Ray restarts it
+                time.sleep(_RESTART_PAUSE_S)
+                return False
             if reading is not None or call.error is not None:
                 self._say(call, f"is not read: {call.problem()}")
             return True

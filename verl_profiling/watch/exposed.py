@@ -7,10 +7,10 @@ leader is the process at the frontier; if one process calls workers, it is a wor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import chain
-from operator import itemgetter
+from itertools import chain, pairwise
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -165,8 +165,10 @@ class _Workers:
 
     def __init__(self, summary: StepSummary, loop: Runs, runs: StepRuns) -> None:
         self._summary, self._stages, self._loop, self._runs = summary, runs.stages, loop, runs.workers
-        roles, self._role_of = runs.roles
-        self._members = {role: np.flatnonzero(self._role_of == number) for number, role in enumerate(roles)}
+        self._lanes = [use.lane for use in runs.processes]
+        roles, role_of = runs.roles
+        borders = np.searchsorted(role_of, range(len(roles) + 1)).tolist()
+        self._roles = [*zip(roles, pairwise(borders), strict=True)]
         middle = (self._runs.begin + self._runs.end) / 2
         self._home = np.full(middle.shape, -1)
         for row in np.argsort(loop.begin, kind="stable"):
@@ -188,7 +190,7 @@ class _Workers:
         loop itself worked.
         """
         name, loop = list(self._stages)[stage], self._loop.at(self._loop.stage == stage)
-        inside, is_wait = self._runs.at(self._home == stage), name.startswith(WAIT)
+        inside, is_wait = self._runs.at(np.flatnonzero(self._home == stage)), name.startswith(WAIT)
         if is_wait or not inside.who.size:
             runs, parts = self._under_way, []
             for begin, end in zip(loop.begin, loop.end, strict=True):
@@ -205,7 +207,7 @@ class _Workers:
     @cached_property
     def _under_way(self) -> Runs:
         """The runs of the workers in this step and the step before."""
-        numbers = {use.lane: number for number, use in enumerate(self._summary.workers)}
+        numbers = {lane: number for number, lane in enumerate(self._lanes)}
         earlier = [use for use in self._summary.earlier if use.lane in numbers]
         who = [numbers[use.lane] for use in earlier]
         return _joined([_runs_of(earlier, self._summary.begin_ns, who, self._stages), self._runs])
@@ -213,20 +215,19 @@ class _Workers:
     def _works(self, runs: Runs) -> list[Standing]:
         """Return the standing of each role, led as the worker stage with the largest lead."""
         works, names = [], list(self._stages)
-        for number, (role, members) in enumerate(self._members.items()):
-            mine = runs.at(self._role_of[runs.who] == number)
+        for role, (first, last) in self._roles:
+            mine = runs.at(slice(*np.searchsorted(runs.who, [first, last]).tolist()))
             if not mine.who.size:
                 continue
-            mine = mine._replace(who=np.searchsorted(members, mine.who))
-            lanes = [self._summary.workers[member].lane for member in members.tolist()]
+            mine, lanes = mine._replace(who=mine.who - first), self._lanes[first:last]
             totals = np.bincount(mine.who, mine.length, len(lanes)).astype(float)
             tied_ns = TIED * totals.max()
+            stages = {names[stage]: standing for stage, _, standing in _frontier(role, lanes, mine)}
             standing = max(
-                (standing for _, _, standing in _frontier(role, lanes, mine)),
+                stages.values(),
                 key=lambda one: (one.lead_ns if one.lead_ns > tied_ns else 0, one.durations.max()),
             )
-            ran = tuple(names[stage] for stage in dict.fromkeys(mine.stage.tolist()))
-            begin_ns, end_ns = float(mine.begin.min()), float(mine.end.max())
+            begin_ns, end_ns, ran = float(mine.begin.min()), float(mine.end.max()), tuple(stages)
             works.append(standing._replace(durations=totals, ran=ran, begin_ns=begin_ns, end_ns=end_ns))
         return works
 
@@ -332,8 +333,8 @@ class Runs(NamedTuple):
     length: _Floats
     late: _Floats
 
-    def at(self, rows: NDArray[np.bool_] | _Whole) -> Runs:
-        """Return the rows that a mask or indices select."""
+    def at(self, rows: NDArray[np.bool_] | _Whole | slice) -> Runs:
+        """Return the rows that a mask, indices or a slice select."""
         return Runs(*(column[rows] for column in self))  # type: ignore[arg-type]
 
     def within(self, begin_ns: float, end_ns: float) -> Runs:
@@ -343,10 +344,11 @@ class Runs(NamedTuple):
 
     def own_time(self) -> Runs:
         """Return the runs by process and begin, without overlap with earlier runs."""
-        runs = self.at(np.lexsort((self.begin, self.who)))
-        if runs.who.size < 2:
-            return runs
-        width = runs.end.max() - runs.begin.min() + 1.0
+        if (self.who[1:] > self.who[:-1]).all():
+            return self
+        width = self.end.max() - self.begin.min() + 1.0
+        # The runs of a process mostly are in order, which this sort makes use of.
+        runs = self.at(np.argsort(self.begin + self.who * width, kind="stable"))
         busy = np.maximum.accumulate(runs.end + runs.who * width)[:-1] - runs.who[1:] * width
         covered = np.maximum(busy - runs.begin[1:], 0.0) / np.maximum(runs.end - runs.begin, 1.0)[1:]
         begin, length = runs.begin.copy(), runs.length.copy()
@@ -363,10 +365,12 @@ class StepRuns:
 
     Attributes:
         stages: Index of each stage, by name.
+        processes: The workers by role.
     """
 
     def __init__(self, summary: StepSummary) -> None:
         self.stages: dict[str, int] = {}
+        self.processes = sorted(summary.workers, key=attrgetter("role"))
         self._summary = summary
 
     @cached_property
@@ -376,13 +380,13 @@ class StepRuns:
 
     @cached_property
     def workers(self) -> Runs:
-        """The runs of the workers; processes have their index in the summary."""
-        return self._of(self._summary.workers)
+        """The runs of the workers; processes have their index in :attr:`processes`."""
+        return self._of(self.processes)
 
     @cached_property
     def roles(self) -> tuple[list[str], _Whole]:
         """The roles of the workers, and the index of the role of each worker."""
-        return numbered(use.role for use in self._summary.workers)
+        return numbered([use.role for use in self.processes])
 
     def named(self, runs: Runs, *names: str) -> NDArray[np.bool_]:
         """Return a mask of the runs of stages with these names."""
@@ -392,11 +396,10 @@ class StepRuns:
         return _runs_of(uses, self._summary.begin_ns, range(len(uses)), self.stages)
 
 
-def numbered(names: Iterable[str]) -> tuple[list[str], _Whole]:
+def numbered(names: Sequence[str]) -> tuple[list[str], _Whole]:
     """Return the different names, and the index of each name among them."""
-    numbers: dict[str, int] = {}
-    index = [numbers.setdefault(name, len(numbers)) for name in names]
-    return list(numbers), np.array(index, dtype=np.int64)
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return list(numbers), np.fromiter(map(numbers.__getitem__, names), np.int64, len(names))
 
 
 def _joined(parts: Sequence[Runs]) -> Runs:
@@ -413,16 +416,16 @@ def _runs_of(uses: Sequence[RankUse], origin_ns: int, numbers: Sequence[int], st
         numbers: Index of each process in the table.
         stages: Index of each stage, by name; new names are added.
     """
-    kinds, kind = numbered(use.stages for use in uses)  # most processes of a role have the same stages
+    kinds, kind = numbered([use.stages for use in uses])  # most processes of a role have the same stages
     names = [names.split("\n") for names in kinds]
     first = np.cumsum([0, *map(len, names)])[kind]
     index = np.array([stages.setdefault(name, len(stages)) for name in chain(*names)], dtype=np.int64)
-    rows = np.frombuffer(b"".join([use.runs for use in uses]), np.int64).reshape(-1, 4)
-    at = np.repeat(np.arange(len(uses)), np.array([len(use.runs) for use in uses], dtype=np.int64) // 32)
+    runs = [use.runs for use in uses]
+    rows = np.frombuffer(b"".join(runs), np.int64).reshape(-1, 4)
+    at = np.repeat(np.arange(len(uses)), np.fromiter(map(len, runs), np.int64, len(uses)) // 32)
     who, stage = np.array(numbers, dtype=np.int64)[at], index[first[at] + rows[:, 0]]
     begin, end = (rows[:, 1:3] - origin_ns).T.astype(float)
     late = np.zeros((len(uses), len(stages)))
-    for number, use in enumerate(uses):
-        for name, late_ns in (use.late_ns or {}).items():
-            late[number, stages[name]] = late_ns
+    for number, late_ns in [(number, use.late_ns) for number, use in enumerate(uses) if use.late_ns]:
+        late[number, [stages[name] for name in late_ns]] = [*late_ns.values()]
     return Runs(who, stage, begin, end, rows[:, 3].astype(float), late[at, stage])

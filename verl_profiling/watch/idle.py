@@ -61,7 +61,7 @@ def idle_of(summary: StepSummary, has_workers: bool, runs: StepRuns) -> tuple[Id
     if len(summary.loop) == 1 and not summary.workers and not summary.beside:
         return _alone(summary)
     loop, workers = runs.loop, runs.workers
-    (roles, role_of), in_loop = runs.roles, numbered(use.role for use in summary.loop)[1]
+    (roles, role_of), in_loop = runs.roles, numbered([use.role for use in summary.loop])[1]
     trains = np.array([role not in _NOT_TRAINING for role in roles], dtype=bool)[role_of]
     is_engine = np.array([role == ROLLOUT_ROLE for role in roles], dtype=bool)[role_of]
     of_training, own = (role_of, workers.at(trains[workers.who])) if trains.any() else (in_loop, loop)
@@ -152,15 +152,16 @@ def _largest(parts: Iterable[tuple[str, float]]) -> Idle:
     for name, share in parts:
         shares[name] = shares.get(name, 0.0) + share
     cause = max(shares, key=shares.__getitem__)
-    return Idle(round(max(0.0, sum(shares.values())), 4), cause, round(max(0.0, shares[cause]), 4))
+    total, most = (round(1e4 * max(0.0, share)) / 1e4 for share in (sum(shares.values()), shares[cause]))
+    return Idle(total, cause, most)
 
 
 def _since(times: _Floats, weight: _Floats, cuts: _Floats) -> _Floats:
     """Return for each cut the sum of weighted distances to earlier times."""
-    order = np.argsort(times)
-    sums = np.zeros((2, order.size + 1))
-    np.cumsum([weight[order], (weight * times)[order]], axis=1, out=sums[:, 1:])
-    many, total = sums[:, np.searchsorted(times[order], cuts)]
+    at = np.searchsorted(cuts, times)
+    many, total = (
+        np.bincount(at, each, cuts.size)[: cuts.size].cumsum() for each in (weight, weight * times)
+    )
     return np.asarray(many * cuts - total)
 
 

@@ -181,11 +181,9 @@ class StageSums:
         runs: list[dict[str, list[Period]]] = [{} for _ in steps]
         memory: list[tuple[int, int]] = [(0, 0)] * len(steps)
         first_ns = steps[0][0] + ahead_ns if steps else now_ns
+        while self._ended and self._ended[0][2] < first_ns - _SLACK_NS:
+            self._ended.popleft()  # no earlier steps are requested any more
         for name, begin_ns, end_ns, peak, held in reversed(list(self._ended)):
-            if end_ns < first_ns:
-                if end_ns < first_ns - _SLACK_NS:
-                    break  # of other threads, nothing later comes before it
-                continue
             at = _divide(runs, name, begin_ns - ahead_ns, end_ns - ahead_ns, steps)
             if peak and at is not None:
                 memory[at] = max(peak, memory[at][0]), memory[at][1] or held
