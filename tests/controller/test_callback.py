@@ -296,6 +296,14 @@ def test_what_cannot_be_driven_is_refused(tmp_path: Path, workers: Any, message:
         following(configured(tmp_path), workers)
 
 
+def test_a_note_that_is_no_text_leaves_the_manifest_readable(tmp_path: Path, session: Session) -> None:
+    config = configured(tmp_path)
+    with following(config) as callback:
+        callback.add_note(3)  # type: ignore[arg-type]
+        pass_steps(callback, 1, 2)
+    assert "3" in manifest(config, 2).notes
+
+
 @pytest.mark.parametrize(("first", "second"), [("my/role", "my role"), ("x" * 80 + "a", "x" * 80 + "b")])
 def test_roles_whose_files_would_have_the_same_names_are_refused(first: str, second: str) -> None:
     """When they are added, before one overwrites the other's traces."""
