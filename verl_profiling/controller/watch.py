@@ -86,7 +86,7 @@ class Watch:
         self.step: StepSummary | None = None
         self._ended: deque[StepSummary] = deque()
         self._most_ended = min(options.every or inf, options.steps)
-        self._is_due = threading.Event()
+        self._is_due = False
         self._next_s = time.monotonic() + LEAST_PAUSE_S
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -160,7 +160,7 @@ class Watch:
         self.read()
         if (thread := self._thread) is not None:
             thread.join(timeout_s + 2 * LEAST_PAUSE_S)
-        elif self._is_due.is_set():  # at exit, Python 3.12 starts no thread
+        elif self._is_due:  # at exit, Python 3.12 starts no thread
             self._run()
         if self._ranks is not None and not self._ranks.leads:
             self._ranks.send([])
@@ -171,7 +171,7 @@ class Watch:
     def read(self) -> None:
         """Read the workers, and summarize the ended steps, on the background thread."""
         with self._lock:
-            self._is_due.set()
+            self._is_due = True
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="verl-profiling-watch", daemon=True)
                 with suppress(RuntimeError):  # at exit
@@ -180,12 +180,11 @@ class Watch:
 
     def _run(self) -> None:
         while True:
-            self._is_due.wait(2 * LEAST_PAUSE_S if self._until_s == inf else 0)  # a new thread costs more
             with self._lock:
-                if not self._is_due.is_set():
+                if not self._is_due:
                     self._thread = None
                     return
-                self._is_due.clear()
+                self._is_due = False
             steps = [self._ended.popleft() for _ in range(len(self._ended))]
             try:
                 self._summarize(steps)
