@@ -266,3 +266,9 @@ def test_a_block_that_profiles_nothing_says_why(profiling: Any, steps: Any, says
     config = OmegaConf.create({"profiling": profiling, "global_profiler": {"steps": steps}})
     assert says in why_nothing(config)
     assert bool(says) == bool(why_nothing(config))
+
+
+def test_each_role_may_name_its_tool() -> None:
+    """As verl allows: then the common tool is not needed."""
+    config = verl_config(actor=role(enable=True), steps=[1], tool=None)
+    assert settings_from_verl(config).for_role("actor").tools[0].name == "torch"

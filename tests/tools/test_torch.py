@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -264,3 +265,22 @@ def test_a_trace_that_is_cut_anywhere_is_not_whole(tmp_path: Path) -> None:
     for cut in [*cuts[::25], len(content)]:
         output, _ = output_of(tmp_path, content[:cut])
         assert (output.artifact.status == "truncated") == (cut < len(content)), content[cut - 60 : cut]
+
+
+def test_a_profiler_outside_of_the_mini_batch_window_is_no_matter(tmp_path: Path, session: Any) -> None:
+    """One before the window, and one after it; the next capture records as well."""
+    window = {"wait": 2, "active": 1}
+    for number in range(2):
+        with record_step(
+            settings(tools={"torch": {"mini_batches": window}}), tmp_path / f"{number}"
+        ) as recorded:
+            for mini_batch in range(4):
+                with torch.profiler.profile() if mini_batch in (0, 3) else nullcontext():
+                    train()
+                session.step()
+        assert recorded.result.status == "ok", recorded.result.artifacts
+        assert len(spans(recorded.path, "aten::addmm")) == 1
+    closed = record_step(settings(tools={"torch": {"mini_batches": window}}), tmp_path / "closed")
+    with closed as recorded, torch.profiler.profile():
+        train()
+    assert recorded.result.status == "empty"

@@ -379,3 +379,4 @@ async def _do(waits: Iterable[Callable[[], object]], cancelled: list[asyncio.Can
                 await asyncio.shield(done)
             except asyncio.CancelledError as error:
                 cancelled.append(error)
+        done.result()

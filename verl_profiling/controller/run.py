@@ -141,7 +141,7 @@ class Run:
         """Delete the local copies of uploaded files; log how to upload the remaining ones."""
         if self.info is None or self.place.url is None:
             return
-        for path, written_ns in self._sent.items():
+        for path, written_ns in list(self._sent.items()):  # a late upload may be added
             if path.exists() and path.stat().st_mtime_ns == written_ns:
                 path.unlink()
         if any(names for _, _, names in os.walk(self.path)):  # os.walk() skips folders that others remove
@@ -324,10 +324,8 @@ def _claimed(config: ProfilingConfig) -> tuple[RunPlace, RunInfo, bool]:
     """
     versions = {}
     for name in _VERSIONS_OF:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     info = RunInfo(
         run_id=config.run_id or uuid.uuid4().hex[:12],
         begin_ns=clock.now_ns(),
@@ -364,7 +362,7 @@ def _claim_remote(config: ProfilingConfig, info: RunInfo) -> tuple[str, bool]:
         return answer.result(config.timeouts.start_s)
     except Exception as error:  # each file system raises errors of its own
         url = f"{config.save_path.rstrip('/')}/run_{uuid.uuid4().hex[:8]}"
-        why = f"{type(error).__name__}: {error}"
+        why = f"{type(error).__name__}: {str(error) or 'no answer'}"
         logger.warning("%s cannot be claimed now (%s); this run records into %s", config.save_path, why, url)
         return url, False
 

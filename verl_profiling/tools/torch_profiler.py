@@ -200,11 +200,14 @@ class _TorchRecording(Recording):
 
     def step(self) -> None:
         self._mini_batches += 1
-        if self._options.mini_batches is not None:
-            alone = self._started[0] == self._known
-            self._profiler.step()  # our profiler starts here, after its wait
-            if alone:
-                self._known = self._started[0]
+        if self._options.mini_batches is not None and not self._is_replaced:
+            self._profiler.step()
+            self._known = self._started[0]  # our profiler starts here, after its wait
+
+    @property
+    def _is_replaced(self) -> bool:
+        """Whether another profiler was started while this one recorded; its stop would crash."""
+        return self._started[0] != self._known and self._profiler.current_action.name != "NONE"
 
     def bytes_to_stop(self) -> int | None:
         own = own_bytes()
@@ -214,11 +217,12 @@ class _TorchRecording(Recording):
         return max(0, own - self._own_bytes) // recorded * (stopped - recorded)
 
     def stop(self) -> list[Output]:
-        if not self._stop():
+        if self._is_replaced:
             raise CaptureStateError(
                 "another torch profiler was started in this process during the capture and replaced "
                 "the recording: only its profile is kept; switch one of the two off"
             )
+        self._profiler.stop()
         expected = self._destination.artifact(TorchTool)
         window = self._options.mini_batches
         if window is not None and self._mini_batches < window.wait + window.warmup:
@@ -245,17 +249,8 @@ class _TorchRecording(Recording):
         return [replace(output, finish=release_and_finish)]
 
     def discard(self) -> None:
-        self._stop()
-
-    def _stop(self) -> bool:
-        """Stop the profiler, unless another profiler replaced it; return whether it was stopped.
-
-        A stop of a replaced profiler would crash.
-        """
-        if self._started[0] != self._known:
-            return False
-        self._profiler.stop()
-        return True
+        if not self._is_replaced:
+            self._profiler.stop()
 
 
 @cache

@@ -256,7 +256,7 @@ def _bridged(config: Any, notes: list[str]) -> dict[str, Any]:
     start, end = window.get("profile_token_start") or 0, window.get("profile_token_end")
     return {
         "enable": bool(steps) and any(block.get("enable") for block in blocks.values()),
-        "tool": _tool("global_profiler.tool", common.get("tool")) if steps else "torch",
+        "tool": _tool("global_profiler.tool", common.get("tool") or "torch") if steps else "torch",
         "save_path": common["save_path"],
         "schedule": {"steps": steps, "continuous": bool(common["profile_continuous_steps"])} if steps else {},
         "roles": {role: _role(config, role, block, common, notes) for role, block in blocks.items()},
