@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from verl_profiling.manifest import Request
@@ -101,3 +102,20 @@ def test_requests_that_have_not_ended_are_known_by_their_begin(log: RequestLog) 
     log.begin(8)
     late.close(5, 1)
     assert (log.end(), log.pending_since_ns) == ([], [])
+
+
+def test_counts_of_numpy_are_counts(log: RequestLog) -> None:
+    with log.open() as request:
+        request.prompt_tokens = request.response_tokens = request.cached_tokens = np.int64(5)  # type: ignore[assignment]
+    [noted] = log.end()
+    assert (noted.prompt_tokens, noted.response_tokens, noted.cached_tokens) == (5, 5, 5)
+    assert msgspec.json.decode(msgspec.json.encode(noted), type=Request) == noted
+
+
+def test_the_first_version_of_a_server_may_come_in_a_capture(log: RequestLog) -> None:
+    log.begin(None)
+    log.set_policy_version(3)
+    log.set_policy_version(3)
+    with log.open():
+        pass
+    assert ([noted.policy_version for noted in log.end()], log.policy_versions) == ([3], [3])

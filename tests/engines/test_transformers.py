@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tests.engines.contract import EngineContract, finished, request, spans, stop
-from verl_profiling.capture.session import process_session, stage
+from verl_profiling.capture.session import stage
+from verl_profiling.engines.request_log import watch_transformers
 from verl_profiling.errors import ConfigError
-from verl_profiling.workers import CaptureMixin, RolloutCaptureMixin
+from verl_profiling.workers import CaptureMixin, RequestLog, RolloutCaptureMixin
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -113,12 +114,56 @@ def test_a_window_in_iterations_is_refused(server: Server) -> None:
         server.reconfigure(rollout={"count": 3})
 
 
-def test_lengths_leave_out_padding(server: Server, tmp_path: Path) -> None:
-    """Prompt lengths follow the attention mask, response lengths end before the padding."""
-    from verl_profiling.engines.request_log import _length
+@pytest.fixture
+def logged(tiny_model: Path) -> tuple[Any, RequestLog]:
+    """A model, and the open log of its requests."""
+    model, log = transformers.AutoModelForCausalLM.from_pretrained(tiny_model).eval(), RequestLog()
+    log.serve(0, enable=True)
+    log.begin(None)
+    watch_transformers(model, log)
+    return model, log
 
-    assert _length(torch.tensor([7, 8, 0, 0]), 0) == 2
-    assert _length(torch.tensor([0, 0]), 0) == 0
-    assert _length(torch.tensor([7, 0, 8]), 0) == 3
-    assert _length(torch.tensor([7, 0, 8]), None) == 3
-    process_session().reset()
+
+def lengths(log: RequestLog) -> list[tuple[int, int, bool]]:
+    return [(one.prompt_tokens, one.response_tokens, one.failed) for one in log.end()]
+
+
+def test_each_sequence_has_the_length_of_its_own_prompt(logged: tuple[Any, RequestLog]) -> None:
+    """A prompt's sequences follow each other."""
+    model, log = logged
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    prompts = {"input_ids": torch.full((2, 3), 5), "attention_mask": mask}
+    model.generate(**prompts, num_return_sequences=2, do_sample=True, max_new_tokens=2, min_new_tokens=2)
+    assert lengths(log) == [(2, 2, False), (2, 2, False), (3, 2, False), (3, 2, False)]
+
+
+def test_prompts_may_be_embeddings(logged: tuple[Any, RequestLog]) -> None:
+    """Also in a call that fails, whose error is the model's own."""
+    model, log = logged
+    prompts, new = torch.zeros((2, 3, 128)), {"max_new_tokens": 2, "min_new_tokens": 2}
+    model.generate(inputs_embeds=prompts, do_sample=False, suppress_tokens=[0], **new)
+    model.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.generate(inputs_embeds=prompts, **new)
+    assert lengths(log) == [(3, 2, False), (3, 2, False), (3, 0, True), (3, 0, True)]
+
+
+@pytest.mark.parametrize(("padding", "kept"), [(0, [3, 2]), (2, [3, 2]), (None, [3, 2])])
+def test_the_token_that_ends_a_text_is_no_padding(
+    logged: tuple[Any, RequestLog], padding: int | None, kept: list[int]
+) -> None:
+    """Also if both are one token, or the tokenizer has no padding; lengths are those of other engines."""
+    model, log = logged
+    model.generation_config.pad_token_id = None
+    texts = torch.tensor([[7, 8, 9], [7, 2, 9]])
+
+    def forced(ids: Any, scores: Any) -> Any:
+        scores = torch.full_like(scores, -1e9)
+        scores[torch.arange(2), texts[:, ids.shape[1] - 4]] = 0.0
+        return scores
+
+    config = transformers.GenerationConfig(pad_token_id=padding, eos_token_id=2, max_new_tokens=3)
+    prompts = torch.full((2, 4), 5)
+    processors = transformers.LogitsProcessorList([forced])
+    model.generate(prompts, generation_config=config, logits_processor=processors)
+    assert [response for _, response, _ in lengths(log)] == kept

@@ -7,8 +7,9 @@ the version that the training loop reports.
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import nullcontext
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import msgspec
@@ -71,7 +72,7 @@ class RequestLog:
         """Set the policy version of requests that begin from now on."""
         self._server_knows = True
         self._policy_version = version
-        if self.policy_versions and self.policy_versions[-1] != version:
+        if self.policy_versions[-1:] != [version]:
             self.policy_versions.append(version)
 
     def begin(self, policy_version: int | None) -> None:
@@ -164,29 +165,35 @@ def watch_transformers(model: Any, log: RequestLog) -> None:
 
     def logged(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         record = log.open()
-        prompts: Any = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+        ids: Any = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+        prompts = kwargs.get("inputs_embeds") if ids is None else ids
         try:
             output = generate(*args, **kwargs)
         except BaseException:
             for row in prompts:
                 record.close(len(row), 0, failed=True)
             raise
+        config = kwargs.get("generation_config") or model.generation_config
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        padding = ends[0] if config.pad_token_id is None else config.pad_token_id
         mask = kwargs.get("attention_mask")
-        padding = model.generation_config.pad_token_id
-        for row, sequence in enumerate(getattr(output, "sequences", output)):
-            prompt = prompts.shape[1] if mask is None else int(mask[row % len(mask)].sum())
-            record.close(prompt, _length(sequence[prompts.shape[1] :], padding))
+        sequences = getattr(output, "sequences", output)
+        for row, sequence in enumerate(sequences):
+            of = row * len(prompts) // len(sequences)  # the sequences of a prompt follow each other
+            prompt = prompts.shape[1] if mask is None else int(mask[of].sum())
+            response = sequence if ids is None else sequence[ids.shape[1] :]
+            record.close(prompt, _length(response, padding, ends))
         return output
 
     log.watch_calls(model, logged)
 
 
-def _length(response: Any, padding: int | None) -> int:
-    """Return the number of tokens without the padding at the end."""
+def _length(response: Any, padding: int | None, ends: Sequence[int | None]) -> int:
+    """Return the number of tokens without the padding at the end, but with the token that ended the text."""
     if padding is None:
-        return int(response.shape[0])
+        return len(response)
     kept = (response != padding).nonzero()
-    return int(kept[-1]) + 1 if len(kept) else 0
+    return min((int(kept[-1]) + 1 if len(kept) else 0) + (padding in ends), len(response))
 
 
 class _Noted(NamedTuple):
@@ -297,7 +304,7 @@ class OpenRequest(msgspec.Struct, eq=False):
 
 def _count(value: object) -> int | None:
     """Return a count, or ``None`` for an unknown count, e.g. vLLM's -1."""
-    return value if isinstance(value, int) and value >= 0 else None
+    return int(value) if isinstance(value, Integral) and int(value) >= 0 else None
 
 
 def _readable(id: object) -> str:
