@@ -164,9 +164,11 @@ def watch_transformers(model: Any, log: RequestLog) -> None:
     """Log all sequences of a batch as requests when ``generate`` of ``transformers`` returns."""
 
     def logged(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        record = log.open()
         ids: Any = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
         prompts = kwargs.get("inputs_embeds") if ids is None else ids
+        if prompts is None:  # e.g. of a model of speech
+            return generate(*args, **kwargs)
+        record = log.open()
         try:
             output = generate(*args, **kwargs)
         except BaseException:
