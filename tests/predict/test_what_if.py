@@ -105,9 +105,9 @@ def test_changes_are_ranked_by_what_they_bring(tmp_path: Path) -> None:
 def test_the_ranked_list_predicts_what_each_option_predicts(tmp_path: Path) -> None:
     log, tried = DrawnLog(), set()
     for number in range(12):
-        log.trajectory(0.2, 3 + number / 10, ("tool:search", 1, 2.41))
+        log.trajectory(0.2, 3 + number / 10, ("tool:web search", 1, 2.41))
     blocking = log.trajectory(0.2, 3)
-    log.block(1.4, 2.4, log.span("tool:sandbox", 1.4, 2.4, blocking), "agent.run (agent.py:7)")
+    log.block(1.4, 2.4, log.span("tool:my sandbox", 1.4, 2.4, blocking), "agent.run (agent.py:7)")
     drawn_inputs(tmp_path, [("rollout", 0, 4.1), ("update_actor", 5, 9)], [])
     log.add_to(tmp_path)
     step = open_step(tmp_path)

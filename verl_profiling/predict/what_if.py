@@ -122,10 +122,10 @@ class Changes(NamedTuple):
         """Return the changes as options of the command."""
         return [
             *(f"--scale {shlex.quote(f'{name}={factor:.6g}')}" for name, factor in self.scale.items()),
-            *(f"--balance {name}" for name in self.balance),
+            *(f"--balance {shlex.quote(name)}" for name in self.balance),
             *([f"--no-tail {self.no_tail:.6g}"] if self.no_tail is not None else []),
-            *(f"--tool {name}={seconds:.6g}s" for name, seconds in self.tools.items()),
-            *(f"--unblock {name}" for name in self.unblock),
+            *(f"--tool {shlex.quote(f'{name}={seconds:.6g}s')}" for name, seconds in self.tools.items()),
+            *(f"--unblock {shlex.quote(name)}" for name in self.unblock),
             *([f"--replicas {self.replicas}"] if self.replicas is not None else []),
             *([f"--async {self.steps_ahead}"] if self.steps_ahead is not None else []),
             *(["--split {}:{}".format(*self.split)] if self.split else []),
