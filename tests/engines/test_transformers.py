@@ -166,4 +166,7 @@ def test_the_token_that_ends_a_text_is_no_padding(
     prompts = torch.full((2, 4), 5)
     processors = transformers.LogitsProcessorList([forced])
     model.generate(prompts, generation_config=config, logits_processor=processors)
-    assert [response for _, response, _ in lengths(log)] == kept
+    config.eos_token_id = config.pad_token_id = None
+    ids = {"eos_token_id": torch.tensor([2]), "pad_token_id": padding}
+    model.generate(prompts, generation_config=config, logits_processor=processors, **ids)
+    assert [response for _, response, _ in lengths(log)] == [*kept, *kept]

@@ -583,8 +583,9 @@ def test_a_step_without_the_stage_is_left_out(tmp_path: Path, capsys: pytest.Cap
         ({"no_tail": 0}, "above 0 and at most 100"),
         ({"tools": {"search": 1}}, "no whole call of 'search'; there is none"),
         ({"balance": ["reward"]}, "no stage of several workers 'reward'; choose from: rollout, update_actor"),
-        ({"balance": "rollout"}, "--balance: 'rollout' is a string; give a list of names: \\['rollout'\\]"),
-        ({"unblock": "sandbox"}, "--unblock: 'sandbox' is a string; give a list of names: \\['sandbox'\\]"),
+        ({"balance": "rollout"}, "--balance: 'rollout' is no list of names, such as \\['search'\\]"),
+        ({"unblock": None}, "--unblock: None is no list of names, such as \\['search'\\]"),
+        ({"split": 8}, "--split: 8 is no pair of numbers"),
         (
             {"tools": {"search": "1s"}},
             "search='1s' is not a finite number of at least 0, such as 0.2 \\(s",

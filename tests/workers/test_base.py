@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from example_loops import request, settings
 
@@ -30,7 +31,7 @@ class Worker(CaptureMixin, Base):
 
 def test_it_composes_with_a_class_that_has_a_constructor(tmp_path: Path, session: Session) -> None:
     """No ``__init__`` of ours: the other base class gets its arguments."""
-    worker = Worker(5, settings(tool="spans"), rank=2)
+    worker = Worker(5, settings(tool="spans"), rank=numpy.int64(2))
     assert worker.value == 5
     started = worker.start_capture(request(tmp_path))
     assert worker.update() == 5

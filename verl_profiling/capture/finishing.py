@@ -185,8 +185,7 @@ class AfterHooks:
         runs, self._runs = self._runs, {}
         for name, run in runs.items():
             self._last.pop(name, None)
-            until_s = time.monotonic() + self._hooks[name].timeout_s
-            self.background.submit(partial(_run_when, is_written, until_s, run))
+            self.background.submit(partial(_run_when, is_written, self._hooks[name].timeout_s, name, run))
 
     def train_ends(self) -> None:
         """Run the hooks that run once per training (``when: last``), unless they have run."""
@@ -196,12 +195,16 @@ class AfterHooks:
 
     @property
     def longest_s(self) -> float:
-        """Sum of the timeouts of all hooks (s)."""
-        return sum(hook.timeout_s + _GRACE_S for hook in self._hooks.values())
+        """Upper limit (s) of the waits for files and the commands of all hooks."""
+        return sum(2 * hook.timeout_s + _GRACE_S for hook in self._hooks.values())
 
 
-def _run_when(is_written: Callable[[], bool], until_s: float, run: Callable[[], None]) -> None:
-    while not is_written() and time.monotonic() < until_s:
+def _run_when(is_written: Callable[[], bool], wait_s: float, name: str, run: Callable[[], None]) -> None:
+    until_s = time.monotonic() + wait_s
+    while not is_written():
+        if time.monotonic() >= until_s:
+            logger.warning("after.%s begins, and files are not written after timeout_s=%g", name, wait_s)
+            break
         time.sleep(_LOOK_AGAIN_S)
     run()
 

@@ -88,7 +88,9 @@ def load_config(path: Path) -> ProfilingConfig:
     for key in ("profiling", "config"):
         if isinstance(values, Mapping) and isinstance(values.get(key), Mapping):
             values = values[key]
-    if isinstance(values, Mapping):
+    if not isinstance(values, Mapping | None):
+        raise ConfigError(str(path), f"must be a mapping, is {type(values).__name__}")
+    if values is not None:
         values = {key: value for key, value in values.items() if key != "defaults"}
     return ProfilingConfig.from_any(values)
 

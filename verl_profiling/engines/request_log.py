@@ -7,7 +7,7 @@ the version that the training loop reports.
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import nullcontext
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -176,8 +176,8 @@ def watch_transformers(model: Any, log: RequestLog) -> None:
                 record.close(len(row), 0, failed=True)
             raise
         config = kwargs.get("generation_config") or model.generation_config
-        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-        padding = ends[0] if config.pad_token_id is None else config.pad_token_id
+        ends = _token_ids(kwargs.get("eos_token_id", config.eos_token_id))
+        padding = [*_token_ids(kwargs.get("pad_token_id", config.pad_token_id)), *ends, None][0]
         mask = kwargs.get("attention_mask")
         sequences = getattr(output, "sequences", output)
         for row, sequence in enumerate(sequences):
@@ -190,7 +190,13 @@ def watch_transformers(model: Any, log: RequestLog) -> None:
     log.watch_calls(model, logged)
 
 
-def _length(response: Any, padding: int | None, ends: Sequence[int | None]) -> int:
+def _token_ids(given: Any) -> list[int]:
+    """Return the token ids of a number, a list or a tensor; empty for ``None``."""
+    given = given.tolist() if hasattr(given, "tolist") else given
+    return [] if given is None else list(given) if isinstance(given, Iterable) else [given]
+
+
+def _length(response: Any, padding: int | None, ends: Sequence[int]) -> int:
     """Return the number of tokens without the padding at the end, but with the token that ended the text."""
     if padding is None:
         return len(response)

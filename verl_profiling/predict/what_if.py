@@ -97,8 +97,8 @@ class Changes(NamedTuple):
             ConfigError: A value is refused.
         """
         for option, names in (("--balance", self.balance), ("--unblock", self.unblock)):
-            if isinstance(names, str):
-                raise ConfigError(option, f"{names!r} is a string; give a list of names: [{names!r}]")
+            if isinstance(names, str) or not isinstance(names, Sequence):
+                raise ConfigError(option, f"{names!r} is no list of names, such as ['search']")
         for option, numbers, unit in (("--scale", self.scale, "0.5"), ("--tool", self.tools, "0.2 (s)")):
             if not isinstance(numbers, Mapping):
                 raise ConfigError(option, f"{numbers!r} is no mapping; give {{'name': {unit}}}")
@@ -108,7 +108,7 @@ class Changes(NamedTuple):
                     raise ConfigError(option, said)
         if self.no_tail is not None and not (isinstance(self.no_tail, Real) and 0 < self.no_tail <= 100):
             raise ConfigError("--no-tail", f"{self.no_tail!r} is not a percentage above 0 and at most 100")
-        if self.split is not None and (isinstance(self.split, str) or len(self.split) != 2):
+        if self.split is not None and (not isinstance(self.split, Sequence) or len(self.split) != 2):
             raise ConfigError("--split", f"{self.split!r} is no pair of numbers, such as (8, 24)")
         split = [("--split", devices, 1) for devices in self.split or ()]
         resources = [("--replicas", self.replicas, 1), ("--async", self.steps_ahead, 0), *split]

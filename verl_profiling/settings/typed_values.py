@@ -85,7 +85,7 @@ def value_of(kind: Any, value: Any, key: str) -> Any:
 
 
 def _plain(value: Any, key: str) -> Any:
-    """Return plain values for containers of OmegaConf, numbers and arrays of NumPy, and ranges."""
+    """Return plain values for containers of OmegaConf, for ranges, and for numbers and arrays of NumPy."""
     module = type(value).__module__.partition(".")[0]
     if module == "omegaconf":
         from omegaconf import OmegaConf
@@ -97,6 +97,8 @@ def _plain(value: Any, key: str) -> Any:
             raise ConfigError(key, str(error).partition("\n")[0]) from error
     if isinstance(value, list | tuple | range):
         return [_plain(item, key) for item in value]
+    if isinstance(value, dict):
+        return {name: _plain(item, key) for name, item in value.items()}
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value.tolist() if module == "numpy" else value
