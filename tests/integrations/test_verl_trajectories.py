@@ -96,8 +96,7 @@ def make_verl() -> SimpleNamespace:
 
 
 @pytest.fixture
-def verl(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    monkeypatch.setattr(hooked, "_hooked", set())
+def verl() -> SimpleNamespace:
     module = make_verl()
     missing: list[str] = []
     with noting(missing):

@@ -379,4 +379,3 @@ async def _do(waits: Iterable[Callable[[], object]], cancelled: list[asyncio.Can
                 await asyncio.shield(done)
             except asyncio.CancelledError as error:
                 cancelled.append(error)
-        done.result()
