@@ -15,8 +15,9 @@ from itertools import combinations
 from math import ceil, floor
 from typing import NamedTuple
 
+from verl_profiling.predict.changes import Changes
 from verl_profiling.predict.graph import WORK, Graph, Segment
-from verl_profiling.predict.what_if import Changes, predict
+from verl_profiling.predict.prediction import predict
 
 __all__ = ["Interval", "Other", "Published", "coarse", "predicted"]
 
@@ -165,9 +166,9 @@ def coarse(stages_s: Mapping[str, float], training: int, rollout: int) -> Graph:
     for stage, seconds in stages_s.items():
         who = "rollout0" if stage == "rollout" else "actor_rank0"
         end_ns, after = begin_ns + round(seconds * 1e9), [len(graph.segments) - 1] if graph.segments else []
-        graph.segments.append(Segment(who, (stage,), WORK, begin_ns, end_ns, after, (stage,)))
+        graph.segments.append(Segment(WORK, begin_ns, end_ns, who, (stage,), (stage,), after))
         begin_ns = end_ns
-    graph.segments.append(Segment("controller", (), "own code", begin_ns, begin_ns, [len(stages_s) - 1], ()))
+    graph.segments.append(Segment("own code", begin_ns, begin_ns, "controller", after=[len(stages_s) - 1]))
     graph.last = len(stages_s)
     graph.close()
     return graph

@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from verl_profiling.predict.graph import Graph
-    from verl_profiling.predict.what_if import Prediction
+    from verl_profiling.predict.prediction import Prediction
     from verl_profiling.report.lanes import Lane
 
 __all__ = [
@@ -280,7 +280,7 @@ class CapturedStep:
             ConfigError: The capture holds several steps, each with its own report (see :meth:`by_step`).
             TraceFormatError: There is neither a manifest nor a readable trace.
         """
-        from verl_profiling.predict.what_if import with_predictions
+        from verl_profiling.predict.prediction import with_predictions
         from verl_profiling.report.build import build_report, read_step
 
         if self._report is None:
@@ -331,18 +331,19 @@ class CapturedStep:
                 the capture holds several steps.
             TraceFormatError: There is neither a manifest nor a readable trace.
         """
+        from verl_profiling.predict.changes import Changes
         from verl_profiling.predict.graph import graph_of
         from verl_profiling.predict.kernels import with_kernels
-        from verl_profiling.predict.what_if import Changes, predict
+        from verl_profiling.predict.prediction import predict
         from verl_profiling.report.build import read_step
 
+        changes = Changes(scale or {}, balance, no_tail, tools or {}, unblock, replicas, steps_ahead, split)
         if self._graph is None:
             self._only_step("what_if")
             content = read_step(self.inputs, on_progress)
             self._graph = graph_of(content), content.coverage.missing
         graph, missing = self._graph
-        changes = Changes(scale or {}, balance, no_tail, tools or {}, unblock, replicas, steps_ahead, split)
-        return predict(graph, changes, self.step, missing, partial(with_kernels, self.inputs, graph))
+        return predict(graph, changes, self.step, missing, with_kernels(self.inputs, graph, changes.kernels))
 
     def lanes(self, on_progress: Progress | None = None) -> list[Lane]:
         """Read the traces and return the activity of each lane, as intervals on the controller's clock.

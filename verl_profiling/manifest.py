@@ -158,12 +158,8 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_run_of(self, other: Artifact) -> bool:
         """Return whether both artifacts describe the same recording, independent of their status."""
-        return (self.lane, self.tool, self.stage, self.occurrence) == (
-            other.lane,
-            other.tool,
-            other.stage,
-            other.occurrence,
-        )
+        own, its = ((one.lane, one.tool, one.stage, one.occurrence) for one in (self, other))
+        return own == its
 
     def with_status(self, status: ArtifactStatus, reason: str = "", **fields: Any) -> Artifact:
         """Return the artifact with another status and reason, and changes of further fields."""

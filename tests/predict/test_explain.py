@@ -293,7 +293,7 @@ def test_each_trace_is_read_once(
     assert len(read) == 2
     assert not parts_of(diff(saved, runs[1], capsys))
     assert len(read) == 3
-    for function in ("predict.what_if.graph_of", "commands.diff.explain"):
+    for function in ("predict.prediction.graph_of", "commands.diff.explain"):
         with monkeypatch.context() as patch:
             patch.setattr(f"verl_profiling.{function}", lambda *given: 1 / 0)
             found = diff(*runs, capsys)

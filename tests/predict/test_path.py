@@ -25,7 +25,7 @@ def graphs(draw: st.DrawFn, queues: tuple[str, ...] = ("",), polls: bool = False
         queue = draw(st.sampled_from(queues))
         begin = max(ready, free[queue] if queue else 0) + draw(st.sampled_from([0, 0, 1, 7]))
         free[queue] = end = begin + draw(st.integers(0, 50))
-        found = Segment(f"lane{number % 3}", ("s",), "work", begin, end, after, ("s",), queue=queue)
+        found = Segment("work", begin, end, f"lane{number % 3}", ("s",), ("s",), after, queue=queue)
         graph.segments.append(found)
         if polls and after and end > begin and draw(st.booleans()):
             since = draw(st.sampled_from(after))
@@ -105,6 +105,6 @@ def test_work_that_nobody_waits_for_takes_no_slack(graph: Graph, data: st.DataOb
     before = data.draw(st.integers(0, len(graph.segments) - 1))
     begin = graph.segments[before].end_ns
     end = begin + data.draw(st.integers(0, 500))
-    graph.segments.append(Segment("beside", (), "work", begin, end, [before], ()))
+    graph.segments.append(Segment("work", begin, end, "beside", after=[before]))
     graph.close()
     assert slacks_ns(replay(graph)) == [*slack, max(graph.end_ns - end, 0)]

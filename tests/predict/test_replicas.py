@@ -18,7 +18,7 @@ from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
 from verl_profiling.manifest import POLLING, Device, Request, StageSpan
-from verl_profiling.predict.what_if import Prediction
+from verl_profiling.predict.prediction import Prediction
 from verl_profiling.run_files import read_manifest
 
 _DRAWN = random.Random(3)
@@ -237,7 +237,7 @@ def test_the_command_prints_the_interval(tmp_path: Path, capsys: pytest.CaptureF
     for options, said in (
         (["--split", "4:2"], "--split: needs stages of workers that train"),
         (["--split", "4:0"], "'0' is not an integer of at least 1"),
-        (["--async", "-1"], "argument --async"),
+        (["--async", "-1"], "--async: -1 is not an integer of at least 0"),
     ):
         with contextlib.suppress(SystemExit):
             assert main(["what-if", str(tmp_path), *options]) == 2
@@ -364,7 +364,7 @@ def test_the_devices_of_a_split_are_those_of_workers_and_replicas(tmp_path: Path
         step.what_if(split=(4, 3))
     with pytest.raises(ConfigError, match="0 is not an integer of at least 1"):
         step.what_if(split=(4, 0))
-    with pytest.raises(ConfigError, match="a split has the number of replicas"):
+    with pytest.raises(ConfigError, match="--split sets the number of replicas; leave one of both out"):
         step.what_if(split=(4, 4), replicas=2)
     with pytest.raises(ConfigError, match="-1 is not an integer of at least 0"):
         step.what_if(steps_ahead=-1)

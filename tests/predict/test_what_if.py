@@ -22,7 +22,7 @@ from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import POLLING
-from verl_profiling.predict.what_if import Prediction
+from verl_profiling.predict.prediction import Prediction
 from verl_profiling.report.tables import TABLES
 from verl_profiling.run_files import read_manifest
 
@@ -172,10 +172,10 @@ def test_a_failed_prediction_costs_two_tables_of_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synchronous(tmp_path)
-    monkeypatch.setattr("verl_profiling.predict.what_if.graph_of", lambda content: 1 / 0)
+    monkeypatch.setattr("verl_profiling.predict.prediction.graph_of", lambda content: 1 / 0)
     report = open_step(tmp_path).report()
     assert report.coverage.missing == [
-        "critical path and changes that would help: ZeroDivisionError: division by zero"
+        "no critical path and no changes that would help: ZeroDivisionError: division by zero"
     ]
     assert (report.critical_path, report.what_would_help, len(report.workers)) == ([], [], 4)
 
@@ -428,7 +428,9 @@ def test_loop_lag_goes_with_the_tool_that_blocks_the_loop(tmp_path: Path) -> Non
     assert step.what_if(unblock=["sandbox"], tools={"sandbox": 1.0}).predicted_us == pytest.approx(8e6)
     tried = {row.option: row.difference_us for row in step.what_if().what_would_help}
     assert tried["--unblock sandbox"] == pytest.approx(-1e6)
-    with pytest.raises(ConfigError, match="no event loop that is blocked by 'search'; choose from: sandbox"):
+    with pytest.raises(
+        ConfigError, match="no call of 'search' that blocks an event loop; choose from: sandbox"
+    ):
         step.what_if(unblock=["search"])
 
 
@@ -581,8 +583,8 @@ def test_a_step_without_the_stage_is_left_out(tmp_path: Path, capsys: pytest.Cap
         ({"scale": {"rollout": math.nan}}, "rollout=nan is not a finite number"),
         ({"tools": {"search": math.inf}}, "search=inf is not a finite number"),
         ({"no_tail": 0}, "above 0 and at most 100"),
-        ({"tools": {"search": 1}}, "no whole call of 'search'; there is none"),
-        ({"balance": ["reward"]}, "no stage of several workers 'reward'; choose from: rollout, update_actor"),
+        ({"tools": {"search": 1}}, "no complete call of 'search'; it has none of any name"),
+        ({"balance": ["reward"]}, "no stage 'reward' of several workers; choose from: rollout, update_actor"),
         ({"balance": "rollout"}, "--balance: 'rollout' is no list of names, such as \\['search'\\]"),
         ({"unblock": None}, "--unblock: None is no list of names, such as \\['search'\\]"),
         ({"split": 8}, "--split: 8 is no pair of numbers"),
@@ -619,7 +621,7 @@ def test_changes_are_said_as_they_were_given(tmp_path: Path) -> None:
     assert found.changes == ["--no-tail 99.95", "--tool search=1234.5s"]
 
 
-@pytest.mark.parametrize("wrong", [["--scale", "0.5"], ["--tool", "a=fast"], ["--no-tail", "0"]])
+@pytest.mark.parametrize("wrong", [["--scale", "0.5"], ["--tool", "a=fast"], ["--no-tail", "-1"]])
 def test_wrong_values_are_refused(tmp_path: Path, wrong: list[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["what-if", str(tmp_path), *wrong])
@@ -717,7 +719,7 @@ def test_the_next_rollout_begins_after_this_one_also_beside_other_tasks(tmp_path
     drawn_inputs(tmp_path, stages, engines)
     found = open_step(tmp_path).what_if(scale={"rollout": 3.0})
     assert found.predicted_us == pytest.approx(27.5e6)
-    assert not any(note.startswith("the predicted step is one of many") for note in found.notes)
+    assert not any(note.startswith("the predicted step is not the mean step") for note in found.notes)
 
 
 def test_steps_that_alternate_are_predicted_by_the_one_between(tmp_path: Path) -> None:
@@ -733,4 +735,4 @@ def test_a_note_says_that_the_steps_differ(tmp_path: Path) -> None:
     drawn_inputs(tmp_path, [("rollout", 0, 4), ("update_actor", 3, 8), ("mini", 8.74, 8.86)], engines)
     found = open_step(tmp_path).what_if(scale={"mini": 1.5})
     assert found.predicted_us == pytest.approx(10.06e6)
-    assert any(note.startswith("the predicted step is one of many") for note in found.notes)
+    assert any(note.startswith("the predicted step is not the mean step") for note in found.notes)

@@ -14,7 +14,8 @@ from verl_profiling.analysis import CapturedStep
 from verl_profiling.commands import EXIT_FINDING, at_least_0, count, option
 from verl_profiling.commands.common import StepByStep, add_communication, add_paths, add_ray, progress
 from verl_profiling.errors import ConfigError
-from verl_profiling.predict.what_if import Changes, Prediction
+from verl_profiling.predict.changes import Changes
+from verl_profiling.predict.prediction import Prediction
 from verl_profiling.report.tables import cells, summed
 from verl_profiling.report.terminal import fitting_console, print_table
 from verl_profiling.units import duration, visible, visible_text_of
@@ -49,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     help = "the requests of the rollout are served by this many replicas; prints an interval"
     option(parser, "--replicas NUMBER", help, count)
     help = "rollouts run beside the training, at most this many steps ahead; prints an interval"
-    option(parser, "--async STEPS", help, _steps, dest="steps_ahead")
+    option(parser, "--async STEPS", help, int, dest="steps_ahead")
     help = (
         "devices (else workers) of the training and of the engines, by default with --async 1; prints an "
         "interval"
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the critical path of each step, as recorded or with changes."""
     work = StepByStep(arguments.paths, arguments.communication, arguments.ray)
     steps = [step for capture in work.steps for step in capture.by_step()]
-    changes = {name: getattr(arguments, name) for name in Changes._fields}
+    changes = {name: getattr(arguments, name) for name in Changes.__struct_fields__}
     changes |= {name: dict(changes[name]) for name in ("scale", "tools")}
     found: list[tuple[CapturedStep, Prediction]] = []
     refused: list[tuple[CapturedStep, ConfigError]] = []
@@ -105,12 +106,6 @@ def _seconds(text: str) -> float:
     return at_least_0("a time such as 0.2s or 150ms")(number) * {"ms": 1e-3, "us": 1e-6}.get(unit, 1.0)
 
 
-def _steps(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 0")
-    return int(text)
-
-
 def _split(text: str) -> tuple[int, int]:
     training, colon, rollout = text.partition(":")
     if not colon or ":" in rollout:
@@ -119,10 +114,7 @@ def _split(text: str) -> tuple[int, int]:
 
 
 def _percent(text: str) -> float:
-    percent = at_least_0("a percentage such as 95")(text.removesuffix("%"))
-    if not 0 < percent <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage above 0 and at most 100")
-    return percent
+    return at_least_0("a percentage such as 95")(text.removesuffix("%"))
 
 
 def _print(title: str, found: Prediction, console: Console) -> None:

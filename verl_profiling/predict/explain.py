@@ -117,7 +117,7 @@ def _units(graphs: Sequence[Graph], kinds: Mapping[str, str], told: bool) -> _Un
     """
     found: _Units = defaultdict(list)
     for step, graph in enumerate(graphs):
-        took = [one.end_ns - one.begin_ns for one in graph.segments]
+        took = [one.recorded_ns for one in graph.segments]
         for carried in graph.carried:
             took[carried.segment] += carried.before_ns
         for at, poll in graph.polls.items():
@@ -164,7 +164,7 @@ def _spans_s(graphs: Sequence[Graph], changes: Sequence[tuple[_Unit, float]] = (
     spans = []
     for graph, of_step in zip(graphs, factors, strict=True):
         count = len(graph.segments)
-        took = [one.end_ns - one.begin_ns for one in graph.segments]
+        took = [one.recorded_ns for one in graph.segments]
         times = np.rint(np.array(took + graph.delay_ns, float) * of_step).astype(int).tolist()
         before = [round(one.before_ns * of_step[one.segment]) for one in graph.carried]
         graph = graph.with_polls(of_step.tolist())

@@ -78,14 +78,14 @@ class Segment:
     """A time in which a process, a trajectory or a request does one thing.
 
     Attributes:
-        who: Lane, worker, or the loop.
-        within: Names of the stages around the segment, the outermost first.
         kind: ``own code`` of the loop, ``capture`` of the step, ``work`` of a worker, the collective, part of
             a request, or cause of a trajectory's time.
         begin_ns: Begin.
         end_ns: End.
-        after: Numbers of the segments that end before this segment begins.
+        who: Lane, worker, or the loop.
+        within: Names of the stages around the segment, the outermost first.
         around: Stages around the delay before the segment.
+        after: Numbers of the segments that end before this segment begins.
         trajectory: Group and sample of the trajectory.
         calls: Name and duration (ns) of each call around the segment, the outermost first. Absent are calls
             that began before the step.
@@ -95,19 +95,29 @@ class Segment:
         queue: Engine that serves such segments one at a time, first come first served; empty for others.
     """
 
-    who: str
-    within: tuple[str, ...]
     kind: str
     begin_ns: int
     end_ns: int
-    after: list[int]
-    around: tuple[str, ...]
+    who: str = ""
+    within: tuple[str, ...] = ()
+    around: tuple[str, ...] = ()
+    after: list[int] = field(default_factory=list)
     trajectory: str = ""
     calls: _Calls = ()
     part: int = -1
     capture_ns: int = 0
     request: Request | None = None
     queue: str = ""
+
+    @property
+    def stage(self) -> str:
+        """Outermost stage around the segment; empty outside stages."""
+        return self.within[0] if self.within else ""
+
+    @property
+    def recorded_ns(self) -> int:
+        """Recorded duration."""
+        return self.end_ns - self.begin_ns
 
 
 class Carried(NamedTuple):
@@ -412,27 +422,15 @@ def _carried(
             graph.unknown.append("rollout goes on when the step ends, and nothing tells who waits for it")
 
 
-def _piece(
-    kind: str,
-    begin_ns: int,
-    end_ns: int,
-    calls: _Calls = (),
-    request: Request | None = None,
-    queue: str = "",
-) -> Segment:
-    """Return a part of a trajectory or a request, whose other attributes are those of the run."""
-    return Segment("", (), kind, begin_ns, end_ns, [], (), calls=calls, request=request, queue=queue)
-
-
 def _before(root: _Run, end_ns: int) -> _Run:
     """Return work that began in the last step."""
-    pieces = [_piece(BEFORE, root.begin_ns, end_ns)]
+    pieces = [Segment(BEFORE, root.begin_ns, end_ns)]
     return _Run(ROLLOUT, "", "", root.begin_ns, end_ns, pieces=pieces, around=(ROLLOUT,))
 
 
 def _mark(root: _Run, ns: int) -> _Run:
     """Return an instant of the loop."""
-    return _Run(root.who, "", "", ns, ns, pieces=[_piece(OWN, ns, ns)])
+    return _Run(root.who, "", "", ns, ns, pieces=[Segment(OWN, ns, ns)])
 
 
 def _stages(who: str, role: str, spans: Iterable[StageSpan], around: _Run) -> Iterator[_Run]:
@@ -600,13 +598,14 @@ def _trajectories(records: Records, pieces: Pieces, served: Mapping[int, Request
                 calls = ((blocker, mean_ns),) if mean_ns else ()
             request = served.get(span)
             if request is None or span not in queued or kind.startswith((LOOP_LAG, FROM_THE_ENGINE)):
-                found.append(_piece(kind, begin, end, calls, request))
+                found.append(Segment(kind, begin, end, calls=calls, request=request))
             elif kind not in (TO_THE_ENGINE, "queued"):
                 if found and found[-1].queue and found[-1].end_ns == begin:
                     begin, kind = found.pop().begin_ns, GENERATE
-                found.append(_piece(kind, begin, end, calls, request, f"replica {request.replica}"))
+                queue = f"replica {request.replica}"
+                found.append(Segment(kind, begin, end, calls=calls, request=request, queue=queue))
             elif queued[span] <= records.spans.begin[span]:  # the engine was free
-                found.append(_piece(kind, begin, end, calls, request))
+                found.append(Segment(kind, begin, end, calls=calls, request=request))
         title = f"{one.said.group}.{one.said.sample}" if one.said.group else str(number)
         yield _Run(one.lane, "", "", one.begin_ns, one.end_ns, pieces=found, trajectory=title)
 
@@ -621,7 +620,7 @@ def _requests(step: Step, served: Iterable[Request]) -> Iterator[_Run]:
     for worker in step.workers:
         for one in worker.requests:
             if id(one) not in known and one.end_ns > step.begin_ns:
-                pieces = [_piece(*part, (), one) for part in one.parts()]
+                pieces = [Segment(*part, request=one) for part in one.parts()]
                 run = _Run(worker.name, worker.identity.role, "", one.begin_ns, one.end_ns, pieces=pieces)
                 run.clip(step.begin_ns, step.end_ns)
                 yield run
@@ -742,15 +741,15 @@ class _Builder:
                 break
             if called_ns < begin_ns or left_ns > end_ns:
                 continue
-            one = Segment(run.who, within, kind, begin_ns, called_ns, [], around, part=part)
+            one = Segment(kind, begin_ns, called_ns, run.who, within, around, part=part)
             numbers.append(self._new(one, before))
             if number not in self.joined:
                 who, name, arrived_ns, free_ns = self._collectives[number]
-                join = Segment(who, within, name, arrived_ns, free_ns, [], within)
+                join = Segment(name, arrived_ns, free_ns, who, within, within)
                 self.joined[number] = self._new(join, -1)
             before, begin_ns, around = self.joined[number], left_ns, within
             found[before].after.append(numbers[-1])
-        one = Segment(run.who, within, kind, begin_ns, end_ns, [], around, part=part)
+        one = Segment(kind, begin_ns, end_ns, run.who, within, around, part=part)
         numbers.append(self._new(one, before))
         return numbers[0], numbers[-1]
 
@@ -768,7 +767,7 @@ class _Builder:
         last = [at for at in range(begun, len(self.graph.segments)) if at not in followed]
         if len(last) != 1:  # the run ends when the last of them has ended
             done = Segment(
-                run.who, around, OWN, run.end_ns, run.end_ns, [], around, run.trajectory, part=part
+                OWN, run.end_ns, run.end_ns, run.who, around, around, [], run.trajectory, part=part
             )
             last.append(self._new(done, -1))
             for at in last[:-1]:

@@ -67,13 +67,6 @@ _FULL = "a launch into a full queue waits for the work that leaves the queue"
 _TURNS = "a thread that was idle follows the last call of another thread"
 
 
-class Timed(NamedTuple):
-    """The step with other kernels: duration (ns) of segments by number, and sentences on what is assumed."""
-
-    took_ns: dict[int, int]
-    assumed: list[str]
-
-
 class _Found(NamedTuple):
     """A trace after the change: durations (ns), time of each kernel, other names, and assumptions."""
 
@@ -106,17 +99,21 @@ class _Content(NamedTuple):
     categories: set[str]
 
 
-def with_kernels(inputs: StepInputs, graph: Graph, factors: Mapping[str, float]) -> Timed:
-    """Return the durations of the segments in which kernels take a part of their time.
+def with_kernels(
+    inputs: StepInputs, graph: Graph, factors: Mapping[str, float]
+) -> tuple[dict[int, int], list[str]]:
+    """Return the duration (ns) of segments with faster or slower kernels, by number, and what is assumed.
 
     Args:
         inputs: The step; each call reads its traces.
         graph: The graph of the step.
-        factors: Factor by pattern of names.
+        factors: Factor of the time of kernels, by a pattern of their names.
 
     Raises:
         ConfigError: The traces have no launches of kernels, or a pattern matches no kernel.
     """
+    if not factors:
+        return {}, []
     segments, calls, owned = graph.segments, [], []
     for source in inputs.sources:
         owned.append([at for at, one in enumerate(segments) if _runs_in(one, source)])
@@ -130,17 +127,12 @@ def with_kernels(inputs: StepInputs, graph: Graph, factors: Mapping[str, float])
             continue
         read.append(found)
         for at, took_ns in zip(mine, found.took_ns, strict=True):
-            longer_ns[at][source.lane] += took_ns - (segments[at].end_ns - segments[at].begin_ns)
+            longer_ns[at][source.lane] += took_ns - segments[at].recorded_ns
     _check(factors, read)
     assumed = sum((found.assumed for found in read), Counter[str]())
     assumed[_WITHOUT_LAUNCHES] = sum(bool(found.kernels) and not found.has_launches for found in read)
-    return Timed(
-        {
-            at: max(segments[at].end_ns - segments[at].begin_ns + max(by_lane.values()), 0)
-            for at, by_lane in longer_ns.items()
-        },
-        [f"{rule} ({many:,})" for rule, many in assumed.items() if many],
-    )
+    timed_ns = {at: max(segments[at].recorded_ns + max(of.values()), 0) for at, of in longer_ns.items()}
+    return timed_ns, [f"{rule} ({many:,})" for rule, many in assumed.items() if many]
 
 
 def _runs_in(one: Segment, source: Source) -> bool:

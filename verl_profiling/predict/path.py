@@ -101,7 +101,7 @@ def replay(
         before_ns: Time of each carried work in the last step; by default as recorded.
     """
     before_ns = [one.before_ns for one in graph.carried] if before_ns is None else before_ns
-    took_ns = [one.end_ns - one.begin_ns for one in graph.segments] if took_ns is None else took_ns
+    took_ns = [one.recorded_ns for one in graph.segments] if took_ns is None else took_ns
     delay_ns = graph.delay_ns if delay_ns is None else delay_ns
     after = [one.after for one in graph.segments] if after is None else after
     took_ns = list(took_ns)

@@ -1,4 +1,4 @@
-"""Replays of a step with another number of replicas, or with rollouts of several steps at once.
+"""Engines as fitted to the requests of a step, and a simulation in which such replicas serve requests.
 
 A running request makes one token in each iteration of its engine, and the time of an iteration depends on the
 number of running requests: the curve. The work of a request is the number of iterations that fit into its
@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -31,15 +29,11 @@ _IN_ENGINE = (_QUEUED, "first token", "prefill", "generate", _DECODE)
 _WAITED = 0.1  # time in queues per time of running, from which on a replica is full
 _BRIEF = 0.01  # share of the time, which the least and the largest numbers of running requests need
 _LEAST = 8  # requests, from which on a curve is fitted
-_ORDERS = 7  # random ones, of round robin
 _SAMPLES, _LOW, _HIGH = 200, 0.05, 0.95  # of the bootstrap
 _ROUNDS = 6  # until the fit is steady
-_WARM, _STEADY = 1, 2  # rounds of steps: before the mean step is taken, and for it
-
-_WHOLE, _AFTER, _FIRST = "whole", "after", "first"  # trajectories that a training and a rollout wait for
 
 
-class _Served(NamedTuple):
+class Served(NamedTuple):
     """A request that ran in the step.
 
     Attributes:
@@ -62,8 +56,13 @@ class _Served(NamedTuple):
     since_ns: int
     tokens: int
 
+    def in_step(self, step: int, base: int) -> Served:
+        """Return the request in one of several steps, whose first segment has the number ``base``."""
+        queue, segments = ([base + at for at in ats] for ats in (self.queue, self.segments))
+        return self._replace(client=(step, self.client), queue=queue, segments=segments)
 
-class _Engines(NamedTuple):
+
+class Engines(NamedTuple):
     """The engines of a step, as fitted to its requests.
 
     Attributes:
@@ -75,7 +74,7 @@ class _Engines(NamedTuple):
         curves: Time of an iteration by the number of running requests: low, likely and high.
     """
 
-    served: list[_Served]
+    served: list[Served]
     load: _Load
     slots: int
     few: int
@@ -131,134 +130,7 @@ def has_requests(graph: Graph) -> bool:
     return any(one.tokens for one in _served(graph))
 
 
-def on_replicas(
-    recorded: Replay, replicas: int, option: str
-) -> tuple[list[list[float]], list[str], list[str]]:
-    """Return the durations of segments when requests are served by another number of replicas.
-
-    Args:
-        recorded: The step with the recorded replicas.
-        replicas: Number of replicas.
-        option: The option, for errors.
-
-    Returns:
-        The likely durations, with the fitted curve and each request at the replica with the fewest requests,
-        and those at the ends of the interval, with other curves and round robin; what is assumed; and notes.
-
-    Raises:
-        ConfigError: The step lacks requests.
-    """
-    engines = _fitted(recorded, replicas, option)
-    most = len(engines.served)
-    random = np.random.default_rng(0)
-    orders = [None, range(most), *(random.permutation(most).tolist() for _ in range(_ORDERS))]
-    steps = _Steps(recorded.took_ns, recorded.delay_ns, recorded.given, engines.served)
-    spent_ns, found = np.zeros(most + 1), []
-    rollout = _Rollout(steps, engines.slots, spent_ns)
-    for curve, tried in zip(engines.curves, (orders[:2], orders[:1], orders), strict=True):
-        work = engines.work(curve, recorded.took_ns)
-        found.append([rollout.replay(replicas, curve, work, order)[0] for order in tried])
-    return [*found[1], *found[0], *found[2]], engines.assumed(), engines.notes(spent_ns)
-
-
-def steps_ahead(
-    rollout: Replay, replicas: int | None, ahead: int, training_ns: Sequence[float]
-) -> tuple[list[float], list[str], list[str]]:
-    """Return the mean step of a run whose rollouts go on for several steps beside the training.
-
-    A rollout begins once the training of some steps before has ended. The first begin at once.
-
-    Args:
-        rollout: The rollout alone, with the recorded replicas.
-        replicas: Number of replicas; by default as recorded.
-        ahead: Most steps that a rollout is ahead of the training.
-        training_ns: Likely, least and most time of the training.
-
-    Returns:
-        The likely time of a step and those at the ends of the interval (ns), what is assumed, and notes.
-
-    Raises:
-        ConfigError: Engines served one request at a time.
-    """
-    engines = _fitted(rollout, replicas, "--async", ahead)
-    replicas = engines.load.replicas if replicas is None else replicas
-    each, size = ahead + 1, len(rollout.took_ns)
-    count = each * (_WARM + _STEADY + 1)  # the last are alone in the engines
-    lasts = set(chain.from_iterable(rollout.graph.tails.values()))
-    likely, least, longest = training_ns
-    spent_ns = np.zeros(len(engines.curves[0]))
-
-    @lru_cache(maxsize=1)  # calls with one value follow each other
-    def in_a_row(by: str) -> tuple[_Rollout, list[int]]:
-        steps, trainings = _in_a_row(rollout, engines.served, count, ahead, by)
-        return _Rollout(steps, engines.slots, spent_ns), trainings
-
-    def mean_ns(curve: Floats, training_ns: float, by: str, order: Sequence[int] | None = None) -> float:
-        run, trainings = in_a_row(by)
-        takers = [at for at in trainings for _ in lasts] if by == _FIRST else []
-        ended = {at + step * size for at in lasts for step in range(count)} if takers else set()
-        work = engines.work(curve, rollout.took_ns) * count
-        times_ns = dict.fromkeys(trainings, training_ns)
-        end_ns = run.replay(replicas, curve, work, order, ended, takers, times_ns)[1]
-        first, last = (end_ns[trainings[each * rounds - 1]] for rounds in (_WARM, _WARM + _STEADY))
-        return (last - first) / (each * _STEADY)
-
-    low, fitted, high = engines.curves
-    by_turns = range(len(engines.served) * count)
-    found = [
-        mean_ns(fitted, likely, _WHOLE),
-        mean_ns(low, least, _WHOLE),
-        *(mean_ns(high, longest, by, order) for by in (_WHOLE, _AFTER) for order in (None, by_turns)),
-        *([mean_ns(low, least, _FIRST)] if lasts else []),
-    ]
-    assumed = [
-        *engines.assumed(),
-        "the training of a step waits for its own trajectories; in the interval, also for as many that end "
-        "first",
-        "a rollout begins after the training of an earlier step; in the interval, also after a rollout",
-    ]
-    return found, assumed, engines.notes(spent_ns)
-
-
-def _in_a_row(
-    rollout: Replay, served: Iterable[_Served], count: int, ahead: int, by: str
-) -> tuple[_Steps, list[int]]:
-    """Return the rollouts and trainings of several steps, and the numbers of the trainings.
-
-    Args:
-        rollout: The rollout of each step.
-        served: Its requests.
-        count: Number of steps.
-        ahead: Most steps that a rollout is ahead of the training.
-        by: ``whole``: a training waits for the rollout of its step. ``after``: a rollout also waits for an
-            earlier one. ``first``: a training waits for no rollout of a certain step.
-    """
-    size, last = len(rollout.took_ns), rollout.graph.last
-    trainings = [count * size + step for step in range(count)]
-    after: list[list[int]] = []
-    copies: list[_Served] = []
-    for step in range(count):
-        base = step * size
-        before = [trainings[step - ahead - 1]] if step > ahead else []
-        if by == _AFTER and step >= ahead:
-            before.append(base - ahead * size + last)
-        after += [[base + at for at in edges] or before for edges in rollout.given]
-        copies += [
-            one._replace(
-                client=(step, one.client),
-                queue=[base + at for at in one.queue],
-                segments=[base + at for at in one.segments],
-            )
-            for one in served
-        ]
-    for step in range(count):
-        own = [] if by == _FIRST else [step * size + last]
-        after.append([*own, *trainings[max(step - 1, 0) : step]])
-    took_ns = [*(list(rollout.took_ns) * count), *[0] * count]
-    return _Steps(took_ns, [*(list(rollout.delay_ns) * count), *[0] * count], after, copies), trainings
-
-
-def _fitted(recorded: Replay, replicas: int | None, option: str, ahead: int = 0) -> _Engines:
+def fitted(recorded: Replay, replicas: int | None, option: str, ahead: int = 0) -> Engines:
     """Return the engines of a step.
 
     Args:
@@ -304,10 +176,10 @@ def _fitted(recorded: Replay, replicas: int | None, option: str, ahead: int = 0)
     ):
         beyond = above * np.maximum(running - many, 0) - below * np.maximum(few - running, 0)
         curves.append(np.interp(running, knots, curve) + beyond)
-    return _Engines(served, load, int(load.running.max()) if waited else most, few, many, curves)
+    return Engines(served, load, int(load.running.max()) if waited else most, few, many, curves)
 
 
-def _served(graph: Graph) -> Iterator[_Served]:
+def _served(graph: Graph) -> Iterator[Served]:
     """Yield the requests that ran, without those of validation."""
     segments: defaultdict[int, list[int]] = defaultdict(list)
     for at, one in enumerate(graph.segments):
@@ -320,7 +192,7 @@ def _served(graph: Graph) -> Iterator[_Served]:
             continue
         made = [one for one in running if one.kind == _DECODE]  # without the first token, made by the prefill
         request = parts[0].request
-        yield _Served(
+        yield Served(
             replica=request.replica,  # type: ignore[union-attr]
             client=(parts[0].who, parts[0].trajectory) if parts[0].trajectory else ats[0],
             queue=[at for at in ats if graph.segments[at].kind == _QUEUED],
@@ -344,7 +216,7 @@ class _Load:
         took_ns: For how long each number lasted.
     """
 
-    def __init__(self, served: Sequence[_Served]) -> None:
+    def __init__(self, served: Sequence[Served]) -> None:
         times, running, self._of = [], [], np.empty(len(served), np.int64)
         names = sorted({one.replica for one in served})
         self.replicas = len(names)
@@ -377,7 +249,7 @@ class _Load:
         return np.asarray(last - first)
 
 
-def _curves(served: Sequence[_Served], load: _Load, knots: NDArray[np.int64], more: float) -> list[Floats]:
+def _curves(served: Sequence[Served], load: _Load, knots: NDArray[np.int64], more: float) -> list[Floats]:
     """Return a low, a likely and a high curve: the time of an iteration at each knot.
 
     Low and high are from a bootstrap over the requests: by them, the recorded work would take least and most
@@ -500,38 +372,32 @@ class _Replica:
 _ENDED, _ARRIVED, _NEXT = range(3)  # events: of a segment, of a request, of a replica
 
 
-class _Steps(NamedTuple):
-    """One step, or several, as segments with their order.
+class Simulation:
+    """One step, or several, as segments with their order; the requests are served by simulated replicas.
 
-    Attributes:
+    Args:
         took_ns: Duration of each segment with the recorded replicas.
         delay_ns: Delay before each segment.
         after: Edges to each segment.
         served: The requests.
-    """
-
-    took_ns: Sequence[float]
-    delay_ns: Sequence[float]
-    after: Sequence[Sequence[int]]
-    served: Sequence[_Served]
-
-
-class _Rollout:
-    """Steps as a simulation of events, in which replicas serve the requests.
-
-    Args:
-        steps: The steps.
         slots: Most requests that a replica runs at once.
         spent_ns: Time by the number of running requests, to which all replicas and replays add.
     """
 
-    def __init__(self, steps: _Steps, slots: int, spent_ns: Floats) -> None:
-        self._steps, self._slots, self._spent_ns = steps, slots, spent_ns
-        self._owner = {
-            at: number for number, one in enumerate(steps.served) for at in (*one.queue, *one.segments)
-        }
-        self._followers: list[list[int]] = [[] for _ in steps.took_ns]
-        for at, before in enumerate(steps.after):
+    def __init__(
+        self,
+        took_ns: Sequence[float],
+        delay_ns: Sequence[float],
+        after: Sequence[Sequence[int]],
+        served: Sequence[Served],
+        slots: int,
+        spent_ns: Floats,
+    ) -> None:
+        self._took_ns, self._delay_ns, self._after, self._served = took_ns, delay_ns, after, served
+        self._slots, self._spent_ns = slots, spent_ns
+        self._owner = {at: number for number, one in enumerate(served) for at in (*one.queue, *one.segments)}
+        self._followers: list[list[int]] = [[] for _ in took_ns]
+        for at, before in enumerate(after):
             for one in before:
                 self._followers[one].append(at)
 
@@ -557,8 +423,8 @@ class _Rollout:
             takers: Number of a segment for each trajectory that it waits for.
             times_ns: Durations of segments in place of the given ones.
         """
-        _, delay_ns, after, served = self._steps
-        found, end_ns = list(self._steps.took_ns), [0.0] * len(after)
+        delay_ns, after, served = self._delay_ns, self._after, self._served
+        found, end_ns = list(self._took_ns), [0.0] * len(after)
         for at, ns in times_ns.items():
             found[at] = ns
         seconds = curve.tolist()
@@ -614,7 +480,7 @@ class _Rollout:
         return found, end_ns
 
 
-def _divide(one: _Served, queued_ns: float, run_ns: float, found: list[float]) -> None:
+def _divide(one: Served, queued_ns: float, run_ns: float, found: list[float]) -> None:
     """Set the durations of a request's segments.
 
     Args:

@@ -1,0 +1,282 @@
+"""The changes of a step that a user can ask for: their values, their words, and the step with them.
+
+A new change is a field of :class:`Changes`, with its check, its option and its assumption, and a part of
+:meth:`Baseline.replay`. Other resources are replayed in :mod:`verl_profiling.predict.resources`.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
+
+import msgspec
+
+from verl_profiling.errors import ConfigError, choices_hint
+from verl_profiling.manifest import POLLING
+from verl_profiling.predict.graph import CAPTURE, LAG_BY, WORK, Graph
+from verl_profiling.predict.kernels import KERNEL
+from verl_profiling.predict.path import Chains, Replay, replay
+from verl_profiling.report.intervals import length, spans_of
+from verl_profiling.report.records import LOOP_LAG, OTHERS, UNKNOWN
+from verl_profiling.units import duration
+
+TOOL = "tool:"
+"""Begin of the name of a tool's spans; changes have the name without it."""
+_ASSUMED = (
+    "a scaled stage has the same shape, with its own delays and waits",
+    "code of the host, gaps and other kernels take as long as before",
+    "a balanced stage takes the mean of its workers, who still do the same work in all",
+    "a rollout without its tail is followed by stages that take as long as before",
+    "other calls take as long as before a tool changed, also in a fuller engine",
+    "calls take as long as before in threads of their own, however many at once",
+    "rollout and training run side by side as fast as alone, and neither runs in a weight update",
+    "on other devices, the time of the training is between the recorded one and one in proportion to them",
+)
+
+
+class Changes(msgspec.Struct, frozen=True):
+    """Changes of a step.
+
+    Attributes:
+        scale: Factor of the time in each stage, or of kernels: ``kernel:`` and a pattern of their names.
+        balance: Stages that take the mean time on each worker.
+        no_tail: Percentage of trajectories (else requests) after which a rollout ends.
+        tools: Duration of each call of a tool (s).
+        unblock: Tools and spans that no longer block the event loop.
+        replicas: Number of replicas.
+        steps_ahead: Most steps that a rollout is ahead of the training, on devices of its own.
+        split: Devices of the training and of the rollout; then, a rollout is one step ahead by default.
+
+    Raises:
+        ConfigError: A value has a wrong type, or is a number that no step has.
+    """
+
+    scale: Mapping[str, float] = {}
+    balance: Sequence[str] = ()
+    no_tail: float | None = None
+    tools: Mapping[str, float] = {}
+    unblock: Sequence[str] = ()
+    replicas: int | None = None
+    steps_ahead: int | None = None
+    split: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        for option, names in (("--balance", self.balance), ("--unblock", self.unblock)):
+            if isinstance(names, str) or not isinstance(names, Sequence):
+                raise ConfigError(option, f"{names!r} is no list of names, such as ['search']")
+        for option, numbers, unit in (("--scale", self.scale, "0.5"), ("--tool", self.tools, "0.2 (s)")):
+            if not isinstance(numbers, Mapping):
+                raise ConfigError(option, f"{numbers!r} is no mapping; give {{'name': {unit}}}")
+            for name, number in numbers.items():
+                if not isinstance(number, Real) or not 0 <= number < math.inf:
+                    said = f"{name}={number!r} is not a finite number of at least 0, such as {unit}"
+                    raise ConfigError(option, said)
+        if self.no_tail is not None and not (isinstance(self.no_tail, Real) and 0 < self.no_tail <= 100):
+            raise ConfigError("--no-tail", f"{self.no_tail!r} is not a percentage above 0 and at most 100")
+        if self.split is not None and (not isinstance(self.split, Sequence) or len(self.split) != 2):
+            raise ConfigError("--split", f"{self.split!r} is no pair of numbers, such as (8, 24)")
+        split = [("--split", devices, 1) for devices in self.split or ()]
+        for option, many, least in (
+            ("--replicas", self.replicas, 1),
+            ("--async", self.steps_ahead, 0),
+            *split,
+        ):
+            if many is not None and not (isinstance(many, Integral) and many >= least):
+                raise ConfigError(option, f"{many!r} is not an integer of at least {least}")
+        if self.split and self.replicas is not None:
+            raise ConfigError("--replicas", "--split sets the number of replicas; leave one of both out")
+
+    def options(self) -> list[str]:
+        """Return the changes as options of the command."""
+        return [
+            *(f"--scale {shlex.quote(f'{name}={factor:.6g}')}" for name, factor in self.scale.items()),
+            *(f"--balance {shlex.quote(name)}" for name in self.balance),
+            *([f"--no-tail {self.no_tail:.6g}"] if self.no_tail is not None else []),
+            *(f"--tool {shlex.quote(f'{name}={seconds:.6g}s')}" for name, seconds in self.tools.items()),
+            *(f"--unblock {shlex.quote(name)}" for name in self.unblock),
+            *([f"--replicas {self.replicas}"] if self.replicas is not None else []),
+            *([f"--async {self.steps_ahead}"] if self.steps_ahead is not None else []),
+            *(["--split {}:{}".format(*self.split)] if self.split else []),
+        ]
+
+    def with_more(self, more: Changes) -> Changes:
+        """Return these changes and more; factors of one stage are multiplied, and other values replaced."""
+        factors = {name: self.scale.get(name, 1.0) * factor for name, factor in more.scale.items()}
+        return msgspec.structs.replace(
+            self,
+            scale={**self.scale, **factors},
+            balance=list(dict.fromkeys((*self.balance, *more.balance))),
+            no_tail=self.no_tail if more.no_tail is None else more.no_tail,
+            tools={**self.tools, **more.tools},
+            unblock=list(dict.fromkeys((*self.unblock, *more.unblock))),
+        )
+
+    @property
+    def ahead(self) -> int:
+        """Most steps that a rollout is ahead of the training; by default 1 with a split, else 0."""
+        return int(self.split is not None) if self.steps_ahead is None else self.steps_ahead
+
+    @property
+    def kernels(self) -> dict[str, float]:
+        """Scale factor of kernels, by the pattern of their names."""
+        return {name.removeprefix(KERNEL): by for name, by in self.scale.items() if name.startswith(KERNEL)}
+
+    def assumed(self) -> list[str]:
+        """Return a sentence on the assumption of each kind of change."""
+        scaled = len(self.scale) > len(self.kernels)
+        times = (scaled, self.kernels, self.balance, self.no_tail, self.tools, self.unblock)
+        changed = (*times, self.ahead, self.split)
+        return [sentence for sentence, change in zip(_ASSUMED, changed, strict=True) if change]
+
+
+class Baseline:
+    """The step that is changed, and the names in it.
+
+    Args:
+        graph: The graph of the step.
+        timed_ns: Duration of segments with other kernels, by number.
+
+    Attributes:
+        graph: The graph.
+        calls: Calls whose duration can be set: by name, the duration (ns) of the call around each segment.
+        blocked: Segments of loop lag by the name of the call that blocks the event loop.
+        balanced: Stages that several workers of a role run at once.
+    """
+
+    def __init__(self, graph: Graph, timed_ns: Mapping[int, int] = {}) -> None:
+        self.graph = graph
+        self._took_ns = [timed_ns.get(at, one.recorded_ns) for at, one in enumerate(graph.segments)]
+        workers = Counter(graph.parts)
+        self.balanced = sorted({name for (_, name, _), many in workers.items() if many > 1})
+        calls, whole = defaultdict[str, dict[int, int]](dict), set[str]()
+        blocked = defaultdict[str, list[int]](list)
+        for at, one in enumerate(graph.segments):
+            for name, call_ns in reversed(one.calls):
+                calls[tool_name(name)][at] = call_ns
+                if not one.kind.startswith(LOOP_LAG):  # lag is no call, but goes with those that cause it
+                    whole.add(tool_name(name))
+            if one.kind.startswith(LAG_BY):
+                blocked[tool_name(one.kind.removeprefix(LAG_BY))].append(at)
+        self.calls = {name: calls[name] for name in whole - {OTHERS}}
+        self.blocked = {name: blocked[name] for name in blocked.keys() - {OTHERS, UNKNOWN}}
+
+    def replay(self, changes: Changes, chains: Chains | None = None) -> Replay:
+        """Return the replay of the step with all changes but those of resources.
+
+        Args:
+            changes: The changes.
+            chains: The chains of the graph, to replay them in place of its segments.
+
+        Raises:
+            ConfigError: The step has nothing of a name.
+        """
+        graph, after = self.graph, list[Sequence[int]]()
+        took, delay = list[float](self._took_ns), list[float](graph.delay_ns)
+        before = [float(one.before_ns) for one in graph.carried]
+        for stage, factor in changes.scale.items():
+            if stage.startswith(KERNEL):
+                continue
+            check_name(
+                "--scale", f"stage {stage!r}", stage, {name for one in graph.segments for name in one.within}
+            )
+            for at, one in enumerate(graph.segments):
+                if stage in one.within:
+                    took[at] = one.capture_ns + (took[at] - one.capture_ns) * factor
+                delay[at] *= factor if stage in one.around else 1.0
+            for number, carried in enumerate(graph.carried):
+                before[number] *= factor if stage in graph.segments[carried.segment].within else 1.0
+        for stage in changes.balance:
+            check_name("--balance", f"stage {stage!r} of several workers", stage, self.balanced)
+            for at, factor in _shares(graph, stage).items():
+                took[at] *= factor
+        for name, seconds in changes.tools.items():
+            check_name("--tool", f"complete call of {name!r}", tool_name(name), self.calls)
+            for at, call_ns in self.calls[tool_name(name)].items():
+                took[at] = graph.segments[at].recorded_ns * seconds * 1e9 / call_ns
+        for name in changes.unblock:
+            what = f"call of {name!r} that blocks an event loop"
+            check_name("--unblock", what, tool_name(name), self.blocked)
+            for at in self.blocked[tool_name(name)]:
+                took[at] = 0.0
+        took_ns, delay_ns, before_ns = ([round(ns) for ns in column] for column in (took, delay, before))
+        if chains is not None:
+            graph, (took_ns, delay_ns) = chains.graph, chains.times(took_ns, delay_ns)
+        graph = graph.with_polls([changes.scale.get(POLLING, 1.0)] * len(took))
+        after += (one.after for one in graph.segments)
+        found = replay(graph, took_ns, delay_ns, after, before_ns)
+        if changes.no_tail is None:
+            return found
+        if not graph.tails:
+            raise ConfigError("--no-tail", "no stage waits for trajectories or requests")
+        for at, left_out in _tails(found, changes.no_tail):
+            after[at] = [one for one in after[at] if one not in left_out]
+        return replay(graph, took_ns, delay_ns, after, before_ns)
+
+    def extrapolations(self, changes: Changes) -> Iterable[str]:
+        """Yield a sentence for each duration of a tool that no call in the capture had."""
+        for name, seconds in changes.tools.items():
+            took = [call_ns / 1e9 for call_ns in self.calls[tool_name(name)].values()]
+            if not min(took) <= seconds <= max(took):
+                recorded = f"calls of {name} took {duration(min(took))} to {duration(max(took))}"
+                yield f"extrapolated: {recorded} in the capture, and none took {duration(seconds)}"
+
+
+def tool_name(name: str) -> str:
+    """Return the name of a span as users give it: of a tool, without ``tool:``."""
+    return name.removeprefix(TOOL)
+
+
+def check_name(option: str, what: str, name: str, choices: Iterable[str]) -> None:
+    """Refuse a name that the step does not have.
+
+    Args:
+        option: The option with the name.
+        what: Words for the named thing.
+        name: The name.
+        choices: Names that the step has.
+    """
+    names = set(choices)
+    if name not in names:
+        hint = choices_hint(name, names) if names else "it has none of any name"
+        raise ConfigError(option, f"the step has no {what}; {hint}")
+
+
+def _shares(graph: Graph, stage: str) -> dict[int, float]:
+    """Return the factor of each segment of a stage for which each worker takes the mean time.
+
+    Workers that wait for each other take the mean between their collectives.
+    """
+    runs = defaultdict[tuple[str, str, int], dict[int, list[int]]](dict)  # side by side: segments by worker
+    for at, one in enumerate(graph.segments):
+        if one.part >= 0 and graph.parts[one.part][1] == stage:
+            runs[graph.parts[one.part]].setdefault(one.part, []).append(at)
+    factors: dict[int, float] = {}
+    for run in runs.values():
+        kinds = {tuple(graph.segments[at].kind for at in ats) for ats in run.values()}
+        phases = [list(run.values())]
+        if len(kinds) == 1 and set(*kinds) <= {WORK, CAPTURE}:  # all have the same collectives
+            phases = [[[at] for at in phase] for phase in zip(*run.values(), strict=True)]
+        for phase in phases:
+            spans = (
+                [(graph.segments[at].begin_ns, graph.segments[at].end_ns) for at in ats] for ats in phase
+            )
+            worked_ns = [length(spans_of(of_worker)) for of_worker in spans]
+            mean_ns = sum(worked_ns) / len(worked_ns)
+            for ats, ns in zip(phase, worked_ns, strict=True):
+                factors |= {at: mean_ns / ns for at in ats if ns}
+    return factors
+
+
+def _tails(found: Replay, percent: float) -> Iterable[tuple[int, set[int]]]:
+    """Yield each segment that waits for a rollout, and the trajectories or requests in its tail."""
+    graph, rollouts = found.graph, defaultdict[tuple[object, ...], list[int]](list)
+    for at in graph.tails:
+        one = graph.segments[at]
+        rollouts[one.within, graph.parts[one.part] if one.part >= 0 else at].append(at)
+    for waiting in rollouts.values():
+        ended = sorted((found.end_ns[last], last) for at in waiting for last in graph.tails[at])
+        left_out = {last for _, last in ended[math.ceil(len(ended) * percent / 100) :]}
+        yield from ((at, left_out) for at in waiting)

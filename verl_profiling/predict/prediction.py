@@ -1,0 +1,278 @@
+"""The prediction of a step after changes: critical path, slack, and the next changes that would help."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
+
+import msgspec
+
+from verl_profiling.manifest import POLLING
+from verl_profiling.predict.changes import TOOL, Baseline, Changes, tool_name
+from verl_profiling.predict.graph import DELAY, LAG_BY, WORK, Graph, graph_of
+from verl_profiling.predict.path import Replay, chains_of, critical_path, replay, slacks_ns
+from verl_profiling.predict.resources import on_resources
+from verl_profiling.report.anatomy import OUTSIDE_STAGES
+from verl_profiling.report.build import Content
+from verl_profiling.report.columns import HelpRow, PathRow
+from verl_profiling.report.intervals import length, spans_of, within
+from verl_profiling.report.model import Report
+from verl_profiling.report.records import GENERATE
+from verl_profiling.report.tables import added
+from verl_profiling.units import duration, visible, visible_text_of
+
+_NOT_STEADY = "the predicted step is not the mean step: each step leaves more or less work to the next"
+_LEAST_SHARE = 0.001  # least saved share of the step of a listed change
+_NOISE = 0.03  # share by which steps differ that are alike, on each side of an interval
+_NESTED = 0.05  # two spans are one change if one holds the other and takes at most this share longer
+_LEAST_OF_TAIL = 10  # least trajectories or requests of a rollout whose tail may be left out
+
+
+class SlackRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The slack of a process in a stage.
+
+    Attributes:
+        stage: The outermost stage.
+        who: Lane, worker or the loop.
+        time_us: Time in which the process works in the stage.
+        slack_us: How much longer this could take without a longer step; 0 on the critical path.
+    """
+
+    columns: ClassVar[str] = "stage, who, works=time_us, slack=slack_us"
+
+    stage: str
+    who: str
+    time_us: float
+    slack_us: float
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """A step as it would be after changes; without changes, the recorded step.
+
+    Attributes:
+        step: Number of the step.
+        span_us: Duration of the recorded step.
+        predicted_us: Duration of the predicted step.
+        low_us: Low end of the interval of the predicted step; ``None`` without replicas, steps ahead
+            and split.
+        high_us: High end of the interval.
+        changes: The changes, as options of the command.
+        path: The critical path of the predicted step, in order; the durations add up to ``predicted_us``.
+        slack: Slack of each process in each stage.
+        what_would_help: Effects of single changes of the predicted step, the largest first; empty with an
+            interval.
+        missing: Sentences on missing data.
+        assumed: Sentences on what is assumed.
+        notes: Sentences on what is not known, and on changes outside of what the capture shows.
+    """
+
+    step: int | None
+    span_us: float
+    predicted_us: float
+    changes: list[str]
+    path: list[PathRow]
+    slack: list[SlackRow]
+    what_would_help: list[HelpRow]
+    missing: list[str]
+    assumed: list[str]
+    notes: list[str]
+    low_us: float | None = None
+    high_us: float | None = None
+
+
+def with_predictions(report: Report, content: Content) -> tuple[Report, Graph | None]:
+    """Return a report with its critical path and the changes that would help, and the graph of the step.
+
+    An error costs these alone: it becomes a sentence on missing data.
+
+    Args:
+        report: The report of a step.
+        content: Everything that was read of the step.
+    """
+    try:
+        graph = graph_of(content)
+        found = visible_text_of(predict(graph))
+    except Exception as error:
+        problem = f"no critical path and no changes that would help: {type(error).__name__}: {error}"
+        report.coverage.missing.append(visible(problem))
+        return report, None
+    rows = {"what_would_help": found.what_would_help, "critical_path": found.path}
+    return msgspec.structs.replace(report, **rows), graph
+
+
+def predict(
+    graph: Graph,
+    changes: Changes | None = None,
+    step: int | None = None,
+    missing: Sequence[str] = (),
+    kernels: tuple[Mapping[int, int], Sequence[str]] = ({}, ()),
+) -> Prediction:
+    """Return the step after changes, its critical path and its slack.
+
+    Args:
+        graph: The graph of the step.
+        changes: The changes; by default none.
+        step: Number of the step.
+        missing: Sentences on missing data.
+        kernels: Duration (ns) of segments with the changed kernels, and sentences on what is assumed of them.
+
+    Raises:
+        ConfigError: The step has no such stage, tool or rollout, or lacks what other resources need.
+    """
+    changes, (timed_ns, assumed_of_kernels) = changes or Changes(), kernels
+    baseline, recorded = Baseline(graph, timed_ns), replay(graph)
+    found = baseline.replay(changes) if changes.options() else recorded
+    assumed = [*changes.assumed(), *assumed_of_kernels]
+    notes, helps, spans_ns = list(baseline.extrapolations(changes)), list[HelpRow](), list[int]()
+    if (changes.replicas, changes.steps_ahead, changes.split) != (None, None, None):
+        found, spans_ns = on_resources(found, changes, assumed, notes)
+    else:
+        helps = _helps(baseline, found, changes)
+    return Prediction(
+        step=step,
+        span_us=recorded.span_ns / 1000,
+        predicted_us=found.span_ns / 1000,
+        low_us=min(spans_ns) * (1 - _NOISE) / 1000 if spans_ns else None,
+        high_us=max(spans_ns) * (1 + _NOISE) / 1000 if spans_ns else None,
+        changes=changes.options(),
+        path=_path_rows(found, is_idle_known=not timed_ns),
+        slack=_slack_rows(found),
+        what_would_help=helps,
+        missing=list(missing),
+        assumed=[*(f"{rule} ({many:,})" for rule, many in graph.assumed.items()), *assumed],
+        notes=[*notes, *([] if found.alike else [_NOT_STEADY]), *graph.unknown],
+    )
+
+
+def _candidates(baseline: Baseline, found: Replay) -> Iterable[tuple[str, str, Changes]]:
+    """Yield single changes to try, each with the outermost stage that it changes, and in words.
+
+    A call is tried if it takes time on the critical path, or on the path to work of the next step. Of nested
+    calls of about the same length, only the tool is tried.
+
+    Args:
+        baseline: The step.
+        found: The step with the changes so far.
+    """
+    graph, calls, outermost = found.graph, baseline.calls, dict[str, str]()
+    for one in graph.segments:
+        for name in one.within:
+            outermost.setdefault(name, one.stage)
+    for stage in dict.fromkeys(outermost.values()):
+        yield stage, f"{stage} in 50% of its time", Changes(scale={stage: 0.5})
+    if graph.polls:
+        yield outermost[POLLING], "polls 2x as often", Changes(scale={POLLING: 0.5})
+    for stage in baseline.balanced:
+        yield outermost[stage], f"{stage} balanced", Changes(balance=[stage])
+    if sum(map(len, graph.tails.values())) >= _LEAST_OF_TAIL:
+        yield _first_stage(graph, graph.tails), "rollout without its last 10%", Changes(no_tail=90.0)
+    spent, tools, tried = Counter[str](), set[str](), list[str]()
+    for last in {graph.last, *(one.mark for one in graph.carried)}:
+        for part in critical_path(found, last):
+            one = graph.segments[part.segment]
+            names = (one.kind.removeprefix(LAG_BY), *dict(one.calls))
+            tools |= {tool_name(name) for name in names if name.startswith(TOOL)}
+            spent.update(dict.fromkeys(map(tool_name, names), part.end_ns - part.begin_ns))
+    for name in sorted(baseline.blocked.keys() & spent.keys()):
+        yield (
+            _first_stage(graph, baseline.blocked[name]),
+            f"{name} off the event loop",
+            Changes(unblock=[name]),
+        )
+    for name in sorted(calls.keys() & spent.keys() - {GENERATE}, key=lambda name: (name not in tools, name)):
+        same = any(
+            math.isclose(spent[name], spent[one], rel_tol=_NESTED) and calls[name].keys() & calls[one].keys()
+            for one in tried
+        )
+        if spent[name] > _LEAST_SHARE * found.span_ns and not same:
+            tried.append(name)
+            took_ns = [ns * _factor(found, at) for at, ns in calls[name].items() if found.took_ns[at]]
+            half_s = float(f"{sum(took_ns) / max(len(took_ns), 1) / 2e9:.3g}")
+            words = f"each {name} call at half the mean, {duration(half_s)}"
+            yield _first_stage(graph, calls[name]), words, Changes(tools={name: half_s})
+
+
+def _first_stage(graph: Graph, ats: Iterable[int]) -> str:
+    """Return the outermost stage around the first of some segments in a stage."""
+    return next((stage for at in ats if (stage := graph.segments[at].stage)), "")
+
+
+def _helps(baseline: Baseline, found: Replay, changes: Changes) -> list[HelpRow]:
+    """Return the single changes that make a step shorter, the largest effect first.
+
+    Args:
+        baseline: The step.
+        found: The step with the changes so far.
+        changes: The changes so far.
+    """
+    rows, chains, span_ns = list[HelpRow](), chains_of(baseline.graph), found.span_ns
+    for stage, words, more in _candidates(baseline, found):
+        both = changes.with_more(more)
+        predicted_ns = baseline.replay(both, chains).span_ns
+        change, share = predicted_ns - span_ns, (predicted_ns - span_ns) / max(span_ns, 1)
+        row = HelpRow(
+            change=words,
+            option=" ".join(option for option in both.options() if option not in changes.options()),
+            stage=stage,
+            predicted_us=predicted_ns / 1000,
+            difference_us=change / 1000,
+            difference_share=share,
+            hours_a_day=-share * baseline.graph.lanes * 24,
+            unit="GPU-hours" if baseline.graph.on_device else "lane-hours",
+        )
+        rows += [row] if share < -_LEAST_SHARE else []
+    return sorted(rows, key=lambda row: row.difference_us)
+
+
+def _factor(found: Replay, at: int) -> float:
+    """Return how many times as long as recorded a segment takes."""
+    return found.took_ns[at] / max(found.graph.segments[at].recorded_ns, 1)
+
+
+def _path_rows(replayed: Replay, is_idle_known: bool) -> list[PathRow]:
+    graph, rows = replayed.graph, list[PathRow]()
+    for part in critical_path(replayed):
+        one = graph.segments[part.segment]
+        stages = one.around if part.is_delay else one.within
+        row = PathRow(
+            stage=" / ".join(stages) or OUTSIDE_STAGES,
+            who=f"{one.who} {one.trajectory}" if one.trajectory else one.who,
+            worker=one.who,
+            kind=DELAY if part.is_delay else one.kind,
+            begin_us=(part.begin_ns - graph.begin_ns) / 1000,
+            duration_us=(part.end_ns - part.begin_ns) / 1000,
+            share=(part.end_ns - part.begin_ns) / max(replayed.span_ns, 1),
+            idle_us=_idle_us(replayed, part.segment) if is_idle_known and not part.is_delay else None,
+        )
+        if rows and (row.stage, row.who, row.kind) == (rows[-1].stage, rows[-1].who, rows[-1].kind):
+            row = added(rows.pop(), row)
+        rows.append(row)
+    return rows
+
+
+def _idle_us(replayed: Replay, at: int) -> float | None:
+    """Return the time in which all lanes of a worker are idle; ``None`` if no lane is recorded."""
+    graph, one = replayed.graph, replayed.graph.segments[at]
+    if one.kind != WORK or one.who not in graph.idle:
+        return None
+    idle_ns = length(within(graph.idle[one.who], one.begin_ns, one.end_ns))
+    return idle_ns / 1000 * _factor(replayed, at)
+
+
+def _slack_rows(replayed: Replay) -> list[SlackRow]:
+    found: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for at, one in enumerate(replayed.graph.segments):
+        if replayed.took_ns[at] > 0:
+            found[one.stage or OUTSIDE_STAGES, one.who].append(at)
+    slack, end_ns, took_ns = slacks_ns(replayed), replayed.end_ns, replayed.took_ns
+    return [
+        SlackRow(
+            stage=stage,
+            who=who,
+            time_us=length(spans_of((end_ns[at] - took_ns[at], end_ns[at]) for at in own)) / 1000,
+            slack_us=min(slack[at] for at in own) / 1000,
+        )
+        for (stage, who), own in found.items()
+    ]
