@@ -109,7 +109,7 @@ def test_a_full_disk_is_not_written_to(
     callback.on_train_end()
     assert kept(config) == names(1, 4)
     [note], [warning] = manifest(config, 4).notes, caplog.messages
-    assert note.startswith("captures stopped at step 2 and go on now: ")
+    assert note.startswith("captures stopped at step 2 (")
     assert warning.startswith("captures stop at step 2, until there is room: ")
     for said in (note, warning, read_run(Path(config.save_path)).not_captured[2]):
         assert f"{config.save_path} has 7 bytes of free space, less than limits.min_free_bytes=" in said

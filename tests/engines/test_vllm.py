@@ -67,7 +67,7 @@ class Server(EngineServer, VLLMCaptureMixin):
         try:
             super().reconfigure(**changes)
         except CaptureStateError as error:
-            if "was started with (delay, iterations)" not in str(error):
+            if "was started with (delay_iterations, max_iterations)" not in str(error):
                 raise
             pytest.skip("this vLLM fixes the window when it starts; test_window_of_engine_args has one")
 

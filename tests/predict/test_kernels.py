@@ -204,7 +204,10 @@ def test_requests_of_an_engine_take_less_time_with_faster_kernels(tmp_path: Path
     [
         ("gem", "no kernel of the step matches 'gem'; close names: gemm"),
         ("*xyz*", "no kernel of the step matches '*xyz*'; the longest: gemm, norm"),
-        ("nccl*", "'nccl*' are collectives, whose time has waits for other ranks"),
+        (
+            "nccl*",
+            "'nccl*' matches collectives: their waits cannot be scaled",
+        ),
     ],
 )
 def test_a_pattern_without_kernels_is_an_error(tmp_path: Path, pattern: str, said: str) -> None:

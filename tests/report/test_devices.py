@@ -221,7 +221,7 @@ def test_users_add_names_of_communication(tmp_path: Path) -> None:
     report_of(tmp_path, [event("kernel", 0, 10, name="my_ring<int>"), event("kernel", 20, 25, name="gemm")])
     report = open_step(tmp_path, communication=["^my_.*<int>"]).report()
     assert (report.workers[0].communication_us, report.workers[0].compute_us) == (10, 5)
-    assert report.notes == ["counted as communication on request: ^my_.*<int>"]
+    assert report.notes == ["counted as communication by the option: ^my_.*<int>"]
     report = open_step(tmp_path, communication=["ring", "gemm"]).report()
     assert report.workers[0].communication_us == 15
     with pytest.raises(ConfigError, match=r"--communication.*no regular expression"):

@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         )
     add_communication(parser)
     option(parser, "--json", "print JSON")
-    help = "exit 1 when the step or a stage got slower by more than this, and than the known noise"
+    help = "exit 1 if the step or a stage got slower by more than this share and by more than the known noise"
     option(parser, "--fail-above PERCENT", help, _share)
 
 
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verdict(diff: Diff, slower: list[Change], arguments: argparse.Namespace) -> str:
-    """Return a sentence on the slower stages, the change of each, its largest cause, and the steps."""
+    """Return a sentence with the slower stages, their changes, the largest cause, and the compared steps."""
     named = ", ".join(map(_named, slower)) or "nothing"
     causes = [c for c in diff.changes if c.kind in ("lost", "trajectory") and c.stands_out and c.change_s > 0]
     if slower and causes:
@@ -79,7 +79,7 @@ class _Side(NamedTuple):
 
 
 def _side(path: Path, arguments: argparse.Namespace) -> _Side:
-    """Read one side; without graphs if a step has none, as plain traces and saved reports."""
+    """Read one side. It has graphs if each of its steps has one, unlike plain traces and saved reports."""
     if (saved := saved_report(path)) is not None:
         return _Side([saved], [], [], EXIT_OK)
     work = StepByStep([path], arguments.communication)
@@ -92,11 +92,14 @@ def _side(path: Path, arguments: argparse.Namespace) -> _Side:
 
 
 def _explained(before: _Side, after: _Side) -> dict[str, tuple[float, float]]:
-    """Return what explains the change; nothing without graphs, and after an error, with a warning."""
+    """Return the part of the change (s) that each cause explains, and its noise (s); empty without graphs.
+
+    An error becomes a warning.
+    """
     try:
         return explain(before.graphs, after.graphs) if before.graphs and after.graphs else {}
     except Exception as error:
-        warn(f"what explains the change: {type(error).__name__}: {error}")
+        warn(f"the change cannot be explained: {type(error).__name__}: {error}")
         return {}
 
 

@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--tool", type=_names, metavar="NAMES", help="e.g. torch or torch,torch_memory")
     what.add_argument("--roles", type=_names, metavar="NAMES", help="e.g. actor,rollout")
     what.add_argument("--ranks", metavar="RANKS", help="e.g. 0,8-15")
-    what.add_argument("--replicas", metavar="REPLICAS", help="of the rollout, written like ranks")
+    what.add_argument("--replicas", metavar="REPLICAS", help="replicas of the rollout, e.g. 0,2-3")
     what.add_argument("--stages", type=_names, metavar="NAMES", help="e.g. update_actor; in discrete mode")
     help = "wait until the request is accepted or refused, at most this time"
     option(parser, "--wait [SECONDS]", help, at_least_0("a number of seconds"), const=math.inf)
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     if state == ACCEPTED:
         print(f"{state}: the captures, or the reason why there are none, will be in {job.folder.url}")
         return EXIT_OK
-    print(visible(state) or "not accepted yet, which happens at the begin of the next step (see --wait)")
+    print(visible(state) or "not accepted yet: the job reads requests when a step begins (see --wait)")
     return EXIT_FINDING if state or arguments.wait is not None else EXIT_OK
 
 
@@ -111,11 +111,11 @@ class Job:
     info: RunInfo
 
     def in_words(self) -> str:
-        """Return a sentence on whether the job runs, and on the age of its last logged step."""
+        """Return a sentence: whether the job runs, and when its watch logged a step last."""
         process = self.info.process
         text = f"the job runs ({process})"
         if process.alive() is None:
-            text = f"whether the job runs ({process}) is unknown on this host"
+            text = f"this host cannot tell whether the job still runs ({process})"
         with suppress(OSError):
             ago_s = time.time() - Path(self.folder.url, WATCH_LOG).stat().st_mtime
             text += f"; its watch logged a step {max(ago_s, 0.0):.1f} s ago"
@@ -132,12 +132,12 @@ class Job:
         demand = Demand(id=new_request_id(), by=by, asked_ns=time.time_ns(), steps=steps, selection=selection)
         data = msgspec.json.encode(demand)
         try:
-            msgspec.json.decode(data, type=Demand)  # as the job will, which has these limits
+            msgspec.json.decode(data, type=Demand)  # the job decodes it alike, with the same limits
         except msgspec.ValidationError as error:
             what, _, field = str(error).rpartition(" - at `$.")
             option = field.strip("`").removeprefix("selection.").partition("[")[0]
             option = {"tools": "tool"}.get(option, option)
-            raise ConfigError(f"--{option}", f"is refused: {what}; give fewer, or leave it out") from error
+            raise ConfigError(f"--{option}", f"the job refuses it: {what}; give fewer, or none") from error
         self._requests.create(f"{demand.id}{REQUEST}", data)
         return demand.id
 
@@ -153,7 +153,7 @@ class Job:
         deadline = time.monotonic() + seconds
         pause_s = _PAUSE_S if isinstance(self.folder, LocalFolder) else _URL_PAUSE_S
         while True:
-            over = (_run_in(self.folder) or self.info).over  # first: a job may answer and then end
+            over = (_run_in(self.folder) or self.info).over  # before the answer: a job may answer and end
             if state := self._state(request):
                 break
             if over:
@@ -162,7 +162,7 @@ class Job:
             if left_s <= 0:
                 return ""
             time.sleep(min(pause_s, left_s))
-        if state == ACCEPTED:  # the request goes first, and a refusal comes after it
+        if state == ACCEPTED:  # its file is gone, and a refusal is written later
             time.sleep(pause_s)
             state = self._state(request)
         return state
@@ -201,7 +201,7 @@ def find_job(place: str | Path) -> Job:
     jobs = [Job(folder, info) for folder in runs if (info := _run_in(folder)) is not None]
     found = [job for job in jobs if job.info.is_watched]
     if not found:
-        raise TraceFormatError(place, "has no run that takes requests, which need watch.enable=true")
+        raise TraceFormatError(place, "has no run that takes requests: they need watch.enable=true")
     running = [job for job in found if not job.info.over]
     if not running:
         raise TraceFormatError(place, f"no job runs here: {found[-1].info.over}")

@@ -10,8 +10,8 @@
             on_step_end(metrics)
                                             # on_exception, if the loop raised; on_train_end
 
-A step that is not profiled costs about a microsecond a hook, and no call to any worker but those of the
-watch.
+Without a capture, a hook costs about a microsecond and calls no worker. Only the watch calls workers in every
+step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Returned = TypeVar("Returned")
 class _Callback(Generic[Returned]):
     """The hooks of both callbacks.
 
-    The work of a hook blocks in the synchronous callback, and is awaited in the asynchronous one.
+    A hook of the synchronous callback blocks, and one of the asynchronous callback is awaited.
 
     Args:
         config: Settings: a :class:`ProfilingConfig`, a dict, or an OmegaConf ``DictConfig``.
@@ -51,7 +51,7 @@ class _Callback(Generic[Returned]):
         ConfigError: The settings are wrong; all settings are checked here.
 
     Attributes:
-        sink: Receiver of stages when profiling is disabled: always ``None``.
+        sink: Always ``None``; a stage looks for its receiver here when profiling is disabled.
     """
 
     sink: StageSink | None = None
@@ -71,11 +71,11 @@ class _Callback(Generic[Returned]):
         """
 
     def on_step_begin(self, step: int, policy_version: int | None = None) -> Returned:
-        """Begin a step; if the step is profiled, start or arm all workers concurrently.
+        """Begin a step; if it is captured, start all workers at once (in discrete mode, without tools).
 
         Args:
             step: Number of the step, as the loop counts it.
-            policy_version: Version of the weights that generate, if the loop has one.
+            policy_version: Version of the weights with which responses are generated, if the loop has one.
 
         Raises:
             TypeError: The step is not a whole number.

@@ -1,12 +1,12 @@
-"""The folder of a run: its claim, its ``run.json``, and its step folders within the settings ``limits``.
+"""The folder of a run: its claim, its ``run.json``, and its step folders, bounded by the settings ``limits``.
 
 The process that creates ``run.json`` owns the folder, so two runs never share one. A crash leaves nothing to
 clean up. A resumed run is another run: it records into ``run_2``.
 
 If ``save_path`` is a URL, files are staged in a local folder, and deleted there after the upload.
 
-A step folder with files of others is never removed. Removal begins with a new name, so that a crash leaves no
-half step under the step's name.
+A step folder is never removed if it has files that this run did not write. The folder is renamed before it is
+removed, so a crash leaves no half-removed folder under the step's name.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Run:
     Attributes:
         claimed: The run's folder, after this process has claimed it or received its path from rank 0.
         info: Content of ``run.json``; ``None`` in processes that did not claim the folder.
-        resumes: Whether an earlier run has the same name.
+        resumes: Whether an earlier run with the same ``run_id`` recorded there.
         background: Uploads files, and removes folders.
     """
 
@@ -160,7 +160,7 @@ class Run:
     # Step folders.
 
     def share_run(self, ranks: Ranks, step: int) -> Waits[bool]:
-        """Publish the path of the run's folder (rank 0) or wait for it; return whether the path is known."""
+        """Publish the path of the run's folder on rank 0, else wait for it; return whether it is known."""
         wait_s = self._config.timeouts.start_s
         if ranks.leads:
             ranks.publish(self.place)
@@ -169,8 +169,8 @@ class Run:
             self.claimed = ranks.place
             if self.claimed is None:
                 logger.error(
-                    "step %d: rank %d is not captured: rank 0 has not begun a captured step within %g s; has "
-                    "rank 0 a callback with workers and the same settings? If not, set spmd: false",
+                    "step %d: rank %d is not captured: rank 0 began no captured step within %g s; give it "
+                    "a callback with workers and the same settings, or let ranks record alone (spmd: false)",
                     *(step, ranks.rank, wait_s),
                 )
         return self.claimed is not None
@@ -186,7 +186,7 @@ class Run:
         if why and not self._no_room:
             logger.warning("captures stop at step %d, until there is room: %s", step, why)
             self.not_captured(step, f"{why}; captures stopped until there was room")
-            self._no_room = f"captures stopped at step {step} and go on now: {why}"
+            self._no_room = f"captures stopped at step {step} ({why}), and go on now"
         elif self._no_room and not why:
             notes.append(self._no_room)
             self._no_room = ""
@@ -197,7 +197,7 @@ class Run:
 
         Args:
             step: The step.
-            keep: ``False`` for a warm-up, which has no folder.
+            keep: ``False`` for a warm-up, for which the path is returned but no folder is made.
             shared: Whether another rank may have made the folder already.
         """
         self._recordings[step] += keep
@@ -274,7 +274,7 @@ def _located(folder: Path, results: list[CaptureResult], notes: list[str]) -> li
             artifacts.append(artifact)
         workers.append(msgspec.structs.replace(worker, artifacts=artifacts))
     if hosts:
-        notes.append(f"files of {', '.join(hosts)} are not visible on this host: --ray reads them there")
+        notes.append(f"files of {', '.join(hosts)} are on their disks, where commands with --ray read them")
     return workers
 
 
@@ -283,7 +283,7 @@ def is_pending(folder: Path, upload: Upload | None = None) -> bool:
 
     Args:
         folder: The folder.
-        upload: The upload target, if the folder only stages files; a process uploads its result file last.
+        upload: The upload target of a staging folder; the last upload of a process is its result file.
     """
     pending = _pending(read_manifest(folder))
     if upload is not None:

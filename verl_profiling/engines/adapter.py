@@ -47,7 +47,7 @@ ENGINE_OPTIONS: dict[tuple[str, str], dict[str, tuple[object, ...]]] = {
     },
     ("SGLang", "torch"): {"memory": (False,)},
 }
-"""Restricted options by engine and tool, with their allowed values, the default last."""
+"""Allowed values of restricted options by engine and tool; messages suggest the last value."""
 
 _INFO = re.compile(r"profiler_info_(\d+)\.json")
 
@@ -88,10 +88,10 @@ class EngineAdapter(ABC):
 
     @abstractmethod
     def identify(self, path: Path) -> int | None:
-        """Return the replica's rank that wrote a file or folder in the spool; ``None`` if not a trace."""
+        """Return the rank in the replica that wrote a file or folder of the spool; ``None`` for no trace."""
 
     def remove_spool(self) -> None:
-        """Remove the spool with all its files, if its name is from :func:`new_spool`."""
+        """Remove the spool with all its files, unless it is a user's folder (see :func:`new_spool`)."""
         if self.spool.parent.name == SPOOL_PARENT:
             remove_folder(self.spool)
 
@@ -129,7 +129,7 @@ def engine_tool(role: RoleConfig, engine: str) -> EngineTool | None:
         return None
     tool, lacks_it = writing[0], engine != "vLLM" and isinstance(writing[0], NsysTool)
     if len(writing) > 1 or lacks_it or not isinstance(tool, TorchTool | NpuTool | NsysTool):
-        names = " and ".join(tool.name for tool in writing)
+        names = " and ".join(tool.name for tool in writing) + " at once" * (len(writing) > 1)
         raise ConfigError(
             f"roles.{role.role}.tool",
             f"{engine} engines do not record with {names}; set the tool to torch, npu (on an NPU) or spans",
@@ -147,7 +147,7 @@ def engine_tool(role: RoleConfig, engine: str) -> EngineTool | None:
 
 
 def refusal(config: ProfilingConfig, role: str, request: CaptureRequest, engine: str) -> str:
-    """Return why the tool that an engine was started with cannot make a capture; empty if the tool can."""
+    """Return why an engine cannot make a capture with the tool that it was started with; empty if it can."""
     try:
         own, new = (config.for_role(role, selection) for selection in (None, request.selection))
     except ConfigError as error:
@@ -179,7 +179,7 @@ def refuse_option(
     """Refuse a tool's option that an engine does not support.
 
     Raises:
-        ConfigError: Always, with the key of the option and the setting that switches the option off.
+        ConfigError: Always, with the key of the option and a value that the engine supports.
     """
     raise ConfigError(f"tools.{tool}.{option}", f"{why}; set roles.{role}.tools.{tool}.{option}={neutral}")
 

@@ -54,7 +54,7 @@ class RequestLog:
         self._server_knows = False
 
     def serve(self, replica: int, enable: bool) -> None:
-        """Set the replica that the requests belong to.
+        """Set the replica that the requests belong to, and whether captures log them.
 
         Args:
             replica: Index of the replica.
@@ -65,7 +65,7 @@ class RequestLog:
 
     @property
     def noting(self) -> bool:
-        """Whether new requests are logged; otherwise, adapters call the engine directly."""
+        """Whether new requests are logged. If not, adapters call ``generate`` without logging."""
         return self._noted is not None
 
     def set_policy_version(self, version: int) -> None:
@@ -79,7 +79,7 @@ class RequestLog:
         """Start logging.
 
         Args:
-            policy_version: Policy version that the loop reports; a version of the server has precedence.
+            policy_version: Policy version from the loop; unused once the server has set one.
         """
         if not self._server_knows:
             self._policy_version = policy_version
@@ -113,8 +113,8 @@ class RequestLog:
 
         Args:
             engine: The engine.
-            logged: Function that gets the original ``generate`` with its arguments, calls it, and logs the
-                requests.
+            logged: Function that is called with the original ``generate`` and its arguments. It calls
+                ``generate`` and logs the requests.
         """
         generate = engine.generate
 
@@ -224,7 +224,7 @@ class OpenRequest(msgspec.Struct, eq=False):
         response_tokens: Length of the response so far.
         arrival_ns: Arrival at the engine's scheduler; 0 if unknown.
         scheduled_ns: Time of first scheduling; 0 if unknown.
-        first_token_ns: First token in the engine; 0 for the time of :meth:`first_token`.
+        first_token_ns: First token in the engine; if 0, the time of the call of :meth:`first_token` is taken.
         last_token_ns: Last token in the engine; 0 if unknown.
         cached_tokens: Prompt tokens that came from a prefix cache; ``None`` if unknown.
         preemptions: Number of preemptions by the scheduler; ``None`` if unknown.
@@ -299,7 +299,7 @@ class OpenRequest(msgspec.Struct, eq=False):
         )
 
     def _engine_times(self, end_ns: int) -> tuple[int, int, int, int]:
-        """Return the times of arrival, scheduling, first and last token; unknown (0) if out of order."""
+        """Return the times of arrival, scheduling, first and last token; 0 for one that is out of order."""
         first_ns = self.first_token_ns or self._first_output_ns
         times = (self.arrival_ns, self.scheduled_ns, first_ns, self.last_token_ns)
         before = self.begin_ns

@@ -104,8 +104,8 @@ def check_vllm_ascend() -> None:
     """
     if not at_least("vllm-ascend", _NAMES_RANKS):
         raise ToolUnavailableError(
-            f"engine_args: vLLM records on an NPU with vllm-ascend from {_NAMES_RANKS} on, which is not "
-            f"installed; pip install 'vllm-ascend>={_NAMES_RANKS}', or set roles.rollout.tool to torch"
+            f"engine_args: to record on an NPU, vLLM needs vllm-ascend {_NAMES_RANKS} or later; "
+            f"pip install 'vllm-ascend>={_NAMES_RANKS}', or set roles.rollout.tool to torch"
         )
     if os.environ.get("MSMONITOR_USE_DAEMON", "0") != "0":
         raise ToolUnavailableError(
@@ -132,9 +132,9 @@ def _known_options() -> set[str]:
 
 
 def _recorded_options(tool: EngineTool) -> TorchOptions:
-    """Return the options of a tool in the names of vLLM's own profiler.
+    """Return the options of a tool as those of vLLM's own profiler.
 
-    vllm-ascend uses vLLM's option for stacks as torch_npu's option for modules.
+    For vllm-ascend, vLLM's option ``torch_profiler_with_stack`` is torch_npu's ``with_modules``.
     """
     if isinstance(tool, NpuTool):
         return TorchOptions(stack=tool.options.modules, memory=tool.options.memory)
@@ -178,7 +178,7 @@ def profiler_variables(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _first_iteration(window: RolloutOptions, tool: EngineTool) -> int:
-    """Return vLLM's ``delay_iterations``: the number of the first recorded iteration, or 0 for the next."""
+    """Return vLLM's ``delay_iterations``: number of the first recorded iteration; 0 records at once."""
     return window.start + 1 if window.start or _recorded_options(tool).stack else 0
 
 
@@ -199,7 +199,7 @@ def _recording_window(rollout: RolloutOptions, tool: EngineTool) -> RolloutOptio
     """Return the part of a rollout to record.
 
     Raises:
-        ConfigError: The installed vLLM cannot record the window, or with ``nsys`` might not open the range.
+        ConfigError: vLLM cannot record the window, or a short rollout would have no ``nsys`` range.
     """
     check_vllm(tool, rollout)
     engine, newer = f"vLLM {_version()}", "vllm>=0.12"
@@ -260,7 +260,7 @@ class VLLMAdapter(EngineAdapter):
         parameters = inspect.signature(engine.start_profile).parameters
         vllm_config = getattr(engine, "llm_engine", engine).vllm_config
         self._on_npu = isinstance(tool, NpuTool)
-        # On an NPU workers take no window per capture.
+        # The workers of vllm-ascend get the window when the engine starts, not with each capture.
         self._takes_window = "max_iterations" in parameters and not self._on_npu
         self.window = _recording_window(config.rollout, tool)
         self._delay = _first_iteration(self.window, tool)
@@ -321,8 +321,8 @@ class VLLMAdapter(EngineAdapter):
             expected = (self._delay, self.window.count or 0)
             if window != expected:
                 raise CaptureStateError(
-                    f"init_capture: vLLM {_version()} was started with (delay, iterations) = {window}, and "
-                    f"rollout.start and rollout.count require {expected}; {remedy}"
+                    f"init_capture: vLLM {_version()} was started with (delay_iterations, max_iterations) = "
+                    f"{window}, but rollout.start and rollout.count need {expected}; {remedy}"
                 )
         return folder
 
@@ -346,8 +346,8 @@ def watch_vllm(engine: Any, log: RequestLog) -> None:
 
     Each output of vLLM has the id, lengths and cached tokens of its request. Without ``disable_log_stats``,
     it also has ``RequestStateStats``: times on the monotonic clock of the engine core's process, and from
-    0.30 on the number of preemptions. These times and the cached tokens belong to one sample, so requests
-    with several samples have none.
+    0.30 on the number of preemptions. A request with several samples has none of these times, and no count
+    of cached tokens: vLLM reports them for one sample.
     """
     shares_clock = _shares_clock(engine)
     if log.busy is not None:

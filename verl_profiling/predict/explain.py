@@ -148,7 +148,7 @@ def _units(graphs: Sequence[Graph], kinds: Mapping[str, str], told: bool) -> _Un
 
 
 def _replaced(units: Sequence[_Unit], others: Sequence[_Unit]) -> _Changes:
-    """Return the factor from each value to the other value of the same rank, bounded; 0 without others."""
+    """Return the factor that makes each value the other value of the same rank; 0 without other values."""
     values, wanted = (np.array([unit.value for unit in side]) for side in (units, others or units))
     ranks = (values.argsort().argsort() + 0.5) / len(values)
     matched = np.interp(ranks, (np.arange(len(wanted)) + 0.5) / len(wanted), np.sort(wanted))

@@ -14,7 +14,7 @@ launch into a full queue             the work that leaves the queue             
 call of a thread that was idle       the last call of another thread                        assumed
 ==================================== ====================================================== ========
 
-A node begins as long after what it follows as recorded, so host code, latencies and gaps keep their time.
+The recorded time between a node and what it follows stays. So host code, latencies and gaps keep their time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _Row = tuple[Any, Any]
 _Times = list[tuple[int, int]]
 
 KERNEL = "kernel:"
-"""Before a pattern over the names of kernels, in the place of a stage."""
+"""Prefix of a pattern of kernel names, where ``--scale`` could also have a stage."""
 
 _WORKS = (kinds.COMPUTE, kinds.COMMUNICATION, kinds.MEMORY)
 _CHUNK_BYTES = 2 << 20
@@ -156,7 +156,7 @@ def _check(factors: Mapping[str, float], read: Sequence[_Found]) -> None:
         if any(_matches(name, pattern) for name in kernels):
             continue
         if any(_matches(name, pattern) for name in collectives):
-            raise ConfigError("--scale", f"{pattern!r} are collectives, whose time has waits for other ranks")
+            raise ConfigError("--scale", f"{pattern!r} matches collectives: their waits cannot be scaled")
         names = [kinds.own_name(name) for name, _ in kernels.most_common()]
         close = get_close_matches(pattern.strip("*?"), names, _MOST_NAMES, _CLOSE)
         hint = f"{'close names' if close else 'the longest'}: {', '.join(close or names[:_MOST_NAMES])}"
@@ -204,9 +204,9 @@ def _replayed(
         source: The trace.
         limits: How much of it is read.
         communication: Regular expressions of further communication kernels.
-        factors: Factor by pattern of names.
-        times: Begin and end (ns) of segments. A time at which work begins or ends moves with the work, and
-            any other one with the host.
+        factors: Factor of the time of kernels, by a pattern of their names.
+        times: Begin and end (ns) of segments. If work of the device begins or ends at one of these times, the
+            time moves with it. All others move with the host.
     """
     content = _read(source, limits, communication)
     works, kernels, collectives = content.works, Counter[str](), Counter[str]()
@@ -246,7 +246,7 @@ def _graph(content: _Content, assumed: Counter[str]) -> dict[_Event, list[tuple[
 
     Args:
         content: The trace.
-        assumed: Number of edges by assumption, which gets those of the trace.
+        assumed: Number of edges by assumption; those of the trace are added.
     """
     works, calls = content.works, content.calls
     call_of = {one.correlation: one for one in reversed(calls) if one.correlation >= 0}
@@ -271,7 +271,7 @@ def _graph(content: _Content, assumed: Counter[str]) -> dict[_Event, list[tuple[
     assumed[_UNLAUNCHED] += len(works) - sum(map(len, launched.values()))
 
     def last(call: _Event, until_ns: int, own: _Row | None = None) -> list[int]:
-        """Return the work that a call waits for, ended until an instant; ``own`` is a stream that waits."""
+        """Return the work before ``until_ns`` that a call waits for; ``own`` is the stream that waits."""
         said = content.waits.get(call.correlation, {})
         named = (said.get("pid"), said.get("wait_on_stream", said.get("stream")))
         record = call_of.get(said.get("wait_on_cuda_event_record_corr_id", -1), call)

@@ -2,7 +2,7 @@
 
 A row is an event of work: its begin and end (ns), and its key. A key is a name, a thread and a process group,
 and is classified once, however many events have it. Rows of devices are kept, 20 bytes each. Host rows are
-reduced to intervals chunk by chunk, and dropped when a device event is found.
+reduced to intervals chunk by chunk; after the first device event, no more host rows are kept.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class LaneJob(msgspec.Struct, frozen=True, kw_only=True):
         communication: Regular expressions of further communication kernels.
         is_captured: Whether the step has a manifest.
         stages: The outermost stages of the lane, in order.
-        marks: Names of the worker's stages, which are operators in traces of torch_npu.
+        marks: Names of the worker's stages; traces of torch_npu have them as operators, which are no work.
         between: Begin and end of the step (unix ns), if the traces hold several steps.
         unrecorded: Kind of the lane's device, if the artifacts show that the device was in use but not
             recorded.
@@ -166,10 +166,10 @@ class _LaneReader:
         self._iterations: list[tuple[int, ...]] = []
         self._names: dict[object, str] = {}  # device names by process
         self._labels: dict[object, str] = {}
-        self._said: dict[tuple[str, object, object], str] = {}  # of one trace, like the next two
+        self._said: dict[tuple[str, object, object], str] = {}  # this and the next two are of one trace
         self._tasks: dict[int, bytes] = {}  # task type by number of the key
         self._waiting: list[Rows] = []
-        self._on_streams: set[object] = set()  # processes with a device or a stream in arguments
+        self._on_streams: set[object] = set()  # processes whose events name a device or a stream
         self._categories: set[str] = set()
         self._unknown: dict[str, None] = {}  # categories
         self._has_device = self._says_device = self._launches = self._works = False
@@ -268,7 +268,7 @@ class _LaneReader:
         self._add(rows, kinds)
 
     def _number(self, event: Event) -> int:
-        """Return the number of an event's key; collectives have their process group in each event."""
+        """Return the number of an event's key, and remember it; collectives have a group in each event."""
         if not event.cat:
             return self._task(event)
         kind, key = self._kind(event.cat, event.name), Key(event.name, event.pid, event.tid)
@@ -292,7 +292,7 @@ class _LaneReader:
         return number
 
     def _task(self, event: Event) -> int:
-        """Return the key number of an event without category; the end of the trace tells its kind."""
+        """Return the key number of an event without category, whose kind is known at the end of the trace."""
         found = _TASK_TYPE.search(event.args)
         call = _CALL_NUMBER.search(event.name)
         name = event.name[: call.start()] if call else event.name
@@ -353,7 +353,7 @@ class _LaneReader:
                 if not (pid in known or _is_device(label) or (not label and pid in self._on_streams)):
                     continue
                 unknown_ns = length(union(rows.spans[np.isin(rows.keys, unknown[pid])]))
-                how = "not counted, beside kernels" if pid in known else "counted as unrecognised"
+                how = "not counted beside known work" if pid in known else "counted as unrecognised"
                 categories = ", ".join(list(self._unknown)[:_MOST_CATEGORIES])
                 self._note(
                     f"{name} has {duration(unknown_ns / 1e9)} of events "
@@ -415,7 +415,7 @@ class _LaneReader:
         self.found.notes.append(f"{self.found.paths[0].name}: {sentence}")
 
     def _without_work(self) -> None:
-        """Note that traces hold no work; for a complete torch trace, note that nothing ran."""
+        """Note that the traces have no work, or, if a torch trace is complete, that no operator ran."""
         path = self.found.paths[0]
         found = {category[:_LONGEST_NAME] or "no category" for category in self._categories}
         if "Trace" in found and found <= _MARKS and not self.found.problems:

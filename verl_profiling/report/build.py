@@ -76,7 +76,7 @@ def read_lanes(
     manifest, step = inputs.manifest, Step(inputs.manifest, inputs.capture)
     unfinished = [f"{inputs.title} {inputs.unfinished}"] if inputs.unfinished else []
     coverage = Coverage(missing=[*unfinished, *inputs.absent])
-    notes = [f"counted as communication on request: {pattern}" for pattern in inputs.communication]
+    notes = [f"counted as communication by the option: {pattern}" for pattern in inputs.communication]
     if manifest is not None:
         promised = (artifact for worker in manifest.workers for artifact in worker.artifacts)
         expected = [artifact.lane for artifact in promised if artifact.status != "skipped"]
@@ -134,7 +134,7 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
 
 
 def build_report(inputs: StepInputs, content: Content) -> Report:
-    """Compute the report of a step, without the changes that would help and the critical path.
+    """Compute the report of a step; predictions (critical path, changes that would help) are added later.
 
     Args:
         inputs: The step.
@@ -212,7 +212,7 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
 def _read_trajectories(
     inputs: StepInputs, coverage: Coverage, counts: capture_rows.Counts
 ) -> Iterator[tuple[Source, TrajectoryLog]]:
-    """Yield the trajectory logs, one in memory at a time; add notes on damaged logs and on counts."""
+    """Yield the trajectory logs, one in memory at a time; add to ``coverage`` and ``counts``."""
     for source, log, problems in read_logs(inputs):
         coverage.missing += problems
         coverage.lanes += [source.lane] if problems else []

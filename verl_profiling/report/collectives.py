@@ -43,7 +43,7 @@ from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.lost import until_last
 
 _TOP_COLLECTIVES = 20
-_LATE_SHARE = 0.8  # of the waiting, from which on one rank is the last one
+_LATE_SHARE = 0.8  # least share of all waiting with which one rank counts as the last
 
 
 class Calls(NamedTuple):

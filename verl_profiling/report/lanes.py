@@ -38,8 +38,8 @@ class Lane:
         accelerator: Name of the device in the traces; ``""`` for a CPU trace.
         on_device: Whether the work ran on a device (see :mod:`~verl_profiling.report.kinds`).
         is_one_of_several: Whether the process has other devices.
-        is_unknown: Whether the device's work is unknown: the trace ends before its first event, or the device
-            was in use but not recorded.
+        is_unknown: Whether the device's work is unknown: the trace is cut off before its first event, or the
+            device was in use but not recorded.
         compute: Spans of computation.
         communication: Spans of communication.
         memory: Spans in which memory was copied or set.
@@ -49,7 +49,7 @@ class Lane:
         stages: Runs of the worker's own stages.
         pauses: Spans in which Python's garbage collector stopped the process.
         recorded: Spans in which the worker's tool recorded.
-        observed: Observed time: the set ``S`` of :mod:`~verl_profiling.report.numbers`.
+        observed: Time in which the lane is observed (``S`` in :mod:`~verl_profiling.report.numbers`).
         device: The device, if known.
         waiting: Spans in which a collective only waited for other ranks; set when the report is computed.
         idle: Idle time by cause; set when the report is computed.
@@ -162,7 +162,7 @@ class Step:
         return sorted(outer, key=lambda span: span.begin_ns)
 
     def unrecorded_device(self, source: Source) -> str:
-        """Return the kind of a lane's device that was in use without events in a trace; else ``""``.
+        """Return the kind of the device that a lane used but did not record; empty if there is none.
 
         The device of an engine without requests was not in use.
         """
@@ -200,8 +200,8 @@ class Step:
     def served(self) -> dict[int, Spans]:
         """Time in which each replica had an unfinished request, if requests were logged.
 
-        Requests sent before the begin of the log are not logged. Engine iterations outside all logged
-        requests belong to such requests.
+        Requests sent before the log began are not in it. Engine iterations outside all logged requests are
+        taken as theirs.
         """
         runs: dict[int, list[tuple[int, int]]] = {}
         for worker in self.capture.workers if self.capture else []:

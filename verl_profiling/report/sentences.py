@@ -19,7 +19,7 @@ _FLOWS = {
 }
 _BARS = "▁▂▃▄▅▆▇█"
 _BEYOND = "▲"
-_FAR = 3.0  # times the 90th percentile from which on a value lies beyond the axis
+_FAR = 3.0  # multiple of the 90th percentile beyond which a value is off the axis
 
 
 class Figure(NamedTuple):

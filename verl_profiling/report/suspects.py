@@ -28,11 +28,11 @@ _SMALL = 0.01
 """Minimum time in the comparison, as a share of the step."""
 _KERNELS = 5
 _MOST_SUSPECTS = 4
-_OF_A_STAGE_OF_ALL = 0.2  # where the watch suspects nobody, a little later is no cause
+_OF_A_STAGE_OF_ALL = 0.2  # least wait for one process, as a share of a stage in which nobody is suspected
 
 
 def asked_of(step: Step, calls: Sequence[Calls]) -> tuple[Asked | None, list[SuspectRow]]:
-    """Return the request of a capture, and rows of suspects and peers; nothing for scheduled captures."""
+    """Return the request of a capture, and rows of suspects and peers; nothing if nobody requested it."""
     manifest = step.manifest
     trigger = manifest.trigger if manifest is not None else Trigger()
     if manifest is None or (trigger.kind == "schedule" and not (trigger.sign or trigger.request)):
@@ -56,7 +56,7 @@ def asked_of(step: Step, calls: Sequence[Calls]) -> tuple[Asked | None, list[Sus
 
 
 def _named(names: Sequence[str], step: Step) -> Iterator[_Process]:
-    """Yield the captured processes that a trigger lists as lanes or workers."""
+    """Yield the captured processes with these names of lanes or workers."""
     workers = {"controller": "controller"} if step.stages else {}
     for worker in step.workers:
         lanes = (worker.identity.lane(), *(artifact.lane for artifact in worker.artifacts))
@@ -78,8 +78,7 @@ class _Process:
         step: The step.
         ended: The process's stages that ended in the capture.
         outermost: Names of the process's outermost stages.
-        recorded: Whether there is a number to compare; processes without stages and operators have only
-            memory.
+        recorded: Whether a number can be compared. A process without stages and operators has memory alone.
     """
 
     def __init__(self, name: str, worker: str, step: Step) -> None:
@@ -100,9 +99,9 @@ class _Process:
         return any(span.name == stage for span in self.ended)
 
     def window(self, stage: str) -> Spans:
-        """Return the time in a stage of the process, else of the loop; without a name, the time of the step.
+        """Return the time in a stage without starts and stops of tools; without a name, that of the step.
 
-        Starts and stops of tools are left out.
+        If the process never ran the stage, the time is that of the loop's stage.
         """
         step = self.step
         own = time_of(self.ended, stage)

@@ -30,11 +30,11 @@ from verl_profiling.units import visible
 
 _WIDTH = 100
 _FINDINGS = 2
-_MOST_ROWS = 64  # of each table, with all tables
+_MOST_ROWS = 64  # of each table with ``--all``
 _FIRST = {"what_would_help": 3, "suspects": 6, "stages": 6, "trajectory_causes": 4, "lost": 3}
 """Rows of each table of the first screen."""
 _LEAST = 16
-"""Characters of a text of the first screen that are kept."""
+"""Length that a text is not shortened below on the first screen."""
 _PROBLEMS = 2
 _BEFORE_UNIT, _JOIN = re.compile(r"(?<=\d) (?=(?:s|ms|us|ns)\b)"), "\ue000"
 
@@ -144,7 +144,7 @@ def print_table(
 
 
 def _shorten(heads: Sequence[str], lines: Sequence[list[str]], texts: Sequence[int]) -> None:
-    """Shorten texts in the middle until each line fits 100 columns; those of the first column first."""
+    """Shorten texts in the middle until each line fits 100 columns, one column after another."""
     columns = ([*head.split("\n"), *column] for head, *column in zip(heads, *lines, strict=True))
     widths = [max(map(len, column)) for column in columns]
     over = sum(widths) + 2 * (len(widths) - 1) - _WIDTH
@@ -156,7 +156,7 @@ def _shorten(heads: Sequence[str], lines: Sequence[list[str]], texts: Sequence[i
 
 
 def _first(report: Report) -> list[str]:
-    """Return the tables of the first screen, which depend on suspects and trajectories."""
+    """Return the names of the first screen's tables. Which ones depends on suspects and trajectories."""
     waits = bool(report.rollout and report.rollout.causes)
     left_out = {"lost" if waits else "trajectory_causes", "stages" if report.suspects else "suspects"}
     return [name for name in _FIRST if name not in left_out]

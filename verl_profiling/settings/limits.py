@@ -125,7 +125,7 @@ class AfterHook:
 
     Attributes:
         command: Program and arguments; no shell. Environment variables describe the capture:
-            ``VERL_PROFILING_FOLDER``, ``_RUN``, ``_STEP``, ``_ROLE``, ``_RANK`` and ``_PID``.
+            ``VERL_PROFILING_FOLDER``, and likewise ``..._RUN``, ``_STEP``, ``_ROLE``, ``_RANK`` and ``_PID``.
         when: ``capture``: after each capture. ``last``: once, after the last capture of the schedule, or at
             the end of training.
         roles: The roles whose processes run the command. The ``controller`` (the process of the training

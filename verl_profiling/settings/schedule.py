@@ -110,13 +110,13 @@ class Schedule:
             for field in fields(self)
             if (value := getattr(self, field.name)) != field.default
         ]
-        return ", ".join(given) or "schedule is every step from 1 on"
+        return ", ".join(given) or "the schedule has every step from step 1 on"
 
     def last_step(self, limit: int | None = None) -> int | None:
         """Return the last step that may be captured; ``None`` for a schedule without an end.
 
         Args:
-            limit: Number of the loop's last step, if known.
+            limit: The last step of the loop, if known.
         """
         ends = [] if limit is None else [limit]
         if self.steps is not None:
@@ -147,7 +147,7 @@ def planned_captures(schedule: Schedule, steps: int | None) -> tuple[list[tuple[
 
     Args:
         schedule: The schedule.
-        steps: Number of the loop's last step, if known.
+        steps: The last step of the loop, if known.
     """
     captures: list[tuple[int, int]] = []
     warm_ups: list[int] = []

@@ -91,7 +91,7 @@ def merge(
         jobs: Number of processes. If ``jobs > 1`` and the caller has threads, its main module must be
             importable, because ``multiprocessing`` then starts processes with ``spawn``.
         on_progress: Called with each trace once its member is written.
-        critical_path: Function that returns the critical path; an error in it costs the path alone.
+        critical_path: Function that returns the critical path; after an error, only the path is missing.
 
     Raises:
         TraceFormatError: The step has no readable trace.
@@ -143,14 +143,14 @@ def _join(
     with path.open("wb") as timeline:
         timeline.write(_gzip(_header(base_ns) + b",\n".join(map(msgspec.json.encode, opening))))
         with MemberFile(timeline) as requests:
-            chain_of_work: list[Event] = []
+            path_slices: list[Event] = []
             try:
-                chain_of_work = path_events(critical_path(), base_ns)
+                path_slices = path_events(critical_path(), base_ns)
             except Exception as error:
-                problems.append(f"critical path: {type(error).__name__}: {error}")
+                problems.append(f"no critical path: {type(error).__name__}: {error}")
             workers = inputs.manifest.workers if inputs.manifest else []
             requests_of = (request_events(one, pids[one.name], base_ns) for one in workers)
-            for drawn in chain([chain_of_work], requests_of):
+            for drawn in chain([path_slices], requests_of):
                 kept = keep.select(drawn, base_ns)
                 left_out += len(drawn) - len(kept)
                 events += requests.write(kept)
@@ -177,7 +177,7 @@ def zero_ns(begin_ns: int) -> int:
 def _plan(
     inputs: StepInputs, scratch: Path, base_ns: int, keep: Keep
 ) -> tuple[list[MemberJob], dict[str, int]]:
-    """Return the members to write, and the first process id of each worker and of the controller."""
+    """Return the members to write, and the first pid on the timeline of each worker and of the controller."""
     lanes: dict[str, int] = {}
     pids = {CONTROLLER: LANE_PIDS}
     for source in inputs.files:
@@ -235,7 +235,7 @@ def _write(job: MemberJob) -> Member:
 
 
 def _sent(job: MemberJob) -> tuple[Member, bytes]:
-    """Return a member with its content, from a host that cannot write the output."""
+    """Write a member on a host that does not have the output folder; return the member and its content."""
     with TemporaryDirectory() as folder:
         path = Path(folder, job.output.name)
         return _write(msgspec.structs.replace(job, output=path)), path.read_bytes()
@@ -278,7 +278,7 @@ def stage_windows(inputs: StepInputs, names: Iterable[str]) -> tuple[tuple[int, 
     stages = inputs.manifest.stages if inputs.manifest else []
     for name in names:
         if name not in {stage.name for stage in stages}:
-            known = choices_hint(name, {stage.name for stage in stages}) if stages else "it has no manifest"
+            known = choices_hint(name, {stage.name for stage in stages}) if stages else "it has no stages"
             raise ConfigError("--stage", f"{inputs.title} has no stage {name!r}; {known}")
     wanted = set(names)
     return tuple((stage.begin_ns, stage.end_ns) for stage in stages if stage.name in wanted)
@@ -301,7 +301,7 @@ def select_ranks(inputs: StepInputs, ranks: str) -> StepInputs:
 
 
 def min_us_for_share(path: Path, share: float) -> float:
-    """Return the smallest power of two for ``min_us`` that keeps at most a share (0 to 1) of the slices."""
+    """Return the smallest power of two (us) with which at most a share (0 to 1) of the slices is kept."""
     counts = Counter(
         math.frexp(event.dur or 0.0)[1]
         for events in Trace(path).chunks()

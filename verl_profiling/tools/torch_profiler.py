@@ -90,7 +90,7 @@ class TorchTool(Tool):
         return not self.options.memory and "profile_all_threads" in _experimental_options()
 
     def prepare(self) -> None:
-        """Import the modules that a profiler's first start needs, which takes seconds."""
+        """Import now what the first profiler of a process imports: that takes seconds."""
         for module in ("torch.profiler", "torch._inductor.config"):
             imported(module, self.name)
         self._activities()
@@ -164,8 +164,8 @@ class _TorchRecording(Recording):
     """A recording of torch, whose trace shows each stage as a range.
 
     With an accelerator, the ranges are user annotations, which torch repeats above the kernels (about 1.6 us
-    each). On CPUs, fast ranges are enough (about 0.6 us), which torch writes as operators. The artifact has
-    annotations in their place.
+    each). On CPUs, the cheaper fast ranges (about 0.6 us) do. torch writes them as operators, and
+    :func:`output_of_trace` rewrites those as annotations.
     """
 
     _profiler: Any
@@ -202,7 +202,7 @@ class _TorchRecording(Recording):
         self._mini_batches += 1
         if self._options.mini_batches is not None and not self._is_replaced:
             self._profiler.step()
-            self._known = self._started[0]  # our profiler starts here, after its wait
+            self._known = self._started[0]  # after its `wait` mini-batches, our profiler starts in step()
 
     @property
     def _is_replaced(self) -> bool:
@@ -212,7 +212,7 @@ class _TorchRecording(Recording):
     def bytes_to_stop(self) -> int | None:
         own = own_bytes()
         if own is None or self._own_bytes is None or self._profiler.current_action.name == "NONE":
-            return None  # a mini-batch window is closed
+            return None  # outside the mini-batch window
         recorded, stopped = _event_bytes(self._options)
         return max(0, own - self._own_bytes) // recorded * (stopped - recorded)
 
@@ -237,7 +237,7 @@ class _TorchRecording(Recording):
         uses_cuda = self._on_accelerator and CUDA in {device.kind for device in used_devices()}
         device = CUDA if uses_cuda else ""
         output = output_of_trace(part, final, expected, self._shown.values(), device)
-        events = [self._profiler.profiler]  # torch's own profiler is in a reference cycle
+        events = [self._profiler.profiler]  # in a reference cycle: released by clear() below
         self._profiler.profiler = None
         if (finish := output.finish) is None:
             return [output]

@@ -108,7 +108,7 @@ class HangReporter:
     """Knows when a process progressed last, and what it is in.
 
     Args:
-        reports: Folder of its file, and pause between two looks for the loop's file (s).
+        reports: Folder of its file, and the pause between two looks for the loop's file there (s).
         lane: Lane of the process.
         role: Its role.
         sums: Returns what the watch keeps of the process.

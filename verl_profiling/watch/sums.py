@@ -40,7 +40,7 @@ LONG_NS = 20_000_000
 """After a stage of this length or longer, memory is always read."""
 
 PAUSE_NS = 50_000_000
-"""Minimum interval of memory readings after short stages; 10 times as long after another stage."""
+"""Least time between memory readings after short stages of one name; ten times as long for other names."""
 
 _DEVICES = ("cuda", "npu")
 _LONGEST_NAME, _MOST = 200, 1e300
@@ -48,10 +48,10 @@ _SHORTEST_SLICE_NS = 20_000_000
 _TOUCHING_NS = 1_000_000
 _SLACK_NS = 50_000_000
 _SMALL_PART = 100
-"""A part counts from 1/100: of an ended stage inside a step, or of a step inside an open stage."""
+"""Least part of a stage in a step: 1/100 of the stage if it has ended, 1/100 of the step if it is open."""
 
 NO_LOOKS = ("", 0.0)
-"""Ends the looks of a process for hangs."""
+"""With this value, a process no longer looks for the loop's file of a hang."""
 
 _USES = msgspec.msgpack.Decoder(list[RankUse | None])
 
@@ -63,7 +63,7 @@ class WatchQuestion(msgspec.Struct, frozen=True, kw_only=True):
         steps: Begin and end of each step, on the clock of the loop's process.
         offsets_ns: Measured clock offsets by clock domain: the domain's clock minus the loop's clock.
         collectives: Whether the collectives that the process entered are requested, too.
-        hangs: Folder of the files of hangs, and pause between two looks for the loop's file (s);
+        hangs: Folder of the files of hangs, and the pause between two looks for the loop's file there (s);
             :data:`NO_LOOKS` once training has ended.
     """
 
@@ -121,7 +121,7 @@ def process_memory() -> tuple[int, int]:
 
 
 class StageSums:
-    """Records the outermost stages of this process; of nested stages, only parts of weight updates, as spans.
+    """Records the outermost stages of this process. Callers add parts of weight updates to :attr:`spans`.
 
     All methods may be called from any thread and task.
 
@@ -132,7 +132,7 @@ class StageSums:
     Attributes:
         spans: Sums of the process's trajectories and spans.
         open: The outermost stages that are open, by ``id``.
-        tokens: Functions that return another value once an engine has made a token.
+        tokens: Functions whose value changes when an engine makes a token: the engine makes progress.
     """
 
     def __init__(self, most: int, memory: Callable[[], tuple[int, int]] = process_memory) -> None:
@@ -157,7 +157,7 @@ class StageSums:
         self._ended.append((name, begin_ns, max(begin_ns, end_ns), peak, held))
 
     def last_ns(self) -> int:
-        """Return when a stage or span began or ended last; 0 if what is kept does not tell."""
+        """Return the last time at which a kept stage or span began or ended; 0 if none is kept."""
         times = [stage.begin_ns for stage in [*self.open.values()]]
         with suppress(IndexError):
             times.append(self._ended[-1][2])
@@ -326,13 +326,13 @@ class SpanSums:
             numbers[3] += tokens
 
     def end(self, part: Begun, end_ns: int) -> None:
-        """Add a part of a weight update that has ended, in the step of its middle: both may end together."""
+        """Add an ended part of a weight update to the step of its middle: part and step may end together."""
         half_ns = (end_ns - part.begin_ns) // 2
         failed = getattr(part, "failed", False)
         self.add(f"{WEIGHT_SYNC}/{part.name}", part.begin_ns - half_ns, end_ns - half_ns, failed)
 
     def last_ns(self) -> int:
-        """Return when a span ended last, to the end of its time slice; 0 if none is kept. Pauses are none."""
+        """Return the end of the last time slice with a span that is no pause, at most now; else 0."""
         ended = [number for number, sums in [*self._slices.items()] if sums.keys() != {GC}]
         return min(clock.now_ns(), (max(ended, default=-1) + 1) * self._slice_ns)
 
@@ -345,7 +345,7 @@ class SpanSums:
         """
         found: list[_Sums] = [{} for _ in steps]
         with self._lock:
-            slices, self._slices = self._slices, {}  # a pause may be added meanwhile
+            slices, self._slices = self._slices, {}  # garbage collection may add a pause meanwhile
             for number, sums in slices.items():
                 middle_ns = number * self._slice_ns + self._slice_ns // 2 - ahead_ns
                 if not steps or middle_ns > steps[-1][1]:
@@ -407,7 +407,7 @@ class Busy:
 
     def _end(self) -> None:
         with self._lock:
-            begin_ns = self._begins_ns.popleft()  # the sum over all is right, whichever of them has ended
+            begin_ns = self._begins_ns.popleft()  # of any of them: only the sum over all is used
             if self._spans is not None:
                 self._spans.add(self._name, begin_ns, clock.now_ns(), False)
             if not self._begins_ns and self._stage is not None:

@@ -2,7 +2,7 @@
 
 A custom agent loop needs no change, because hooks are in its worker, in verl's client of the engines, and in
 verl's timers. Spans of an agent loop lie inside the trajectory that the worker runs. Each turn is one
-request; the request's id is stored on the span of the requesting task.
+request. The span in which a task sends it has the request's id.
 """
 
 from __future__ import annotations
