@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from verl_profiling.engines import recorder
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.workers import SGLangCaptureMixin
 
+_TRACE = {"traceEvents": [{"ph": "X", "name": "aten::add", "pid": 1, "tid": 1, "ts": 1.0, "dur": 1.0}]}
 LOG = r"its log is the output of process \d+ on \S+"
 
 
@@ -125,6 +127,46 @@ def test_a_server_that_hangs_holds_the_loop_up_no_longer_than_the_timeouts(
         goes_on.set()
         http.shutdown()
         thread.join()
+
+
+async def test_a_server_that_writes_past_the_timeouts_delivers_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result is `failed` at the timeout; the trace is in the result on disk, as for an engine by object."""
+    monkeypatch.setattr(recorder, "_DYING_S", 0.0)
+    goes_on, spools = threading.Event(), []
+
+    class Writing(_Routes):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path.endswith("start_profile"):
+                spools.append(Path(body["output_dir"]))
+            else:
+                goes_on.wait(60)
+                with gzip.open(spools[0] / "1-TP-0.trace.json.gz", "wt") as trace:
+                    json.dump(_TRACE, trace)
+            super().do_POST()
+
+    config = settings(tmp_path, timeouts={"stop_s": 0.1})
+    with ThreadingHTTPServer(("127.0.0.1", 0), Writing) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        server, order = SGLangCaptureMixin(), request(tmp_path)
+        server.init_capture(config, engine=f"http://127.0.0.1:{http.server_port}")
+        await server.start_capture(order)
+        assert (await server.stop_capture(order.capture_id)).result.status == "failed"
+        await asyncio.sleep(0.5)
+        goes_on.set()
+        result = Path(order.folder) / "rollout0.result.json"
+        for _ in range(100):
+            [late] = json.loads(result.read_text())["artifacts"]
+            if late["status"] == "ok":
+                break
+            await asyncio.sleep(0.1)
+        http.shutdown()
+        thread.join()
+    assert late["status"] == "ok", late["reason"]
+    assert (Path(order.folder) / late["path"]).is_file()
 
 
 @pytest.mark.vllm

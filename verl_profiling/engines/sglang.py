@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 import sys
+import threading
 import urllib.request
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
@@ -30,7 +31,7 @@ from verl_profiling.engines.adapter import (
 from verl_profiling.engines.request_log import OpenRequest, RequestLog
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.settings.config import ProfilingConfig, Timeouts
+from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.tools.npu import NpuTool
 from verl_profiling.tools.torch_profiler import TorchTool
@@ -41,6 +42,7 @@ _SERVER_ARGS = (
     *("nnodes", "base_gpu_id", "gpu_id_step"),
 )
 
+_LOOK_EVERY_S = 0.05
 _ACTIVITIES = {"cpu": "CPU", "cuda": "GPU", "xpu": "XPU", "npu": "GPU"}
 _TRACE = re.compile(r"-TP-(?P<tp>\d+)(?:-DP-(?P<dp>\d+))?(?:-PP-(?P<pp>\d+))?(?:-EP-\d+)?\.trace\.json\.gz$")
 
@@ -71,7 +73,7 @@ class SGLangAdapter(EngineAdapter):
     ) -> None:
         self.window = config.rollout.with_stacks() if tool.options.stack else config.rollout
         self._manager = manager = manager_of(engine, identity)
-        self._calls = HTTPCalls(engine, config.timeouts) if manager is None else ManagerCalls(manager)
+        self._calls = HTTPCalls(engine, config.timeouts.start_s) if manager is None else ManagerCalls(manager)
         self.spool = new_spool(config.local_folder)
         server = self._calls.server_args
         self.device = str(server.get("device") or "cuda")
@@ -286,31 +288,39 @@ class HTTPCalls:
 
     Args:
         url: URL of the server, e.g. ``http://127.0.0.1:30000``.
-        timeouts: Timeouts of the start and of the stop, which returns once the traces are written.
+        start_s: Timeout (s) of the start.
 
     Raises:
         CaptureStateError: The server does not answer.
     """
 
-    def __init__(self, url: str, timeouts: Timeouts) -> None:
-        self._url, self._timeouts = url.rstrip("/"), timeouts
+    def __init__(self, url: str, start_s: float) -> None:
+        self._url, self._start_s = url.rstrip("/"), start_s
         self.server_args = self._call("/get_server_info")
 
     async def start(self, options: dict[str, Any]) -> None:
         """Start profiling now, or at a later iteration."""
-        await asyncio.to_thread(self._call, "/start_profile", options, self._timeouts.start_s)
+        await asyncio.to_thread(self._call, "/start_profile", options, self._start_s)
 
     async def stop(self) -> bool:
         """Stop profiling and write the traces; return whether SGLang was recording."""
-        try:
-            await asyncio.to_thread(self._call, "/stop_profile", {}, self._timeouts.stop_s)
-        except CaptureStateError as error:
-            if getattr(error.__cause__, "code", 0) != 500:  # the server's answer when it is not recording
-                raise
-            return False
-        return True
+        problems: list[CaptureStateError] = []
 
-    def _call(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = 30.0) -> Any:
+        def run() -> None:
+            try:
+                self._call("/stop_profile", {}, None)
+            except CaptureStateError as error:
+                problems.append(error)
+
+        thread = threading.Thread(target=run, name="verl-profiling-sglang", daemon=True)
+        thread.start()
+        while thread.is_alive():  # if the server hangs, neither the loop's end nor Python's waits for it
+            await asyncio.sleep(_LOOK_EVERY_S)
+        if problems and getattr(problems[0].__cause__, "code", 0) != 500:  # 500: it was not recording
+            raise problems[0]
+        return not problems
+
+    def _call(self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = 30.0) -> Any:
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
