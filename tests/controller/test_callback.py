@@ -289,6 +289,8 @@ def test_a_callback_without_workers_says_so(tmp_path: Path, session: Session, ca
         ([], "role 'actor' has no workers"),
         (object(), r"worker 0 of role 'actor' \(object\) has no start_capture"),
         ([CaptureMixin(), object()], r"worker 1 of role 'actor'"),
+        (CaptureMixin, "worker 0 of role 'actor' is a class; add its objects, or handles of its actors"),
+        (ray.remote(CaptureMixin), "worker 0 of role 'actor' is a class"),
     ],
 )
 def test_what_cannot_be_driven_is_refused(tmp_path: Path, workers: Any, message: str) -> None:

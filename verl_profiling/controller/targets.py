@@ -277,7 +277,7 @@ def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None
         loop: Event loop on which local objects' coroutines run.
 
     Raises:
-        ConfigError: There are no workers, or a worker has no capture methods.
+        ConfigError: There are no workers, or a worker is a class, or has no capture methods.
     """
     if callable(getattr(workers, "execute_all_async", None)):
         members = list(getattr(workers, "workers", None) or [workers])
@@ -289,6 +289,10 @@ def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None
         workers = [workers]
     targets: list[Target] = []
     for index, worker in enumerate(workers):
+        if isinstance(worker, type) or type(worker).__name__.startswith("ActorClass("):
+            raise ConfigError(
+                "", f"worker {index} of role {role!r} is a class; add its objects, or handles of its actors"
+            )
         if not hasattr(worker, "start_capture"):
             raise ConfigError(
                 "",
