@@ -224,6 +224,19 @@ def test_a_process_without_stages_has_its_memory(tmp_path: Path) -> None:
     assert (row.name, row.value, row.peer_value) == ("process_peak_rss_bytes", 572e6, 379e6)
 
 
+def test_a_median_counts_the_peers_that_have_the_number(tmp_path: Path) -> None:
+    """A peer without a reading is unknown, and not 0."""
+    trigger = msgspec.structs.replace(SLOW_STAGE, sign="memory", stage="", value=428e6, peers=[])
+    asked_by(trigger, tmp_path, [rank(number, [("gemm", 2, 4)]) for number in range(4)])
+    for number, value in ((0, 300e6), (1, 572e6), (2, 400e6)):
+        metrics = {"stage/update_actor/process_peak_rss_bytes": value}
+        rewrite_worker(tmp_path, f"actor_rank{number}", metrics=metrics)
+    report = open_step(tmp_path).report()
+    (row,) = (row for row in report.suspects if row.kind == "memory")
+    assert (row.peers, row.peer_value) == ("median of 2", 350e6)
+    assert {row.peers for row in report.suspects if row.kind == "time"} == {"median of 3"}
+
+
 def test_what_is_of_the_suspect_alone_is_the_first_finding(tmp_path: Path) -> None:
     """A general one follows, though more seconds are at stake; on a schedule these come first."""
     own: list[Drawn] = [("rollout", 0, 1), ("update_actor", 2, 8)]

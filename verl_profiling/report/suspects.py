@@ -164,8 +164,8 @@ class _Process:
 
 def _suspect_rows(suspect: _Process, peers: Sequence[_Process], stage: str) -> Iterator[SuspectRow]:
     """Yield each quantity of a suspect with the median of its peers; small times are left out."""
-    whose = peers[0].name if len(peers) == 1 else f"median of {len(peers)}"
-    blank = SuspectRow(suspect=suspect.name, peers=whose, kind="stage", name="", value=0.0, peer_value=None)
+    only = peers[0].name if len(peers) == 1 else ""
+    blank = SuspectRow(suspect=suspect.name, peers=only, kind="stage", name="", value=0.0, peer_value=None)
     names = dict.fromkeys([*([stage] if stage else []), *suspect.outermost]) or [""]
     worked = {name: seconds for name in names if (seconds := suspect.worked_s(name)) is not None}
     of_peers = [{n: one.worked_s(n) for n in names if one.ran(n) == suspect.ran(n)} for one in peers]
@@ -196,5 +196,7 @@ def _beside(
     for name, value in own.items():
         known = [number for of in peers if (number := of.get(name)) is not None]
         beside = median(known) if known else None
-        rows.append(msgspec.structs.replace(blank, name=name or "the step", value=value, peer_value=beside))
+        whose = blank.peers or f"median of {len(known)}"
+        fields = {"name": name or "the step", "peers": whose, "value": value, "peer_value": beside}
+        rows.append(msgspec.structs.replace(blank, **fields))
     return rows
