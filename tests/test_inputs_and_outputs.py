@@ -344,6 +344,7 @@ def test_each_run_can_be_named(outputs: Path) -> None:
     assert [step.directory for step in find_steps(run / "run_2")] == [run / "run_2" / "step_000001"]
     assert [step.directory for step in find_steps(run / "step_000002")] == [run / "step_000002"]
     assert [step.step for step in open_run(run / "run.json").steps()] == [1, 2]
+    assert [step.step for step in find_steps(run / "step_000002" / "manifest.json")] == [2]
     assert main(["check", str(run / "run.json")]) == 0
     with pytest.raises(TraceFormatError, match="holds 2 runs"):
         open_run(run)

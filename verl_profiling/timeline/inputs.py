@@ -101,7 +101,8 @@ def unfinished(manifest: Manifest) -> str:
 def the_run(path: Path, *, live: bool = False) -> Path:
     """Return the folder of the only run at or below a path; a path without a run is returned unchanged.
 
-    The path of a ``run.json`` selects the run in its folder, without runs in subfolders.
+    The path of a ``run.json`` selects the run in its folder, without runs in subfolders; the path of a
+    ``manifest.json`` selects its step.
 
     Args:
         path: The path.
@@ -125,7 +126,7 @@ def the_run(path: Path, *, live: bool = False) -> Path:
 
 def runs_at(path: Path) -> list[Path]:
     """Return the folders of the runs at or below a path; the path itself if there is no run."""
-    if path.name == RUN_NAME and path.is_file():
+    if path.name in (RUN_NAME, MANIFEST_NAME) and path.is_file():
         return [path.parent]
     if not path.is_dir() or is_step(path):
         return [path]
