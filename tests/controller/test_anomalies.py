@@ -165,6 +165,23 @@ def test_what_is_noticed_soon_after_a_capture_is_captured_when_it_may(
     assert decision.trigger.stage == "reward"
 
 
+def test_of_several_that_wait_the_last_is_captured(caplog: pytest.LogCaptureFixture) -> None:
+    """The log says of the other that it is not."""
+    loop = Loop(Anomaly(cooldown=60))
+    decision = loop.is_slow(loop.quiet(), slow=SLOW)
+    assert decision is not None
+    loop.captures(decision)
+    first = loop.quiet(5)
+    assert loop.is_slow(first, times=longer("reward", 9)) is None
+    second = loop.quiet()
+    with caplog.at_level(logging.WARNING):
+        assert loop.is_slow(second, times=longer("update_actor", 9)) is None
+    assert f"watch: it takes the place of the anomaly of step {first + 1}" in caplog.messages
+    while (decision := loop.goes(summary(loop.step + 1))) is None:
+        assert loop.step < second + 60
+    assert decision.trigger.stage == "update_actor"
+
+
 def test_the_watch_asks_for_so_many_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
     """``max_captures`` counts what was made of what it asked for."""
     loop = Loop(Anomaly(cooldown=0, max_captures=2))

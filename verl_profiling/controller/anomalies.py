@@ -77,6 +77,8 @@ class Anomalies:
         noticed = self._noticed
         # Of a batch, the first with suspects is captured.
         if noticed is None or self._waits or (found.suspects and not noticed.suspects):
+            if noticed is not None and self._waits:
+                logger.warning("watch: it takes the place of the anomaly of step %s", noticed.noticed)
             self._noticed, self._waits = found, ""
             self._noticed_s, self._listened = time.monotonic(), 0
             self._uses = {use.lane: use for use in (*summary.loop, *summary.workers)}
