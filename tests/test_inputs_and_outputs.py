@@ -325,6 +325,13 @@ def test_a_command_lists_the_runs_and_asks_for_one(
     assert sorted(outputs.rglob("*")) == before
 
 
+def test_runs_are_listed_in_order_of_their_numbers(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build_run(outputs / "run" / "run_10", "tenth", 1)
+    assert main(["check", str(outputs)]) == 2
+    listed = capsys.readouterr().err.split("choose one of them: ")[1].split(", ")
+    assert [Path(one).parent.name for one in listed] == ["run", "run_2", "run_10"]
+
+
 def test_a_diff_asks_on_either_side(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two runs of one folder can be compared by name."""
     run = outputs / "run"

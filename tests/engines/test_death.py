@@ -132,7 +132,7 @@ def test_a_server_that_hangs_holds_the_loop_up_no_longer_than_the_timeouts(
 async def test_a_server_that_writes_past_the_timeouts_delivers_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The result is `failed` at the timeout; the trace is in the result on disk, as for an engine by object."""
+    """The result is `failed` at the timeout; the trace is in the result on disk, as for an engine object."""
     monkeypatch.setattr(recorder, "_DYING_S", 0.0)
     goes_on, spools = threading.Event(), []
 

@@ -30,7 +30,7 @@ from verl_profiling.commands import EXIT_FINDING, EXIT_OK, at_least_0, count, op
 from verl_profiling.errors import ConfigError, ProfilingError, TraceFormatError
 from verl_profiling.manifest import RUN_NAME, RunInfo
 from verl_profiling.remote import LocalFolder, RemoteFolder, is_url
-from verl_profiling.timeline.inputs import is_step, runs_at
+from verl_profiling.timeline.inputs import is_step, numbered, runs_at
 from verl_profiling.timeline.trace import UNDECODABLE
 from verl_profiling.units import visible
 from verl_profiling.watch_log import WATCH_LOG
@@ -190,7 +190,7 @@ def find_job(place: str | Path) -> Job:
     runs: list[LocalFolder | RemoteFolder]
     if is_url(str(place)):
         root = RemoteFolder(str(place).removesuffix(f"/{RUN_NAME}"))
-        names = [] if str(place).endswith(f"/{RUN_NAME}") else sorted(root.names())
+        names = [] if str(place).endswith(f"/{RUN_NAME}") else sorted(root.names(), key=numbered)
         runs = [root, *(root.child(name) for name in names if name.startswith("run_"))]
     elif not Path(place).exists():
         raise TraceFormatError(place, "no such folder")

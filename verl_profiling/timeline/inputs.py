@@ -130,10 +130,15 @@ def runs_at(path: Path) -> list[Path]:
         return [path.parent]
     if not path.is_dir() or is_step(path):
         return [path]
-    runs = sorted(_runs_below(path))
+    runs = sorted(_runs_below(path), key=lambda run: numbered(str(run)))
     if (path / RUN_NAME).is_file() or step_folders(path):
         runs.insert(0, path)
     return runs or [path]
+
+
+def numbered(name: str) -> str:
+    """Return a key that sorts names by the numbers in them: ``run_2`` before ``run_10``."""
+    return re.sub(r"\d+", lambda digits: digits[0].zfill(20), name)
 
 
 def _runs_below(path: Path) -> Iterator[Path]:
