@@ -331,6 +331,14 @@ def test_a_process_is_not_told_by_its_device(tmp_path: Path) -> None:
     assert [source.lane for source in inputs.sources] == ["worker_rank0", "worker_rank0.2"]
 
 
+def test_a_trace_without_a_base_is_reduced_to_a_size(tmp_path: Path) -> None:
+    """Its times begin at 0, and the timeline's clock does not begin before that."""
+    brief = [{**OPERATOR, "ts": float(at), "dur": 0.25} for at in range(3)]
+    (tmp_path / "rank0.json").write_text(json.dumps({"traceEvents": [*brief, {**OPERATOR, "dur": 2e7}]}))
+    _, events = merged(tmp_path, max_bytes=1)
+    assert [event["dur"] for event in events if event["ph"] == "X"] == [2e7]
+
+
 def test_long_events_are_never_dropped_for_the_size(tmp_path: Path) -> None:
     """Also where no smaller limit fits the wanted size."""
     long = [{**OPERATOR, "ts": 3e7 * at, "dur": 2e7} for at in range(3)]

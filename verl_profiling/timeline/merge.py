@@ -171,7 +171,7 @@ def _join(
 
 def zero_ns(begin_ns: int) -> int:
     """Return the unix time (ns) of ``ts == 0`` in the timeline of a step that begins at ``begin_ns``."""
-    return (begin_ns - _SLACK_NS) // 1_000_000_000 * 1_000_000_000
+    return max(begin_ns - _SLACK_NS, 0) // 1_000_000_000 * 1_000_000_000
 
 
 def _plan(
