@@ -21,7 +21,14 @@ from verl_profiling.timeline.merge import merge
 from verl_profiling.timeline.processes import LANE_PIDS, TRAJECTORIES_PID
 from verl_profiling.timeline.step import Keep
 from verl_profiling.timeline.trace import Limits
-from verl_profiling.trajectory_log import LOG_SUFFIX, Counted, SpanRecord, StatusChange, TrajectoryLog
+from verl_profiling.trajectory_log import (
+    LOG_SUFFIX,
+    Counted,
+    LoopRecord,
+    SpanRecord,
+    StatusChange,
+    TrajectoryLog,
+)
 
 
 def test_trajectories_take_as_many_rows_as_ran_at_once(tmp_path: Path) -> None:
@@ -142,6 +149,17 @@ def test_a_loop_shows_who_blocked_it(tmp_path: Path) -> None:
     ]
     assert timeline.of("block")[0]["args"] == {"task": "Task-1", "function": "tools.slow (tools.py:7)"}
     assert next(iter(timeline.rows.values())) == "loop Main blocked", "it is above the trajectories"
+
+
+def test_loops_of_one_name_have_rows_of_their_own(tmp_path: Path) -> None:
+    drawn = Drawn(tmp_path)
+    drawn.trajectory(0, 90)
+    drawn.log.loops[1] = LoopRecord(1, 8, "Main")
+    drawn.block(10, 20, function="a (x.py:1)")
+    drawn.block(30, 40, function="b (x.py:1)", loop=1)
+    _, timeline = drawn.merged()
+    assert [row for row, *_ in timeline.shown("block")] == ["loop Main blocked"] * 2
+    assert len({event["tid"] for event in timeline.of("block")}) == 2
 
 
 def test_counts_are_drawn_over_time(tmp_path: Path) -> None:

@@ -394,13 +394,14 @@ def lay_out(
         log: The log, from :func:`linked_log`.
         is_wanted: Function that returns whether a record is selected.
     """
-    groups: dict[str, list[list[Any]]] = {}  # by name of their rows: a record with its spans
+    groups: dict[tuple[str, int], list[list[Any]]] = {}  # by name of their rows: a record with its spans
     loops = {loop.id: loop.name for loop in reversed(log.loops)}
     for block in sorted(log.blocks, key=lambda block: block.loop):
-        groups.setdefault(f"loop {loops.get(block.loop) or block.loop} blocked", []).append([block])
+        name = f"loop {loops.get(block.loop) or block.loop} blocked"
+        groups.setdefault((name, block.loop), []).append([block])  # loops may have one name
     trajectories: dict[int, list[Any]] = {one.id: [one] for one in log.trajectories}
     outside: dict[int, list[Any]] = {}  # by the id of each span outside trajectories
-    groups["trajectories"], groups["spans"] = list(trajectories.values()), []
+    groups["trajectories", 0], groups["spans", 0] = list(trajectories.values()), []
     for span in log.spans:
         if span.trajectory != NO_SPAN:
             trajectories[span.trajectory].append(span)
@@ -409,10 +410,10 @@ def lay_out(
             outside[span.id].append(span)
         else:
             outside[span.id] = [span]
-            groups["spans"].append(outside[span.id])
+            groups["spans", 0].append(outside[span.id])
     names: list[str] = []
     placed: list[tuple[_Record, int]] = []
-    for name, owners in groups.items():
+    for (name, _), owners in groups.items():
         found = [nested for records in owners if (nested := _nested(*records, is_wanted=is_wanted))]
         spans = [(min(r.begin_ns for r in of), max(r.end_ns for r in of)) for of, _ in found]
         packed = packed_rows(spans)
