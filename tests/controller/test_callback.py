@@ -287,10 +287,10 @@ def test_a_callback_without_workers_says_so(tmp_path: Path, session: Session, ca
     ("workers", "message"),
     [
         ([], "role 'actor' has no workers"),
-        (object(), r"worker 0 of role 'actor' \(object\) has no start_capture"),
+        (object(), r"worker 0 of role 'actor' \(object\) is no object or actor handle with start_capture"),
         ([CaptureMixin(), object()], r"worker 1 of role 'actor'"),
-        (CaptureMixin, "worker 0 of role 'actor' is a class; add its objects, or handles of its actors"),
-        (ray.remote(CaptureMixin), "worker 0 of role 'actor' is a class"),
+        (CaptureMixin, r"worker 0 of role 'actor' \(type\) is no object or actor handle"),
+        (ray.remote(CaptureMixin), r"worker 0 of role 'actor' \(ActorClass\(CaptureMixin\)\)"),
     ],
 )
 def test_what_cannot_be_driven_is_refused(tmp_path: Path, workers: Any, message: str) -> None:

@@ -289,15 +289,12 @@ def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None
         workers = [workers]
     targets: list[Target] = []
     for index, worker in enumerate(workers):
-        if isinstance(worker, type) or type(worker).__name__.startswith("ActorClass("):
-            raise ConfigError(
-                "", f"worker {index} of role {role!r} is a class; add its objects, or handles of its actors"
-            )
-        if not hasattr(worker, "start_capture"):
+        is_class = isinstance(worker, type) or type(worker).__name__.startswith("ActorClass(")
+        if is_class or not hasattr(worker, "start_capture"):
             raise ConfigError(
                 "",
-                f"worker {index} of role {role!r} ({type(worker).__name__}) has no start_capture; "
-                "let its class inherit a mixin of verl_profiling.workers",
+                f"worker {index} of role {role!r} ({type(worker).__name__}) is no object or actor handle with "
+                "start_capture; let its class inherit a mixin of verl_profiling.workers",
             )
         is_local = not _is_actor(worker)
         send = partial(_to_object, worker, loop) if is_local else partial(_to_actor, worker)

@@ -42,7 +42,6 @@ _SERVER_ARGS = (
     *("nnodes", "base_gpu_id", "gpu_id_step"),
 )
 
-_LOOK_EVERY_S = 0.05
 _ACTIVITIES = {"cpu": "CPU", "cuda": "GPU", "xpu": "XPU", "npu": "GPU"}
 _TRACE = re.compile(r"-TP-(?P<tp>\d+)(?:-DP-(?P<dp>\d+))?(?:-PP-(?P<pp>\d+))?(?:-EP-\d+)?\.trace\.json\.gz$")
 
@@ -315,7 +314,7 @@ class HTTPCalls:
         thread = threading.Thread(target=run, name="verl-profiling-sglang", daemon=True)
         thread.start()
         while thread.is_alive():  # if the server hangs, neither the loop's end nor Python's waits for it
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(0.05)
         if problems and getattr(problems[0].__cause__, "code", 0) != 500:  # 500: it was not recording
             raise problems[0]
         return not problems

@@ -195,8 +195,6 @@ def _beside(
     rows = []
     for name, value in own.items():
         known = [number for of in peers if (number := of.get(name)) is not None]
-        beside = median(known) if known else None
-        whose = blank.peers or f"median of {len(known)}"
-        fields = {"name": name or "the step", "peers": whose, "value": value, "peer_value": beside}
-        rows.append(msgspec.structs.replace(blank, **fields))
+        fields = {"name": name or "the step", "value": value, "peer_value": median(known) if known else None}
+        rows.append(msgspec.structs.replace(blank, peers=blank.peers or f"median of {len(known)}", **fields))
     return rows
