@@ -101,8 +101,7 @@ class Anomalies:
             return None
         if not scheduled and (why := self._refusal(step)):
             if not self._waits:
-                at = noticed.noticed
-                logger.warning("watch: the anomaly of step %s is not captured yet: %s", at, why)
+                logger.warning("watch: the anomaly of step %s is not captured yet: %s", noticed.noticed, why)
             self._waits = why
             return None
         self._noticed, self._waits = None, ""

@@ -434,8 +434,7 @@ class Controller:
     def _end_watch(self) -> Waits[None]:
         """Complete the summaries of the last steps."""
         if self.watch is not None:
-            wait_s = min(LAST_READ_S, self.config.timeouts.start_s)
-            yield partial(self.watch.train_ends, wait_s)
+            yield partial(self.watch.train_ends, min(LAST_READ_S, self.config.timeouts.start_s))
 
     def _end_run(self) -> Waits[None]:
         run, most_s = self._run, self.roster.most_s

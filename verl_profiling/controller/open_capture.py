@@ -405,5 +405,4 @@ def whole_version(policy_version: object) -> tuple[int | None, list[str]]:
     try:
         return None if policy_version is None else index(policy_version), []  # type: ignore[arg-type]
     except TypeError:
-        kind = type(policy_version).__name__
-        return None, [f"policy_version is a {kind}, not a whole number: left out"]
+        return None, [f"policy_version is a {type(policy_version).__name__}, not a whole number: left out"]

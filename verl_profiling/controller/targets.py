@@ -293,8 +293,8 @@ def make_targets(role: str, workers: Any, loop: asyncio.AbstractEventLoop | None
         if is_class or not hasattr(worker, "start_capture"):
             raise ConfigError(
                 "",
-                f"worker {index} of role {role!r} ({type(worker).__name__}) is no object or actor handle with "
-                "start_capture; let its class inherit a mixin of verl_profiling.workers",
+                f"worker {index} of role {role!r} ({type(worker).__name__}) is no object or actor handle "
+                "with start_capture; let its class inherit a mixin of verl_profiling.workers",
             )
         is_local = not _is_actor(worker)
         send = partial(_to_object, worker, loop) if is_local else partial(_to_actor, worker)

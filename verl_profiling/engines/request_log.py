@@ -63,11 +63,6 @@ class RequestLog:
         self._replica = replica
         self.enabled = enable
 
-    @property
-    def noting(self) -> bool:
-        """Whether new requests are logged. If not, adapters call ``generate`` without logging."""
-        return self._noted is not None
-
     def set_policy_version(self, version: int) -> None:
         """Set the policy version of requests that begin from now on."""
         self._server_knows = True
@@ -121,7 +116,7 @@ class RequestLog:
         @functools.wraps(generate)
         def watched(*args: Any, **kwargs: Any) -> Any:
             with self.busy or nullcontext():
-                return logged(generate, *args, **kwargs) if self.noting else generate(*args, **kwargs)
+                return logged(generate, *args, **kwargs) if self._noted else generate(*args, **kwargs)
 
         engine.generate = watched
 
@@ -141,7 +136,7 @@ class RequestLog:
             stream: AsyncGenerator[Any, None] = generate(*args, **kwargs)
             if self.busy is not None:
                 self.busy.while_alive(stream)
-            return logged(stream, *args, **kwargs) if self.noting else stream
+            return logged(stream, *args, **kwargs) if self._noted else stream
 
         setattr(engine, method, watched)
 

@@ -275,8 +275,7 @@ class VLLMAdapter(EngineAdapter):
 
     async def start(self) -> None:
         window = {"delay_iterations": self._delay, "max_iterations": self.window.count or 0}
-        arguments = window if self._takes_window else {}
-        await _result(self._engine.start_profile(**arguments))
+        await _result(self._engine.start_profile(**(window if self._takes_window else {})))
 
     async def stop(self) -> None:
         await _result(self._engine.stop_profile())
@@ -302,11 +301,8 @@ class VLLMAdapter(EngineAdapter):
     def _check_configured(self, configured: Any, tool: EngineTool) -> str:
         """Check that the engine was started for these settings; return the folder of its traces, if any."""
         if configured is None:
-            folder, kind = os.environ.get(_DIR_VARIABLE, ""), ""
-            if os.environ.get(_CUDA_VARIABLE) == "1":
-                kind = "cuda"
-            elif folder:
-                kind = "torch"
+            folder = os.environ.get(_DIR_VARIABLE, "")
+            kind = "cuda" if os.environ.get(_CUDA_VARIABLE) == "1" else "torch" if folder else ""
         else:
             folder, kind = configured.torch_profiler_dir, configured.profiler
         remedy = f"{self._identity}: pass **engine_args(config) to its constructor"

@@ -394,11 +394,11 @@ def lay_out(
         log: The log, from :func:`linked_log`.
         is_wanted: Function that returns whether a record is selected.
     """
-    groups: dict[tuple[str, int], list[list[Any]]] = {}  # by name of their rows: a record with its spans
+    groups: dict[tuple[str, int], list[list[Any]]] = {}  # by name and loop: a record with its spans
     loops = {loop.id: loop.name for loop in reversed(log.loops)}
     for block in sorted(log.blocks, key=lambda block: block.loop):
-        name = f"loop {loops.get(block.loop) or block.loop} blocked"
-        groups.setdefault((name, block.loop), []).append([block])  # loops may have one name
+        key = f"loop {loops.get(block.loop) or block.loop} blocked", block.loop
+        groups.setdefault(key, []).append([block])
     trajectories: dict[int, list[Any]] = {one.id: [one] for one in log.trajectories}
     outside: dict[int, list[Any]] = {}  # by the id of each span outside trajectories
     groups["trajectories", 0], groups["spans", 0] = list(trajectories.values()), []

@@ -112,9 +112,8 @@ def merge(
             result = _join(scratch / "timeline", inputs, plan, pids, members, base_ns, keep, critical_path)
             if max_bytes is None or result.bytes <= max_bytes or keep.min_us >= _LONGEST_US:
                 break
-            share = max_bytes / result.bytes
-            min_us = max(min_us_for_share(result.path, share), 2 * keep.min_us, 1.0)
-            keep = msgspec.structs.replace(keep, min_us=min(min_us, _LONGEST_US))
+            fits_us = max(min_us_for_share(result.path, max_bytes / result.bytes), 2 * keep.min_us, 1.0)
+            keep = msgspec.structs.replace(keep, min_us=min(fits_us, _LONGEST_US))
         return msgspec.structs.replace(result, path=result.path.replace(output))
 
 

@@ -438,8 +438,7 @@ def _slices(request: Request, draw: Callable[..., Event]) -> Iterator[Event]:
         "policy_version": request.policy_version,
     }
     known = {name: value for name, value in facts.items() if value is not None}
-    name = f"request ({request.response_tokens} tokens)"
-    yield draw(name, request.begin_ns, request.end_ns, about=known)
+    yield draw(f"request ({request.response_tokens} tokens)", request.begin_ns, request.end_ns, about=known)
     parts = request.parts()
     if len(parts) > 1:
         yield from (draw(*part) for part in parts)

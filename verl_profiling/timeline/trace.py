@@ -376,8 +376,7 @@ class Trace:
                 try:
                     events += self._decode_one(piece)
                 except (*UNDECODABLE, ValueError) as error:
-                    at = self._consumed + position
-                    self._skip(at, f"skipped an invalid event ({error})")
+                    self._skip(self._consumed + position, f"skipped an invalid event ({error})")
             position = end
 
     def _decode_one(self, piece: bytes) -> list[Event]:
