@@ -95,7 +95,7 @@ def _stop_ms(kind: str) -> float | None:
             result = recorded.result
             if result is None or result.status != "ok":
                 raise ToolUnavailableError(f"the small capture failed: {result and result.reason}")
-            took.append(result.cost.stop_s * 1e3)
+            took.append(result.cost_s("stop") * 1e3)
     return statistics.median(took)
 
 

@@ -24,7 +24,6 @@ __all__ = [
     "POLLING",
     "SCHEMA_VERSION",
     "Artifact",
-    "CaptureCost",
     "CaptureResult",
     "HostClock",
     "Manifest",
@@ -180,13 +179,6 @@ def expected_artifact(
     """
     path = artifact_name(lane, suffix, stage, occurrence)
     return Artifact(path=path, lane=lane, tool=tool, status="missing", stage=stage, occurrence=occurrence)
-
-
-class CaptureCost(msgspec.Struct, frozen=True, kw_only=True):
-    """The cost of the capture in its process, in seconds."""
-
-    start_s: float = 0.0
-    stop_s: float = 0.0
 
 
 class ToolSpan(msgspec.Struct, frozen=True):
@@ -369,13 +361,9 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
     cut_short: str = ""
     clock: HostClock | None = None
 
-    @property
-    def cost(self) -> CaptureCost:
-        """Seconds of starting and stopping the worker's tools; a stop includes writing."""
-        seconds = {"start": 0.0, "stop": 0.0}
-        for span in self.tool_spans:
-            seconds[span.name] += (span.end_ns - span.begin_ns) / 1e9
-        return CaptureCost(start_s=seconds["start"], stop_s=seconds["stop"])
+    def cost_s(self, call: Literal["start", "stop"]) -> float:
+        """Return the time of starting, or of stopping, the worker's tools; a stop includes writing."""
+        return sum(span.end_ns - span.begin_ns for span in self.tool_spans if span.name == call) / 1e9
 
     @property
     def name(self) -> str:

@@ -128,7 +128,7 @@ def test_discrete_mode_records_each_stage_apart(tmp_path: Path) -> None:
     assert [(span.name, span.stage) for span in result.tool_spans] == [
         (name, artifact.stage) for artifact in result.artifacts for name in ("start", "stop")
     ]
-    assert result.cost.start_s > 0 < result.cost.stop_s
+    assert result.cost_s("start") > 0 < result.cost_s("stop")
     outermost = [one for one in result.stages if one.depth == 0]
     starts, stops = result.tool_spans[::2], result.tool_spans[1::2]
     for artifact, own, start, stop in zip(result.artifacts, outermost, starts, stops, strict=True):

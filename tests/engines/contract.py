@@ -138,7 +138,7 @@ class EngineContract(Captures):
         again = await stop(server, order.capture_id)
         assert at_the_stop(first) == at_the_stop(again)
         assert first.status == "ok"
-        assert first.cost.stop_s > 0
+        assert first.cost_s("stop") > 0
         assert [(span.name, span.stage) for span in first.tool_spans] == [("start", None), ("stop", None)]
         assert first.tool_spans[0].end_ns <= first.artifacts[0].end_ns <= first.tool_spans[1].end_ns
 

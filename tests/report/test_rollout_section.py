@@ -14,12 +14,12 @@ from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_OK
 from verl_profiling.manifest import POLLING, Request
-from verl_profiling.report.columns import CounterRow, Polling
+from verl_profiling.report.columns import CounterRow
 from verl_profiling.report.diff import compare
 from verl_profiling.report.files import scalars
 from verl_profiling.report.findings import find
 from verl_profiling.report.html import render_html
-from verl_profiling.report.model import Report
+from verl_profiling.report.model import Polling, Report
 from verl_profiling.report.records import OTHERS
 from verl_profiling.report.sentences import rollout_sentences
 from verl_profiling.report.tables import TABLES, cause_key

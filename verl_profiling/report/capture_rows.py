@@ -37,7 +37,7 @@ def measures_of(worker: CaptureResult) -> Iterator[MeasureRow]:
 def costs(manifest: Manifest) -> list[CostRow]:
     """Return the cost of the capture for each worker that was not skipped."""
     return [
-        CostRow(worker=worker.name, **msgspec.structs.asdict(worker.cost))
+        CostRow(worker=worker.name, start_s=worker.cost_s("start"), stop_s=worker.cost_s("stop"))
         for worker in manifest.workers
         if worker.status != "skipped"
     ]

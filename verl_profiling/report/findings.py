@@ -17,10 +17,10 @@ import msgspec
 from verl_profiling.manifest import POLLING
 from verl_profiling.report.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report.capture_rows import slow_replica, slowest_replica
-from verl_profiling.report.columns import BlockRow, DeviceRow, Rollout, StragglerRow
+from verl_profiling.report.columns import BlockRow, DeviceRow, StragglerRow
 from verl_profiling.report.intervals import grouped
 from verl_profiling.report.lost import ROLLOUT
-from verl_profiling.report.model import Finding, Report
+from verl_profiling.report.model import Finding, Report, Rollout
 from verl_profiling.report.records import (
     BEFORE,
     FROM_THE_ENGINE,

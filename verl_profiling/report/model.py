@@ -14,7 +14,7 @@ import msgspec
 from verl_profiling.capture_request import Trigger
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, HostClock
 from verl_profiling.report import columns
-from verl_profiling.report.columns import DeviceRow, Rollout
+from verl_profiling.report.columns import DeviceRow
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.units import duration, step_list, three_digits
 
@@ -78,6 +78,105 @@ class Tail(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: Percentiles | None
     response_tokens: Percentiles | None
     last_replica: int | None = None
+
+
+class LastTrajectories(msgspec.Struct, frozen=True, kw_only=True):
+    """The tail of the rollout, in which only the last training trajectories ran.
+
+    Attributes:
+        trajectories: Number of trajectories in the tail.
+        of: Number of all training trajectories.
+        seconds: Duration of the tail, up to the end of the last trajectory.
+        share: Share of the time from the first trajectory's begin to the last one's end.
+        parts: Duration of the tail by cause; an instant is divided equally among the running trajectories.
+    """
+
+    trajectories: int
+    of: int
+    seconds: float
+    share: float
+    parts: list[columns.PartRow]
+
+
+class Polling(msgspec.Struct, frozen=True, kw_only=True):
+    """Cost of a trainer that polls for ended trajectories.
+
+    Attributes:
+        pauses: Number of sleeps between polls in the rollout.
+        interval_s: Median duration of a sleep.
+        seconds: Total duration of the sleeps.
+        late_s: Part of ``seconds`` after the last trajectory's end. A lower bound for an asynchronous
+            trainer, because trajectories of later batches end too.
+        late_share: ``late_s`` as a share of the step.
+    """
+
+    pauses: int
+    interval_s: float
+    seconds: float
+    late_s: float
+    late_share: float
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+    """The section on the rollout: the time of a step's trajectories by cause.
+
+    Attributes:
+        trajectories: Number of training trajectories.
+        validation: Number of trajectories of validation rollouts.
+        cut: Number of trajectories that are only partly in the step or in the recording.
+        seconds: Total time of the training trajectories.
+        p50_s: Median time of the completely recorded training trajectories; ``None`` if there are none.
+        p99_s: 99th percentile of the same times.
+        wall_s: Time from the begin of the first training trajectory to the end of the last one.
+        causes: Time of the trajectories by cause.
+        time: Wall time of the rollout by cause.
+        explained: Share of this wall time with a known cause.
+        last: Tail of the rollout.
+        calls: Tools and other spans, the largest total time first.
+        blocks: Functions and spans that blocked event loops.
+        groups: Groups of training trajectories, the longest total wait first.
+        groups_seen: Number of groups with several trajectories.
+        group_waited_s: Total time for which trajectories of these groups waited for the last one of their
+            group.
+        group_spread_p50_s: Median time from a group's first end to its last.
+        group_spread_max_s: Longest time from a group's first end to its last.
+        statuses: Trajectories by status.
+        failures: Errors of trajectories, most frequent first, validation last.
+        versions: Policy versions of the training trajectories, newest first.
+        versioned: Number of training trajectories with known versions.
+        partial: Number of training trajectories generated with several versions.
+        polling: Cost of the trainer's polling; ``None`` without polling.
+    """
+
+    trajectories: int
+    validation: int
+    cut: int
+    seconds: float
+    p50_s: float | None
+    p99_s: float | None
+    wall_s: float
+    causes: list[columns.CauseRow]
+    time: list[columns.PartRow]
+    explained: float
+    last: LastTrajectories | None
+    calls: list[columns.CallRow]
+    blocks: list[columns.BlockRow]
+    groups: list[columns.GroupRow]
+    groups_seen: int
+    group_waited_s: float
+    group_spread_p50_s: float
+    group_spread_max_s: float
+    statuses: list[columns.StatusRow]
+    failures: list[columns.FailureRow]
+    versions: list[columns.VersionRow]
+    versioned: int
+    partial: int
+    polling: Polling | None = None
+
+    @property
+    def of_trajectories(self) -> str:
+        """``wall_s`` as text, with the begin and end that it counts from."""
+        return f"the {duration(self.wall_s)} from the first trajectory's begin to the last one's end"
 
 
 class Throughput(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,10 +18,7 @@ from verl_profiling.report.columns import (
     CauseRow,
     FailureRow,
     GroupRow,
-    LastTrajectories,
     PartRow,
-    Polling,
-    Rollout,
     StatusRow,
     VersionRow,
 )
@@ -39,6 +36,7 @@ from verl_profiling.report.intervals import (
 )
 from verl_profiling.report.lanes import Step
 from verl_profiling.report.lost import ROLLOUT
+from verl_profiling.report.model import LastTrajectories, Polling, Rollout
 from verl_profiling.report.records import (
     BEFORE,
     GENERATE,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from verl_profiling.report.columns import Rollout
 from verl_profiling.report.lost import cause_name
-from verl_profiling.report.model import OTHER_RANKS, Asked, Report
+from verl_profiling.report.model import OTHER_RANKS, Asked, Report, Rollout
 from verl_profiling.step_summary import ROLLOUT, TRAINING, StepSummary
 from verl_profiling.units import byte_size, duration
 

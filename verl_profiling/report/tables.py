@@ -15,9 +15,9 @@ from zlib import crc32
 
 import msgspec
 
-from verl_profiling.report.columns import CauseRow, HelpRow, PathRow, Rollout
+from verl_profiling.report.columns import CauseRow, HelpRow, PathRow
 from verl_profiling.report.lost import CAUSES, cause_name
-from verl_profiling.report.model import OTHER_RANKS, Report
+from verl_profiling.report.model import OTHER_RANKS, Report, Rollout
 from verl_profiling.report.records import LOOP_LAG, UNKNOWN
 from verl_profiling.units import byte_size, duration, three_digits
 
@@ -96,7 +96,7 @@ class Table(NamedTuple):
         note: Sentence below the table, or a function that returns the sentence.
         most: Number of rows on the page.
         key: Function that returns the colour key of a row.
-        field: Field of :class:`~verl_profiling.report.columns.Rollout` with the rows; empty for a field of
+        field: Field of :class:`~verl_profiling.report.model.Rollout` with the rows; empty for a field of
             the report.
         shown: Function that returns the shown rows, if they differ from the rows of the data.
     """
