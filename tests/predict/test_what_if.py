@@ -709,7 +709,26 @@ def test_a_rollout_that_ends_beside_the_training_is_waited_for_once_it_is_longer
     rewrite(tmp_path, stages=[stage for stage in read_manifest(tmp_path).stages if "wait" not in stage.name])
     found = open_step(tmp_path).what_if()
     assert "rollout" not in {row.stage for row in found.path}
-    assert found.notes == ["rollout goes on when the step ends, and nothing tells who waits for it"]
+    assert found.notes == ["rollout goes on after the step, so a change is not applied to all of it"]
+
+
+def test_a_wait_for_a_rollout_without_end_follows_the_trajectories_that_end_in_it(tmp_path: Path) -> None:
+    """As in a fully asynchronous trainer: samples come all the time, and the last one of a batch is late."""
+    log = DrawnLog()
+    log.trajectory(-4, 1, ("generate", -4, 1))
+    log.trajectory(0.2, 2.9, ("generate", 0.2, 2.9))
+    log.trajectory(1, 5, ("generate", 1, 5))
+    stages = [("rollout", 0, 10), ("wait:rollout", 0, 3), ("update_actor", 3.1, 9.5)]
+    drawn_inputs(tmp_path, stages, [Worker("actor", stages=[("update_actor", 3.2, 9.4)], kernels=WORKS)])
+    log.add_to(tmp_path)
+    step = open_step(tmp_path)
+    found = step.what_if()
+    rows = [(stage, who, seconds) for stage, who, _, seconds in path_of(found)]
+    assert ("rollout", "agent_loop_rank0 g.1", 2.7) in rows
+    assert ("update_actor", "actor_rank0", 6.2) in rows
+    assert found.notes == ["rollout goes on after the step, so a change is not applied to all of it"]
+    assert step.what_if(scale={"rollout": 0.5}).predicted_us == pytest.approx(8.65e6, rel=0.02)
+    assert step.what_if(scale={"update_actor": 0.5}).predicted_us == pytest.approx(6.9e6, rel=0.02)
 
 
 def test_the_next_rollout_begins_after_this_one_also_beside_other_tasks(tmp_path: Path) -> None:

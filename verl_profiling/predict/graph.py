@@ -16,6 +16,7 @@ stage of the loop, and of a worker   same name; else the time inside a stage tha
 rollout, and trajectory or request   it ends in the stage                             assumed
 stage of the loop, and its next poll stages in which it sleeps between polls          yes
 stage ``wait:X``, and stage ``X``    names; stage ``X`` ends in it                    assumed
+``wait:rollout``, and a trajectory   it ends in the stage, and no rollout does        assumed
 ==================================== ================================================ ========
 """
 
@@ -419,7 +420,7 @@ def _carried(
             early_ns = root.end_ns - max(one.end_ns for one in stage.waits)
             yield [_before(root, root.begin_ns - early_ns)], _mark(root, stage.begin_ns), waiting[-1]
         elif stage.name == ROLLOUT:
-            graph.unknown.append("rollout goes on when the step ends, and nothing tells who waits for it")
+            graph.unknown.append("rollout goes on after the step, so a change is not applied to all of it")
 
 
 def _before(root: _Run, end_ns: int) -> _Run:
@@ -508,6 +509,8 @@ def _rolled_out(
 ) -> Iterator[_Run]:
     """Let stages wait for trajectories and requests; yield those that are not called by a stage."""
     rollouts = [stage for stage in stages if stage.name in (ROLLOUT, VALIDATE)]
+    waiting = [stage for stage in stages if stage.name == _WAIT + ROLLOUT]
+    waiting = [stage for stage in waiting if all(one.name != ROLLOUT for one in stage.waits)]
     for run in runs:
         homes = [stage for stage in of_workers.get(run.who, ()) if stage.holds(run, error_ns)]
         homes = homes or [stage for stage in rollouts if run.ends_in(stage)] or _inside(run, stages, error_ns)
@@ -515,6 +518,8 @@ def _rolled_out(
             yield run
             continue
         assumed[_ROLLOUT] += 1
+        for stage in waiting:  # for a rollout that never ends
+            stage.waits += [run] if run.ends_in(stage) else []
         if not _join(run, min(homes, key=_length, default=root), error_ns):
             yield run
 
@@ -535,8 +540,7 @@ def _polled(stage: _Run) -> Iterator[tuple[_Run, int, int]]:
     others = [run for run in stage.waits if run not in between and run.begin_ns < end_ns]
     ended_ns = max((run.end_ns for run in others), default=end_ns)
     if ended_ns < end_ns and any(run.pieces for run in others):
-        since_ns = max(ended_ns, end_ns - period_ns)
-        run = _Run(stage.who, stage.role, POLLING, since_ns, end_ns, row)
+        run = _Run(stage.who, stage.role, POLLING, max(ended_ns, end_ns - period_ns), end_ns, row)
         for runs in (stage.inner, stage.waits):
             runs[:] = [one for one in runs if one not in between] + [run]
         yield run, end_ns - period_ns * len(sleeps), period_ns
@@ -711,8 +715,7 @@ class _Builder:
             self.joins += [(first, one) for one in waited]
             waited = following
             while place < len(inner) and inner[place].begin_ns < end_ns:
-                called = last if inner[place].begin_ns >= begin_ns else at
-                self.add(inner[place], called, within, part)
+                self.add(inner[place], last if inner[place].begin_ns >= begin_ns else at, within, part)
                 place += 1
             at, now_ns, around = last, end_ns, within
         run.exit = at
@@ -745,8 +748,7 @@ class _Builder:
             numbers.append(self._new(one, before))
             if number not in self.joined:
                 who, name, arrived_ns, free_ns = self._collectives[number]
-                join = Segment(name, arrived_ns, free_ns, who, within, within)
-                self.joined[number] = self._new(join, -1)
+                self.joined[number] = self._new(Segment(name, arrived_ns, free_ns, who, within, within), -1)
             before, begin_ns, around = self.joined[number], left_ns, within
             found[before].after.append(numbers[-1])
         one = Segment(kind, begin_ns, end_ns, run.who, within, around, part=part)

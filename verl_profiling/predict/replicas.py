@@ -286,8 +286,7 @@ def _curves(served: Sequence[Served], load: _Load, knots: NDArray[np.int64], mor
         inverse = np.linalg.pinv(np.tensordot(drawn, squares, 1))
         found = np.einsum("sij,sj->si", inverse, drawn @ targets)
         samples = np.stack([_bounded(one, knots, own_ns.min()) for one in found])
-    scores = [_slowdown(curve, load, knots, more) for curve in samples]
-    order = np.argsort(scores)
+    order = np.argsort([_slowdown(curve, load, knots, more) for curve in samples])
     low, high = (samples[order[round(share * (len(order) - 1))]] for share in (_LOW, _HIGH))
     return [low, likely, high]
 
