@@ -39,6 +39,8 @@ PUBLISHED = (
     ("merge_8x100k", "viztracer's"),
     ("merge_1x1M", "SGLang's"),
     ("report", "HolisticTraceAnalysis"),
+    ("gpu", "this package: pause at stop"),
+    ("gpu", "verl's DistProfiler: pause at stop"),
 )
 
 

@@ -44,7 +44,8 @@ class TransformersEngine(Engine):
     """``model.generate`` in this process: nothing to install, and good enough for a toy."""
 
     def __init__(self, config: DictConfig, seed: int, engine_args: dict[str, Any]) -> None:
-        self.handle = build_model(config.model, config.seed).eval()
+        self.device = "cuda" if config.gpus else "cpu"
+        self.handle = build_model(config.model, config.seed).to(self.device).eval()
         self.requests = RequestLog()
         self._turn = asyncio.Lock()
         torch.manual_seed(seed)
@@ -69,7 +70,7 @@ class TransformersEngine(Engine):
 
     def _sample(self, prompts: list[list[int]]) -> list[list[int]]:
         """Sample on this thread, the one that a capture records."""
-        tokens = torch.tensor(prompts)
+        tokens = torch.tensor(prompts, device=self.device)
         sampled = self.handle.generate(
             tokens,
             attention_mask=torch.ones_like(tokens),
@@ -143,7 +144,7 @@ class SGLangEngine(Engine):
         self.handle = sglang.Engine(
             model_path=self._folder.name,
             skip_tokenizer_init=True,
-            device="cpu",
+            device="cuda" if config.gpus else "cpu",
             dtype="float32",
             attention_backend="torch_native",
             sampling_backend="pytorch",

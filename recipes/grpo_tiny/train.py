@@ -25,13 +25,13 @@ Handles = list[Any]
 def start_actors(config: DictConfig) -> Handles:
     """Start one FSDP2 worker per rank."""
     init_method = f"file://{tempfile.mkdtemp(prefix='grpo_tiny_')}/rendezvous"
-    remote = ray.remote(num_cpus=1)(ActorWorker)
+    remote = ray.remote(num_cpus=1, num_gpus=config.gpus)(ActorWorker)
     return [remote.remote(config, rank, init_method) for rank in range(config.actor.world_size)]
 
 
 def start_servers(config: DictConfig) -> Handles:
     """Start the rollout replicas and wait until all of them can serve."""
-    remote = ray.remote(num_cpus=1)(RolloutServer)
+    remote = ray.remote(num_cpus=1, num_gpus=config.gpus)(RolloutServer)
     servers = [remote.remote(config, replica) for replica in range(config.rollout.replicas)]
     ray.get([server.start.remote() for server in servers])
     return servers

@@ -18,9 +18,11 @@ class ActorWorker(FSDPCaptureMixin):
     def __init__(self, config: DictConfig, rank: int, init_method: str) -> None:
         self.config = config.actor
         world_size = self.config.world_size
-        dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
-        self.model = build_model(config.model, config.seed)
+        self.device = "cuda" if config.gpus else "cpu"  # Ray shows each actor its GPU as the only one
+        backend = "nccl" if config.gpus else "gloo"
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
+        mesh = init_device_mesh(self.device, (world_size,), mesh_dim_names=("dp",))
+        self.model = build_model(config.model, config.seed).to(self.device)
         for layer in self.model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
@@ -31,12 +33,13 @@ class ActorWorker(FSDPCaptureMixin):
     def old_log_prob(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the log-probability of each response token under the weights as they are."""
         with torch.no_grad():
-            return self._log_prob(batch["tokens"])
+            return self._log_prob(batch["tokens"].to(self.device)).cpu()
 
     @stage("update_actor")
     def update_actor(self, batch: dict[str, torch.Tensor]) -> float:
         """Train on this rank's share of the batch, one mini-batch after the other; return the mean loss."""
         losses = []
+        batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
         for rows in torch.randperm(len(batch["tokens"])).chunk(self.config.mini_batches):
             with stage("mini_batch"):
                 loss = self._policy_loss({name: tensor[rows] for name, tensor in batch.items()})
@@ -51,7 +54,7 @@ class ActorWorker(FSDPCaptureMixin):
     @stage("update_weights")
     def gather_weights(self) -> dict[str, torch.Tensor]:
         """Return the whole state; every rank has to take part."""
-        return {name: weight.full_tensor() for name, weight in self.model.state_dict().items()}
+        return {name: weight.full_tensor().cpu() for name, weight in self.model.state_dict().items()}
 
     def _log_prob(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = self.model(input_ids=tokens, use_cache=False).logits[:, PROMPT_LENGTH - 1 : -1]

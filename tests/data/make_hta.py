@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from math import isnan
 from pathlib import Path
 
 DATA = Path(__file__).parent
-TRACES = ("nccl_data.json.gz", "sampled_rank-0.json.gz", "sampled_rank-1.json.gz")
+TRACES = (
+    *("nccl_data.json.gz", "sampled_rank-0.json.gz", "sampled_rank-1.json.gz"),
+    "h100/vllm/step_000004/actor_rank0.torch.json.gz",
+    "h100/vllm/step_000004/rollout0_rank0.torch.json.gz",
+)
 
 
-def hta_figures(trace: Path) -> dict[str, float]:
+def hta_figures(trace: Path) -> dict[str, float | None]:
     """Return HTA's idle and compute (us and % of the span) and its overlap (% of communication)."""
     os.environ["HTA_DISABLE_NS_ROUNDING"] = "1"
     from hta.trace_analysis import TraceAnalysis
@@ -24,7 +29,8 @@ def hta_figures(trace: Path) -> dict[str, float]:
         "compute_us": float(breakdown["compute_time(us)"]),
         "idle_percent": float(breakdown["idle_time_pctg"]),
         "compute_percent": float(breakdown["compute_time_pctg"]),
-        "overlap_percent": float(overlap["comp_comm_overlap_pctg"]),
+        # No number without communication.
+        "overlap_percent": None if isnan(shared := float(overlap["comp_comm_overlap_pctg"])) else shared,
     }
 
 

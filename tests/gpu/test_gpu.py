@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,42 @@ def test_kernels_are_in_the_trace_and_under_their_stage(tmp_path: Path) -> None:
         if event.get("cat") == "gpu_user_annotation"
     ]
     assert "update_actor" in annotations
+
+
+def test_a_stage_without_work_of_the_device_is_no_loss(tmp_path: Path) -> None:
+    """CUDA is in use, but nothing runs there during the capture."""
+    product()
+    with record_step(settings(), tmp_path) as recorded, stage("reward"):
+        torch.ones(8).sum()
+    [artifact] = recorded.result.artifacts
+    assert (artifact.status, artifact.reason, artifact.unrecorded_device) == ("ok", "", "")
+
+
+SUBSCRIBED = """
+import ctypes, sys, torch
+from pathlib import Path
+from verl_profiling.testing import record_step
+torch.ones(8, device="cuda")
+library = next(line.split()[-1] for line in open("/proc/self/maps") if "libcupti.so" in line)
+kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p)
+callback = kind(lambda *given: None)
+handle = ctypes.c_void_p()
+assert ctypes.CDLL(library).cuptiSubscribe(ctypes.byref(handle), callback, None) == 0
+with record_step({"enable": True}, Path(sys.argv[1])) as recorded:
+    torch.ones(256, device="cuda") + 1
+    torch.cuda.synchronize()
+[artifact] = recorded.result.artifacts
+print(artifact.status, artifact.unrecorded_device, artifact.reason, sep="|")
+"""
+
+
+def test_kernels_that_another_profiler_keeps_are_missed_by_name(tmp_path: Path) -> None:
+    """A program that subscribed to CUPTI first gets the kernels; the artifact says that they are missing."""
+    command = [sys.executable, "-c", SUBSCRIBED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    status, device, reason = done.stdout.strip().splitlines()[-1].split("|")
+    assert (status, device) == ("ok", "cuda")
+    assert "another profiler may hold CUPTI" in reason
 
 
 def test_kernels_of_a_cuda_graph_are_in_the_trace(tmp_path: Path) -> None:

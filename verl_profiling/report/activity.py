@@ -1,7 +1,7 @@
 """Reads the traces of one lane into columns, and reduces them to one :class:`Lane` per device.
 
 A row is an event of work: its begin and end (ns), and its key. A key is a name, a thread and a process group,
-and is classified once, however many events have it. Rows of devices are kept, 20 bytes each. Host rows are
+and is classified once, however many events have it. Rows of devices are kept, 28 bytes each. Host rows are
 reduced to intervals chunk by chunk; after the first device event, no more host rows are kept.
 """
 
@@ -54,6 +54,8 @@ _LONGEST_NAME = 40  # characters, of a device or a category
 _MOST_CATEGORIES = 12  # that a sentence lists
 _BETWEEN_DEVICES = ("nccl", "hccl", "xccl", "rccl")  # backends of torch.distributed
 _MARKS = frozenset(("no category", "Trace", "user_annotation", "python_function", "overhead"))
+_CALLS = ("runtime", "driver")  # how categories of calls that enqueue work on a device end
+_CORRELATION = re.compile(rb'"correlation"\s*:\s*"?(\d+)')
 _IGNORED = -1  # number of the key of an event that is no work
 _OF_A_STREAM = re.compile(rb'"(?:device|stream)"\s*:\s*"?\d')
 _TASK_TYPE = re.compile(rb'"Task Type"\s*:\s*"([^"]*)"')
@@ -72,14 +74,15 @@ class Key(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Events of a lane as columns: spans, numbers of the keys."""
+    """Events of a lane as columns: spans, numbers of the keys, numbers of the launches (0: none)."""
 
     spans: Spans
     keys: NDArray[np.int32]
+    launches: NDArray[np.int64]
 
     def of(self, wanted: NDArray[Any]) -> Rows:
         """Return the selected rows."""
-        return Rows(self.spans[wanted], self.keys[wanted])
+        return Rows(self.spans[wanted], self.keys[wanted], self.launches[wanted])
 
 
 class LaneJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,7 +161,10 @@ class _LaneReader:
             lambda category, name: NOTHING if name in job.marks else kind_of(category, name, check)
         )
         self._keys = [Key("", None, None)]  # numbers begin at 1
-        self._kinds, self._blocks_from = array("b", [NOTHING]), array("q", [0])  # by number of the key
+        # By number of the key; an event that correlates names the call that launched it, or is that call.
+        self._kinds, self._blocks_from = array("b", [NOTHING]), array("q", [0])
+        self._correlates = array("b", [False])
+        self._calls: list[NDArray[np.int64]] = []  # launches, and their begins
         self._numbers: dict[tuple[object, ...], int] = {}
         self._rows: list[Rows] = []  # device rows; until a device event is found, host rows
         self._host: list[Spans] = []
@@ -259,13 +265,27 @@ class _LaneReader:
         keys = np.array([known((e.cat, e.name, e.pid, e.tid)) or self._number(e) for e in timed], np.int32)
         if (counted := keys != _IGNORED).sum() < len(keys):
             keys, timed = keys[counted], list(compress(timed, counted.tolist()))
-        rows, kinds = Rows(to_spans(timed, base_ns), keys), self._kinds_of(keys)
+        rows, kinds = (
+            Rows(to_spans(timed, base_ns), keys, self._launches_of(timed, keys)),
+            self._kinds_of(keys),
+        )
+        calls = rows.of((rows.launches > 0) & (kinds > UNKNOWN))
+        self._calls.append(np.stack((calls.launches, calls.spans[:, 0])))
         self._has_device |= bool((kinds < UNKNOWN).any())
         task = kinds == NOTHING
         if task.any():
             self._waiting.append(rows.of(task))
             rows, kinds = rows.of(~task), kinds[~task]
         self._add(rows, kinds)
+
+    def _launches_of(self, events: Sequence[Event], keys: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Return the number that a device's event shares with the host call which launched it, else 0."""
+        found = np.zeros(len(events), np.int64)
+        if self._stages:
+            for place in np.flatnonzero(np.frombuffer(self._correlates, np.bool_)[keys]).tolist():
+                if said := _CORRELATION.search(events[place].args):
+                    found[place] = int(said[1]) | len(self.found.paths) << 40
+        return found
 
     def _number(self, event: Event) -> int:
         """Return the number of an event's key, and remember it; collectives have a group in each event."""
@@ -279,15 +299,17 @@ class _LaneReader:
             if _OF_A_STREAM.search(event.args):
                 self._on_streams.add(event.pid)
         self._launches |= is_launch(event.cat, event.name)
-        number = _IGNORED if kind == NOTHING else self._new(kind, key)
+        calls_device = event.cat.endswith(_CALLS)
+        number = _IGNORED if kind == NOTHING else self._new(kind, key, calls_device=calls_device)
         self._numbers[event.cat, event.name, event.pid, event.tid] = number
         return number
 
-    def _new(self, kind: int, key: Key, *task: object) -> int:
+    def _new(self, kind: int, key: Key, *task: object, calls_device: bool = False) -> int:
         number = self._numbers.setdefault((kind, key, *task), len(self._keys))
         if number == len(self._keys):
             self._keys.append(key)
             self._kinds.append(kind)
+            self._correlates.append(kind < UNKNOWN or calls_device)
             self._blocks_from.append(blocks_from_ns(kind, key.name))
         return number
 
@@ -389,13 +411,14 @@ class _LaneReader:
         )
 
     def _ops(self, rows: Rows) -> dict[tuple[str, str], tuple[int, int]]:
-        """Return calls and self time (ns) by name and by the stage in which a call begins."""
+        """Return calls and self time (ns) by name and by the stage in which a call is launched, or begins."""
         threads = defaultdict[tuple[object, object], int](count().__next__)
         thread_of = np.array([threads[key.pid, key.tid] for key in self._keys], np.int32)
         own = nested_times(rows.spans, thread_of[rows.keys])
         edges = np.array([(stage.begin_ns, stage.end_ns) for stage in self._stages], np.int64).reshape(-1, 2)
-        at = np.searchsorted(edges[:, 0], rows.spans[:, 0], side="right") - 1
-        inside = (at >= 0) & (rows.spans[:, 0] < np.append(edges[:, 1], 0)[at])
+        begins = self._launched(rows)
+        at = np.searchsorted(edges[:, 0], begins, side="right") - 1
+        inside = (at >= 0) & (begins < np.append(edges[:, 1], 0)[at])
         stages = np.where(inside, at, len(edges))
         places, inverse = np.unique(stages * len(self._keys) + rows.keys, return_inverse=True)
         totals = zip(places.tolist(), np.bincount(inverse).tolist(), np.bincount(inverse, own), strict=True)
@@ -406,6 +429,14 @@ class _LaneReader:
             before = found.get(name, (0, 0))  # a stage may run twice
             found[name] = (before[0] + calls, before[1] + int(self_ns))
         return found
+
+    def _launched(self, rows: Rows) -> NDArray[np.int64]:
+        """Return when the host launched each event (unix ns); without a recorded launch, its begin."""
+        calls = np.concatenate(self._calls, axis=1)
+        calls = calls[:, np.argsort(calls[0])]
+        place = np.searchsorted(calls[0], rows.launches)
+        found = np.append(calls[0], -1)[place] == rows.launches
+        return np.where(found, np.append(calls[1], 0)[place], rows.spans[:, 0])
 
     def _kinds_of(self, keys: NDArray[np.int32]) -> NDArray[np.int8]:
         kinds: NDArray[np.int8] = np.frombuffer(self._kinds, np.int8)[keys]
@@ -429,7 +460,7 @@ class _LaneReader:
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:
-    none = Rows(EMPTY, np.empty(0, np.int32))
+    none = Rows(EMPTY, np.empty(0, np.int32), np.empty(0, np.int64))
     return Rows(*(np.concatenate(column) for column in zip(none, *parts, strict=True)))
 
 

@@ -305,7 +305,7 @@ class KernelRow(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: The kernel.
-        stage: Stage in which it began, or ``""``.
+        stage: Stage that launched it, or ``""``; without a recorded launch, the stage in which it began.
         calls: Number of calls.
         self_us: Time in the kernel, without nested calls.
         share: Share of the self time of all kernels.

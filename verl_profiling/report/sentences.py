@@ -118,8 +118,10 @@ def waits(summary: StepSummary | None) -> Iterator[str]:
         if idle is not None and idle.share >= _LEAST_WAIT:
             sentence = f"{side} waits {idle.share:.0%}, mostly: {idle.cause or 'in no stage'}"
             if idle.cause == other and (rate or made):
-                sentence = f"{side} waits {idle.share:.0%}: {does} {rate or made:.3g} samples/s"
-                sentence += f", {could} {(own or made or 0) / (1 - idle.share):.3g}" if idle.share < 1 else ""
+                sentence = f"{side} waits {idle.share:.0%}: {does} {_number(rate or made or 0)} samples/s"
+                sentence += (
+                    f", {could} {_number((own or made or 0) / (1 - idle.share))}" if idle.share < 1 else ""
+                )
             yield sentence
     if summary.tokens or summary.taken or summary.taken_tokens or summary.counts:
         parts = []
@@ -130,7 +132,7 @@ def waits(summary: StepSummary | None) -> Iterator[str]:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def rollout_sentences(rollout: Rollout) -> Iterator[str]:

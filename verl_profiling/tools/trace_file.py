@@ -26,7 +26,8 @@ _CHUNK_BYTES = 4 << 20
 _LEVEL = 1  # isal's, from 0 (fastest) to 3 (smallest)
 _PHASE = b'"ph"'
 _SPAN = b'"ph": "X"'
-_OF_A_DEVICE = (b'"cat": "kernel"', b'"cat": "gpu_')
+# Kineto synchronizes the device at the stop: with CUPTI, even an idle device has a call in the trace.
+_OF_A_DEVICE = (b'"cat": "kernel"', b'"cat": "gpu_', b'"cat": "cuda_runtime"')
 _TAIL_BYTES = 8192  # more than a path can be long
 # Kineto writes the trace's name behind the events, and then, by version, other plain values
 # ("finalizeTrace" in its output_json.cpp). Other writers close the list of events last.
