@@ -1,7 +1,7 @@
 """The changes of a step that a user can ask for: their values, their words, and the step with them.
 
-A new change is a field of :class:`Changes`, with its check, its option and its assumption, and a part of
-:meth:`Baseline.replay`. Other resources are replayed in :mod:`verl_profiling.predict.resources`.
+A new change is a field of :class:`Changes`, with its check, its option and its assumption, and takes effect
+in :class:`Baseline`. Other resources are replayed in :mod:`verl_profiling.predict.resources`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 
 import msgspec
@@ -67,10 +67,10 @@ class Changes(msgspec.Struct, frozen=True):
         for option, names in (("--balance", self.balance), ("--unblock", self.unblock)):
             if isinstance(names, str) or not isinstance(names, Sequence):
                 raise ConfigError(option, f"{names!r} is no list of names, such as ['search']")
-        for option, numbers, unit in (("--scale", self.scale, "0.5"), ("--tool", self.tools, "0.2 (s)")):
-            if not isinstance(numbers, Mapping):
-                raise ConfigError(option, f"{numbers!r} is no mapping; give {{'name': {unit}}}")
-            for name, number in numbers.items():
+        for option, values, unit in (("--scale", self.scale, "0.5"), ("--tool", self.tools, "0.2 (s)")):
+            if not isinstance(values, Mapping):
+                raise ConfigError(option, f"{values!r} is no mapping; give {{'name': {unit}}}")
+            for name, number in values.items():
                 if not isinstance(number, Real) or not 0 <= number < math.inf:
                     said = f"{name}={number!r} is not a finite number of at least 0, such as {unit}"
                     raise ConfigError(option, said)
@@ -79,11 +79,8 @@ class Changes(msgspec.Struct, frozen=True):
         if self.split is not None and (not isinstance(self.split, Sequence) or len(self.split) != 2):
             raise ConfigError("--split", f"{self.split!r} is no pair of numbers, such as (8, 24)")
         split = [("--split", devices, 1) for devices in self.split or ()]
-        for option, many, least in (
-            ("--replicas", self.replicas, 1),
-            ("--async", self.steps_ahead, 0),
-            *split,
-        ):
+        numbers = [("--replicas", self.replicas, 1), ("--async", self.steps_ahead, 0), *split]
+        for option, many, least in numbers:
             if many is not None and not (isinstance(many, Integral) and many >= least):
                 raise ConfigError(option, f"{many!r} is not an integer of at least {least}")
         if self.split and self.replicas is not None:
@@ -173,39 +170,12 @@ class Baseline:
         Raises:
             ConfigError: The step has nothing of a name.
         """
-        graph, after = self.graph, list[Sequence[int]]()
-        took, delay = list[float](self._took_ns), list[float](graph.delay_ns)
-        before = [float(one.before_ns) for one in graph.carried]
-        for stage, factor in changes.scale.items():
-            if stage.startswith(KERNEL):
-                continue
-            check_name(
-                "--scale", f"stage {stage!r}", stage, {name for one in graph.segments for name in one.within}
-            )
-            for at, one in enumerate(graph.segments):
-                if stage in one.within:
-                    took[at] = one.capture_ns + (took[at] - one.capture_ns) * factor
-                delay[at] *= factor if stage in one.around else 1.0
-            for number, carried in enumerate(graph.carried):
-                before[number] *= factor if stage in graph.segments[carried.segment].within else 1.0
-        for stage in changes.balance:
-            check_name("--balance", f"stage {stage!r} of several workers", stage, self.balanced)
-            for at, factor in _shares(graph, stage).items():
-                took[at] *= factor
-        for name, seconds in changes.tools.items():
-            check_name("--tool", f"complete call of {name!r}", tool_name(name), self.calls)
-            for at, call_ns in self.calls[tool_name(name)].items():
-                took[at] = graph.segments[at].recorded_ns * seconds * 1e9 / call_ns
-        for name in changes.unblock:
-            what = f"call of {name!r} that blocks an event loop"
-            check_name("--unblock", what, tool_name(name), self.blocked)
-            for at in self.blocked[tool_name(name)]:
-                took[at] = 0.0
-        took_ns, delay_ns, before_ns = ([round(ns) for ns in column] for column in (took, delay, before))
+        took_ns, delay_ns, before_ns = self._times_ns(changes)
+        graph = self.graph
         if chains is not None:
             graph, (took_ns, delay_ns) = chains.graph, chains.times(took_ns, delay_ns)
-        graph = graph.with_polls([changes.scale.get(POLLING, 1.0)] * len(took))
-        after += (one.after for one in graph.segments)
+        graph = graph.with_polls([changes.scale.get(POLLING, 1.0)] * len(self._took_ns))
+        after: list[Sequence[int]] = [one.after for one in graph.segments]
         found = replay(graph, took_ns, delay_ns, after, before_ns)
         if changes.no_tail is None:
             return found
@@ -214,6 +184,38 @@ class Baseline:
         for at, left_out in _tails(found, changes.no_tail):
             after[at] = [one for one in after[at] if one not in left_out]
         return replay(graph, took_ns, delay_ns, after, before_ns)
+
+    def _times_ns(self, changes: Changes) -> Iterator[list[int]]:
+        """Return the changed durations of segments, delays before them, and times of carried work."""
+        segments = self.graph.segments
+        took, delay = list[float](self._took_ns), list[float](self.graph.delay_ns)
+        before = [float(one.before_ns) for one in self.graph.carried]
+        for stage, factor in changes.scale.items():
+            if stage.startswith(KERNEL):
+                continue
+            check_name(
+                "--scale", f"stage {stage!r}", stage, {name for one in segments for name in one.within}
+            )
+            for at, one in enumerate(segments):
+                if stage in one.within:
+                    took[at] = one.capture_ns + (took[at] - one.capture_ns) * factor
+                delay[at] *= factor if stage in one.around else 1.0
+            for number, carried in enumerate(self.graph.carried):
+                before[number] *= factor if stage in segments[carried.segment].within else 1.0
+        for stage in changes.balance:
+            check_name("--balance", f"stage {stage!r} of several workers", stage, self.balanced)
+            for at, factor in _shares(self.graph, stage).items():
+                took[at] *= factor
+        for name, seconds in changes.tools.items():
+            check_name("--tool", f"complete call of {name!r}", tool_name(name), self.calls)
+            for at, call_ns in self.calls[tool_name(name)].items():
+                took[at] = segments[at].recorded_ns * seconds * 1e9 / call_ns
+        for name in changes.unblock:
+            what = f"call of {name!r} that blocks an event loop"
+            check_name("--unblock", what, tool_name(name), self.blocked)
+            for at in self.blocked[tool_name(name)]:
+                took[at] = 0.0
+        return ([round(ns) for ns in column] for column in (took, delay, before))
 
     def extrapolations(self, changes: Changes) -> Iterable[str]:
         """Yield a sentence for each duration of a tool that no call in the capture had."""
