@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from example_loops import read_trace
 
 from verl_profiling.analysis import open_step
 from verl_profiling.manifest import Artifact
@@ -38,6 +39,29 @@ def test_a_trainer_and_vllm_with_cuda_graphs_share_a_gpu() -> None:
     }
     attention = [row for row in report.kernels if row.name == "kernel_unified_attention"]
     assert [(row.stage, row.calls) for row in attention] == [("rollout", 24)]
+
+
+def test_a_discrete_capture_has_a_trace_and_the_kernels_of_each_stage() -> None:
+    """The observed time of a lane is that of its windows."""
+    report = open_step(H100 / "discrete/step_000004").report()
+    assert [len(row.traces) for row in report.workers] == [3, 1]
+    assert [row.span_us for row in report.workers] == pytest.approx([106_019, 94_545], abs=1)
+    calls = Counter[str]()
+    for row in report.kernels:
+        calls[row.stage] += row.calls
+    assert calls == {"rollout": 829, "old_log_prob": 163, "update_actor": 923, "update_weights": 27}
+
+
+def test_a_merged_timeline_keeps_each_allocation(tmp_path: Path) -> None:
+    """Those of the device and of the host, which torch records with the option ``memory``."""
+    merged = tmp_path / "merged.json.gz"
+    open_step(H100 / "memory.torch.json.gz").merge(merged)
+    before, after = (
+        [event["args"]["Bytes"] for event in read_trace(path)["traceEvents"] if event["name"] == "[memory]"]
+        for path in (H100 / "memory.torch.json.gz", merged)
+    )
+    assert len(before) == 2376
+    assert sorted(after) == sorted(before)
 
 
 @pytest.mark.parametrize(("trace", "lost"), [("idle", ""), ("held", "cuda")])
