@@ -3,9 +3,9 @@
 Run: ``what_if_published.py``. ``PUBLISHED`` has the stage times of one configuration, and measured steps of
 others. The model is that of ``verl-profiling what-if``; nothing of it is fitted to what is published.
 
-A rollout on other devices takes between as long as before and a time in proportion, and halfway is likely. So
-does the training, whose likely time is in proportion. Colocated devices are a split with rollouts zero steps
-ahead, in which training and rollout have as many.
+On other devices, a rollout takes a time between the published one and one in proportion, likely halfway. The
+training does, too, and is likely in proportion. Colocated devices are a split with rollouts zero steps ahead,
+in which training and rollout have as many.
 """
 
 from __future__ import annotations

@@ -607,6 +607,18 @@ def test_wrong_changes_are_refused(tmp_path: Path, changes: dict, said: str) -> 
         open_step(tmp_path).what_if(**changes)
 
 
+def test_a_wrong_value_is_refused_before_traces_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synchronous(tmp_path)
+    monkeypatch.setattr(
+        "verl_profiling.report.build.read_step", lambda *given: pytest.fail("a trace is read")
+    )
+    with pytest.raises(ConfigError, match="--no-tail"):
+        open_step(tmp_path).what_if(no_tail=0)
+    assert main(["what-if", str(tmp_path), "--async", "-1"]) == 2
+
+
 def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     agents(tmp_path)
     step = open_step(tmp_path)

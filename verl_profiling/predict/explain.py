@@ -23,7 +23,7 @@ from verl_profiling.report.records import BEFORE, OTHERS, UNEXPLAINED, joined_ca
 
 _RESPONSES = ("decode", "generate")  # kinds whose time grows with the length of the response
 
-_LEAST_SHARE = 0.005  # of the step, from which on a part is listed
+_LEAST_SHARE = 0.005  # least share of the step of a listed part
 _MOST_TIMES = 100  # that a value grows; what was next to nothing in A is something that only B has
 
 

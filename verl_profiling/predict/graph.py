@@ -62,7 +62,7 @@ NEXT_POLL = "until the next poll"
 _MOST_COLLECTIVES = 5_000  # calls with the longest waits
 _WAIT = "wait:"
 _LAUNCHES = "c10d::"  # names of host calls that launch a collective
-_HIDDEN = 0.5  # share of a collective beside computation, from which on nobody waits for it
+_HIDDEN = 0.5  # a collective of which more than this share is beside computation keeps nobody waiting
 
 _SAME_NAME = "a stage of the loop waits for the stages of workers with its name"
 _INSIDE = "a stage of the loop waits for the stages of workers inside it"

@@ -25,9 +25,9 @@ from verl_profiling.units import duration, visible, visible_text_of
 
 _NOT_STEADY = "the predicted step is not the mean step: each step leaves more or less work to the next"
 _LEAST_SHARE = 0.001  # least saved share of the step of a listed change
-_NOISE = 0.03  # share by which steps differ that are alike, on each side of an interval
+_NOISE = 0.03  # share of the step added on each side of an interval: equal steps differ by as much
 _NESTED = 0.05  # two spans are one change if one holds the other and takes at most this share longer
-_LEAST_OF_TAIL = 10  # least trajectories or requests of a rollout whose tail may be left out
+_LEAST_OF_TAIL = 10  # least trajectories or requests of a rollout, for a change that leaves out its tail
 
 
 class SlackRow(msgspec.Struct, frozen=True, kw_only=True):

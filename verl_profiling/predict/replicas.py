@@ -26,9 +26,9 @@ Floats = NDArray[np.float64]
 
 _QUEUED, _DECODE = "queued", "decode"
 _IN_ENGINE = (_QUEUED, "first token", "prefill", "generate", _DECODE)
-_WAITED = 0.1  # time in queues per time of running, from which on a replica is full
-_BRIEF = 0.01  # share of the time, which the least and the largest numbers of running requests need
-_LEAST = 8  # requests, from which on a curve is fitted
+_WAITED = 0.1  # more time in queues per time of running than this means that replicas were full
+_BRIEF = 0.01  # share of the time at each end that does not count for the usual numbers of running requests
+_LEAST = 8  # least requests to which a curve is fitted
 _SAMPLES, _LOW, _HIGH = 200, 0.05, 0.95  # of the bootstrap
 _ROUNDS = 6  # until the fit is steady
 

@@ -23,7 +23,7 @@ from verl_profiling.units import duration, listed
 
 CONTROLLER = "controller"
 _PATH = "critical path"
-_LEAST_SHARE = 0.0005  # of the step, from which on a part of the critical path is drawn
+_LEAST_SHARE = 0.0005  # least share of the step of a drawn part of the critical path
 _ROLE = re.compile(r"(.*?)(?:_rank)?\d*")
 _REASONS = {"straggler": "slower than the others", "long_tail": "last in the rollout"}  # by rule
 _CURVES = ("load", "communication", "waiting")  # one without anything in it is empty
