@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from drawn_logs import DrawnLog
-from drawn_steps import STAGES, Worker, drawn_inputs, engine, ns
+from drawn_steps import STAGES, Worker, drawn_inputs, engine, in_group, ns
 from msgspec.structs import replace
 from step_folders import rewrite_worker
 
@@ -351,6 +351,23 @@ def test_a_split_without_requests(
     assert found.predicted_us == pytest.approx(likely * 1e6, rel=1e-3)
     assert found.low_us == pytest.approx(0.97e6 * low, rel=1e-3)
     assert found.high_us == pytest.approx(1.03e6 * high, rel=1e-3)
+
+
+def test_the_way_back_from_a_collective_is_as_long_on_other_devices(tmp_path: Path) -> None:
+    """The last rank is back 0.5 s after the first one; the rest of the training takes half of its 3.5 s."""
+    kernels = [
+        [("gemm", 4, 5), in_group(("ncclDevKernel_AllReduce", 5, 6.5), [0, 1]), ("gemm", 6.5, 8)],
+        [("gemm", 4, 5.5), in_group(("ncclDevKernel_AllReduce", 5.5, 6), [0, 1]), ("gemm", 6, 7)],
+    ]
+    actors = [
+        Worker("actor", rank, stages=[("update_actor", 4, own[-1][2])], kernels=own)
+        for rank, own in enumerate(kernels)
+    ]
+    engines = [engine(at, (0.1, 3.9), stages=[("rollout", 0.001, 4)]) for at in (0, 1)]
+    stages = [("rollout", 0, 4), ("update_actor", 4, 8), ("update_weights", 8, 9)]
+    drawn_inputs(tmp_path, stages, [*engines, *actors], end=9)
+    found = open_step(tmp_path).what_if(split=(4, 2), steps_ahead=0)
+    assert found.predicted_us == pytest.approx((4 + 3.5 / 2 + 0.5 + 1) * 1e6, rel=1e-3)
 
 
 def test_the_devices_of_a_split_are_those_of_workers_and_replicas(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def on_resources(
         rollouts = [_scaled(found, factor, _rolls_out) for factor in ((1 + ratio) / 2, 1.0, ratio)]
     elif replicas is not None and not (ahead > 1 and logged):
         rollouts = _on_replicas(found, replicas, "--split" if changes.split else "--replicas", assumed, notes)
-    steps = [_scaled(one, factor, _trains) for one in rollouts for factor in factors]
+    steps = [_scaled(one, factor, _trains, delays=False) for one in rollouts for factor in factors]
     if not ahead:
         return steps[0], [one.span_ns for one in steps]
     loop = graph.segments[graph.last].who
