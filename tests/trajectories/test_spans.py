@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from drawn_logs import recorded
 
@@ -251,6 +252,7 @@ def test_facts_of_any_kind_are_kept_as_far_as_json_has_them(tmp_path: Path) -> N
         "text": "x" * 10**6,
         "lone": "\ud800",
         "whole": 1 << 80,
+        "longer than Python prints": 10**5000,
         "nan": float("nan"),
         "list": [1, 2],
         "own": Unprintable(),
@@ -273,3 +275,16 @@ def test_facts_of_any_kind_are_kept_as_far_as_json_has_them(tmp_path: Path) -> N
     assert len(log.spans[0].name) == 200
     assert log.spans[1].name == "3"
     assert step.path.stat().st_size < 10_000
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    """As a sample, in its status afterwards, and as a counter; a long group still finds its trajectories."""
+    group = "g" * 300
+    with record_step({"enable": True, "tool": "trajectories"}, tmp_path, role="agent_loop") as step:
+        with trajectory(group, sample=np.int64(3)):  # type: ignore[arg-type]
+            count("queue", np.float32(2.5))  # type: ignore[arg-type]
+        trajectory_status(group, "filtered", sample=np.int64(3))  # type: ignore[arg-type]
+    log = read_log(step.path)
+    [one], [status] = log.trajectories, log.statuses
+    assert (one.group, one.sample) == (status.group, status.sample) == ("g" * 200, 3)
+    assert [counted.value for counted in log.counts] == [2.5]

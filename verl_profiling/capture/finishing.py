@@ -156,12 +156,12 @@ class AfterHooks:
         self._last: dict[str, Callable[[], None]] = {}
 
     def begun(self, request: CaptureRequest, who: WorkerIdentity, *, recorded: bool = True) -> None:
-        """Record the begin of a capture, and the hooks to run after the capture.
+        """Note that a capture has begun, and prepare the process's after hooks for its end.
 
         Args:
             request: The capture; a warm-up has no hooks.
             who: The process, in one of its roles.
-            recorded: Whether the process records.
+            recorded: Whether the process takes part in the capture.
         """
         if not request.keep:
             return

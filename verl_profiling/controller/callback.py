@@ -205,7 +205,7 @@ class _Callback(Generic[Returned]):
             logger.error("%s: the capture could not be closed: %s", hook, in_a_line(second))
 
     def _guarded(self, hook: Callable[..., object], *arguments: Any) -> None:
-        """Call a hook of the controller that runs no blocking functions."""
+        """Call a hook of the controller that waits for nothing; log its errors, so that training goes on."""
         if self._controller is not None:
             try:
                 hook(self._controller, *arguments)

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from types import FrameType
 
 import msgspec
@@ -204,8 +205,8 @@ class Decisions:
             self._decided = step
         self._step = step
         times_s = [end_s - begin_s for begin_s, end_s in pairwise(self._begun_s)]
-        shortest_s = max(min(times_s, default=_LEAD_S), 0.001)
-        last = step + _LEAST_STEPS + math.ceil(_LEAD_S / shortest_s)
+        usual_s = max(median(times_s or [_LEAD_S]), 0.001)
+        last = step + _LEAST_STEPS + math.ceil(_LEAD_S / usual_s)
         for first in range(max(step + _LEAST_STEPS, self._decided + 1), last + 1):
             if first > self._decided and first not in self._agreed and (decision := self._asked(first)):
                 try:

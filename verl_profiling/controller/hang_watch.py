@@ -129,7 +129,7 @@ class HangWatch:
             self.log(step)
 
     def _quiet_s(self, step: StepSummary) -> float:
-        """Return since when nothing has progressed, as far as the loop knows (s)."""
+        """Return for how long nothing has progressed, as far as the loop knows (s)."""
         return (clock.now_ns() - max(step.begin_ns, self._reporter.last_ns(), self._elsewhere_ns)) / 1e9
 
     def _goes_on(self) -> None:

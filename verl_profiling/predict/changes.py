@@ -161,14 +161,14 @@ class Baseline:
         self.blocked = {name: blocked[name] for name in blocked.keys() - {OTHERS, UNKNOWN}}
 
     def replay(self, changes: Changes, chains: Chains | None = None) -> Replay:
-        """Return the replay of the step with all changes but those of resources.
+        """Return the replay of the step with all changes but replicas, steps ahead and split.
 
         Args:
             changes: The changes.
-            chains: The chains of the graph, to replay them in place of its segments.
+            chains: Segments of the graph joined into chains, which replay faster with the same result.
 
         Raises:
-            ConfigError: The step has nothing of a name.
+            ConfigError: The step has no stage, span or kernel of a name in the changes.
         """
         took_ns, delay_ns, before_ns = self._times_ns(changes)
         graph = self.graph

@@ -140,7 +140,7 @@ class Poll(NamedTuple):
 
     Attributes:
         after: Number of the segment after which the loop begins to look.
-        tick_ns: One of the times, from the end of that segment.
+        tick_ns: Time from the end of the segment ``after`` to one of the looks.
         period_ns: Time between two of them.
     """
 
@@ -256,7 +256,7 @@ class Graph:
     engines: set[str] = field(default_factory=set)
 
     def with_polls(self, factors: Sequence[float]) -> Graph:
-        """Return the graph with other periods of polling; ``factors`` are by the number of the segment."""
+        """Return the graph with each period of polling times the factor of its segment."""
         polls = self.polls.items()
         periods_ns = {at: round(poll.period_ns * factors[at]) for at, poll in polls}
         return replace(self, polls={at: poll._replace(period_ns=periods_ns[at]) for at, poll in polls})
@@ -393,7 +393,7 @@ def _carried(
         root: The step.
         stages: Stages of the loop.
         beside: Those that go on after the step.
-        later: Times at which work begins that goes on after the step.
+        later: Begins of work that goes on after the step.
         graph: The graph, which gets sentences.
 
     Yields:
@@ -551,7 +551,7 @@ def _length(run: _Run) -> int:
 
 
 def _queued(records: Records, served: Mapping[int, Request]) -> dict[int, int]:
-    """Return the end of the request before each one of an engine that serves one at a time, by its span.
+    """Return when the request before ended, by a request's span, for engines that serve one at a time.
 
     Such an engine never served two requests at once, though one was sent before another one began.
     """
@@ -785,7 +785,7 @@ class _Builder:
 
 
 def _blocks(run: _Run) -> list[tuple[int, int, list[_Run]]]:
-    """Return the waits of a run: begin, end, and the runs that it waits for at once."""
+    """Return the waits of a stage or span: begin, end, and those that it waits for together."""
     found: list[tuple[int, int, list[_Run]]] = []
     for one in sorted(run.waits, key=lambda one: one.begin_ns):
         begin_ns, end_ns = max(one.begin_ns, run.begin_ns), min(one.end_ns, run.end_ns)

@@ -242,11 +242,13 @@ def _replayed(
 
 
 def _graph(content: _Content, assumed: Counter[str]) -> dict[_Event, list[tuple[_Event, int]]]:
-    """Return what each node follows, with the least time between both (ns); nothing without launches.
+    """Return what each call and kernel waits for, with the least time between both (ns).
+
+    It is empty for a trace without launches.
 
     Args:
         content: The trace.
-        assumed: Number of edges by assumption; those of the trace are added.
+        assumed: Number of edges by the assumption that they rest on; those of the trace are added.
     """
     works, calls = content.works, content.calls
     call_of = {one.correlation: one for one in reversed(calls) if one.correlation >= 0}
@@ -322,7 +324,7 @@ def _instant(row: _Row, ns: int) -> _Event:
 
 
 def _turns(active: Mapping[_Row, Spans]) -> Iterator[tuple[_Event, _Event]]:
-    """Yield the end of a call, and the begin of a call in another thread that was idle during the first."""
+    """Yield hand-overs between threads: the end of a call, and the begin of one in a thread that was idle."""
     for row, spans in active.items():
         idle_since = [_NEVER, *spans[:-1, 1].tolist()]
         for since_ns, begin_ns in zip(idle_since, spans[:, 0].tolist(), strict=True):

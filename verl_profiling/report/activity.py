@@ -55,7 +55,7 @@ _MOST_CATEGORIES = 12  # that a sentence lists
 _BETWEEN_DEVICES = ("nccl", "hccl", "xccl", "rccl")  # backends of torch.distributed
 _MARKS = frozenset(("no category", "Trace", "user_annotation", "python_function", "overhead"))
 _CALLS = ("runtime", "driver")  # how categories of calls that enqueue work on a device end
-_CORRELATION = re.compile(rb'"correlation"\s*:\s*"?(\d+)')
+_CORRELATION = re.compile(rb'"correlation"\s*:\s*"?(\d{1,10})\b')  # of 32 bits
 _IGNORED = -1  # number of the key of an event that is no work
 _OF_A_STREAM = re.compile(rb'"(?:device|stream)"\s*:\s*"?\d')
 _TASK_TYPE = re.compile(rb'"Task Type"\s*:\s*"([^"]*)"')
@@ -94,7 +94,7 @@ class LaneJob(msgspec.Struct, frozen=True, kw_only=True):
         communication: Regular expressions of further communication kernels.
         is_captured: Whether the step has a manifest.
         stages: The outermost stages of the lane, in order.
-        marks: Names of the worker's stages; traces of torch_npu have them as operators, which are no work.
+        marks: Names of the worker's stages: operators in traces of torch_npu, but no work.
         between: Begin and end of the step (unix ns), if the traces hold several steps.
         unrecorded: Kind of the lane's device, if the artifacts show that the device was in use but not
             recorded.

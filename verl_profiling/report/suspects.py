@@ -110,7 +110,7 @@ class _Process:
         return subtract(own, time_of(span for result in self._results for span in result.tool_spans))
 
     def worked_s(self, stage: str) -> float | None:
-        """Return the time in a stage without waits; for a process without this stage, the busy time."""
+        """Return the time in a stage without waits, or the busy time meanwhile without the stage (s)."""
         window = self.window(stage)
         if self.ran(stage):
             waits = [lane.waiting for lane in self.lanes] or [EMPTY]

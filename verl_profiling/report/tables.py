@@ -264,7 +264,7 @@ def _helps(report: Report) -> list[HelpRow]:
 
 
 def summed(path: Iterable[PathRow]) -> list[PathRow]:
-    """Return a row for each stage, process and kind of a critical path, in order of their first time."""
+    """Return a row for each stage, process and kind of segment, in the order of the path."""
     rows: dict[tuple[str, str, str], PathRow] = {}
     for row in path:
         key = (row.stage, row.who, row.kind)

@@ -140,7 +140,7 @@ class RoleConfig:
 def aimed(
     selection: CaptureSelection, role: str, override: RoleOverride, select: Selection, tools: tuple[str, ...]
 ) -> tuple[RoleOverride, Selection]:
-    """Return the settings of a role and the common selection, with the changes of one capture.
+    """Return a role's settings and the selection of all roles, both with the changes of one capture.
 
     Args:
         selection: Settings of this capture that differ.

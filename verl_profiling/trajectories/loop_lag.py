@@ -38,7 +38,7 @@ _OWN = (sysconfig.get_path("stdlib"), __file__.rpartition("/")[0])
 class _Sample(NamedTuple):
     """One sample of a loop's thread: the running task, its span and function; empty if unknown.
 
-    Of the time since the previous sample, ``known_ns`` counts for the task and ``held_ns`` against the task.
+    Since the previous sample, the task ran for ``known_ns``; for ``held_ns``, others held the GIL.
     """
 
     at_ns: int

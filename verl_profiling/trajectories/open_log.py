@@ -87,7 +87,10 @@ class OpenLog:
             trajectories=[self._trajectory(found, numbers) for found in trajectories],
             spans=[self._span(found, numbers) for found in spans],
             blocks=self.lag.blocks,
-            statuses=self.statuses,
+            statuses=[
+                StatusChange(_text(one.group), _sample(one.sample), _text(one.status), one.at_ns)
+                for one in self.statuses
+            ],
             counts=self.counts,
             spans_left_out=self._left_out[Span],
             trajectories_left_out=self._left_out[Trajectory],
@@ -98,7 +101,7 @@ class OpenLog:
         return TrajectoryRecord(
             numbers[id(found)],
             _text(found.group),
-            found.sample if isinstance(found.sample, int | None) else _text(found.sample),
+            _sample(found.sample),
             found.begin_ns,
             found.end_ns if ended else self._end_ns,
             (_text(found.status) or "done") if ended else "running",
@@ -142,12 +145,18 @@ def _facts(facts: Mapping[str, Any]) -> dict[str, Fact]:
     return {_text(name): _fact(value) for name, value in list(facts.items())[:_MOST_FACTS]}
 
 
+def _sample(value: Any) -> int | str | None:
+    """Return the index or id of a sample of any type as a number or a text."""
+    fact = _fact(value)
+    return fact if isinstance(fact, int | None) else _text(fact)
+
+
 def _fact(value: Any) -> Fact:
     """Return a value of a type that JSON has; other types as text."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, numbers.Integral):
-        return int(value) if abs(int(value)) < 1 << 63 else str(int(value))
+        return int(value) if abs(int(value)) < 1 << 63 else _text(int(value))
     return float(value) if isinstance(value, numbers.Real) else _text(value)
 
 

@@ -143,7 +143,7 @@ class Trajectory(Span, gc=True):
         if kind is not None and not self.status:
             self.status = _status(kind)
             if self.status == _FAILED:
-                self.error = traceback.format_exception_only(kind, error)[0].strip()
+                self.error = traceback.format_exception_only(kind, error)[-1].strip()
         self.failed = self.status == _FAILED
         super().__exit__(None, None, None)
 
@@ -219,6 +219,9 @@ def count(name: str, value: int | float) -> None:
         name: Name of the counter.
         value: Value of the counter from now on.
     """
+    if _log is None and _totals is None:
+        return
+    value = value if isinstance(value, int) else float(value)  # also of NumPy and torch
     if _log is not None and len(_log.counts) < _log.max_spans:
         _log.counts.append(Counted(str(name), clock.now_ns(), value))
     if _totals is not None:
@@ -272,10 +275,10 @@ def stop_log(log: Any) -> None:
 
 
 def total_spans(totals: Any) -> None:
-    """Add all ended spans and trajectories of this process to totals of the watch; ``None`` stops that.
+    """From now on, add each ended span and trajectory of this process to totals of the watch.
 
     Args:
-        totals: A :class:`~verl_profiling.watch.sums.SpanSums`.
+        totals: A :class:`~verl_profiling.watch.sums.SpanSums`; ``None`` ends this.
     """
     global _totals
     if totals is not None:

@@ -233,7 +233,7 @@ class Profiler:
         """Switch this profiler off, and let training go on.
 
         Raises:
-            ToolUnavailableError: The settings are strict.
+            ToolUnavailableError: The setting ``strict`` is on.
         """
         global _active
         _active = None

@@ -159,7 +159,7 @@ def say_no_trainer_is_hooked(config: Any) -> None:
     """Log an error if profiling is switched on, but the trainer is not hooked.
 
     Raises:
-        ToolUnavailableError: The settings are strict.
+        ToolUnavailableError: The setting ``strict`` is on.
     """
     given = config.get("profiling") if isinstance(config, Mapping) else None
     settings = {"enable": True} if isinstance(given, str) else given

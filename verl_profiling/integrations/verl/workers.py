@@ -297,7 +297,7 @@ def _set_up(server: Any, capture: RolloutCaptureMixin, engine: Any) -> None:
 
 
 async def _capture_misfits(self: Any) -> list[str]:
-    """Return sentences on unrecorded parts in this process."""
+    """Return sentences on the parts of verl that are not recorded in this process, and why."""
     return misfits()
 
 
