@@ -72,9 +72,7 @@ class RankSummaries:
             try:
                 self._ranks.set(_COLLECTIVES, b"1" if asked else b"0")
             except PROBLEMS as error:
-                logger.debug(
-                    "watch: the ranks cannot be asked for their last collectives: %s", in_a_line(error)
-                )
+                logger.debug("watch: the ranks are not asked for collectives: %s", in_a_line(error))
 
     def receive(self, steps: Sequence[StepSummary], left_s: Callable[[], float]) -> None:
         """Wait for the summaries of all ranks; log each missing rank once until its summary arrives.

@@ -100,7 +100,7 @@ class EngineRecorder:
                 if self._window.request.capture_id == request.capture_id:
                     return StartReply(who, "joined", received_ns)
                 logger.warning(
-                    "%s: the capture of step %d was never stopped; it ends here",
+                    "%s: the capture of step %d was never stopped",
                     who,
                     self._window.request.step,
                 )
