@@ -274,7 +274,7 @@ def _located(folder: Path, results: list[CaptureResult], notes: list[str]) -> li
             artifacts.append(artifact)
         workers.append(msgspec.structs.replace(worker, artifacts=artifacts))
     if hosts:
-        notes.append(f"files of {', '.join(hosts)} are on their disks, where commands with --ray read them")
+        notes.append(f"files of {', '.join(hosts)} are not visible on this host; read them with --ray")
     return workers
 
 
