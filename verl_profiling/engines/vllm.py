@@ -104,7 +104,7 @@ def check_vllm_ascend() -> None:
     """
     if not at_least("vllm-ascend", _NAMES_RANKS):
         raise ToolUnavailableError(
-            f"engine_args: to record on an NPU, vLLM needs vllm-ascend {_NAMES_RANKS} or later; "
+            f"engine_args: vLLM on an NPU needs vllm-ascend {_NAMES_RANKS} or later, which is not installed; "
             f"pip install 'vllm-ascend>={_NAMES_RANKS}', or set roles.rollout.tool to torch"
         )
     if os.environ.get("MSMONITOR_USE_DAEMON", "0") != "0":
