@@ -250,7 +250,9 @@ def _tail(report: Report) -> Iterator[Finding]:
             f"{_time(tail.last_finish_us)}, the median is {_time(tail.median_finish_us)}{tokens})"
         )
         late = [row.name for row in report.workers if row.replica == tail.last_replica is not None]
-        found = _of_cause(report, "long_tail", text, slow_replica(report.replicas))
+        slow = slowest_replica(report.replicas)
+        advice = slow_replica(report.replicas) if slow and slow[0].replica == tail.last_replica else ""
+        found = _of_cause(report, "long_tail", text, advice)
         yield msgspec.structs.replace(found, lanes=late or found.lanes)
 
 
