@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -281,10 +282,11 @@ def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     """As a sample, in its status afterwards, and as a counter; a long group still finds its trajectories."""
     group = "g" * 300
     with record_step({"enable": True, "tool": "trajectories"}, tmp_path, role="agent_loop") as step:
-        with trajectory(group, sample=np.int64(3)):  # type: ignore[arg-type]
+        with trajectory(group, sample=np.int64(3), validate=np.True_, size=Fraction(10**400)):  # type: ignore[arg-type]
             count("queue", np.float32(2.5))  # type: ignore[arg-type]
         trajectory_status(group, "filtered", sample=np.int64(3))  # type: ignore[arg-type]
     log = read_log(step.path)
     [one], [status] = log.trajectories, log.statuses
     assert (one.group, one.sample) == (status.group, status.sample) == ("g" * 200, 3)
+    assert one.facts == {"validate": True, "size": "1" + 199 * "0"}
     assert [counted.value for counted in log.counts] == [2.5]

@@ -136,7 +136,7 @@ class OpenLog:
 
 def _shorten(facts: dict[str, Any]) -> None:
     """Cut long texts among facts, e.g. a prompt, to save memory."""
-    for name, value in facts.items():
+    for name, value in list(facts.items()):  # another thread may add some
         if type(value) is str and len(value) > _LONGEST_TEXT:
             facts[name] = value[:_LONGEST_TEXT]
 
@@ -152,12 +152,16 @@ def _sample(value: Any) -> int | str | None:
 
 
 def _fact(value: Any) -> Fact:
-    """Return a value of a type that JSON has; other types as text."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, numbers.Integral):
-        return int(value) if abs(int(value)) < 1 << 63 else _text(int(value))
-    return float(value) if isinstance(value, numbers.Real) else _text(value)
+    """Return a value of a type that JSON has, also of NumPy and torch; other types as text."""
+    try:
+        value = value.item() if getattr(value, "ndim", None) == 0 else value
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, numbers.Integral):
+            return int(value) if abs(int(value)) < 1 << 63 else _text(int(value))
+        return float(value) if isinstance(value, numbers.Real) else _text(value)
+    except Exception:  # such as a fraction that is too large
+        return _text(value)
 
 
 def _text(value: object) -> str:
