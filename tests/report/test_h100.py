@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -22,6 +24,21 @@ def test_a_kernel_belongs_to_the_stage_that_launched_it() -> None:
     for row in open_step(H100 / "late_kernels/step_000001").report().kernels:
         calls[row.stage] += row.calls
     assert calls == {"old_log_prob": 40, "update_actor": 1}
+
+
+@pytest.mark.parametrize("number", [b"0", b"18446744073709551615"])
+def test_a_kernel_without_the_number_of_its_launch_is_counted_where_it_begins(
+    tmp_path: Path, number: bytes
+) -> None:
+    """0 is the number of no launch, and CUPTI's have 32 bits."""
+    step = shutil.copytree(H100 / "late_kernels/step_000001", tmp_path / "step_000001")
+    for trace in step.glob("*.json.gz"):
+        content = gzip.decompress(trace.read_bytes())
+        trace.write_bytes(gzip.compress(re.sub(rb'"correlation": \d+', b'"correlation": ' + number, content)))
+    calls = Counter[str]()
+    for row in open_step(step).report().kernels:
+        calls[row.stage] += row.calls
+    assert calls == {"old_log_prob": 1, "update_actor": 40}
 
 
 def test_a_trainer_and_vllm_with_cuda_graphs_share_a_gpu() -> None:

@@ -26,8 +26,10 @@ _CHUNK_BYTES = 4 << 20
 _LEVEL = 1  # isal's, from 0 (fastest) to 3 (smallest)
 _PHASE = b'"ph"'
 _SPAN = b'"ph": "X"'
+_OF_A_DEVICE = (b'"cat": "kernel"', b'"cat": "gpu_')
 # Kineto synchronizes the device at the stop: with CUPTI, even an idle device has a call in the trace.
-_OF_A_DEVICE = (b'"cat": "kernel"', b'"cat": "gpu_', b'"cat": "cuda_runtime"')
+_CALL = b'"cat": "cuda_runtime"'
+_LAUNCH = re.compile(rb'"cat": "cuda_(?:runtime|driver)",\s+"name": "\w*Launch')
 _TAIL_BYTES = 8192  # more than a path can be long
 # Kineto writes the trace's name behind the events, and then, by version, other plain values
 # ("finalizeTrace" in its output_json.cpp). Other writers close the list of events last.
@@ -138,7 +140,7 @@ def _read_through(path: Path, pending: Artifact, device: str) -> Artifact:
     torch records kernels with CUPTI, which serves one subscriber per process. If another subscriber was
     first, torch records only the host, without an error.
     """
-    events, spans, tail, lost = 0, 0, b"", device
+    events, spans, tail, lost, calls, launches = 0, 0, b"", device, False, False
     size = path.stat().st_size
     try:
         with igzip.open(path, "rb") as file:
@@ -148,6 +150,9 @@ def _read_through(path: Path, pending: Artifact, device: str) -> Artifact:
                 tail = piece[-_TAIL_BYTES:]
                 if lost and any(mark in piece for mark in _OF_A_DEVICE):
                     lost = ""
+                if lost:
+                    calls |= _CALL in piece
+                    launches |= _LAUNCH.search(piece) is not None
     except (OSError, EOFError):
         tail = b""  # cut off inside of the compression
     artifact = pending.with_status("ok", bytes=size, events=events)
@@ -156,7 +161,7 @@ def _read_through(path: Path, pending: Artifact, device: str) -> Artifact:
         return artifact.with_status("truncated", reason)
     if not spans:
         return artifact.with_status("empty", "the trace holds no spans")
-    if lost:
+    if lost and (launches or not calls):
         reason = f"{lost} was in use, but none of its events was recorded: {lost_kernels()}"
         logger.warning("%s: %s", artifact.path, reason)
         return artifact.with_status("ok", reason, unrecorded_device=lost)
