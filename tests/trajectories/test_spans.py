@@ -283,7 +283,8 @@ def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     group = "g" * 300
     with record_step({"enable": True, "tool": "trajectories"}, tmp_path, role="agent_loop") as step:
         with trajectory(group, sample=np.int64(3), validate=np.True_, size=Fraction(10**400)):  # type: ignore[arg-type]
-            count("queue", np.float32(2.5))  # type: ignore[arg-type]
+            for value in (np.float32(2.5), float("nan"), 10**400, None, "text"):
+                count("queue", value)  # type: ignore[arg-type]
         trajectory_status(group, "filtered", sample=np.int64(3))  # type: ignore[arg-type]
     log = read_log(step.path)
     [one], [status] = log.trajectories, log.statuses

@@ -33,6 +33,7 @@ _open: dict[int, Span] = {}
 TRAJECTORY: Final = "trajectory"
 """Name of all trajectories in the span totals of the watch."""
 _FAILED: Final = "failed"
+_MOST_COUNTED: Final = 1 << 53  # of a counter, which the timeline draws as a float
 _MOST_TOKENS: Final = 1 << 40
 
 
@@ -217,11 +218,16 @@ def count(name: str, value: int | float) -> None:
 
     Args:
         name: Name of the counter.
-        value: Value of the counter from now on.
+        value: Value of the counter from now on, also of NumPy or torch. What is no finite number is left out.
     """
     if _log is None and _totals is None:
         return
-    value = value if isinstance(value, int) else float(value)  # also of NumPy and torch
+    try:
+        value = value if isinstance(value, int) else float(value)
+    except Exception:
+        return
+    if not abs(value) < _MOST_COUNTED:
+        return
     if _log is not None and len(_log.counts) < _log.max_spans:
         _log.counts.append(Counted(str(name), clock.now_ns(), value))
     if _totals is not None:
