@@ -214,12 +214,25 @@ def test_the_schedule_comes_first_and_a_request_joins_it(tmp_path: Path, session
 
 
 def test_a_schedule_of_every_step_starves_nobody(tmp_path: Path, session: Session) -> None:
-    """What was asked for is not used where no step is left for it."""
+    """A request with a selection takes the place of the schedule's capture."""
     job = Job(configured(tmp_path, schedule={"every": 1}))
     request = job.ask(CaptureSelection(mode="discrete"), steps=2)
     job.step(3)
     job.callback.on_train_end()
     assert request.steps == [1, 2]
+    assert [manifest.workers[0].mode for manifest in request.captures] == ["discrete"] * 2
+    assert job.captured() == [1, 2, 3]
+
+
+def test_a_request_goes_on_after_the_scheduled_capture_that_it_joins(
+    tmp_path: Path, session: Session
+) -> None:
+    job = Job(configured(tmp_path, schedule={"steps": [2], "continuous": True}))
+    job.step()
+    request = job.ask(steps=3)
+    job.step(4)
+    job.callback.on_train_end()
+    assert [manifest.steps for manifest in request.captures] == [[2], [3, 4]]
 
 
 def test_a_person_comes_before_the_watch_which_waits(
@@ -566,6 +579,15 @@ def test_a_run_behind_a_url_is_asked_there(
         stop.set()
         training.join()
         job.callback.on_train_end()
+
+
+def test_a_request_behind_a_url_that_no_step_read_is_refused(tmp_path: Path, session: Session) -> None:
+    job = Job(configured(tmp_path, save_path=(url := f"file://{tmp_path}/store/run")))
+    request = find_job(url).ask(CaptureSelection(), 1)
+    job.step()
+    job.callback.on_train_end()
+    refusal = tmp_path / "store" / "run" / "requests" / f"{request}.refused"
+    assert refusal.read_text() == "training ended after step 1"
 
 
 def test_a_worker_that_cannot_is_named_and_the_loop_goes_on(tmp_path: Path, session: Session) -> None:

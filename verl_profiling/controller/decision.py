@@ -157,7 +157,7 @@ class Decisions:
             return None
         found = self._schedule.step_range(step)
         asked = self._asked(step) if self.ranks is None else self._agreed.pop(step, None)
-        if found is None or (asked is not None and found.action is not Action.RECORD):
+        if found is None or (asked and (asked.selection or found.action is not Action.RECORD)):
             return asked
         trigger = Trigger(reason=self._words)
         if asked is not None:
@@ -329,6 +329,7 @@ class Requests:
         self._said: set[str] = set()
         self._folder: LocalFolder | None = None
         self._ended = threading.Event()
+        self._why = ""
         self._thread: threading.Thread | None = None
 
     def open(self, run: str) -> None:
@@ -367,6 +368,8 @@ class Requests:
         if demand is None:
             return None
         last = step + demand.steps - 1 if self._schedule.continuous else step
+        if scheduled and (own := self._schedule.step_range(step)):
+            last = min(last, own.last)
         place, left = self._pending.index(demand), demand.steps - (last - step + 1)
         rest = [msgspec.structs.replace(demand, steps=left)] if left else []
         self._pending[place : place + 1] = rest
@@ -383,6 +386,7 @@ class Requests:
 
     def end(self, why: str) -> None:
         """Refuse pending requests, and restore the default action of SIGUSR2, which ends the process."""
+        self._why = why  # for the thread, which may still read requests
         for demand in [*self._pending, *self._take_all()]:
             self.refuse(demand.id, demand.by, why)
         self._ended.set()
@@ -463,7 +467,10 @@ class Requests:
         except Exception as error:
             self._say(f"{name} cannot be read as a request for a capture: {error}")
         else:
-            self._came.append(demand)
+            if self._why:
+                self.refuse(demand.id, demand.by, self._why)
+            else:
+                self._came.append(demand)
 
     def _write_refusals(self, folder: LocalFolder | RemoteFolder) -> None:
         while self._refusals:
