@@ -76,6 +76,33 @@ class _Routes(BaseHTTPRequestHandler):
         pass
 
 
+async def test_an_answer_that_is_no_http_does_not_end_a_stop_well(tmp_path: Path) -> None:
+    """Another program may hold the port by then."""
+
+    class Garbled(_Routes):
+        def do_POST(self) -> None:
+            if self.path == "/stop_profile":
+                self.wfile.write(b"hello\r\n\r\n")
+            else:
+                super().do_POST()
+
+    http = HTTPServer(("127.0.0.1", 0), Garbled)
+    thread = threading.Thread(target=http.serve_forever)
+    thread.start()
+    try:
+        server = SGLangCaptureMixin()
+        server.init_capture(settings(tmp_path), engine=f"http://127.0.0.1:{http.server_port}")
+        order = request(tmp_path)
+        await server.start_capture(order)
+        result = (await server.stop_capture(order.capture_id)).result
+    finally:
+        http.shutdown()
+        thread.join()
+        http.server_close()
+    assert result.status == "failed"
+    assert "BadStatusLine" in result.reason
+
+
 async def test_a_server_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang ends its server with its schedulers; stop and start name the address and where to look."""
     monkeypatch.setattr(recorder, "_DYING_S", 0.2)

@@ -303,12 +303,12 @@ class HTTPCalls:
 
     async def stop(self) -> bool:
         """Stop profiling and write the traces; return whether SGLang was recording."""
-        problems: list[CaptureStateError] = []
+        problems: list[Exception] = []
 
         def run() -> None:
             try:
                 self._call("/stop_profile", {}, None)
-            except CaptureStateError as error:
+            except Exception as error:
                 problems.append(error)
 
         thread = threading.Thread(target=run, name="verl-profiling-sglang", daemon=True)
