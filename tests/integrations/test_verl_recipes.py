@@ -73,6 +73,7 @@ def test_asynchronous_trainers_are_checked_too(trainer: str, main: str, roles: s
         (("-m", "verl.trainer.sft_trainer"), "SFT is profiled by verl's own profiler"),
         (("-m", "verl.trainer.main_po"), "verl.trainer.main_ppo"),
         (("-m",), "-m : "),
+        (("-m", ".x"), "-m .x: cannot be imported: "),
         (("-m", "recipes.custom_worker"), "recipes.custom_worker: has no function under @hydra.main"),
         (("-m", "recipes.custom_worker.score"), "as its configuration has no actor_rollout_ref"),
     ],

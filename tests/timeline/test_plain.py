@@ -87,6 +87,15 @@ def test_steps_in_names_make_steps(tmp_path: Path) -> None:
     assert [step.step for step in find_steps(folder_of(tmp_path, **names))] == [2, 10]
 
 
+def test_the_folder_of_traces_may_be_called_after_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder_of(tmp_path, **{f"step_12/{r}.json.gz": MEGATRON.format(r) for r in (0, 1)}))
+    for path in ("step_12", tmp_path / "step_12", "step_12/0.json.gz"):
+        [inputs] = find_steps(Path(path))
+        assert (inputs.step, inputs.label) == (12, "0" if path == "step_12/0.json.gz" else "")
+
+
 def test_different_processes_never_share_a_lane(tmp_path: Path) -> None:
     """Two files of the same time that claim the same rank, of different processes, stay apart."""
     folder = folder_of(tmp_path, **{"a.json.gz": "sampled_rank-0.json.gz"})
@@ -112,3 +121,12 @@ def test_every_category_of_the_installed_torch_is_known() -> None:
     names = set(re.findall(r'\{"(\w+)", ActivityType::', header.read_text())) - {"ENUM_COUNT"}
     assert len(names) > 20
     assert {name for name in names if meaning_of(name) is None} == set()
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_trace_that_is_removed_meanwhile_is_reported(tmp_path: Path, jobs: int) -> None:
+    names = {f"{rank}.json.gz": MEGATRON.format(rank) for rank in (0, 1)}
+    [inputs] = find_steps(folder_of(tmp_path, **names))
+    (tmp_path / "1.json.gz").unlink()
+    [problem] = merge(inputs, jobs=jobs).problems
+    assert "cannot be read" in problem

@@ -38,12 +38,10 @@ def results(
     Raises:
         ToolUnavailableError: Ray is not installed, or no cluster runs at the address.
     """
+    sizes = (file.path.stat().st_size for _, files in calls for file in files if file.path.exists())
     if ray is not None:
         yield from _of_tasks(calls, ray)
-    elif (
-        min(jobs, len(calls)) < 2
-        or sum(file.path.stat().st_size for _, files in calls for file in files) < _SPAWN_BYTES
-    ):
+    elif min(jobs, len(calls)) < 2 or sum(sizes) < _SPAWN_BYTES:
         yield from (_result(call) for call, _ in calls)
     else:
         with ProcessPoolExecutor(min(jobs, len(calls)), mp_context=get_context(_start_method())) as pool:

@@ -132,7 +132,7 @@ def _steps(directory: Path, label: str, traces: list[_PlainTrace], together: boo
         numbered = f"step_{step:06d}" if step is not None and len(traces) > 1 else ""
         yield StepInputs(
             directory=directory,
-            step=step,
+            step=_step(directory.absolute().name) if step is None else step,
             files=_distinct(of_step),
             name=only,
             label=".".join(filter(None, (label, numbered))),

@@ -73,7 +73,7 @@ def _checked_main(module: str) -> Callable[[], None]:
     hydra.main = noting
     try:
         names = vars(import_module(module)).values()
-    except (ImportError, ValueError) as error:
+    except (ImportError, TypeError, ValueError) as error:
         sys.exit(f"-m {module}: cannot be imported: {error}; verl's own is {_MAIN}")
     finally:
         hydra.main = decorator
