@@ -313,6 +313,14 @@ class TestLive:
             self.until(terminal, LEAVES, seen)
             assert process.wait(10) == EXIT_OK
 
+    def test_it_is_left_before_the_first_frame(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("verl_profiling.commands.top.View.frame", interrupted)
+        monkeypatch.setenv("FORCE_COLOR", "1")  # the console takes this for a terminal
+        assert main(["top", str(run)]) == EXIT_OK
+
     def test_it_follows_the_run_to_its_end(self, run: Path) -> None:
         """New steps come up by themselves; at the end the last frame stays in the terminal."""
         with self.top(run) as (process, terminal):

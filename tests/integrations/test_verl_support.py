@@ -147,6 +147,13 @@ def test_a_tracker_that_fails_is_warned_of_once(caplog: pytest.LogCaptureFixture
     assert record.getMessage() == "tracker own lacks step 1: OSError: no space left"
 
 
+def test_a_replica_without_servers_does_not_end_training(caplog: pytest.LogCaptureFixture) -> None:
+    manager = SimpleNamespace(get_replicas=lambda: [SimpleNamespace(servers=[])])
+    trainer = SimpleNamespace(fit=lambda: None, config=CONFIG, llm_server_manager=manager)
+    TrainerProfiler(trainer, settings()).begin(None)
+    assert "not recorded: the role rollout, because its servers do not fit (IndexError" in caplog.text
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_trainer_that_does_not_count_its_steps_goes_on(
     strict: bool, caplog: pytest.LogCaptureFixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from drawn_steps import Worker, drawn_inputs, engine, ns
-from step_folders import rewrite, rewrite_worker
+from step_folders import build_step, rewrite, rewrite_worker
 from step_outcome import printed
 
 from verl_profiling.analysis import load_reports, open_run, open_step
@@ -17,7 +17,9 @@ from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
 from verl_profiling.integrations.verl.profiler import log_reports
 from verl_profiling.manifest import MANIFEST_NAME, MAX_NS, StepSpan
+from verl_profiling.report.build import Content, read_step
 from verl_profiling.report.html import render_html
+from verl_profiling.timeline.step import StepInputs
 
 STEPS = [
     StepSpan(step=2, begin_ns=ns(0), end_ns=ns(5), policy_version=1, metrics={"tokens": 500.0}),
@@ -119,8 +121,17 @@ def test_every_face_has_both_steps(tmp_path: Path, capsys: pytest.CaptureFixture
         assert {row["step"] for row in csv.DictReader(file)} == {"2", "3"}
 
 
-def test_trackers_get_each_step_under_its_number(tmp_path: Path) -> None:
-    """91 tokens per second of a capture is a number of no step."""
+def test_trackers_get_each_step_under_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """91 tokens per second of a capture is a number of no step; steps after a damaged one are logged."""
+
+    def read(inputs: StepInputs) -> Content:
+        if inputs.step == 1:
+            raise OSError("stale file handle")
+        return read_step(inputs)
+
+    monkeypatch.setattr("verl_profiling.report.build.read_step", read)
 
     class Tracker:
         def __init__(self) -> None:
@@ -130,7 +141,9 @@ def test_trackers_get_each_step_under_its_number(tmp_path: Path) -> None:
             self.logged[step] = data
 
     file, wandb = Tracker(), Tracker()
+    damaged = build_step(tmp_path, step=1)
     log_reports({"file": file, "wandb": wandb}, capture(tmp_path).parent, 5)
+    assert f"no report can be made of {damaged}: stale" in caplog.text
     assert wandb.logged == {5: file.logged[3]}
     assert {step: data["profiling/step_s"] for step, data in file.logged.items()} == {2: 5.0, 3: 2.0}
     assert [data["profiling/tokens_per_s"] for data in file.logged.values()] == [100.0, 320.0]

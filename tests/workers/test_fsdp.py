@@ -13,7 +13,7 @@ from rank_processes import start_forkserver
 from verl_profiling import CaptureStateError, stage
 from verl_profiling.capture.session import Session, process_session
 from verl_profiling.manifest import CaptureResult
-from verl_profiling.workers import FSDPCaptureMixin
+from verl_profiling.workers import FSDPCaptureMixin, MegatronCaptureMixin
 
 
 class Worker(FSDPCaptureMixin):
@@ -81,6 +81,12 @@ def test_ranks_and_mesh_are_read_and_select(tmp_path: Path) -> None:
     assert any(name.startswith("FSDP::all_gather") for name in names)
     assert any(name.startswith("gloo:") for name in names)
     assert names.count("update_actor") == 1
+
+
+@pytest.mark.parametrize("mixin", [FSDPCaptureMixin, MegatronCaptureMixin])
+def test_switched_off_needs_neither_process_group_nor_megatron(mixin: type[Any]) -> None:
+    for config in (None, {"enable": False}):
+        mixin().init_capture(config, role="actor")
 
 
 def test_without_a_process_group_the_rank_must_be_given(tmp_path: Path, session: Session) -> None:

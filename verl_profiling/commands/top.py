@@ -77,7 +77,7 @@ class View:
         pulse: State of the run at the last frame: running, ended, or gone.
     """
 
-    pulse: Pulse
+    pulse = Pulse(says="not shown yet")
 
     def __init__(self, run_dir: Path) -> None:
         self._run = run_dir

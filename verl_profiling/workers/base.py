@@ -153,7 +153,8 @@ class FSDPCaptureMixin(CaptureMixin):
             ConfigError: The settings are wrong.
             ToolUnavailableError: A tool cannot work on this machine.
         """
-        if (rank is None or world_size is None) and process_rank() is None:
+        enabled = ProfilingConfig.from_any(config).enable
+        if enabled and (rank is None or world_size is None) and process_rank() is None:
             raise CaptureStateError(
                 f"init_capture(role={role!r}): torch.distributed is not initialised; do so first by "
                 "init_process_group(), or pass rank and world_size"
@@ -226,6 +227,9 @@ class MegatronCaptureMixin(CaptureMixin):
             ImportError: Megatron-core is missing.
             ToolUnavailableError: A tool cannot work on this machine.
         """
+        if not ProfilingConfig.from_any(config).enable:
+            super().init_capture(config, role=role)
+            return
         from megatron.core import parallel_state
 
         if not parallel_state.model_parallel_is_initialized():

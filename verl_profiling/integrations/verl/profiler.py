@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_profiling.controller.callback import AsyncProfilingCallback, ProfilingCallback
-from verl_profiling.errors import ToolUnavailableError, TraceFormatError
+from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.integrations.hooks import misfits, usable, wrap
 from verl_profiling.integrations.verl import parts_of
 from verl_profiling.integrations.verl.versions_and_stages import TRAINER_STAGES, untested
@@ -170,8 +170,8 @@ class Profiler:
             if not servers:
                 return
             self.misfits += _joined(ray.get([server.capture_misfits.remote() for server in servers]))
-        except AttributeError as error:
-            self._leave_out("rollout", f"its servers do not fit ({error})")
+        except Exception as error:  # e.g. a dead server, or a replica without servers
+            self._leave_out("rollout", f"its servers do not fit ({type(error).__name__}: {error})")
             return
         self._callback.add_rollout(servers)
 
@@ -263,17 +263,17 @@ def log_reports(trackers: Mapping[str, Any], run_folder: Path, last_step: int) -
     """
     from verl_profiling.report.build import build_report, read_step
     from verl_profiling.report.files import scalars
-    from verl_profiling.timeline.inputs import find_steps
+    from verl_profiling.timeline.inputs import find_steps, step_folders
     from verl_profiling.timeline.step import one_by_one
 
-    try:
-        for capture in find_steps(run_folder):
-            for inputs in one_by_one(capture):
+    for folder in step_folders(run_folder):
+        try:
+            for inputs in one_by_one(find_steps(folder)[0]):
                 report = build_report(inputs, read_step(inputs))
                 values = {f"profiling/{name}": value for name, value in scalars(report)}
                 log_values(trackers, values, inputs.step, last_step)
-    except (TraceFormatError, OSError) as error:
-        logger.warning("no report can be made of %s: %s", run_folder, error)
+        except Exception as error:
+            logger.warning("no report can be made of %s: %s", folder, error)
 
 
 def log_values(
