@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
+from math import inf
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
@@ -129,11 +130,10 @@ def _stages(
     # Background stages are left out: their cost is the loop's wait for them.
     loop = runs.loop.at(~runs.named(runs.loop, *summary.beside))
     names = list(runs.stages)
-    own = loop.own_time()
     calls = len(summary.loop) == 1 and bool(summary.workers or has_workers)
     workers = _Workers(summary, loop, runs) if calls and summary.workers else None
     found = {}
-    for stage, front_ns, standing in _frontier(summary.loop[0].role, lanes, own):
+    for stage, front_ns, standing in _frontier(summary.loop[0].role, lanes, loop.own_time()):
         clear = standing.clear and (workers is not None or not calls)
         first, *others = workers.standings(stage, standing) if workers is not None else [standing]
         found[names[stage]] = front_ns, [first._replace(clear=clear and first.clear), *others]
@@ -166,13 +166,14 @@ class _Workers:
     def __init__(self, summary: StepSummary, loop: Runs, runs: StepRuns) -> None:
         self._summary, self._stages, self._loop, self._runs = summary, runs.stages, loop, runs.workers
         self._lanes = [use.lane for use in runs.processes]
-        roles, role_of = runs.roles
-        borders = np.searchsorted(role_of, range(len(roles) + 1)).tolist()
-        self._roles = [*zip(roles, pairwise(borders), strict=True)]
+        self._roles = runs.roles
+        self._borders = np.searchsorted(runs.role_of, range(len(runs.roles) + 1)).tolist()
         middle = (self._runs.begin + self._runs.end) / 2
-        self._home = np.full(middle.shape, -1)
+        home = np.full(middle.shape, -1)
         for row in np.argsort(loop.begin, kind="stable"):
-            self._home[(loop.begin[row] <= middle) & (middle < loop.end[row])] = loop.stage[row]
+            home[(loop.begin[row] <= middle) & (middle < loop.end[row])] = loop.stage[row]
+        places = home * len(self._lanes) + self._runs.who
+        self._inside = self._runs._replace(who=places).at(np.argsort(places, kind="stable"))
         # An agent loop may have sent more to an engine; without a stage, it may have kept the loop waiting.
         agents = [
             use for use in summary.workers if use.spans and TRAJECTORY in [one.name for one in use.spans]
@@ -189,16 +190,17 @@ class _Workers:
         in it; without such runs, the runs that began before the stage and ended in it. Without any run, the
         loop itself worked.
         """
-        name, loop = list(self._stages)[stage], self._loop.at(self._loop.stage == stage)
-        inside, is_wait = self._runs.at(np.flatnonzero(self._home == stage)), name.startswith(WAIT)
-        if is_wait or not inside.who.size:
-            runs, parts = self._under_way, []
+        name = list(self._stages)[stage]
+        works = (
+            [] if (is_wait := name.startswith(WAIT)) else self._works(self._inside, stage * len(self._lanes))
+        )
+        if not works:
+            loop, runs, parts = self._loop.at(self._loop.stage == stage), self._under_way, []
             for begin, end in zip(loop.begin, loop.end, strict=True):
                 ended = (runs.begin < begin) & (runs.end <= end + TIED * (end - begin))
                 parts.append(runs.at(ended | is_wait).within(begin, end))
-            inside = _joined(parts)
-        works = self._works(inside.own_time())
-        found = _by_weight(name, loop, works) if works else [own]
+            works = self._works(_joined(parts).own_time(), 0)
+        found = _by_weight(name, self._loop.length[self._loop.stage == stage], works) if works else [own]
         return [
             one._replace(leader="", lead_ns=0, clear=False) if one.role in self._unclear else one
             for one in found
@@ -212,16 +214,23 @@ class _Workers:
         who = [numbers[use.lane] for use in earlier]
         return _joined([_runs_of(earlier, self._summary.begin_ns, who, self._stages), self._runs])
 
-    def _works(self, runs: Runs) -> list[Standing]:
-        """Return the standing of each role, led as the worker stage with the largest lead."""
+    def _works(self, runs: Runs, least: int) -> list[Standing]:
+        """Return the standing of each role, led as the worker stage with the largest lead.
+
+        Args:
+            runs: The runs, by process.
+            least: Number of the first process in the runs.
+        """
         works, names = [], list(self._stages)
-        for role, (first, last) in self._roles:
-            mine = runs.at(slice(*np.searchsorted(runs.who, [first, last]).tolist()))
-            if not mine.who.size:
+        rows = np.searchsorted(runs.who, [least + one for one in self._borders]).tolist()
+        for number, (role, (begin, end)) in enumerate(zip(self._roles, pairwise(rows), strict=True)):
+            if begin == end:
                 continue
-            mine, lanes = mine._replace(who=mine.who - first), self._lanes[first:last]
+            first, last = self._borders[number : number + 2]
+            mine, lanes = runs.at(slice(begin, end)), self._lanes[first:last]
+            mine = mine._replace(who=mine.who - least - first).own_time()
             totals = np.bincount(mine.who, mine.length, len(lanes)).astype(float)
-            tied_ns = TIED * totals.max()
+            tied_ns = TIED * float(totals.max())
             stages = {names[stage]: standing for stage, _, standing in _frontier(role, lanes, mine)}
             standing = max(
                 stages.values(),
@@ -232,14 +241,14 @@ class _Workers:
         return works
 
 
-def _by_weight(name: str, loop: Runs, works: list[Standing]) -> list[Standing]:
+def _by_weight(name: str, loop_ns: _Floats, works: list[Standing]) -> list[Standing]:
     """Return the standings of roles in a stage of the loop; first the role that the loop waited for.
 
     If a role ran a stage of the same name, other roles are left out. The role that worked longest comes
     first; of concurrent roles, the role that ended last.
     """
     works = [work for work in works if name in work.ran] or works
-    slack_ns = TIED * loop.length.sum()
+    slack_ns = TIED * float(loop_ns.sum())
     first = max(works, key=lambda work: work.durations.max())
     beside = [
         work
@@ -267,33 +276,30 @@ def _frontier(role: str, lanes: Sequence[str], runs: Runs) -> Iterator[tuple[int
     """
     many = len(lanes)
     reached = np.zeros(many)
-    for stage in _order(runs).tolist():
-        those = runs.at(runs.stage == stage)
-        here = np.bincount(those.who, those.length, many).astype(float)
-        ends = np.full(many, np.nan)
-        ends[those.who] = those.end
+    for stage, those in _in_order(runs):
+        here: _Floats = np.bincount(those.who, those.length, many).astype(float)
         reached += here
-        front_ns = float(reached.max())
-        near = np.flatnonzero(front_ns - reached <= TIED * here.max())
+        front_ns, longest_ns = float(reached.max()), float(here.max())
+        near = np.flatnonzero(front_ns - reached <= TIED * longest_ns)
         leader = int(near[here[near].argmax()])
         lead_ns, known = 0.0, True
         if many > 1:
             # If all are tied, they wait for each other.
             known = near.size < many
-            lead_ns = max(0.0, float(here[leader] - np.median(np.delete(here, leader))))
-            others = np.delete(ends, leader)
-            others = others[~np.isnan(others)]
-            if lead_ns and others.size and role != ROLLOUT_ROLE:
-                known &= bool(2 * (ends[leader] - np.median(others)) >= lead_ns)
+            lead_ns = max(0.0, float(here[leader]) - _median(here[np.arange(many) != leader]))
+            if lead_ns and known and role != ROLLOUT_ROLE:
+                ends = dict(zip(those.who.tolist(), those.end.tolist(), strict=True))
+                own_end_ns = ends.pop(leader, -inf)
+                known = not ends or 2 * (own_end_ns - _median([*ends.values()])) >= lead_ns
         clear = known and near.size == 1
-        if not clear and (late_ns := those.late.max(initial=0.0)) > LATE * here.max():
+        if not clear and (late_ns := those.late.max()) > LATE * longest_ns:
             late = np.zeros(many)
             np.maximum.at(late, those.who, those.late)
             leader = int(late.argmax())
             lead_ns = late_ns - np.delete(late, leader).max(initial=0.0)
-            clear = known = bool(lead_ns > LATE * here.max())
-            here = here.max() - late_ns + late
-        mean_ns = here.mean()
+            clear = known = bool(lead_ns > LATE * longest_ns)
+            here = longest_ns - late_ns + late
+        mean_ns = float(here.sum()) / many
         yield (
             stage,
             front_ns,
@@ -303,21 +309,27 @@ def _frontier(role: str, lanes: Sequence[str], runs: Runs) -> Iterator[tuple[int
                 durations=here,
                 leader=lanes[leader],
                 lead_ns=round(lead_ns) if known else 0,
-                imbalance=max(1.0, float(here.max() / mean_ns)) if mean_ns else 1.0,
+                imbalance=max(1.0, float(here.max()) / mean_ns) if mean_ns else 1.0,
                 clear=clear,
             ),
         )
 
 
-def _order(runs: Runs) -> _Whole:
-    """Return the stages in order of their median first begin; the runs are in order of process and begin."""
-    if (runs.stage == runs.stage[:1]).all():
-        return runs.stage[:1]
-    many = int(runs.who.max()) + 1
-    pairs, at = np.unique(runs.stage * many + runs.who, return_index=True)
-    stages, first = np.unique(pairs // many, return_index=True)
-    begins = [float(np.median(one)) for one in np.split(runs.begin[at], first[1:])]
-    return stages[np.argsort(begins, kind="stable")]
+def _in_order(runs: Runs) -> list[tuple[int, Runs]]:
+    """Return the runs of each stage, in order of the median of the processes' first begins."""
+    stages = sorted({*runs.stage.tolist()})
+    if len(stages) < 2:
+        return [(stage, runs) for stage in stages]
+    runs = runs.at(np.argsort(runs.stage, kind="stable"))
+    borders = [*np.searchsorted(runs.stage, stages).tolist(), None]
+    parts = [runs.at(slice(*border)) for border in pairwise(borders)]
+    begins = [_median(part.begin[np.unique(part.who, return_index=True)[1]]) for part in parts]
+    return [(stages[row], parts[row]) for row in np.argsort(begins, kind="stable")]
+
+
+def _median(values: Sequence[float] | _Floats) -> float:
+    ordered = np.sort(values)
+    return float(ordered[(ordered.size - 1) // 2] + ordered[ordered.size // 2]) / 2
 
 
 class Runs(NamedTuple):
@@ -350,11 +362,9 @@ class Runs(NamedTuple):
         # The runs of a process mostly are in order, which this sort makes use of.
         runs = self.at(np.argsort(self.begin + self.who * width, kind="stable"))
         busy = np.maximum.accumulate(runs.end + runs.who * width)[:-1] - runs.who[1:] * width
-        covered = np.maximum(busy - runs.begin[1:], 0.0) / np.maximum(runs.end - runs.begin, 1.0)[1:]
-        begin, length = runs.begin.copy(), runs.length.copy()
-        begin[1:] = np.clip(busy, begin[1:], runs.end[1:])
-        length[1:] *= 1.0 - np.minimum(covered, 1.0)
-        return runs._replace(begin=begin, length=length)
+        begin = np.append(runs.begin[:1], np.clip(busy, runs.begin[1:], runs.end[1:]))
+        covered = (begin - runs.begin) / np.maximum(runs.end - runs.begin, 1.0)
+        return runs._replace(begin=begin, length=runs.length * (1.0 - covered))
 
 
 class StepRuns:
@@ -366,11 +376,14 @@ class StepRuns:
     Attributes:
         stages: Index of each stage, by name.
         processes: The workers by role.
+        roles: The roles of the workers.
+        role_of: The index of the role of each worker.
     """
 
     def __init__(self, summary: StepSummary) -> None:
         self.stages: dict[str, int] = {}
         self.processes = sorted(summary.workers, key=attrgetter("role"))
+        self.roles, self.role_of = numbered([use.role for use in self.processes])
         self._summary = summary
 
     @cached_property
@@ -382,11 +395,6 @@ class StepRuns:
     def workers(self) -> Runs:
         """The runs of the workers; processes have their index in :attr:`processes`."""
         return self._of(self.processes)
-
-    @cached_property
-    def roles(self) -> tuple[list[str], _Whole]:
-        """The roles of the workers, and the index of the role of each worker."""
-        return numbered([use.role for use in self.processes])
 
     def named(self, runs: Runs, *names: str) -> NDArray[np.bool_]:
         """Return a mask of the runs of stages with these names."""

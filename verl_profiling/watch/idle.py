@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
@@ -26,8 +27,8 @@ _WAITS = 0.05
 
 _Floats = NDArray[np.float64]
 _Whole = NDArray[np.int64]
-_Cause = tuple[str, _Floats, _Floats]
-"""Name, begins and ends. Where causes overlap, the last one counts."""
+_Cause = tuple[str, list[tuple[float, float]]]
+"""Name and periods. Where causes overlap, the last one counts."""
 
 
 def made_in(summary: StepSummary) -> tuple[int, int]:
@@ -61,30 +62,28 @@ def idle_of(summary: StepSummary, has_workers: bool, runs: StepRuns) -> tuple[Id
     if len(summary.loop) == 1 and not summary.workers and not summary.beside:
         return _alone(summary)
     loop, workers = runs.loop, runs.workers
-    (roles, role_of), in_loop = runs.roles, numbered([use.role for use in summary.loop])[1]
+    roles, role_of, in_loop = runs.roles, runs.role_of, numbered([use.role for use in summary.loop])[1]
     trains = np.array([role not in _NOT_TRAINING for role in roles], dtype=bool)[role_of]
     is_engine = np.array([role == ROLLOUT_ROLE for role in roles], dtype=bool)[role_of]
     of_training, own = (role_of, workers.at(trains[workers.who])) if trains.any() else (in_loop, loop)
-    generates = runs.named(own, ROLLOUT, _GENERATE)
-    in_wait = runs.named(own, *(name for name in runs.stages if name.startswith(WAIT)))
-    works = own.at(~(generates | in_wait)).own_time()
-    rollouts = (
-        (role_of, workers.at(is_engine[workers.who])),
-        (of_training, own.at(generates)),
-        (in_loop, loop.at(runs.named(loop, ROLLOUT))),
-    )
-    of_rollout, made = next((found for found in rollouts if found[1].who.size), rollouts[-1])
+    wait = [name for name in runs.stages if name.startswith(WAIT)]
+    works = own.at(~runs.named(own, ROLLOUT, _GENERATE, *wait)).own_time()
+    of_rollout, made = role_of, workers.at(is_engine[workers.who])
+    if not made.who.size:
+        of_rollout, made = of_training, own.at(runs.named(own, ROLLOUT, _GENERATE))
+    if not made.who.size:
+        of_rollout, made = in_loop, loop.at(runs.named(loop, ROLLOUT))
     made = made.at(~runs.named(made, WEIGHT_SYNC))
-    beside = runs.named(loop, *summary.beside)
-    by_loop = [*_by_name(runs, loop.at(beside)), *_by_name(runs, loop.at(~beside))]
+    stages = [*_by_name(runs, loop)]
+    by_loop = sorted(stages, key=lambda one: one[0] not in summary.beside)
     others = _by_name(runs, workers.at(~trains[workers.who]))
-    trainer_idle = _idle(of_training, works, [*others, *by_loop], step_ns)
+    trainer_idle = _idle(of_training, works, [one[1:] for one in (*others, *by_loop)], step_ns)
     is_apart = runs.named(works, *_APART)
     causes = [
-        *((NO_REQUESTS if one[0] == ROLLOUT else one[0], one[1], one[2]) for one in by_loop),
-        (TRAINING, works.begin[~is_apart], works.end[~is_apart]),
-        *_by_name(runs, works.at(is_apart)),
-        *_by_name(runs, loop.at(runs.named(loop, *_APART))),
+        *((NO_REQUESTS if name == ROLLOUT else name, periods) for _, name, periods in by_loop),
+        (TRAINING, _union(works.begin[~is_apart], works.end[~is_apart])),
+        *(one[1:] for one in _by_name(runs, works.at(is_apart))),
+        *(one[1:] for one in stages if one[0] in _APART),
     ]
     rollout_idle = _idle(of_rollout, made.own_time(), causes, step_ns)
     if summary.beside and trainer_idle is not None and rollout_idle is not None:
@@ -94,13 +93,12 @@ def idle_of(summary: StepSummary, has_workers: bool, runs: StepRuns) -> tuple[Id
     return trainer_idle, rollout_idle
 
 
-def _by_name(runs: StepRuns, rows: Runs) -> Iterator[_Cause]:
-    """Yield the runs of each stage, with its name as a cause."""
+def _by_name(runs: StepRuns, rows: Runs) -> Iterator[tuple[str, str, list[tuple[float, float]]]]:
+    """Yield the name of each stage, the name of what is waited for in it, and its periods."""
     names = list(runs.stages)
-    for stage in np.unique(rows.stage).tolist():
-        name = names[stage].removeprefix(WAIT)
-        those = rows.stage == stage
-        yield ROLLOUT if name == _GENERATE else name, rows.begin[those], rows.end[those]
+    for stage in sorted({*rows.stage.tolist()}):
+        those, name = rows.stage == stage, names[stage].removeprefix(WAIT)
+        yield names[stage], ROLLOUT if name == _GENERATE else name, _union(rows.begin[those], rows.end[those])
 
 
 def _idle(role_of: _Whole, busy: Runs, causes: Sequence[_Cause], step_ns: int) -> Idle | None:
@@ -114,18 +112,19 @@ def _idle(role_of: _Whole, busy: Runs, causes: Sequence[_Cause], step_ns: int) -
     """
     if not busy.who.size:
         return None
-    processes = np.isin(role_of, role_of[busy.who]).sum()
-    periods = [_union(begin, end) for _, begin, end in causes]
-    cuts = np.unique(np.concatenate([[0.0, step_ns], *map(np.ravel, periods)]).clip(0.0, step_ns))
-    weight = np.minimum(busy.length / np.maximum(busy.end - busy.begin, 1.0), 1.0)
-    open_ns = _since(busy.begin, weight, cuts) - _since(busy.end, weight, cuts)
-    idle = np.diff(cuts - open_ns / processes) / step_ns
-    cause_of = np.zeros(idle.size, dtype=np.int64)
-    for number, each in enumerate(periods, 1):
-        for begin, end in np.searchsorted(cuts, each).T:
-            cause_of[begin:end] = number
-    names = ["", *(name for name, _, _ in causes)]
-    return _largest(zip(names, np.bincount(cause_of, idle, len(names)).tolist(), strict=True))
+    processes = int(np.bincount(role_of)[[*{*role_of[busy.who].tolist()}]].sum())
+    periods = [(number, *period) for number, (_, found) in enumerate(causes, 1) for period in found]
+    times = {min(max(time, 0.0), step_ns) for _, *period in periods for time in period}
+    cuts = sorted({0.0, float(step_ns), *times})
+    cause_of = [0] * len(cuts)
+    for number, *period in periods:
+        first, last = (bisect_left(cuts, time) for time in period)
+        cause_of[first:last] = [number] * (last - first)
+    at, weight = np.array(cuts), np.minimum(busy.length / np.maximum(busy.end - busy.begin, 1.0), 1.0)
+    open_ns = _since(busy.begin, weight, at) - _since(busy.end, weight, at)
+    idle = np.diff(at - open_ns / processes) / step_ns
+    names = ["", *(name for name, _ in causes)]
+    return _largest(zip(names, np.bincount(cause_of[:-1], idle, len(names)).tolist(), strict=True))
 
 
 def _alone(summary: StepSummary) -> tuple[Idle | None, Idle | None]:
@@ -165,11 +164,11 @@ def _since(times: _Floats, weight: _Floats, cuts: _Floats) -> _Floats:
     return np.asarray(many * cuts - total)
 
 
-def _union(begin: _Floats, end: _Floats) -> _Floats:
-    """Return begins and ends of the union of intervals."""
-    if begin.size < 2:
-        return np.array([begin, end])
-    order = np.argsort(begin)
-    begin, reached = begin[order], np.maximum.accumulate(end[order])
-    is_apart = begin[1:] > reached[:-1]
-    return np.array([begin[np.append(True, is_apart)], reached[np.append(is_apart, True)]])
+def _union(begin: _Floats, end: _Floats) -> list[tuple[float, float]]:
+    """Return the union of intervals."""
+    if begin.size > 1:
+        order = np.argsort(begin)
+        begin, reached = begin[order], np.maximum.accumulate(end[order])
+        is_apart = begin[1:] > reached[:-1]
+        begin, end = begin[np.append(True, is_apart)], reached[np.append(is_apart, True)]
+    return [*zip(begin.tolist(), end.tolist(), strict=True)]
