@@ -103,6 +103,10 @@ def test_threads_that_are_handed_the_context_keep_it() -> None:
     assert named(log, "bare").trajectory == -1
 
 
+NOTED = SyntaxError("no code", ("tool.py", 1, 1, "a b"))
+NOTED.__notes__ = ["a note"]  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("error", "status", "text"),
     [
@@ -111,6 +115,7 @@ def test_threads_that_are_handed_the_context_keep_it() -> None:
         (concurrent.futures.CancelledError(), "cancelled", ""),
         (GeneratorExit(), "abandoned", ""),
         (KeyboardInterrupt(), "failed", "KeyboardInterrupt"),
+        (NOTED, "failed", "SyntaxError: no code"),
     ],
 )
 def test_what_leaves_a_trajectory_is_its_fate(error: BaseException, status: str, text: str) -> None:

@@ -144,7 +144,8 @@ class Trajectory(Span, gc=True):
         if kind is not None and not self.status:
             self.status = _status(kind)
             if self.status == _FAILED:
-                self.error = traceback.format_exception_only(kind, error)[-1].strip()
+                lines = traceback.format_exception_only(kind, error)  # of code, the error, and its notes
+                self.error = next(line for line in lines if not line.startswith(" ")).strip()
         self.failed = self.status == _FAILED
         super().__exit__(None, None, None)
 
