@@ -14,7 +14,8 @@ import msgspec
 import pytest
 import ray
 from conftest import Pool
-from fleet import Reborn, WorkerGroup
+from fleet import Reborn, TrainWorker, WorkerGroup
+from ray.exceptions import ActorUnavailableError
 from test_callback import configured, following, local_worker, manifest, run, set_up
 
 from verl_profiling import AsyncProfilingCallback, ProfilingCallback, ProfilingConfig, clock, stage
@@ -182,6 +183,23 @@ def test_a_worker_that_is_dead_is_named_once_and_holds_up_nothing(
     [dead] = [record.message for record in caplog.records if "is not read" in record.message]
     assert "ActorDiedError" in dead
     assert "actor rank 0 (pid " in dead
+
+
+class _Restarting(TrainWorker):
+    def read_watch(self, question: WatchQuestion) -> WatchReading:
+        self.calls["read_watch"] += bool(question.steps)
+        raise ActorUnavailableError("it restarts", None)
+
+
+def test_workers_that_restart_are_waited_for_together(tmp_path: Path, session: Session) -> None:
+    """One pause after another would use up the time, and nobody would be called again."""
+    workers = [_Restarting() for _ in range(20)]
+    config = watched(tmp_path, every=1, schedule={"steps": [100]}, timeouts={"start_s": 1.0})
+    callback, _ = followed(config, ("actor", workers))
+    calls: list[int] = []
+    callback.watch.listeners.append(lambda _: calls.append(min(one.calls["read_watch"] for one in workers)))
+    run(callback, lambda step: after_a_while(lambda: len(calls) == step - 1), steps=2)
+    assert calls[0] > 1
 
 
 def test_the_end_of_training_is_not_held_up_by_a_worker_that_hangs(

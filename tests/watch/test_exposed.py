@@ -166,6 +166,14 @@ def test_a_loop_waits_for_what_was_under_way_since_the_step_before() -> None:
     assert exposed(after)[0].leader == "controller"
 
 
+def test_a_wait_has_its_share_of_the_lateness_to_collectives() -> None:
+    """The loop waits for the last second of an update of 60 s, in half of which a rank was late."""
+    actors = [use(f"actor_rank{rank}", ("update_actor", -59_000, 60_000)) for rank in range(2)]
+    actors[1] = msgspec.structs.replace(actors[1], late_ns={"update_actor": 30_000 * MS})
+    [row] = exposed(summary(1000, controller(("wait:actor", 0, 1000)), *actors))
+    assert (row.leader, row.lead_ns, row.imbalance) == ("actor_rank1", 500 * MS, pytest.approx(4 / 3))
+
+
 def test_of_two_batches_that_were_generated_in_a_step_the_wait_names_the_first_ones_engine() -> None:
     """One step off: the next batch has begun since; it waited for the end of replica 1's first one."""
     [wait, update, _] = exposed(

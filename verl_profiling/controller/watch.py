@@ -277,6 +277,8 @@ class WatchedWorkers:
             calls = [call for target in to_call for call in target.call("read_watch", question)]
             self._wait(calls, left_s)
             to_call = {call.target for call in calls if not self._take(call, times, uses)}
+            if any(call.error is not None and call.target in to_call for call in calls):
+                time.sleep(_RESTART_PAUSE_S)
         ordered = sorted(uses.values(), key=lambda use: (use[0].role, use[0].rank, use[0].replica or 0))
         for at, step in enumerate(steps):
             step.workers = [use for _, found in ordered if (use := found[at]) is not None]
@@ -299,7 +301,6 @@ class WatchedWorkers:
         reading = call.reply()
         if not isinstance(reading, WatchReading):
             if call.error is not None and "ActorUnavailableError" in call.problem():  # Ray restarts it
-                time.sleep(_RESTART_PAUSE_S)
                 return False
             if reading is not None or call.error is not None:
                 self._say(call, f"is not read: {call.problem()}")

@@ -298,7 +298,7 @@ def _frontier(role: str, lanes: Sequence[str], runs: Runs) -> Iterator[tuple[int
             leader = int(late.argmax())
             lead_ns = late_ns - np.delete(late, leader).max(initial=0.0)
             clear = known = bool(lead_ns > LATE * longest_ns)
-            here = longest_ns - late_ns + late
+            here = max(0.0, longest_ns - late_ns) + late
         mean_ns = float(here.sum()) / many
         yield (
             stage,
@@ -352,7 +352,8 @@ class Runs(NamedTuple):
     def within(self, begin_ns: float, end_ns: float) -> Runs:
         """Return the runs clipped to an interval; runs outside of it are left out."""
         begin, end = np.maximum(self.begin, begin_ns), np.minimum(self.end, end_ns)
-        return self._replace(begin=begin, end=end, length=end - begin).at(begin < end)
+        late = self.late * (end - begin) / np.maximum(self.end - self.begin, 1.0)
+        return self._replace(begin=begin, end=end, length=end - begin, late=late).at(begin < end)
 
     def own_time(self) -> Runs:
         """Return the runs by process and begin, without overlap with earlier runs."""
