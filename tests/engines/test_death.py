@@ -9,8 +9,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator
-from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +77,19 @@ class _Routes(BaseHTTPRequestHandler):
         pass
 
 
+@contextmanager
+def serving(routes: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Serve routes on a port of this machine; yield the address."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), routes) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{http.server_port}"
+        finally:
+            http.shutdown()
+            thread.join()
+
+
 async def test_an_answer_that_is_no_http_does_not_end_a_stop_well(tmp_path: Path) -> None:
     """Another program may hold the port by then."""
 
@@ -86,19 +100,12 @@ async def test_an_answer_that_is_no_http_does_not_end_a_stop_well(tmp_path: Path
             else:
                 super().do_POST()
 
-    http = HTTPServer(("127.0.0.1", 0), Garbled)
-    thread = threading.Thread(target=http.serve_forever)
-    thread.start()
-    try:
+    with serving(Garbled) as address:
         server = SGLangCaptureMixin()
-        server.init_capture(settings(tmp_path), engine=f"http://127.0.0.1:{http.server_port}")
+        server.init_capture(settings(tmp_path), engine=address)
         order = request(tmp_path)
         await server.start_capture(order)
         result = (await server.stop_capture(order.capture_id)).result
-    finally:
-        http.shutdown()
-        thread.join()
-        http.server_close()
     assert result.status == "failed"
     assert "BadStatusLine" in result.reason
 
@@ -106,21 +113,14 @@ async def test_an_answer_that_is_no_http_does_not_end_a_stop_well(tmp_path: Path
 async def test_a_server_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang ends its server with its schedulers; stop and start name the address and where to look."""
     monkeypatch.setattr(recorder, "_DYING_S", 0.2)
-    http = HTTPServer(("127.0.0.1", 0), _Routes)
-    thread = threading.Thread(target=http.serve_forever)
-    thread.start()
-    try:
+    with serving(_Routes) as address:
         server = SGLangCaptureMixin()
-        server.init_capture(settings(tmp_path), engine=f"http://127.0.0.1:{http.server_port}")
+        server.init_capture(settings(tmp_path), engine=address)
         order = request(tmp_path)
         assert (await server.start_capture(order)).status == "recording"
-    finally:
-        http.shutdown()
-        thread.join()
-        http.server_close()
     result = (await server.stop_capture(order.capture_id)).result
     assert result.status == "failed"
-    assert f":{http.server_port}/stop_profile does not answer" in result.reason
+    assert f"{address}/stop_profile does not answer" in result.reason
     assert "its log may show the cause" in result.reason
     with pytest.raises(CaptureStateError, match="/start_profile does not answer"):
         await server.start_capture(request(tmp_path, 2))
@@ -141,19 +141,15 @@ def test_a_server_that_hangs_holds_the_loop_up_no_longer_than_the_timeouts(
             super().do_POST()
 
     config = settings(tmp_path, timeouts={"start_s": 1, "stop_s": 1, "finish_s": 1})
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hanging) as http:
-        thread = threading.Thread(target=http.serve_forever)
-        thread.start()
+    with serving(Hanging) as address:
         server, callback = SGLangCaptureMixin(), ProfilingCallback(config)
-        server.init_capture(config, engine=f"http://127.0.0.1:{http.server_port}")
+        server.init_capture(config, engine=address)
         callback.add_rollout(server)
         with callback:
             callback.on_step_begin(1)
             callback.on_step_end()
         assert answered == []
         goes_on.set()
-        http.shutdown()
-        thread.join()
 
 
 async def test_a_server_that_writes_past_the_timeouts_delivers_later(
@@ -175,11 +171,9 @@ async def test_a_server_that_writes_past_the_timeouts_delivers_later(
             super().do_POST()
 
     config = settings(tmp_path, timeouts={"stop_s": 0.1})
-    with ThreadingHTTPServer(("127.0.0.1", 0), Writing) as http:
-        thread = threading.Thread(target=http.serve_forever)
-        thread.start()
+    with serving(Writing) as address:
         server, order = SGLangCaptureMixin(), request(tmp_path)
-        server.init_capture(config, engine=f"http://127.0.0.1:{http.server_port}")
+        server.init_capture(config, engine=address)
         await server.start_capture(order)
         assert (await server.stop_capture(order.capture_id)).result.status == "failed"
         await asyncio.sleep(0.5)
@@ -190,8 +184,6 @@ async def test_a_server_that_writes_past_the_timeouts_delivers_later(
             if late["status"] == "ok":
                 break
             await asyncio.sleep(0.1)
-        http.shutdown()
-        thread.join()
     assert late["status"] == "ok", late["reason"]
     assert (Path(order.folder) / late["path"]).is_file()
 

@@ -99,11 +99,7 @@ class EngineRecorder:
             if self._window is not None:
                 if self._window.request.capture_id == request.capture_id:
                     return StartReply(who, "joined", received_ns)
-                logger.warning(
-                    "%s: the capture of step %d was never stopped",
-                    who,
-                    self._window.request.step,
-                )
+                logger.warning("%s: the capture of step %d was never stopped", who, self._window.request.step)
                 await self._close(self._window, NOT_STOPPED)
             if death := _death_of(self.engine):
                 raise CaptureStateError(f"start_capture(step={request.step}): {death} ({who})")

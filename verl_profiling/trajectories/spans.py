@@ -219,13 +219,13 @@ def count(name: str, value: int | float) -> None:
 
     Args:
         name: Name of the counter.
-        value: Value of the counter from now on, also of NumPy or torch. What is no finite number is left out.
+        value: Value of the counter from now on, below 2**53; other values are left out.
     """
     if _log is None and _totals is None:
         return
     try:
-        value = value if isinstance(value, int) else float(value)
-    except Exception:
+        value = value if isinstance(value, int) else float(value)  # of NumPy or torch
+    except Exception:  # as with odd facts, the loop goes on
         return
     if not abs(value) < _MOST_COUNTED:
         return

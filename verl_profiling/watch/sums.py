@@ -43,7 +43,7 @@ PAUSE_NS = 50_000_000
 """Least time between memory readings after short stages of one name; ten times as long for other names."""
 
 _DEVICES = ("cuda", "npu")
-_LONGEST_NAME, _MOST = 200, 1e300
+_LONGEST_NAME = 200
 _SHORTEST_SLICE_NS = 20_000_000
 _TOUCHING_NS = 1_000_000
 _SLACK_NS = 50_000_000
@@ -304,8 +304,8 @@ class SpanSums:
 
     def count(self, name: str, value: float) -> None:
         """Keep the value of a counter, of the first :data:`MOST_NAMES` counters."""
-        name, is_number = _shown(name), isinstance(value, int | float) and abs(value) < _MOST
-        if is_number and (name in self.counts or len(self.counts) < MOST_NAMES):
+        name = _shown(name)
+        if name in self.counts or len(self.counts) < MOST_NAMES:
             self.counts[name] = float(value)
 
     def add(self, name: str, begin_ns: int, end_ns: int, failed: bool, tokens: int = 0) -> None:
