@@ -234,7 +234,7 @@ lint: .venv/.ready ## Check style and types
 	.venv/bin/mypy
 	.venv/bin/python -m tests.sentences
 
-size: .venv/.ready ## Print code lines by wing, and hold them against the ceilings of pyproject.toml
+size: .venv/.ready ## Print tokens by wing, branches and nesting, and hold them against the ceilings of pyproject.toml
 	.venv/bin/python -m tests.size
 
 repository: .venv/.ready ## Check the workflow, the issue forms and the hooks
