@@ -277,7 +277,6 @@ hang-judge: .venv/.ready ## Put hangs into running loops, and print what the wat
 what-if-judge: .venv/.ready .venv-vllm/.ready .venv-verl/.ready ## Hold predictions of what-if against real runs (half an hour)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/what_if_judge.py
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/what_if_resources.py
-	.venv/bin/python -m benchmarks.what_if_published
 
 bench-verl: .venv-verl/.ready ## Measure what profiling costs a real verl run (an hour)
 	.venv-verl/bin/python benchmarks/bench_verl.py

@@ -43,7 +43,6 @@ class Plan:
         sync_s: Weight update of each engine (s).
         ahead: Most steps that a rollout is ahead of the training.
         after_rollout: Whether a weight update, and the rollout behind it, also waits for a rollout.
-        takes_first: Whether the training takes the trajectories that end first.
         requests: Whether engines log requests.
         steps: Steps of the run, all but the first two captured.
     """
@@ -60,7 +59,6 @@ class Plan:
     sync_s: float = 0.1
     ahead: int = 0
     after_rollout: bool = False
-    takes_first: bool = False
     requests: bool = True
     steps: int = 7
 
@@ -121,18 +119,11 @@ class AgentLoop(AgentLoopCaptureMixin):
     def __init__(self, plan: Plan, config: dict[str, Any], engines: list[Any]) -> None:
         self.plan, self.engines = plan, engines
         self.open = Counter(dict.fromkeys(range(len(engines)), 0))
-        self.ended, self.more = 0, asyncio.Event()
         self.init_capture(config, rank=0, world_size=1)
 
     async def roll_out(self, step: int) -> None:
         """Make all trajectories of a step."""
         await asyncio.gather(*(self.play(step, one) for one in range(len(self.plan.lengths))))
-
-    async def taken(self, step: int) -> None:
-        """Return once as many trajectories have ended as the training has taken after a step."""
-        while self.ended < step * len(self.plan.lengths):
-            self.more.clear()
-            await self.more.wait()
 
     async def play(self, step: int, sample: int) -> None:
         """Make one trajectory."""
@@ -148,8 +139,6 @@ class AgentLoop(AgentLoopCaptureMixin):
                 if turn < self.plan.turns - 1:
                     async with span("tool:search"):
                         await pause(self.plan.tool_s)
-        self.ended += 1
-        self.more.set()
 
 
 def main() -> None:
@@ -187,7 +176,7 @@ def main() -> None:
             profiling.on_step_begin(step)
             roll_out(step + plan.ahead - plan.after_rollout)
             profiling.on_rollout_begin()
-            ray.get(agents.taken.remote(step) if plan.takes_first else coming[step])
+            ray.get(coming[step])
             profiling.on_rollout_end()
             if plan.after_rollout:
                 load(profiling)

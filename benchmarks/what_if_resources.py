@@ -27,7 +27,7 @@ from verl_profiling.analysis import CapturedStep, open_run
 __all__ = ["PLANS", "all_pairs", "markdown"]
 
 RESULTS = Path(__file__).with_name("what_if_resources.json")
-OPTIONS = ("--async 1", "--async 2", "--async 3", "--split", "--replicas")
+OPTIONS = ("--async 1", "--replicas")
 
 
 def lengths(seed: int, count: int, least: int, most: int) -> list[int]:
@@ -41,28 +41,9 @@ def replicas(count: int, **more: Any) -> Pair:
     return Pair({"replicas": count}, {"replicas": count, **more})
 
 
-def steps_ahead(steps: int, **more: Any) -> Pair:
-    """Return the pair of rollouts some steps ahead, whose run has two rounds of steps after the first."""
-    return Pair({"steps_ahead": steps}, {"ahead": steps, "steps": 3 * (steps + 1), **more})
-
-
-def split(training: int, rollout: int, steps: int = 1, **more: Any) -> Pair:
-    """Return the pair of other training ranks and replicas; a part of the training is for each rank alone."""
-    ranks_s = [0.1 + 1.0 / training] * training
-    plan = {"ranks_s": ranks_s, "replicas": rollout, "ahead": steps, "steps": 3 * (steps + 1)}
-    change: dict[str, Any] = {"split": (training, rollout)}
-    if steps != 1:
-        change["steps_ahead"] = steps
-    return Pair(change, {**plan, "after_rollout": steps == 1, **more})
-
-
 ONE_STEP_OFF = Pair({"steps_ahead": 1}, {"ahead": 1, "after_rollout": True})
 RISING, FLAT, BENT = [0.008, 0.0015, 0.0], [0.02, 0.0, 0.0], [0.012, 0.0, 0.0015]
-VARIANTS = {
-    "by_turns": "by turns in B",
-    "takes_first": "the training of B takes what ends first",
-    "waits": "rollouts of B wait for others",
-}
+VARIANTS = {"by_turns": "by turns in B"}
 PLANS: dict[str, tuple[dict[str, Any], tuple[Pair, ...]]] = {
     "one engine that slows down": (
         {"curve_s": RISING, "lengths": lengths(11, 24, 10, 90)},
@@ -96,41 +77,6 @@ PLANS: dict[str, tuple[dict[str, Any], tuple[Pair, ...]]] = {
             Pair({"steps_ahead": 1, "replicas": 2}, {**ONE_STEP_OFF.after, "replicas": 2}),
         ),
     ),
-    "long rollout of many": (
-        {"curve_s": [0.01, 0.001, 0.0], "lengths": lengths(25, 32, 15, 100)},
-        (
-            steps_ahead(2),
-            steps_ahead(3),
-            steps_ahead(2, after_rollout=True, waits=True),
-            Pair({"steps_ahead": 2, "replicas": 2}, {**steps_ahead(2).after, "replicas": 2}),
-        ),
-    ),
-    "two engines and short lengths but one": (
-        {"curve_s": RISING, "lengths": [*lengths(20, 23, 10, 40), 120], "replicas": 2},
-        (steps_ahead(2), steps_ahead(2, takes_first=True)),
-    ),
-    "an engine with twelve slots": (
-        {"curve_s": BENT, "lengths": lengths(21, 24, 10, 60), "slots": 12},
-        (steps_ahead(2),),
-    ),
-    "agents of two turns": (
-        {"curve_s": RISING, "lengths": lengths(22, 16, 8, 40), "turns": 2, "tool_s": 0.4},
-        (steps_ahead(2), steps_ahead(3)),
-    ),
-    "two ranks and two engines": (
-        {"curve_s": RISING, "lengths": lengths(23, 24, 10, 90), "replicas": 2, "ranks_s": [0.6, 0.6]},
-        (split(1, 3), split(2, 4), split(3, 1), split(1, 3, 2)),
-    ),
-    "two ranks and two engines without logged requests": (
-        {
-            "curve_s": RISING,
-            "lengths": lengths(24, 24, 10, 90),
-            "replicas": 2,
-            "ranks_s": [0.6, 0.6],
-            "requests": False,
-        },
-        (split(1, 3), split(2, 4), steps_ahead(2)),
-    ),
     "rollout as long as the training": (
         {"curve_s": FLAT, "lengths": lengths(19, 16, 10, 60), "ranks_s": [1.0, 1.1]},
         (ONE_STEP_OFF,),
@@ -159,10 +105,8 @@ def row(
         sum(part.duration_us for part in step.what_if().path if part.stage.startswith("rollout")) / 1e6
         for step in before
     )
-    had, ranks = plan.get("replicas", 1), len(plan.get("ranks_s", (0, 0)))
-    training, replicas = pair.change.get("split", (ranks, pair.change.get("replicas", had)))
-    linear_s = rollout_s * had / replicas + (recorded_s - rollout_s) * ranks / training
-    ahead = pair.after.get("ahead", 0)
+    had = plan.get("replicas", 1)
+    linear_s = rollout_s * had / pair.change.get("replicas", had) + recorded_s - rollout_s
     spans_s = [step.what_if().span_us / 1e6 for step in after]
     ends = {
         name: statistics.median(getattr(one, f"{name}_us") for one in found) / 1e6
@@ -172,9 +116,9 @@ def row(
         "loop": ", ".join((loop, *(said for name, said in VARIANTS.items() if pair.after.get(name)))),
         "change": " ".join(found[0].changes),
         "recorded_s": recorded_s,
-        "linear_s": linear_s / 2 if ahead else linear_s,
+        "linear_s": linear_s / 2 if pair.after.get("ahead") else linear_s,
         **{f"{name}_s": seconds for name, seconds in ends.items()},
-        "truth_s": statistics.fmean(spans_s[-2 * (ahead + 1) :]) if ahead > 1 else statistics.median(spans_s),
+        "truth_s": statistics.median(spans_s),
         "extrapolated": any(note.startswith("extrapolated") for one in found for note in one.notes),
     }
 
@@ -192,7 +136,7 @@ def width(row: dict[str, Any]) -> float:
 def group(row: dict[str, Any]) -> str:
     """Return the kind of the change."""
     option = next(option for option in OPTIONS if option in row["change"])
-    return f"`{option}`{', without logged requests' if 'without' in row['loop'] else ''}"
+    return f"`{option}`"
 
 
 def all_pairs(found: dict[str, Any]) -> str:
@@ -237,8 +181,7 @@ def main() -> None:
             plan, pairs = PLANS[loop]
             before = run(plan, Path(folder, loop))
             for number, pair in enumerate(pairs):
-                changed = {name: value for name, value in pair.after.items() if name != "waits"}
-                after = run({**plan, **changed}, Path(folder, f"{loop} {number}"))
+                after = run({**plan, **pair.after}, Path(folder, f"{loop} {number}"))
                 rows.append(row(loop, plan, pair, before, after))
                 print(rows[-1], file=sys.stderr, flush=True)
     found = {"measured": results.here(), "rows": rows}

@@ -306,7 +306,6 @@ class CapturedStep:
         unblock: Sequence[str] = (),
         replicas: int | None = None,
         steps_ahead: int | None = None,
-        split: tuple[int, int] | None = None,
         on_progress: Progress | None = None,
     ) -> Prediction:
         """Return the step after changes with its critical path; without changes, the recorded step.
@@ -320,10 +319,8 @@ class CapturedStep:
             no_tail: Percentage of its trajectories (else requests) after which a rollout ends.
             tools: Duration of each call of a tool (s).
             unblock: Tools and other spans that no longer block the event loop.
-            replicas: Number of replicas; the prediction has an interval, as with the next two.
-            steps_ahead: Most steps that a rollout is ahead of the training, on devices of its own; 0 for one
-                after the other.
-            split: Devices of the training and of the rollout, by default with rollouts one step ahead.
+            replicas: Number of replicas; the prediction has an interval, as with the next one.
+            steps_ahead: Steps that a rollout is ahead of the training, on devices of its own: 0 or 1.
             on_progress: Called with each trace once it is read.
 
         Raises:
@@ -337,7 +334,7 @@ class CapturedStep:
         from verl_profiling.predict.prediction import predict
         from verl_profiling.report.build import read_step
 
-        changes = Changes(scale or {}, balance, no_tail, tools or {}, unblock, replicas, steps_ahead, split)
+        changes = Changes(scale or {}, balance, no_tail, tools or {}, unblock, replicas, steps_ahead)
         if self._graph is None:
             self._only_step("what_if")
             content = read_step(self.inputs, on_progress)

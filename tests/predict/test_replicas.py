@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from drawn_logs import DrawnLog
-from drawn_steps import STAGES, Worker, drawn_inputs, engine, in_group, ns
+from drawn_steps import STAGES, Worker, drawn_inputs, engine, ns
 from msgspec.structs import replace
 from step_folders import rewrite_worker
 
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
-from verl_profiling.manifest import POLLING, Device, Request, StageSpan
+from verl_profiling.manifest import Request, StageSpan
 from verl_profiling.predict.prediction import Prediction
 from verl_profiling.run_files import read_manifest
 
@@ -232,12 +232,9 @@ def test_the_command_prints_the_interval(tmp_path: Path, capsys: pytest.CaptureF
     lines = " ".join(capsys.readouterr().out.split())
     assert "step 1: 12.3 s, predicted 6.90 s (between 6.2" in lines
     assert "with --replicas 2 --async 1" in lines
-    assert main(["what-if", str(tmp_path), "--replicas", "2", "--async", "2"]) == 0
-    assert "with --replicas 2 --async 2" in " ".join(capsys.readouterr().out.split())
     for options, said in (
-        (["--split", "4:2"], "--split: needs stages of workers that train"),
-        (["--split", "4:0"], "'0' is not an integer of at least 1"),
-        (["--async", "-1"], "--async: -1 is not an integer of at least 0"),
+        (["--async", "2"], "--async: 2 is not 0 or 1"),
+        (["--async", "-1"], "--async: -1 is not 0 or 1"),
     ):
         with contextlib.suppress(SystemExit):
             assert main(["what-if", str(tmp_path), *options]) == 2
@@ -245,168 +242,3 @@ def test_the_command_prints_the_interval(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["what-if", str(tmp_path), "--replicas", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["low_us"] < found["predicted_us"] < found["high_us"]
-
-
-def run_ahead(
-    lengths: Sequence[int], ahead: int, training: float, *, seconds: Callable[[int], float] = linear
-) -> float:
-    """Run the loop with one engine, iteration by iteration; return the mean step after the first ones."""
-    steps, now, trained, begun = 4 * (ahead + 1), 0.0, list[float](), 0
-    running: list[list[int]] = []  # step, tokens left
-    while len(trained) < steps:
-        while begun <= sum(end <= now for end in trained) + ahead:
-            running += [[begun, length] for length in lengths]
-            begun += 1
-        now += seconds(len(running))
-        for one in running:
-            one[1] -= 1
-        running = [one for one in running if one[1]]
-        while len(trained) < begun and not any(step == len(trained) for step, _ in running):
-            trained.append(max([now, *trained[-1:]]) + training)
-        if not running:
-            now = max(now, trained[begun - 1 - ahead])
-    return (trained[3 * ahead + 2] - trained[ahead]) / (2 * ahead + 2)
-
-
-@pytest.mark.parametrize("seconds", [linear, flat])
-@pytest.mark.parametrize("ahead", [2, 3])
-def test_rollouts_some_steps_ahead_share_the_engine(
-    tmp_path: Path, seconds: Callable[[int], float], ahead: int
-) -> None:
-    """The weight update takes 1 s, the training 2 s, and the rollout about 9 s."""
-    step = drawn(tmp_path, served(LENGTHS, seconds))
-    found = open_step(tmp_path).what_if(steps_ahead=ahead)
-    truth = 1 + run_ahead(LENGTHS, ahead, 2, seconds=seconds)
-    assert truth < step - 2
-    assert found.changes == [f"--async {ahead}"]
-    assert has(found, truth), (found.low_us, truth, found.high_us)
-    assert sum(row.duration_us for row in found.path) == pytest.approx(found.predicted_us)
-    assert found.notes[0].startswith("extrapolated: a replica ran")
-
-
-def test_the_mean_of_rollouts_ahead_ends_at_no_poll(tmp_path: Path) -> None:
-    """The loop polls every 2 s; steps that are alike in the mean end at other times."""
-    requests = [
-        (0.1, end, tokens) for end, tokens in ((6.3, 100), (3, 50), (2, 30), (1, 20), (5, 80), (4, 65))
-    ]
-    polls = [(POLLING, max(2 * at, 0.06), 2 * at + 1.999, 1) for at in range(4)]
-    found = []
-    for folder, polled in ((tmp_path / "plain", []), (tmp_path / "polls", polls)):
-        stages = [("rollout", 0.05, 8), *polled, ("update_actor", 8, 12), ("update_weights", 12, 13)]
-        workers = [Worker("rollout", replica=0, requests=requests), Worker("actor", stages=[stages[-2]])]
-        folder.mkdir()
-        drawn_inputs(folder, stages, workers, end=13)
-        found.append(open_step(folder).what_if(steps_ahead=2).predicted_us)
-    assert found[1] == pytest.approx(found[0])
-
-
-def test_a_rollout_ahead_is_no_longer_than_the_training(tmp_path: Path) -> None:
-    drawn(tmp_path, served(LENGTHS))
-    found = open_step(tmp_path).what_if(steps_ahead=2, scale={"update_actor": 12})
-    assert found.predicted_us == pytest.approx(25e6)
-    assert (found.low_us, found.high_us) == pytest.approx((0.97 * 25e6, 1.03 * 25.1e6))
-
-
-def test_the_training_takes_the_trajectories_that_end_first_at_the_low_end(tmp_path: Path) -> None:
-    """One of twelve is ten times as long, and the engine is as fast with more."""
-    drawn(tmp_path, served([*range(5, 60, 5), 400], flat))
-    found = open_step(tmp_path).what_if(steps_ahead=2)
-    assert found.predicted_us == pytest.approx((1 + (8 + 2) / 3) * 1e6, rel=0.05)
-    assert found.low_us == pytest.approx(0.97 * 3e6, rel=0.1)
-
-
-def split_step(folder: Path, requests: Sequence[tuple[float, float, int]] = (), devices: int = 0) -> None:
-    """Draw two engines, four training ranks and a weight update; the rollout takes 4 s, the training 4 s."""
-    workers = [
-        Worker("rollout", replica=at, stages=[("rollout", 0.001, 4)], requests=list(requests))
-        for at in (0, 1)
-    ]
-    workers += [Worker("actor", rank, stages=[("update_actor", 4, 8)]) for rank in range(4)]
-    for at, worker in enumerate(workers):
-        worker.devices = [
-            Device(kind="cuda", index=one, place=f"node/{at % 2 * devices + one if at < 2 else at - 2}")
-            for one in range(devices if at < 2 else bool(devices))
-        ]
-    stages = [("rollout", 0, 4), ("update_actor", 4, 8), ("update_weights", 8, 9)]
-    drawn_inputs(folder, stages, workers, end=9)
-
-
-@pytest.mark.parametrize(
-    ("split", "ahead", "likely", "low", "high"),
-    [
-        ((4, 2), None, 5, 5, 5),
-        ((2, 2), None, 9, 5, 9),  # the training takes 4 to 8 s
-        ((8, 2), 0, 7, 7, 9),
-        ((8, 4), 0, 6, 5, 9),  # so does the rollout: 2 to 4 s
-        ((4, 1), None, 7, 5, 9),
-        ((4, 2), 2, 5, 5, 5),
-        ((4, 1), 2, 6, 5, 9),
-    ],
-)
-def test_a_split_without_requests(
-    tmp_path: Path, split: tuple[int, int], ahead: int | None, likely: float, low: float, high: float
-) -> None:
-    split_step(tmp_path)
-    found = open_step(tmp_path).what_if(split=split, steps_ahead=ahead)
-    assert found.predicted_us == pytest.approx(likely * 1e6, rel=1e-3)
-    assert found.low_us == pytest.approx(0.97e6 * low, rel=1e-3)
-    assert found.high_us == pytest.approx(1.03e6 * high, rel=1e-3)
-
-
-def test_the_way_back_from_a_collective_is_as_long_on_other_devices(tmp_path: Path) -> None:
-    """The last rank is back 0.5 s after the first one; the rest of the training takes half of its 3.5 s."""
-    kernels = [
-        [("gemm", 4, 5), in_group(("ncclDevKernel_AllReduce", 5, 6.5), [0, 1]), ("gemm", 6.5, 8)],
-        [("gemm", 4, 5.5), in_group(("ncclDevKernel_AllReduce", 5.5, 6), [0, 1]), ("gemm", 6, 7)],
-    ]
-    actors = [
-        Worker("actor", rank, stages=[("update_actor", 4, own[-1][2])], kernels=own)
-        for rank, own in enumerate(kernels)
-    ]
-    engines = [engine(at, (0.1, 3.9), stages=[("rollout", 0.001, 4)]) for at in (0, 1)]
-    stages = [("rollout", 0, 4), ("update_actor", 4, 8), ("update_weights", 8, 9)]
-    drawn_inputs(tmp_path, stages, [*engines, *actors], end=9)
-    found = open_step(tmp_path).what_if(split=(4, 2), steps_ahead=0)
-    assert found.predicted_us == pytest.approx((4 + 3.5 / 2 + 0.5 + 1) * 1e6, rel=1e-3)
-
-
-def test_the_devices_of_a_split_are_those_of_workers_and_replicas(tmp_path: Path) -> None:
-    """Two replicas of two devices, four ranks that share them: 8 devices are four replicas."""
-    split_step(tmp_path, devices=2)
-    step = open_step(tmp_path)
-    assert step.what_if(split=(4, 4)).high_us == pytest.approx(1.03 * 5e6, rel=1e-3)
-    assert step.what_if(split=(4, 8)).low_us == pytest.approx(0.97 * 5e6, rel=1e-3)
-    assert step.what_if(split=(4, 8), steps_ahead=0).low_us == pytest.approx(0.97 * 7e6, rel=1e-3)
-    with pytest.raises(ConfigError, match="a replica has 2 devices, and 3 is no multiple of it"):
-        step.what_if(split=(4, 3))
-    with pytest.raises(ConfigError, match="0 is not an integer of at least 1"):
-        step.what_if(split=(4, 0))
-    with pytest.raises(ConfigError, match="--split sets the number of replicas; leave one of both out"):
-        step.what_if(split=(4, 4), replicas=2)
-    with pytest.raises(ConfigError, match="-1 is not an integer of at least 0"):
-        step.what_if(steps_ahead=-1)
-    rewrite_worker(tmp_path, "rollout1", devices=[])
-    with pytest.raises(ConfigError, match="the capture does not tell how many devices each replica has"):
-        open_step(tmp_path).what_if(split=(4, 4))
-
-
-def test_a_split_follows_the_curve_of_logged_requests(tmp_path: Path) -> None:
-    """The engine gets a second replica, and the one rank stays."""
-    requests = [(begin, end, tokens) for begin, _, end, tokens in served(LENGTHS)]
-    last = max(end for _, end, _ in requests)
-    stages = [("rollout", 0, last), ("update_actor", last, last + 2)]
-    workers = [
-        engine(0, (0.1, 0.2), requests=requests),
-        Worker("actor", stages=[("update_actor", last, last + 2)]),
-    ]
-    drawn_inputs(tmp_path, stages, workers, end=last + 2)
-    step = open_step(tmp_path)
-    found, alone = step.what_if(split=(1, 2), steps_ahead=0), step.what_if(replicas=2)
-    assert (found.low_us, found.predicted_us, found.high_us) == (
-        alone.low_us,
-        alone.predicted_us,
-        alone.high_us,
-    )
-    beside = step.what_if(split=(1, 2))
-    assert beside.predicted_us == pytest.approx(alone.predicted_us - 2e6)
-    assert step.what_if(split=(1, 2), steps_ahead=2).predicted_us < beside.predicted_us

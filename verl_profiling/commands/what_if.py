@@ -49,13 +49,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     option(parser, "--unblock NAME", help, many=True)
     help = "the requests of the rollout are served by this many replicas; prints an interval"
     option(parser, "--replicas NUMBER", help, count)
-    help = "rollouts run beside the training, at most this many steps ahead; prints an interval"
+    help = "1: the next rollout runs beside the training; prints an interval"
     option(parser, "--async STEPS", help, int, dest="steps_ahead")
-    help = (
-        "devices (else workers) of the training and of the engines, by default with --async 1; prints an "
-        "interval"
-    )
-    option(parser, "--split TRAIN:ROLLOUT", help, _split)
     option(parser, "--json", "print JSON, one document per step")
 
 
@@ -104,13 +99,6 @@ def _named(read: Callable[[str], float]) -> Callable[[str], tuple[str, float]]:
 def _seconds(text: str) -> float:
     number, unit = re.fullmatch(r"(.*?)(ms|us|s|)", text.strip()).groups()  # type: ignore[union-attr]
     return at_least_0("a time such as 0.2s or 150ms")(number) * {"ms": 1e-3, "us": 1e-6}.get(unit, 1.0)
-
-
-def _split(text: str) -> tuple[int, int]:
-    training, colon, rollout = text.partition(":")
-    if not colon or ":" in rollout:
-        raise argparse.ArgumentTypeError(f"{text!r} is not TRAIN:ROLLOUT, such as 8:24")
-    return count(training), count(rollout)
 
 
 def _percent(text: str) -> float:

@@ -33,7 +33,6 @@ _ASSUMED = (
     "other calls take as long as before a tool changed, also in a fuller engine",
     "calls take as long as before in threads of their own, however many at once",
     "rollout and training run side by side as fast as alone, and neither runs in a weight update",
-    "on other devices, the time of the training is between the recorded one and one in proportion to them",
 )
 
 
@@ -47,8 +46,7 @@ class Changes(msgspec.Struct, frozen=True):
         tools: Duration of each call of a tool (s).
         unblock: Tools and spans that no longer block the event loop.
         replicas: Number of replicas.
-        steps_ahead: Most steps that a rollout is ahead of the training, on devices of its own.
-        split: Devices of the training and of the rollout; then, a rollout is one step ahead by default.
+        steps_ahead: Steps that a rollout is ahead of the training, on devices of its own: 0 or 1.
 
     Raises:
         ConfigError: A value has a wrong type, or is a number that no step has.
@@ -61,7 +59,6 @@ class Changes(msgspec.Struct, frozen=True):
     unblock: Sequence[str] = ()
     replicas: int | None = None
     steps_ahead: int | None = None
-    split: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         for option, names in (("--balance", self.balance), ("--unblock", self.unblock)):
@@ -76,15 +73,10 @@ class Changes(msgspec.Struct, frozen=True):
                     raise ConfigError(option, said)
         if self.no_tail is not None and not (isinstance(self.no_tail, Real) and 0 < self.no_tail <= 100):
             raise ConfigError("--no-tail", f"{self.no_tail!r} is not a percentage above 0 and at most 100")
-        if self.split is not None and (not isinstance(self.split, Sequence) or len(self.split) != 2):
-            raise ConfigError("--split", f"{self.split!r} is no pair of numbers, such as (8, 24)")
-        split = [("--split", devices, 1) for devices in self.split or ()]
-        numbers = [("--replicas", self.replicas, 1), ("--async", self.steps_ahead, 0), *split]
-        for option, many, least in numbers:
-            if many is not None and not (isinstance(many, Integral) and many >= least):
-                raise ConfigError(option, f"{many!r} is not an integer of at least {least}")
-        if self.split and self.replicas is not None:
-            raise ConfigError("--replicas", "--split sets the number of replicas; leave one of both out")
+        if self.replicas is not None and not (isinstance(self.replicas, Integral) and self.replicas >= 1):
+            raise ConfigError("--replicas", f"{self.replicas!r} is not an integer of at least 1")
+        if self.steps_ahead not in (None, 0, 1):
+            raise ConfigError("--async", f"{self.steps_ahead!r} is not 0 or 1")
 
     def options(self) -> list[str]:
         """Return the changes as options of the command."""
@@ -96,7 +88,6 @@ class Changes(msgspec.Struct, frozen=True):
             *(f"--unblock {shlex.quote(name)}" for name in self.unblock),
             *([f"--replicas {self.replicas}"] if self.replicas is not None else []),
             *([f"--async {self.steps_ahead}"] if self.steps_ahead is not None else []),
-            *(["--split {}:{}".format(*self.split)] if self.split else []),
         ]
 
     def with_more(self, more: Changes) -> Changes:
@@ -112,11 +103,6 @@ class Changes(msgspec.Struct, frozen=True):
         )
 
     @property
-    def ahead(self) -> int:
-        """Most steps that a rollout is ahead of the training; by default 1 with a split, else 0."""
-        return int(self.split is not None) if self.steps_ahead is None else self.steps_ahead
-
-    @property
     def kernels(self) -> dict[str, float]:
         """Scale factor of kernels, by the pattern of their names."""
         return {name.removeprefix(KERNEL): by for name, by in self.scale.items() if name.startswith(KERNEL)}
@@ -125,7 +111,7 @@ class Changes(msgspec.Struct, frozen=True):
         """Return a sentence on the assumption of each kind of change."""
         scaled = len(self.scale) > len(self.kernels)
         times = (scaled, self.kernels, self.balance, self.no_tail, self.tools, self.unblock)
-        changed = (*times, self.ahead, self.split)
+        changed = (*times, self.steps_ahead)
         return [sentence for sentence, change in zip(_ASSUMED, changed, strict=True) if change]
 
 
@@ -161,7 +147,7 @@ class Baseline:
         self.blocked = {name: blocked[name] for name in blocked.keys() - {OTHERS, UNKNOWN}}
 
     def replay(self, changes: Changes, chains: Chains | None = None) -> Replay:
-        """Return the replay of the step with all changes but replicas, steps ahead and split.
+        """Return the replay of the step with all changes but replicas and steps ahead.
 
         Args:
             changes: The changes.

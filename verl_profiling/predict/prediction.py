@@ -55,8 +55,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         step: Number of the step.
         span_us: Duration of the recorded step.
         predicted_us: Duration of the predicted step.
-        low_us: Low end of the interval of the predicted step; ``None`` without replicas, steps ahead
-            and split.
+        low_us: Low end of the interval of the predicted step; ``None`` without replicas and steps
+            ahead.
         high_us: High end of the interval.
         changes: The changes, as options of the command.
         path: The critical path of the predicted step, in order; the durations add up to ``predicted_us``.
@@ -126,7 +126,7 @@ def predict(
     found = baseline.replay(changes) if changes.options() else recorded
     assumed = [*changes.assumed(), *assumed_of_kernels]
     notes, helps, spans_ns = list(baseline.extrapolations(changes)), list[HelpRow](), list[int]()
-    if (changes.replicas, changes.steps_ahead, changes.split) != (None, None, None):
+    if (changes.replicas, changes.steps_ahead) != (None, None):
         found, spans_ns = on_resources(found, changes, assumed, notes)
     else:
         helps = _helps(baseline, found, changes)

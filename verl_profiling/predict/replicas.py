@@ -8,8 +8,8 @@ requests anew, also with the recorded number of replicas, and each runs until it
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from verl_profiling.report.capture_rows import VALIDATE
 
 Floats = NDArray[np.float64]
 
+OPTION = "--replicas"
 _QUEUED, _DECODE = "queued", "decode"
 _IN_ENGINE = (_QUEUED, "first token", "prefill", "generate", _DECODE)
 _WAITED = 0.1  # more time in queues per time of running than this means that replicas were full
@@ -55,11 +56,6 @@ class Served(NamedTuple):
     end_ns: int
     since_ns: int
     tokens: int
-
-    def in_step(self, step: int, base: int) -> Served:
-        """Return the request in one of several steps, whose first segment has the number ``base``."""
-        queue, segments = ([base + at for at in ats] for ats in (self.queue, self.segments))
-        return self._replace(client=(step, self.client), queue=queue, segments=segments)
 
 
 class Engines(NamedTuple):
@@ -125,19 +121,12 @@ class Engines(NamedTuple):
         ]
 
 
-def has_requests(graph: Graph) -> bool:
-    """Return whether requests with tokens ran in the step."""
-    return any(one.tokens for one in _served(graph))
-
-
-def fitted(recorded: Replay, replicas: int | None, option: str, ahead: int = 0) -> Engines:
+def fitted(recorded: Replay, replicas: int) -> Engines:
     """Return the engines of a step.
 
     Args:
         recorded: The step with the recorded replicas.
-        replicas: Number of replicas of the prediction; by default as recorded.
-        option: The option, for errors.
-        ahead: Most steps that a rollout is ahead of the training.
+        replicas: Number of replicas of the prediction.
 
     Raises:
         ConfigError: The step lacks requests.
@@ -146,16 +135,16 @@ def fitted(recorded: Replay, replicas: int | None, option: str, ahead: int = 0) 
     served = list(_served(graph))
     if not any(one.tokens for one in served):
         raise ConfigError(
-            option, "needs requests with tokens in the step, which a capture with rollout.requests has"
+            OPTION, "needs requests with tokens in the step, which a capture with rollout.requests has"
         )
     if any(graph.segments[at].queue for one in served for at in one.segments):
         raise ConfigError(
-            option,
+            OPTION,
             "needs engines that serve several requests at once; raise their limit (max_num_seqs of vLLM, "
             "max_running_requests of SGLang) and capture again, or try --scale rollout=FACTOR",
         )
     if not graph.whole:
-        raise ConfigError(option, "needs a step in which all requests of its rollout begin and end")
+        raise ConfigError(OPTION, "needs a step in which all requests of its rollout begin and end")
     load = _Load(served)
     run_ns = sum(one.end_ns - one.begin_ns for one in served)
     waited = sum(took_ns[at] for one in served for at in one.queue) > _WAITED * run_ns
@@ -163,11 +152,11 @@ def fitted(recorded: Replay, replicas: int | None, option: str, ahead: int = 0) 
         served = [one._replace(queue=[]) for one in served]
     few, many = _usual(np.bincount(load.running, load.took_ns).astype(np.float64))
     knots = np.unique([few, (few + many) // 2, many])
-    more = max(ahead, 1) * load.replicas / (replicas or load.replicas)
+    more = load.replicas / replicas
     low, likely, high = _curves(served, load, knots, more)
     between = np.diff(likely) / np.diff(knots) if few < many else likely / knots / 2
     rising = (low[-1] - low[-2]) / (knots[-1] - knots[-2]) if few < many else 0.0
-    most = len(served) * (ahead + 1)
+    most = len(served)
     running, curves = np.maximum(np.arange(most + 1), 1), []
     for curve, below, above in (
         (low, low[0] / few, rising),
@@ -372,7 +361,7 @@ _ENDED, _ARRIVED, _NEXT = range(3)  # events: of a segment, of a request, of a r
 
 
 class Simulation:
-    """One step, or several, as segments with their order; the requests are served by simulated replicas.
+    """One step as segments with their order; the requests are served by simulated replicas.
 
     Args:
         took_ns: Duration of each segment with the recorded replicas.
@@ -406,11 +395,8 @@ class Simulation:
         curve: Floats,
         work: Sequence[float],
         order: Sequence[int] | None,
-        lasts: Iterable[int] = (),
-        takers: Sequence[int] = (),
-        times_ns: Mapping[int, float] = {},
-    ) -> tuple[list[float], list[float]]:
-        """Return the duration of each segment, and its end.
+    ) -> list[float]:
+        """Return the duration of each segment.
 
         Args:
             replicas: Number of replicas.
@@ -418,22 +404,14 @@ class Simulation:
             work: Iterations of each request.
             order: Numbers of the clients, by their first requests, for round robin; else, a
                 request goes to the replica with the fewest requests.
-            lasts: Last segments of trajectories, which takers wait for in the order in which they end.
-            takers: Number of a segment for each trajectory that it waits for.
-            times_ns: Durations of segments in place of the given ones.
         """
         delay_ns, after, served = self._delay_ns, self._after, self._served
-        found, end_ns = list(self._took_ns), [0.0] * len(after)
-        for at, ns in times_ns.items():
-            found[at] = ns
-        seconds = curve.tolist()
-        waiting = Counter(takers)
-        owner, left = self._owner, [len(before) + waiting[at] for at, before in enumerate(after)]
+        found, seconds = list(self._took_ns), curve.tolist()
+        owner, left = self._owner, list(map(len, after))
         engines = [_Replica(seconds, self._slots, self._spent_ns) for _ in range(replicas)]
         clients: dict[object, int] = {}
         arrived, begun = [0.0] * len(served), [0.0] * len(served)
         events: list[tuple[float, int, int, int]] = []
-        following = iter(takers)
 
         def ready(at: int, now_ns: float) -> None:
             now_ns += delay_ns[at]
@@ -471,12 +449,11 @@ class Simulation:
                 if engine.running:
                     heappush(events, (engine.next_ns(), _NEXT, place, engine.version))
             for at in ended:
-                end_ns[at] = now_ns
-                for follower in (*self._followers[at], *([next(following)] if at in lasts else [])):
+                for follower in self._followers[at]:
                     left[follower] -= 1
                     if not left[follower]:
                         ready(follower, now_ns)
-        return found, end_ns
+        return found
 
 
 def _divide(one: Served, queued_ns: float, run_ns: float, found: list[float]) -> None:
