@@ -28,7 +28,14 @@ from verl_profiling.capture.protocol import (
     switched_off,
 )
 from verl_profiling.capture.result_file import NOT_STOPPED, Slot
-from verl_profiling.capture.stage import SpanLog, Stage, StageSink, record_pauses
+from verl_profiling.capture.stage import (
+    SpanLog,
+    Stage,
+    StageSink,
+    record_pauses,
+    replace_in_graphs,
+    stage_in_graph,
+)
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.errors import ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
@@ -311,3 +318,6 @@ def stage(name: str) -> Stage:
     except (KeyError, TypeError):
         made = Stage(_session, name)
         return _stages.setdefault(made.name, made)
+
+
+replace_in_graphs(stage, stage_in_graph)

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -75,7 +75,10 @@ class Stage:
             sink.begin(self.name)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
     ) -> None:
         sink = self._source.sink
         if sink is not None:
@@ -109,15 +112,69 @@ class Stage:
 
             return cast("F", async_stage)
 
+        begin, end = Stage.__enter__, Stage.__exit__
+
+        # Not `with self`: torch.compile up to 2.13 enters no context manager that exists before the call.
         @functools.wraps(function)
         def sync_stage(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return function(*args, **kwargs)
+            begin(self)
+            try:
+                result = function(*args, **kwargs)
+            except BaseException as error:
+                end(self, type(error))
+                raise
+            end(self)
+            return result
 
         return cast("F", sync_stage)
 
     def __repr__(self) -> str:
         return f"stage({self.name!r})"
+
+
+def replace_in_graphs(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    """Let ``torch.compile`` trace another function in place of a function.
+
+    Dynamo reads this attribute (seen in torch 2.13 and 2.14), so nothing here has to import torch. A traced
+    stage reads no state: a graph is compiled once, whatever is recorded, as with ``record_function``.
+    """
+    original._torchdynamo_inline = replacement  # type: ignore[attr-defined]
+
+
+_dropped: set[str] = set()
+"""Names of the stages inside compiled functions that were logged."""
+
+
+def _log_dropped(name: str) -> None:
+    """Log a dropped stage once."""
+    if name not in _dropped:
+        _dropped.add(name)
+        logger.warning(
+            "stage %r is inside a function that torch.compile compiles, and so is not recorded; "
+            "write the stage around the compiled call",
+            name,
+        )
+
+
+_log_dropped._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called while Dynamo traces
+
+
+def stage_in_graph(name: str) -> AbstractContextManager[None]:
+    """Return what stands for a new stage in a compiled function."""
+    _log_dropped(name)
+    return nullcontext()
+
+
+def _begin_in_graph(stage: Stage) -> None:
+    _log_dropped(stage.name)
+
+
+def _end_in_graph(stage: Stage, kind: object = None, error: object = None, trace: object = None) -> None:
+    pass
+
+
+replace_in_graphs(Stage.__enter__, _begin_in_graph)
+replace_in_graphs(Stage.__exit__, _end_in_graph)
 
 
 def _checked_name(name: object) -> str:

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from verl_profiling.capture.stage import Stage, StageSink
+from verl_profiling.capture.stage import Stage, StageSink, replace_in_graphs, stage_in_graph
 from verl_profiling.controller.controller import TRAINING_ENDED, Controller
 from verl_profiling.controller.spmd import in_a_line
 from verl_profiling.controller.targets import Waits
@@ -221,6 +221,9 @@ class _Callback(Generic[Returned]):
             raise error
         logger.error("%s: profiling failed, training goes on: %s: %s", hook, type(error).__name__, error)
         logger.debug("%s", hook, exc_info=error)
+
+
+replace_in_graphs(_Callback.stage, lambda self, name: stage_in_graph(name))
 
 
 class ProfilingCallback(_Callback[None]):
