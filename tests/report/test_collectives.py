@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,7 +54,7 @@ def test_the_example_of_the_page(tmp_path: Path) -> None:
 
 
 def test_calls_of_one_collective_count_once_where_they_match(tmp_path: Path) -> None:
-    """Two that wait at the same time are one wait; where one rank called it more often, nobody knows."""
+    """Two that wait at the same time are one wait; a call that one rank did not record is left out."""
     early: list[Drawn] = [(REDUCE, 1, 4), (REDUCE, 2, 5), (GATHER, 0, 5)]
     late: list[Drawn] = [(REDUCE, 3, 4), (REDUCE, 4, 5), (GATHER, 4.5, 5)]
     report = report_of(tmp_path, [("update_actor", 0, 5)], ranks(early, late))
@@ -65,8 +66,37 @@ def test_calls_of_one_collective_count_once_where_they_match(tmp_path: Path) -> 
     assert {row.slowest for row in report.stragglers} == {"actor_rank1"}
     workers = ranks([(REDUCE, 0, 2), (REDUCE, 2, 3)], [(REDUCE, 1, 2)])
     report = report_of(tmp_path, [("update_actor", 0, 3)], workers)
-    assert report.collectives == []
-    assert waiting(report) == {"actor_rank0": 0.0, "actor_rank1": 0.0}
+    assert waiting(report) == {"actor_rank0": 1.0, "actor_rank1": 0.0}
+    assert any(note.startswith("1 of 3 runs of collectives fit no run") for note in report.notes)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_calls_match_by_order_and_end(tmp_path: Path, seed: int) -> None:
+    """Ranks wait as long as drawn, though profilers begin late, end early or have holes."""
+    drawn = random.Random(seed)
+    size, count, lost = drawn.randint(2, 4), drawn.randint(8, 30), drawn.choice(("first", "last", "hole", ""))
+    period = drawn.choice((0.0, drawn.uniform(0.01, 0.05)))  # without: calls at irregular times
+    ends = [at * (period or 0.05) + drawn.uniform(0, 0.01 if not period else 0) + 0.1 for at in range(count)]
+    late = [[drawn.uniform(0.001, 0.009) for _ in ends] for _ in range(size)]
+    for at in range(count):
+        late[drawn.randrange(size)][at] = 0.0005  # the last one to enter
+    cut = {"first": range(1, count), "last": range(count - 2), "": range(count)}
+    cut["hole"] = [at for at in range(count) if not count // 3 <= at < count // 2]
+    kept = [cut[lost] if rank == size - 1 else range(count) for rank in range(size)]
+    common = [at for at in range(count) if all(at in own for own in kept)]
+    group = list(range(size))
+    kernels = [
+        [in_group((REDUCE, ends[at] - own[at], ends[at]), group) for at in kept[rank]]
+        for rank, own in enumerate(late)
+    ]
+    workers = [
+        Worker(role, rank, kernels=own) for role in ("actor", "critic") for rank, own in enumerate(kernels)
+    ]
+    report = report_of(tmp_path, [("rollout", 0, 3)], workers, end=3)
+    waits = [sum(own[at] - min(other[at] for other in late) for at in common) for own in late]
+    assert [row.waiting_us / 1e6 for row in report.workers] == pytest.approx([*waits, *waits], abs=1e-6)
+    missing = 2 * sum(len(own) - len(common) for own in kept)
+    assert any(note.startswith(f"{missing} of ") for note in report.notes) == bool(missing)
 
 
 CALL = st.tuples(st.sampled_from((REDUCE, GATHER)), st.integers(0, 60), st.integers(0, 30))

@@ -116,6 +116,7 @@ def read_lanes(
 def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None = None) -> Content:
     """Read the traces and logs of one step; arguments and errors are those of :func:`read_lanes`."""
     step, coverage, notes = read_lanes(inputs, on_progress)
+    calls, unmatched = collectives.matched_calls(step)
     counts: capture_rows.Counts = {}
     records = Records(_read_trajectories(inputs, coverage, counts), step.begin_ns, step.end_ns)
     served = requests_of(records, inputs.manifest) if inputs.manifest else {}
@@ -123,8 +124,8 @@ def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None =
     return Content(
         step=step,
         coverage=coverage,
-        notes=notes,
-        calls=collectives.matched_calls(step),
+        notes=[*notes, *unmatched],
+        calls=calls,
         records=records,
         served=served,
         pieces=pieces,

@@ -6,6 +6,8 @@ exceeds the cost:
 
     waiting of a rank = union, over its calls, of [begin, end - cost)
 
+Calls are matched by their order and their end. A profiler that begins late, or has a hole, misses calls.
+
 Concurrent waits of a rank count once. Waiting lies inside the calls, so it never exceeds the rank's
 communication. Only durations are compared between ranks, so clock offsets have no influence.
 
@@ -30,6 +32,7 @@ from verl_profiling.manifest import StageSpan
 from verl_profiling.report.columns import CollectiveRow, StragglerRow
 from verl_profiling.report.intervals import (
     EMPTY,
+    Ints,
     Spans,
     holding,
     intersection,
@@ -78,24 +81,90 @@ class Calls(NamedTuple):
         return np.stack((begins, self.runs[rank, calls, 1] - self.cost[calls]), axis=1)
 
 
-def matched_calls(step: Step) -> list[Calls]:
-    """Return the collectives that all ranks of a group called equally often; the nth runs are one call.
+def matched_calls(step: Step) -> tuple[list[Calls], list[str]]:
+    """Return the calls that all ranks of a group left together, and a note on the runs without such a call.
 
-    If the numbers of calls differ, runs cannot be matched, and the collective is left out. Groups of
-    different replicas have the same name, but are different groups.
+    Groups of different replicas have the same name, but are different groups.
     """
     called = defaultdict(list)
     for lane in step.lanes:
         for call in lane.collectives:
             called[lane.source.role, lane.source.replica, call].append(lane)
-    found = []
-    for (role, _, (name, group)), lanes in called.items():
-        of_lanes = [lane.collectives[name, group] for lane in lanes]
-        if 1 < len(lanes) <= (group.size or len(lanes)) and len(set(map(len, of_lanes))) == 1:
-            runs = np.stack(of_lanes)
-            took = runs[:, :, 1] - runs[:, :, 0]
-            found.append(Calls(role, name, group, lanes, runs, took.min(axis=0), took.argmin(axis=0)))
-    return found
+    clocks = step.manifest.clocks if step.manifest else []
+    error_ns = max((clock.error_ns for clock in clocks), default=0)
+    found, recorded, matched = [], 0, 0
+    for (role, _, (name, group)), same_group in called.items():
+        for lanes in _engines(same_group, group.size):
+            of_lanes = [lane.collectives[name, group] for lane in lanes]
+            runs = _left_together(of_lanes, error_ns)
+            recorded += sum(map(len, of_lanes))
+            matched += runs.shape[0] * runs.shape[1]
+            if runs.shape[1]:
+                took = runs[:, :, 1] - runs[:, :, 0]
+                found.append(Calls(role, name, group, lanes, runs, took.min(axis=0), took.argmin(axis=0)))
+    if matched == recorded:
+        return found, []
+    many = f"{recorded - matched:,} of {recorded:,} runs of collectives"
+    return found, [f"{many} fit no run of every other rank, by order and end; their waits are unknown"]
+
+
+def _engines(lanes: list[Lane], size: int) -> list[list[Lane]]:
+    """Divide lanes that name the same group: several engines, each with its ranks from 0, name them alike."""
+    by_rank = defaultdict(list)
+    for lane in lanes:
+        by_rank[lane.source.rank].append(lane)
+    if size and len(lanes) > size and len(by_rank) == size and len(set(map(len, by_rank.values()))) == 1:
+        return [list(engine) for engine in zip(*by_rank.values(), strict=True)]
+    return [lanes] if 1 < len(lanes) <= (size or len(lanes)) else []
+
+
+def _left_together(of_lanes: Sequence[Spans], error_ns: int) -> NDArray[np.int64]:
+    """Return the runs of the calls that all ranks left together, shape (ranks, calls, 2).
+
+    The nth runs are one call. Where a profiler began later or has a hole, runs that end together are.
+    Clocks that are apart by more than a call show no order of ends; equal numbers of runs at a constant
+    distance are calls.
+
+    Args:
+        of_lanes: The runs of each rank, sorted by begin.
+        error_ns: Error of the clocks (ns).
+    """
+    matches = [_by_end(of_lanes)]
+    if len(set(map(len, of_lanes))) == 1:
+        matches.insert(0, np.stack(of_lanes))  # of two that fit as well, the order counts
+    best = max(matches, key=lambda runs: int(_is_call(runs, error_ns).sum()))
+    if not _is_call(best, error_ns).any() and len(matches) > 1:
+        ends = matches[0][:, :, 1]
+        apart = np.median(ends - ends[:1], axis=1).astype(np.int64)[:, None, None]
+        return matches[0][:, _is_call(matches[0] - apart, error_ns)]
+    enter, leave = best[:, :, 0], best[:, :, 1]
+    return best[:, leave.min(axis=0) + error_ns >= enter.max(axis=0)]
+
+
+def _by_end(of_lanes: Sequence[Spans]) -> NDArray[np.int64]:
+    """Return the runs of all ranks whose ends are the nearest to each other, shape (ranks, calls, 2)."""
+    by_end = [runs[np.argsort(runs[:, 1], kind="stable")] for runs in of_lanes]
+    fewest = min(by_end, key=len)
+    nearest = [_nearest(runs[:, 1], fewest[:, 1]) for runs in by_end]
+    own = np.arange(len(fewest))
+    backs = (_nearest(fewest[:, 1], runs[:, 1])[at] == own for runs, at in zip(by_end, nearest, strict=True))
+    is_mutual = np.logical_and.reduce(list(backs))
+    return np.stack([runs[at[is_mutual]] for runs, at in zip(by_end, nearest, strict=True)])
+
+
+def _nearest(ends: Ints, times: Ints) -> Ints:
+    """Return the index of the nearest end to each time."""
+    after = np.searchsorted(ends, times).clip(max=len(ends) - 1)
+    before = (after - 1).clip(min=0)
+    return np.where(times - ends[before] < ends[after] - times, before, after)
+
+
+def _is_call(runs: NDArray[np.int64], error_ns: int) -> NDArray[np.bool_]:
+    """Return which matched runs are one call: side by side, with ends nearer than half of the longest."""
+    enter, leave = runs[:, :, 0], runs[:, :, 1]
+    is_beside = leave.min(axis=0) + error_ns >= enter.max(axis=0)
+    spread = leave.max(axis=0) - leave.min(axis=0) - error_ns
+    return np.asarray(is_beside & (2 * spread <= (leave - enter).max(axis=0)))
 
 
 def waits(calls: Iterable[Calls]) -> dict[Lane, Spans]:
