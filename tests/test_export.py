@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import random
 import sys
 import threading
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ class Receiver:
         self.requests: list[Any] = []
         self.headers: list[dict[str, str]] = []
         self.answer = 200
+        self.body = b""
         receiver = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -41,8 +43,11 @@ class Receiver:
                 receiver.requests.append(service.ExportTraceServiceRequest.FromString(body))
                 receiver.headers.append({"path": self.path, **self.headers})
                 self.send_response(receiver.answer)
-                self.send_header("Content-Length", "0")
+                self.send_header("Content-Length", str(len(receiver.body)))
+                if 300 <= receiver.answer < 400:
+                    self.send_header("Location", "http://127.0.0.1:9/elsewhere")
                 self.end_headers()
+                self.wfile.write(receiver.body)
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -249,6 +254,41 @@ def test_an_endpoint_that_does_not_take_spans_is_one_line(
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
     assert "refused" in printed.err
+
+
+def test_only_what_the_endpoint_took_is_sent(
+    tmp_path: Path, receiver: Receiver, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any answer but a whole success says its first words and how many were taken, with exit code 1."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")
+    chance = random.Random(41)
+    drawn = Drawn(tmp_path)
+    for number in range(20):
+        drawn.trajectory(0, 1 + number, group=f"p{number}")
+    drawn.add_to(drawn.folder)
+    export = ["export", str(drawn.folder), "--otlp", receiver.url]
+    assert main(export) == EXIT_OK
+    spans = len(receiver.spans())
+    assert capsys.readouterr().out == f"{drawn.folder}: {spans} spans sent\n"
+    for number in range(24):
+        words = f"quota {number} of {chance.choice(('spans', 'bytes', 'ümlauts'))} exceeded"
+        receiver.answer = chance.choice((200, 202, 301, 302, 307, 308, 400, 401, 413, 422, 500))
+        receiver.body, taken = f"\n{words}\x1b]0;\x07{'x' * 10**6}".encode(), 0
+        if receiver.answer < 300:
+            answer = service.ExportTraceServiceResponse()
+            answer.partial_success.rejected_spans = rejected = chance.randint(1, spans)
+            answer.partial_success.error_message = words
+            receiver.body, taken = answer.SerializeToString(), spans - rejected
+        receiver.requests.clear()
+        assert main(export) == EXIT_FINDING
+        printed = capsys.readouterr()
+        assert (printed.out, printed.err.count("\n"), len(receiver.requests)) == ("", 1, 1)
+        assert f": {taken} spans of {drawn.folder} were sent: " in printed.err
+        assert words in printed.err
+        assert "\x1b" not in printed.err
+        assert len(printed.err) < 1000
+        assert receiver.answer < 300 or str(receiver.answer) in printed.err
+        assert ("elsewhere" in printed.err) == (300 <= receiver.answer < 400)
 
 
 def test_without_the_exporter_the_remedy_is_said(

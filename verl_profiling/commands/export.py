@@ -12,9 +12,12 @@ import argparse
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
 from logging.handlers import BufferingHandler
+from typing import Any
 
 from verl_profiling.analysis import CapturedStep, Progress
 from verl_profiling.commands import option
@@ -27,6 +30,8 @@ from verl_profiling.trajectory_log import Fact, TrajectoryLog
 
 _SCHEMA = "https://opentelemetry.io/schemas/1.41.0"
 _BATCH = 512
+_LONGEST_BODY = 1 << 16  # of an answer, which holds two fields
+_LONGEST_WORDS = 200
 _NAMES = {
     "operation": "gen_ai.operation.name",
     "tool": "gen_ai.tool.name",
@@ -60,28 +65,68 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Send every step under the paths; end at the first batch that the endpoint does not take."""
+    """Send every step under the paths; end at the first batch that the endpoint does not take whole."""
     send = _endpoint(arguments.otlp)
     work = StepByStep(arguments.paths)
     with progress("sending", sum(1 + len(step.inputs.logs) for step in work.steps)) as advance:
         for step in work.steps:
             spans, sent = _spans(step, work, advance), 0
             while batch := list(islice(spans, _BATCH)):
-                if problem := send(batch):
+                taken, problem = send(batch)
+                sent += taken
+                if problem:
                     work.problem(f"{arguments.otlp}: {sent:,} spans of {step.directory} were sent: {problem}")
                     return work.exit_code
-                sent += len(batch)
             print(f"{step.directory}: {sent:,} spans sent")
     return work.exit_code
 
 
-def _endpoint(url: str) -> Callable[[Sequence[tuple[_Facts, _Part]]], str]:
-    """Return the function that sends spans of processes, and returns why the endpoint did not take them.
+@dataclass(frozen=True)
+class _Answer:
+    """The endpoint's answer to a batch.
+
+    The exporter reads no body, and takes a redirect for success (seen in 1.45).
+
+    Attributes:
+        response: The response of ``requests``.
+        body: Begin of the body.
+    """
+
+    response: Any
+    body: bytes
+
+    @classmethod
+    def of(cls, response: Any) -> _Answer:
+        """Read the begin of the body."""
+        return cls(response, response.raw.read(_LONGEST_BODY, decode_content=True))
+
+    def rejected(self) -> tuple[int, str]:
+        """Return the number of spans that the endpoint rejected, and its message."""
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+
+        answer = ExportTraceServiceResponse()
+        with suppress(Exception):  # a text that is no answer of the protocol
+            answer.MergeFromString(self.body)
+        return answer.partial_success.rejected_spans, answer.partial_success.error_message
+
+    def sentence(self) -> str:
+        """Return status, target of a redirect, and first words of the answer."""
+        response = self.response
+        words = " ".join(self.body.decode(errors="replace").split())[:_LONGEST_WORDS]
+        parts = (f"{response.status_code} {response.reason}", response.headers.get("Location"), words)
+        return "the endpoint answered " + ": ".join(filter(None, parts))
+
+
+def _endpoint(url: str) -> Callable[[Sequence[tuple[_Facts, _Part]]], tuple[int, str]]:
+    """Return the function that sends spans of processes.
+
+    It returns the number of spans that the endpoint took, and why the endpoint did not take all.
 
     Raises:
         ToolUnavailableError: The exporter is not installed.
     """
     try:
+        import requests
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -91,7 +136,11 @@ def _endpoint(url: str) -> Callable[[Sequence[tuple[_Facts, _Part]]], str]:
         remedy = "pip install 'verl-profiling[otel]'"
         raise ToolUnavailableError(f"export needs {error.name}: {remedy}") from error
     scope = InstrumentationScope("verl_profiling", schema_url=_SCHEMA)
-    exporter, said = OTLPSpanExporter(url), BufferingHandler(capacity=1000)
+    session, answers = requests.Session(), list[_Answer]()
+    session.stream = True  # only the begin of a body is read
+    session.max_redirects = 0  # an older exporter follows them, to wherever they lead
+    session.hooks["response"].append(lambda response, **_: answers.append(_Answer.of(response)))
+    exporter, said = OTLPSpanExporter(url, session=session), BufferingHandler(capacity=1000)
     logger = logging.getLogger("opentelemetry")
     logger.addHandler(said)
     logger.propagate = False
@@ -116,12 +165,17 @@ def _endpoint(url: str) -> Callable[[Sequence[tuple[_Facts, _Part]]], str]:
             instrumentation_scope=scope,
         )
 
-    def send(spans: Sequence[tuple[_Facts, _Part]]) -> str:
+    def send(spans: Sequence[tuple[_Facts, _Part]]) -> tuple[int, str]:
         said.flush()
-        if exporter.export([made(*span) for span in spans]).name == "SUCCESS":
-            return ""
-        reasons = [record.getMessage() for record in said.buffer] or ["no reason is known"]
-        return "; ".join(dict.fromkeys((reasons[0], reasons[-1])))
+        answers.clear()
+        exporter.export([made(*span) for span in spans])
+        if not answers:
+            reasons = [record.getMessage() for record in said.buffer] or ["no reason is known"]
+            return 0, "; ".join(dict.fromkeys((reasons[0], reasons[-1])))
+        if not 200 <= answers[-1].response.status_code < 300:
+            return 0, answers[-1].sentence()
+        rejected, message = answers[-1].rejected()
+        return max(len(spans) - rejected, 0), f"{rejected:,} were rejected: {message}" if rejected else ""
 
     return send
 
