@@ -70,8 +70,8 @@ class TrajectoryRecord(msgspec.Struct, frozen=True, array_like=True, tag="t"):
         sample: Id of the sample in the group; ``None`` if not given.
         begin_ns: Begin of the trajectory, perhaps before the recording.
         end_ns: End of the trajectory; for a running trajectory, end of the recording.
-        status: ``done``, ``failed`` (it raised), ``cancelled``, ``running`` (the recording ended first), or a
-            status of the loop: ``aborted``, ``abandoned``, ``filtered``, ...
+        status: ``done``, ``failed`` (it raised), ``cancelled``, ``abandoned`` (its stream was closed early),
+            ``running`` (the recording ended first), or a status of the loop: ``aborted``, ``filtered``, ...
         loop: Number of the event loop; -1 without an event loop.
         error: The error of a failed trajectory, in one line.
         facts: Facts from the loop, e.g. ``validate``, ``turns``, ``min_version``, ``max_version``.
@@ -104,6 +104,7 @@ class SpanRecord(msgspec.Struct, frozen=True, array_like=True, tag="s"):
         request: The engine's id of the awaited request; empty if not given.
         facts: Facts from the loop.
         open: Whether the span was open at the end of the trajectory or of the recording.
+        status: ``cancelled``, or ``abandoned`` (its stream was closed early); else empty.
     """
 
     id: Id
@@ -118,6 +119,7 @@ class SpanRecord(msgspec.Struct, frozen=True, array_like=True, tag="s"):
     request: str
     facts: dict[str, Fact]
     open: bool = False
+    status: str = ""
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True, tag="block"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextvars
+import random
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -127,7 +128,53 @@ def test_what_leaves_a_trajectory_is_its_fate(error: BaseException, status: str,
 
     log = recorded(body)
     assert (only(log).status, only(log).error) == (status, text)
-    assert [found.failed for found in log.spans] == [True, True]
+    assert [(found.failed, found.status) for found in log.spans] == [
+        (status == "failed", "" if status == "failed" else status)
+    ] * 2
+
+
+def test_a_span_ends_as_a_trajectory_in_its_place() -> None:
+    """Streams that are closed early, cancelled calls and errors, drawn: span and trajectory agree in each."""
+    chance = random.Random(41)
+    ways = [chance.choice(("close", "cancel", "raise", "read")) for _ in range(24)]
+
+    async def stream(number: int, items: int) -> AsyncIterator[int]:
+        async with trajectory(group=f"g{number}"), span(f"span{number}"):
+            for item in range(items):
+                await asyncio.sleep(0)
+                yield item
+            if ways[number] == "raise":
+                raise ValueError("no token")
+            if ways[number] == "cancel":
+                await asyncio.sleep(60)
+
+    async def one(number: int) -> None:
+        items = chance.randint(1, 5)
+        made = stream(number, items)
+        last = chance.randrange(items)
+        async for item in made:
+            if ways[number] == "close" and item == last:
+                break
+        await made.aclose()  # type: ignore[attr-defined]
+
+    async def body() -> None:
+        tasks = [asyncio.create_task(one(number)) for number in range(len(ways))]
+        await asyncio.sleep(0.05)
+        for task, way in zip(tasks, ways, strict=True):
+            if way == "cancel":
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    log = ran(body())
+    right = {"close": "abandoned", "cancel": "cancelled", "raise": "failed", "read": "done"}
+    for number, way in enumerate(ways):
+        [owner] = (found for found in log.trajectories if found.group == f"g{number}")
+        inner = named(log, f"span{number}")
+        assert owner.status == right[way]
+        assert (inner.failed, inner.status or "done") == (
+            way == "raise",
+            right[way].replace("failed", "done"),
+        )
 
 
 def test_the_loop_says_the_fate() -> None:

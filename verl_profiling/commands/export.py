@@ -263,7 +263,7 @@ def _trajectories(
         turns[span.trajectory] += span.name == _GENERATE
         turn, request = turns[span.trajectory] if span.trajectory in roots else None, served.get(span.id)
         facts = {name: getattr(request, name, None) for name in _OF_REQUEST}
-        facts |= {**span.facts, "turn": turn, "open": span.open or None}
+        facts |= {**span.facts, "turn": turn, "open": span.open or None, "status": span.status or None}
         name, tool = span.name, span.name.partition("tool:")[2]
         if span.name == _GENERATE:
             name = facts["operation"] = "chat"

@@ -291,12 +291,12 @@ class Records:
 
 
 def _failed_in(log: TrajectoryLog) -> dict[int, str]:
-    """Return the span in which each trajectory failed: the last span that raised, else the last open span."""
+    """Return the span of each failure: the last span that raised, else the last unfinished one."""
     inner: dict[int, SpanRecord | None] = {
         one.id: None for one in log.trajectories if one.error and one.status in _WITH_ERROR
     }
     for span in log.spans if inner else []:
-        if (span.failed or span.open) and span.trajectory in inner:
+        if (span.failed or span.open or span.status) and span.trajectory in inner:
             known = inner[span.trajectory] or span
             inner[span.trajectory] = max(known, span, key=lambda one: (one.failed, one.begin_ns, one.id))
     return {id: shortened(span.name) if span else "" for id, span in inner.items()}

@@ -328,8 +328,8 @@ class _Drawn:
                 own = {**record.facts, "group": record.group, "sample": record.sample, "status": status}
                 own |= {"error": record.error} if record.error else {}
             else:
-                kind, name, status = "span", shortened(record.name), "failed" * record.failed
-                said = {"failed": record.failed, "open": record.open, "request": record.request}
+                kind, name, status = "span", shortened(record.name), record.status or "failed" * record.failed
+                said = {name: getattr(record, name) for name in ("failed", "open", "status", "request")}
                 own = {**record.facts, **{key: value for key, value in said.items() if value}}
             event = self._draw(row + 1, kind, "", record.begin_ns, record.end_ns, about=own or None)
             event.name, event.cname = name, _BAD.get(status)

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl_profiling import clock
 from verl_profiling.trajectories.loop_lag import LoopLag
-from verl_profiling.trajectories.spans import Span, Trajectory
+from verl_profiling.trajectories.spans import FAILED, LEFT, Span, Trajectory
 from verl_profiling.trajectory_log import (
     NO_SPAN,
     Counted,
@@ -127,10 +127,11 @@ class OpenLog:
             found.end_ns if ended else max(limit_ns, found.begin_ns),
             self._threads.get(found.thread) or found.thread,
             NO_SPAN if found.loop is None else found.loop.record.id,
-            found.failed and ended,
+            ended and found.status == FAILED,
             _text(found.request),
             _facts(found.facts),
             not ended,
+            found.status if ended and found.status in LEFT else "",
         )
 
 

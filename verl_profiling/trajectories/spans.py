@@ -32,7 +32,9 @@ _open: dict[int, Span] = {}
 
 TRAJECTORY: Final = "trajectory"
 """Name of all trajectories in the span totals of the watch."""
-_FAILED: Final = "failed"
+FAILED: Final = "failed"
+LEFT: Final = ("cancelled", "abandoned")
+"""Statuses of a span that was left early without a failure."""
 _MOST_COUNTED: Final = 1 << 53  # of a counter, which the timeline draws as a float
 _MOST_TOKENS: Final = 1 << 40
 
@@ -46,6 +48,7 @@ class Span(msgspec.Struct, eq=False, gc=False):
         name: Name of the span.
         request: The engine's id of the awaited request; may be set while the span is open.
         facts: Named values, e.g. ``turns``; see :meth:`add`.
+        status: ``failed``, ``cancelled`` or ``abandoned`` after an exception; else empty.
     """
 
     name: str
@@ -57,7 +60,7 @@ class Span(msgspec.Struct, eq=False, gc=False):
     thread: int = 0
     loop: LoopState | None = None
     task: Any = None
-    failed: bool = False
+    status: str = ""
 
     @property
     def trajectory(self) -> Trajectory | None:
@@ -106,15 +109,15 @@ class Span(msgspec.Struct, eq=False, gc=False):
             measured = self.loop
             if measured is not None and end_ns > measured.next_ns and _get_running_loop() is measured.loop:
                 measured.ask(end_ns)
-            if kind is not None:
-                self.failed = True
+            if kind is not None and not self.status:
+                self.status = _status(kind)
             if _current.get() is self:
                 _current.set(self.parent)
             else:
                 _leave(self)
             if _totals is not None:
                 tokens = _tokens(self.facts) if self.facts else 0
-                _totals.add(self.name, self.begin_ns, end_ns, self.failed, tokens)
+                _totals.add(self.name, self.begin_ns, end_ns, self.status == FAILED, tokens)
 
     async def __aenter__(self) -> Self:  # awaits nothing, so that no other task runs
         return self.__enter__()
@@ -132,7 +135,6 @@ class Trajectory(Span, gc=True):
 
     group: object = ""
     sample: int | str | None = None
-    status: str = ""
     error: str = ""
     running_loop: Any = None
 
@@ -141,13 +143,11 @@ class Trajectory(Span, gc=True):
         return super().__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind is not None and not self.status:
-            self.status = _status(kind)
-            if self.status == _FAILED:
-                lines = traceback.format_exception_only(kind, error)  # of code, the error, and its notes
-                self.error = next(line for line in lines if not line.startswith(" ")).strip()
-        self.failed = self.status == _FAILED
-        super().__exit__(None, None, None)
+        said = self.status
+        super().__exit__(kind, error, trace)
+        if kind is not None and not said and self.status == FAILED:
+            lines = traceback.format_exception_only(kind, error)  # of code, the error, and its notes
+            self.error = next(line for line in lines if not line.startswith(" ")).strip()
 
 
 class _Idle(Trajectory):
@@ -321,6 +321,7 @@ def _tokens(facts: dict[str, Any]) -> int:
 
 
 def _status(kind: type[BaseException]) -> str:
+    """Return the status after an exception: neither a cancellation nor a closed stream is a failure."""
     if issubclass(kind, asyncio.CancelledError | concurrent.futures.CancelledError):
         return "cancelled"
-    return "abandoned" if issubclass(kind, GeneratorExit) else _FAILED
+    return "abandoned" if issubclass(kind, GeneratorExit) else FAILED
