@@ -12,7 +12,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -48,6 +48,7 @@ def write_run(
     end_ns: int | None = None,
     enable: bool = True,
     run_id: str = "abc",
+    trigger: Mapping[str, float | None] | None = None,
 ) -> None:
     """Write ``run.json``; the process that runs the loop is by default this one."""
     run.mkdir(exist_ok=True)
@@ -55,7 +56,7 @@ def write_run(
         run_id=run_id,
         begin_ns=1,
         process=process or ProcessId.current(),
-        config={"watch": {"enable": enable}},
+        config={"watch": {"enable": enable, "trigger": trigger}},
         versions={},
         end_ns=end_ns,
     )
@@ -201,16 +202,25 @@ class TestOneFrame:
         assert any(r"\x1b[2J[red]" in line for line in lines)
         assert not any("\x1b" in line or "\x07" in line for line in lines)
 
-    def test_a_stage_that_varies_has_the_ratio_that_is_noticed(self) -> None:
-        """Only that one: the other is noticed from the usual ratio on."""
+    @pytest.mark.parametrize(("ratio", "window"), [(1.3, 20), (1.6, 10), (None, 20)])
+    def test_a_stage_that_varies_has_the_ratio_that_is_noticed(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], ratio: float | None, window: int
+    ) -> None:
+        """By the run's thresholds; a stage that is noticed from these on is left out, as is a past fault."""
         noise = random.Random(3)
-        steps = (
-            summary(step, {"rollout": int(5000 * noise.lognormvariate(0, 0.25)), "update_actor": 3000})
-            for step in range(60)
-        )
-        [line] = [line for line in drawn(frame_of(*steps)) if "within 8 steps" in line]
+        trigger = {"slow_stage": ratio, "window": window}
+        write_run(tmp_path / "run", trigger=trigger)
+        log = WatchLog(tmp_path / "run")
+        for step in range(100):
+            rollout = int(5000 * noise.lognormvariate(0, 0.25))
+            log(summary(step, {"rollout": rollout, "update_actor": 6000 if 30 < step < 50 else 3000}))
+        assert main(["top", str(tmp_path / "run"), "--once"]) == EXIT_OK
+        lines = [line for line in capsys.readouterr().out.splitlines() if "within 8 steps" in line]
+        if ratio is None:
+            assert lines == []
+            return
         assert re.fullmatch(
-            r"varying stages: within 8 steps, detected only from rollout (1.9|2.\d) times .*", line
+            r"varying stages: within 8 steps, detected only from rollout (1.9|2.\d) times .*", lines[0]
         )
 
     def test_what_trajectories_spent_is_shown(self) -> None:

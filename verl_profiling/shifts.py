@@ -12,6 +12,9 @@ from itertools import pairwise
 from math import exp, log, sqrt
 from statistics import median
 
+MATTERS = 0.05
+"""Minimum excess of a slow stage over its median, as a share of the median step."""
+
 LEAST_S = 0.001
 """Minimum excess of a slow step or stage (s), which is less than the cost of a capture."""
 
@@ -28,6 +31,9 @@ _BELOW, _FULL_SHIFT, _MOST_SHIFT = 0.16, 0.6, 1.2
 _LATEST = 8
 _RARE, _MOST = 0.01, 0.5
 _OF_WHAT_MATTERS = 0.7
+_KEPT, _ENOUGH, _OF_A_QUIET_STEP = 0.98, 0.95, 0.12
+_IS_BACK = 0.25
+"""Share of a change's excess below which a duration is back; nearly all steps are, if they vary by 8%."""
 
 
 def noticed_from(ratio: float, spread: float) -> float:
@@ -35,8 +41,27 @@ def noticed_from(ratio: float, spread: float) -> float:
     return max(ratio, exp(_least(ratio, spread) + _full(spread) / _SOON + _CHANCE * spread))
 
 
+class _Change:
+    """A change that was detected, and the past before it.
+
+    Attributes:
+        before: The durations before the change.
+        usual: Their median.
+        level: Duration of the change when it was detected.
+        shifts: Shifts of the change's steps.
+        steps_left: Steps until the change counts as the new usual; ``None`` while it goes on.
+    """
+
+    def __init__(self, before: list[float], usual: float, level: float, shifts: list[float]) -> None:
+        self.before, self.usual, self.level, self.shifts = before, usual, level, shifts
+        self.steps_left: int | None = None
+
+
 class Past:
     """The past of a duration (s). The latest steps join the past with a delay, because they may be a change.
+
+    The steps of a detected change move the median, but are no noise. When the duration is back, the past is
+    the one before the change. Otherwise a repaired fault of a dozen steps hides the next one.
 
     Attributes:
         before: Durations in the window before the last step.
@@ -49,17 +74,53 @@ class Past:
         self._values: deque[float] = deque(maxlen=window + _LATEST)
         self._shifts: deque[float] = deque(maxlen=_LONG_PAST * window)
         self._enough = max(3, window // 2)
+        self._change: _Change | None = None
         for value in durations:
             self.join(value, matters_s)
 
     def join(self, value: float, matters_s: float) -> None:
         """Add the duration of a step; variation of very short durations is ignored."""
         self._least_s = max(_OF_WHAT_MATTERS * matters_s, LEAST_S)
+        if self._change is not None:
+            self._follow(self._change, value)
         self.before = self._earlier(self._values)
         self.usual = median(self.before) if self.before else 0.0
         is_warm = len(self.before) > 2  # the first steps may be a warm-up
-        self._shifts.append(self._shift(value, self.usual) if is_warm else 0.0)
+        shifts = self._shifts if self._change is None else self._change.shifts
+        shifts.append(self._shift(value, self.usual) if is_warm else 0.0)
         self._values.append(value)
+
+    def change_begins(self, steps: int, level: float) -> None:
+        """Record that a change was detected.
+
+        Args:
+            steps: Number of the latest steps that belong to the change.
+            level: Duration of the change (s).
+        """
+        if self._change is not None:  # it goes on after a shorter step
+            self._change.steps_left = None
+            return
+        before = [*self._values][: max(self._enough, len(self._values) - steps)]
+        shifts = [self._shifts.pop() for _ in range(min(steps, len(self._shifts)))]
+        self._change = _Change(before, self.usual, level, shifts[::-1])
+
+    def change_ends(self) -> None:
+        """Record that a step was shorter: the change is over, or the duration has a new level."""
+        if self._change is not None:
+            self._change.steps_left = self._values.maxlen
+
+    def _follow(self, change: _Change, value: float) -> None:
+        """Return to the past before the change if the duration is back; forget that past in a new level."""
+        if value - change.usual < _IS_BACK * (change.level - change.usual):
+            self._values.clear()
+            self._values.extend(change.before)
+            if len(change.shifts) < _LATEST:  # a hiccup is noise
+                self._shifts.extend(change.shifts)
+            self._change = None
+        elif change.steps_left is not None:
+            change.steps_left -= 1
+            if not change.steps_left:
+                self._change = None
 
     @property
     def spread(self) -> float:
@@ -84,6 +145,85 @@ class Past:
 
     def _shift(self, value: float, usual: float) -> float:
         return log((max(value, 0.0) + self._least_s) / (usual + self._least_s))
+
+
+class Series:
+    """A duration (s), step by step, and the evidence that the duration grew.
+
+    Evidence is summed over steps, and fades. A step adds at most half of the evidence for a detection, so one
+    outlier is no change. An ongoing change is detected once, and again if it becomes larger. After a normal
+    step, and within a window of such steps, a change is detected again only if it lasts longer than before.
+
+    Attributes:
+        value: The current duration.
+        past: Durations before the current step.
+        score: Sum of the evidence for a change that is not detected yet.
+    """
+
+    def __init__(self, window: int) -> None:
+        self.value = self.score = 0.0
+        self.past = Past(window)
+        self._window = window
+        self._open: deque[float] = deque(maxlen=4 * window)
+        self._is_noticed = False
+        self._slow = self._quiet = self._lasted = 0
+        self._suspected = 0  # steps since the first evidence
+        self._usual_before = self._last_excess = 0.0
+
+    @property
+    def excess(self) -> float:
+        """The current duration minus the median (s)."""
+        return self.value - self.past.usual
+
+    def measure(self, value: float, ratio: float | None, matters_s: float) -> float:
+        """Set the duration of a step (s); return its evidence for a change, negative if there is none."""
+        self.value = value
+        self.past.join(value, matters_s)
+        usual = max(self.past.usual, median(self._open)) if self._is_noticed else self.past.usual
+        if ratio is None or value - usual < matters_s:
+            return -1.0
+        return self.past.evidence(value, usual, ratio)
+
+    def add(self, amount: float) -> bool:
+        """Add the evidence of the step; return whether a change is now detected."""
+        if self._is_noticed:
+            self._end_if_over()
+        is_slow = self._is_noticed or amount > 0
+        self.score = max(0.0, _KEPT * self.score + max(-_OF_A_QUIET_STEP, amount))
+        # Noise is evidence, too, but is no return of the last change.
+        may_be_back = self._is_noticed or 2 * self.excess >= self._last_excess
+        self._quiet = 0 if may_be_back else self._quiet + 1
+        if self._quiet >= self._window:
+            self._lasted = 0
+        self._suspected += 1
+        if not (self.score or self._is_noticed):
+            self._slow = self._suspected = 0
+            self._open.clear()
+        if is_slow:
+            self._slow += 1
+            self._open.append(self.value)
+        if self._is_noticed:
+            self._lasted = max(self._lasted, self._slow)
+        return self.score >= _ENOUGH and (self._is_noticed or self._slow > self._lasted)
+
+    def _end_if_over(self) -> None:
+        """End the detected change if less than half of the excess is left."""
+        excess = median(self._open) - self._usual_before
+        if 2 * (self.value - self._usual_before) < excess:
+            self._last_excess = excess
+            self._is_noticed, self.score, self._slow, self._suspected = False, 0.0, 0, 0
+            self.past.change_ends()
+
+    def notice(self) -> None:
+        """Mark the change as detected, if there is evidence."""
+        if self.score > 0 and self._open:
+            if not self._is_noticed:
+                self._usual_before = self.past.usual
+                self.past.change_begins(self._suspected, self.value)
+            self._is_noticed, self.score = True, 0.0
+            while len(self._open) > 2:
+                self._open.popleft()
+            self._lasted = max(self._lasted, self._slow)
 
 
 def _least(ratio: float, spread: float) -> float:

@@ -424,3 +424,26 @@ def test_a_change_that_becomes_much_larger_is_noticed_again() -> None:
     step = quiet(detector)
     found = [detector.observe(summary(step + at, longer("reward", 4 if at < 5 else 12))) for at in range(30)]
     assert [at for at, each in enumerate(found) if each is not None] == [1, 6]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_repaired_fault_hides_no_later_one(seed: int) -> None:
+    """Both are noticed within eight steps, in whatever stage, of whatever length; nothing else is."""
+    drawn = random.Random(seed)
+    detector, noise = Detector(Anomaly(leader=None)), drawn.uniform(0.01, 0.05)
+    stages = drawn.sample([*USUAL, ""], k=2) if seed % 2 else [drawn.choice([*USUAL, ""])] * 2
+    usual = {**USUAL, "reward": 150.0, "": 120.0}
+    begins, faults, end = [], [], drawn.randint(26, 90)
+    for stage in stages:
+        begins.append(end)
+        faults.append((stage, end, end + drawn.randint(12, 70), drawn.uniform(1.7, 4.0)))
+        end = faults[-1][2] + drawn.randint(24, 64)
+    noticed = []
+    for step in range(1, faults[-1][2]):
+        times = {name: ms * drawn.lognormvariate(0, noise) for name, ms in usual.items()}
+        for stage, begin, until, ratio in faults:
+            times[stage] *= ratio if begin <= step < until else 1.0
+        if detector.observe(short(step, times, 1.0)) is not None:
+            noticed.append(step)
+    assert len(noticed) == 2, (noticed, faults)
+    assert all(begin <= step < begin + 8 for begin, step in zip(begins, noticed, strict=True)), faults

@@ -22,8 +22,16 @@ from verl_profiling.report.run_page import RUN_PAGE, render_run, stage_seconds
 from verl_profiling.report.sentences import counted
 from verl_profiling.report.tables import TABLES
 from verl_profiling.report.terminal import fitting_console, print_report
-from verl_profiling.report.watch_frame import STEP, Pulse, print_run, seconds_of, watch_frame, watch_sentence
-from verl_profiling.run_files import naming, whole_file
+from verl_profiling.report.watch_frame import (
+    STEP,
+    Pulse,
+    print_run,
+    seconds_of,
+    thresholds_of,
+    watch_frame,
+    watch_sentence,
+)
+from verl_profiling.run_files import naming, read_run, whole_file
 from verl_profiling.timeline.inputs import how_to_capture, is_uncaptured, the_run
 from verl_profiling.units import visible
 
@@ -111,7 +119,8 @@ def _of_run(run: Path, steps: list[tuple[CapturedStep, Report]], arguments: argp
         console = fitting_console(Console())
         if not steps:
             pulse = Pulse(says="no step was captured", hangs=hangs, is_well=False)
-            console.print(watch_frame(run.resolve().name, pulse, history))
+            thresholds = thresholds_of(read_run(run))
+            console.print(watch_frame(run.resolve().name, pulse, history, thresholds=thresholds))
         elif history:
             print(visible(f"watch of {run}: {hangs or watch_sentence(history)}"))
         captured = [{**stage_seconds(report), STEP: report.span_us / 1e6} for report in reports]

@@ -12,9 +12,15 @@ from rich.live import Live
 
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK, at_least_0, local_path, option
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import RUN_NAME
+from verl_profiling.manifest import RUN_NAME, RunInfo
 from verl_profiling.report.terminal import fitting_console
-from verl_profiling.report.watch_frame import Pulse, captures_so_far, logged_steps, watch_frame
+from verl_profiling.report.watch_frame import (
+    Pulse,
+    captures_so_far,
+    logged_steps,
+    thresholds_of,
+    watch_frame,
+)
 from verl_profiling.run_files import read_run
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.timeline.inputs import the_run
@@ -94,13 +100,16 @@ class View:
         lines = [*self._log.read()]
         self._steps = logged_steps(lines, self._steps)[-_STEPS:]
         self._latest = latest_step([*self._latest, *lines])
-        self.pulse = _pulse(self._run, "".join(line.hangs for line in self._latest))
-        captures = captures_so_far(self._run, _CAPTURES)
-        return watch_frame(self._run.resolve().name, self.pulse, self._steps, *captures, footer)
+        info = read_run(self._run)
+        self.pulse = _pulse(self._run, info, "".join(line.hangs for line in self._latest))
+        captures, thresholds = captures_so_far(self._run, _CAPTURES), thresholds_of(info)
+        return watch_frame(
+            self._run.resolve().name, self.pulse, self._steps, *captures, footer, thresholds=thresholds
+        )
 
 
-def _pulse(run: Path, hangs: str) -> Pulse:
-    info, heard = read_run(run), "no step logged yet"
+def _pulse(run: Path, info: RunInfo | None, hangs: str) -> Pulse:
+    heard = "no step logged yet"
     with suppress(OSError):  # the log does not exist, or was just rotated
         quiet_s = time.time() - (run / WATCH_LOG).stat().st_mtime
         heard = f"{'hang' if hangs else 'last step'} logged {duration(max(round(quiet_s), 0))} ago"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from heapq import nlargest
 from itertools import chain
 from math import sqrt
@@ -20,12 +21,12 @@ from rich.text import Text
 
 from verl_profiling.capture_request import Trigger
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import MANIFEST_NAME, ManifestState
+from verl_profiling.manifest import MANIFEST_NAME, ManifestState, RunInfo
 from verl_profiling.report.sentences import axis_top, counted, sparkline, waits
 from verl_profiling.report.tables import cells
 from verl_profiling.report.terminal import print_table, table_of
 from verl_profiling.run_files import named_file
-from verl_profiling.shifts import Past, noticed_from
+from verl_profiling.shifts import MATTERS, Series, noticed_from
 from verl_profiling.step_summary import RoleMemory, StepSummary
 from verl_profiling.timeline.inputs import step_folders
 from verl_profiling.units import byte_size, duration, visible
@@ -36,7 +37,6 @@ _MANY_STAGES = 16
 _MANY_SPANS = 8
 _MANY_UNSTEADY = 3
 _MOST_RATIO = 10
-_RATIO, _WINDOW, _MATTERS = 1.3, 20, 0.05  # defaults of watch.trigger
 
 _BY_CHANCE = 3.3  # z of Spearman's correlation with the step; chance exceeds it once in a thousand stages
 _LEAST_DRIFT = 0.01  # of the step
@@ -179,6 +179,24 @@ def excess(stages: Sequence[Mapping[str, float]], index: int) -> tuple[str, floa
     return None if name is None or over[name] <= 0 else (name, over[name])
 
 
+class Thresholds(msgspec.Struct, frozen=True):
+    """Thresholds of a run's watch, from its ``watch.trigger`` in ``run.json``; by default, it has none."""
+
+    slow_stage: float | None = None
+    window: int = 0
+
+
+NO_THRESHOLDS = Thresholds()
+
+
+def thresholds_of(info: RunInfo | None) -> Thresholds:
+    """Return the thresholds with which a run detects slow stages."""
+    watch = info.config.get("watch") if info is not None else None
+    with suppress(AttributeError, msgspec.ValidationError):
+        return msgspec.convert(watch.get("trigger"), Thresholds)  # type: ignore[union-attr]
+    return NO_THRESHOLDS
+
+
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     """State of a run.
 
@@ -202,6 +220,7 @@ def watch_frame(
     captures: int = 0,
     latest: Mapping[str, str] = MappingProxyType({}),
     footer: str = "",
+    thresholds: Thresholds = NO_THRESHOLDS,
 ) -> Constrain:
     """Return a frame of at most 100 columns, which rich draws without colours on a terminal without colours.
 
@@ -212,6 +231,7 @@ def watch_frame(
         captures: Number of step folders.
         latest: Who requested each of the latest captures, by folder.
         footer: Last line, e.g. ``Ctrl-C quits``.
+        thresholds: Those of the run.
     """
     newest = f", the latest {len(latest)}:" if captures > len(latest) else ":"
     if steps and steps[-1].waits:
@@ -219,7 +239,7 @@ def watch_frame(
     lines: list[Text | Table] = [
         *([Text(visible(pulse.hangs), "bold red")] if pulse.hangs else ()),
         _line((run, "bold"), ": ", (pulse.says, "green" if pulse.is_well else "red")),
-        *(_drawn(steps) if steps else [_line("No step has ended yet.")]),
+        *(_drawn(steps, thresholds) if steps else [_line("No step has ended yet.")]),
         Text(),
         _line((f"{counted(captures, 'capture')}{newest}" if captures else "no capture so far", "bold")),
         *(_line(f"  {folder}: {asked}") for folder, asked in latest.items()),
@@ -228,7 +248,7 @@ def watch_frame(
     return Constrain(Group(*lines), _WIDTH)
 
 
-def _drawn(steps: Sequence[StepSummary]) -> Iterator[Text | Table]:
+def _drawn(steps: Sequence[StepSummary], thresholds: Thresholds) -> Iterator[Text | Table]:
     latest = steps[-1]
     took = [step.seconds for step in steps]
     policy = "" if latest.policy_version is None else f", policy version {latest.policy_version}"
@@ -239,7 +259,7 @@ def _drawn(steps: Sequence[StepSummary]) -> Iterator[Text | Table]:
     yield Text()
     yield _stages(steps)
     yield from map(_line, waits(latest))
-    if unsteady := _unsteady([step for step in steps if not step.captured]):
+    if unsteady := _unsteady([step for step in steps if not step.captured], thresholds):
         yield _line(unsteady)
     if with_spans := [step for step in steps if step.spans]:
         yield Text()
@@ -300,19 +320,26 @@ def _add_more(table: Table, more: int) -> None:
         table.add_row(Text(f"and {more} more"))
 
 
-def _unsteady(steps: Sequence[StepSummary]) -> str:
+def _unsteady(steps: Sequence[StepSummary], thresholds: Thresholds) -> str:
     """Return a sentence on stages that vary so much that the watch detects only larger changes."""
+    ratio = thresholds.slow_stage
+    if ratio is None or not steps:
+        return ""
     by_stage = [step.exposed_s for step in steps]
-    took = median(step.seconds for step in steps) if steps else 0.0
-    found = {}
-    for name in by_stage[-1] if by_stage else ():
+    matters_s = MATTERS * median(step.seconds for step in steps)
+    noticed = {}
+    for name in by_stage[-1]:
         values = [times[name] for times in by_stage if name in times]
-        ratio = noticed_from(_RATIO, Past(_WINDOW, values, _MATTERS * took).spread)
-        if ratio > 1.1 * _RATIO and median(values) > _MATTERS * took:
-            found[name or IN_NO_STAGE] = ratio
-    most = nlargest(_MANY_UNSTEADY, found, key=lambda name: found[name])
+        series = Series(thresholds.window)
+        for value in values:
+            if series.add(series.measure(value, ratio, matters_s)):
+                series.notice()
+        least = noticed_from(ratio, series.past.spread)
+        if least > 1.1 * ratio and median(values) > matters_s:
+            noticed[name or IN_NO_STAGE] = least
+    most = nlargest(_MANY_UNSTEADY, noticed, key=lambda name: noticed[name])
     shown = ", ".join(
-        f"{name} {f'{found[name]:.1f}' if found[name] <= _MOST_RATIO else f'over {_MOST_RATIO}'} times"
+        f"{name} {f'{noticed[name]:.1f}' if noticed[name] <= _MOST_RATIO else f'over {_MOST_RATIO}'} times"
         for name in most
     )
     return f"varying stages: within 8 steps, detected only from {shown} the median" if shown else ""

@@ -16,15 +16,12 @@ import msgspec
 from verl_profiling.capture_request import Sign
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.settings.watch import Anomaly
-from verl_profiling.shifts import LEAST_S, Past
+from verl_profiling.shifts import LEAST_S, MATTERS, Series
 from verl_profiling.step_summary import RankUse, SpanTotal, StepSummary
 from verl_profiling.trajectories.spans import TRAJECTORY
 from verl_profiling.units import byte_size, duration
 from verl_profiling.watch.exposed import alone_ns, standings
 from verl_profiling.watch.suspicion import Suspicion, healthiest
-
-MATTERS = 0.05
-"""Minimum excess of a slow stage over its median, as a share of the median step."""
 
 LONG_S, LONG = 30.0, 3.0
 """Minimum excess of a single slow step over the median, in seconds, and as a multiple of the median."""
@@ -36,74 +33,9 @@ _STEADY = 0.5
 """Minimum growth in the second half of the window, as a share of the first half's; less is a warm-up."""
 
 _STEADY_LEAD, _LARGE_LEAD = 0.3, 3.0
-_OF_A_QUIET_STEP = 0.12
-_KEPT, _ENOUGH = 0.98, 0.95
 _BESIDE_THE_WORST = 0.1
 _MOST_SPANS_NAMED = 2
 _GENERATE = "generate"
-
-
-class _Series:
-    """A duration (s), step by step, and the evidence that the duration grew.
-
-    Evidence is summed over steps, and fades. A step adds at most half of the evidence for a detection, so one
-    outlier is no change. An ongoing change is detected once, and again if it becomes larger. After a normal
-    step, and within a window of such steps, a change is detected again only if it lasts longer than before.
-
-    Attributes:
-        value: The current duration.
-        past: Durations before the current step.
-        score: Sum of the evidence for a change that is not detected yet.
-    """
-
-    def __init__(self, window: int) -> None:
-        self.value = self.score = 0.0
-        self.past = Past(window)
-        self._window = window
-        self._open: deque[float] = deque(maxlen=4 * window)
-        self._is_noticed = False
-        self._slow = self._quiet = self._lasted = 0
-
-    @property
-    def excess(self) -> float:
-        """The current duration minus the median (s)."""
-        return self.value - self.past.usual
-
-    def measure(self, value: float, ratio: float | None, matters_s: float) -> float:
-        """Set the duration of a step (s); return its evidence for a change, negative if there is none."""
-        self.value = value
-        self.past.join(value, matters_s)
-        usual = max(self.past.usual, median(self._open)) if self._is_noticed else self.past.usual
-        if ratio is None or value - usual < matters_s:
-            return -1.0
-        return self.past.evidence(value, usual, ratio)
-
-    def add(self, amount: float) -> bool:
-        """Add the evidence of the step; return whether a change is now detected."""
-        if self._is_noticed and 2 * self.excess < median(self._open) - self.past.usual:
-            self._is_noticed, self.score, self._slow = False, 0.0, 0
-        is_slow = self._is_noticed or amount > 0
-        self.score = max(0.0, _KEPT * self.score + max(-_OF_A_QUIET_STEP, amount))
-        self._quiet = 0 if is_slow else self._quiet + 1
-        if self._quiet >= self._window:
-            self._lasted = 0
-        if not (self.score or self._is_noticed):
-            self._slow = 0
-            self._open.clear()
-        if is_slow:
-            self._slow += 1
-            self._open.append(self.value)
-        if self._is_noticed:
-            self._lasted = max(self._lasted, self._slow)
-        return self.score >= _ENOUGH and (self._is_noticed or self._slow > self._lasted)
-
-    def notice(self) -> None:
-        """Mark the change as detected, if there is evidence."""
-        if self.score > 0 and self._open:
-            self._is_noticed, self.score = True, 0.0
-            while len(self._open) > 2:
-                self._open.popleft()
-            self._lasted = max(self._lasted, self._slow)
 
 
 class Detector:
@@ -119,8 +51,8 @@ class Detector:
 
     def __init__(self, options: Anomaly) -> None:
         self._options = options
-        self._step = _Series(options.window)
-        self._stages: dict[str, _Series] = {}
+        self._step = Series(options.window)
+        self._stages: dict[str, Series] = {}
         self._ran: deque[list[str]] = deque(maxlen=options.window)
         self._seldom: set[str] = set()
         self._leads: dict[tuple[str, str], deque[float]] = {}
@@ -152,7 +84,7 @@ class Detector:
         step, took = self._step, summary.seconds - sum(times.get(stage, 0.0) for stage in self._seldom)
         amount = step.measure(took, options.slow_step, LEAST_S)
         matters_s = max(MATTERS * step.past.usual, LEAST_S)
-        every = {stage: self._stages.setdefault(stage, _Series(options.window)) for stage in times}
+        every = {stage: self._stages.setdefault(stage, Series(options.window)) for stage in times}
         amounts = {
             stage: one.measure(times[stage], options.slow_stage, matters_s) for stage, one in every.items()
         }
@@ -179,7 +111,7 @@ class Detector:
         return self._slow_step(usual_stages, summary)
 
     def _slow_step(
-        self, stages: Mapping[str, _Series], summary: StepSummary, is_over: bool = False
+        self, stages: Mapping[str, Series], summary: StepSummary, is_over: bool = False
     ) -> Suspicion:
         """Return the suspicion of a slow step, in the stage that grew most."""
         step = self._step
@@ -192,7 +124,7 @@ class Detector:
         return msgspec.structs.replace(found, is_over=is_over)
 
     def _suspicion(
-        self, sign: Sign, stage: str, series: _Series, summary: StepSummary, took: str
+        self, sign: Sign, stage: str, series: Series, summary: StepSummary, took: str
     ) -> Suspicion:
         usual = series.past.usual
         times = f"{series.value / usual:.1f} times the median" if usual > 0 else "and the median was 0"
