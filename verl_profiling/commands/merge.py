@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from verl_profiling.analysis import CapturedStep, Progress
@@ -10,7 +11,7 @@ from verl_profiling.commands import at_least_0, count, option, size
 from verl_profiling.commands.common import StepByStep, add_paths, add_ray, progress
 from verl_profiling.errors import ConfigError
 from verl_profiling.run_files import clear_leftovers
-from verl_profiling.units import byte_size, listed
+from verl_profiling.units import byte_size, listed, visible
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -67,5 +68,7 @@ def _merge(step: CapturedStep, arguments: argparse.Namespace, advance: Progress,
         work.problem(f"{result.path}: larger than --max-bytes {byte_size(arguments.max_bytes)}: {least}")
     for problem in result.problems:
         work.problem(problem)
+    for note in step.inputs.notes:
+        print(f"note: {visible(note)}", file=sys.stderr)
     left_out = f", {result.left_out:,} left out" if result.left_out else ""
     return f"{result.path}  ({byte_size(result.bytes)}, {result.events:,} events{left_out})"

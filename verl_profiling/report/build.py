@@ -77,6 +77,7 @@ def read_lanes(
     unfinished = [f"{inputs.title} {inputs.unfinished}"] if inputs.unfinished else []
     coverage = Coverage(missing=[*unfinished, *inputs.absent])
     notes = [f"counted as communication by the option: {pattern}" for pattern in inputs.communication]
+    notes += inputs.notes
     if manifest is not None:
         promised = (artifact for worker in manifest.workers for artifact in worker.artifacts)
         expected = [artifact.lane for artifact in promised if artifact.status != "skipped"]

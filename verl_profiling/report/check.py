@@ -59,7 +59,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
         directory: The checked folder or trace.
         ok: Whether every artifact is ``ok`` (or was skipped on purpose).
         artifacts: One entry per artifact.
-        note: Advice on capturing a step, for a watched run without captures.
+        note: Notes on plain traces, or advice on capturing a step for a watched run without captures.
     """
 
     directory: str
@@ -82,12 +82,14 @@ def check(path: Path, limits: Limits | None = None, ray: str | None = None) -> C
     """
     limits = limits or Limits()
     lost = list(_check_run(path))
+    notes = [how_to_capture(path)] if is_uncaptured(path) else []
     if is_step(path):
         checked = list(_check_step(path, path, limits, ray))
     elif path.is_dir() and ((folders := step_folders(path)) or lost or is_uncaptured(path)):
         checked = lost + [entry for folder in folders for entry in _check_step(path, folder, limits, ray)]
     elif path.is_dir():
         steps, damaged = plain_steps([path])
+        notes += [note for step in steps for note in step.notes]
         files = [source.path for step in steps for source in step.files]
         files += [Path(error.path) for error in damaged]
         checked = [_check_file(str(file.relative_to(path)), file, limits) for file in sorted(files)]
@@ -95,9 +97,8 @@ def check(path: Path, limits: Limits | None = None, ray: str | None = None) -> C
         checked = [_check_file(path.name, path, limits)]
     else:
         raise TraceFormatError(path, "no such file or folder")
-    note = how_to_capture(path) if is_uncaptured(path) else ""
     ok = all(entry.status in ("ok", "skipped") for entry in checked)
-    return visible_text_of(CheckResult(directory=str(path), ok=ok, artifacts=checked, note=note))
+    return visible_text_of(CheckResult(directory=str(path), ok=ok, artifacts=checked, note="\n".join(notes)))
 
 
 def _check_run(run: Path) -> Iterator[Checked]:

@@ -84,6 +84,9 @@ def sorted_sources(sources: Iterable[Source]) -> list[Source]:
     return sorted(sources, key=key)
 
 
+GRAPH_CAPTURE = "graph_capture"
+"""Role of traces that were recorded while an engine captured graphs: launches run nothing, so no step."""
+
 TIMELINE_NAME = "timeline.json.gz"
 TIMELINE_MARK = "verlProfilingTimeline"
 """Top-level JSON key of merged timelines, which traces do not have."""
@@ -101,6 +104,7 @@ class StepInputs(msgspec.Struct, kw_only=True):
         capture: Manifest of the whole capture, if the capture has several steps.
         files: Traces and logs of trajectories, sorted by lane.
         absent: Sentences on artifacts and workers that are missing.
+        notes: Sentences on files that were left out, and on clocks.
         limits: Limits on reading each trace.
         communication: Regular expressions of further communication kernels.
         ray: Address of the Ray cluster that reads the files; ``None`` for this host.
@@ -116,6 +120,7 @@ class StepInputs(msgspec.Struct, kw_only=True):
     capture: Manifest | None = None
     files: list[Source] = []
     absent: list[str] = []
+    notes: list[str] = []
     unfinished: str = ""
     limits: Limits = Limits()
     communication: tuple[str, ...] = ()
