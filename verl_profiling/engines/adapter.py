@@ -76,15 +76,27 @@ class EngineAdapter(ABC):
         """Open the recording window.
 
         Raises:
-            Exception: The exception of the engine, e.g. because its profiler is on already.
+            Exception: The exception of the engine, e.g. because its profiler is on already. The engine may
+                record all the same, or begin to later.
         """
 
     @abstractmethod
-    async def stop(self) -> None:
+    async def stop(self) -> str | None:
         """Close the window, and return once the traces are written.
 
         The call is also valid if the engine has closed the window by itself, or never opened it.
+
+        Returns:
+            Reason for a missing trace, if the answer leaves open why there may be none.
         """
+
+    async def settle(self) -> None:
+        """Make sure that the engine does not record, after a start or stop with an unknown outcome.
+
+        Raises:
+            Exception: The exception of the engine; it may still record.
+        """
+        await self.stop()
 
     @abstractmethod
     def identify(self, path: Path) -> int | None:

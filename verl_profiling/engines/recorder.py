@@ -77,6 +77,8 @@ class EngineRecorder:
         self._stop_s = min(self.config.rollout.stop_s, _SHARE_OF_TIMEOUT * self.config.timeouts.stop_s)
         self._window: Window | None = None
         self._halting: asyncio.Task[list[Artifact]] | None = None
+        self._in_doubt = False  # whether the engine may record although no window is open
+        self._settling: asyncio.Task[str | None] | None = None
         self._lock = asyncio.Lock()  # held while a window is opened or closed
         self._slot = Slot(self.config.after)
 
@@ -108,6 +110,11 @@ class EngineRecorder:
                     f"start_capture(step={request.step}): {self.engine.name} is still writing an earlier "
                     f"capture ({who}); {_RECORD_LESS}"
                 )
+            if self._in_doubt and not await self._settle(_SHARE_OF_TIMEOUT * self.config.timeouts.start_s):
+                raise CaptureStateError(
+                    f"start_capture(step={request.step}): {self.engine.name} has not answered an earlier "
+                    f"start or stop of its profiler ({who})"
+                )
             window = await self._open(request, role, ranks)
             self._slot.hooks.begun(request, who)
         return StartReply(who, "recording", received_ns, expected=window.expected)
@@ -125,6 +132,8 @@ class EngineRecorder:
             window = self._window
             if window is not None and capture_id in (None, window.request.capture_id):
                 return await self._close(window)
+            if self._in_doubt:
+                await self._settle(self._stop_s)
             return self._slot.result(capture_id, self.identity, window.request if window else None)
 
     async def _open(self, request: CaptureRequest, role: RoleConfig, ranks: Sequence[int]) -> Window:
@@ -135,8 +144,11 @@ class EngineRecorder:
         try:
             with measured(window.tool_spans, "start", request.stage):
                 await _while_alive(self.engine, self.engine.start())
-        except BaseException:
+        except BaseException as error:
+            self._in_doubt = True
             window.drop()
+            if isinstance(error, Exception):  # after a cancellation, the event loop may be about to end
+                self._settle_in_background()
             raise
         window.opened()
         self._window, self._slot.file, self._halting = window, file, None
@@ -146,6 +158,29 @@ class EngineRecorder:
         if limit_s is not None:
             window.timer = asyncio.get_running_loop().call_later(limit_s, self._end_by_time, window, limit_s)
         return window
+
+    def _settle_in_background(self) -> asyncio.Task[str | None]:
+        """Stop the engine's profiler after a start or stop whose outcome is unknown."""
+        if self._settling is None or self._settling.done():
+            self._settling = asyncio.create_task(_while_alive(self.engine, self.engine.settle()))
+            self._settling.add_done_callback(self._settled)
+        return self._settling
+
+    def _settled(self, settling: asyncio.Task[str | None]) -> None:
+        if settling.cancelled():
+            return
+        if (error := settling.exception()) is not None:
+            logger.warning("%s: it is unknown whether %s records: %s", self.identity, self.engine.name, error)
+            return
+        self._in_doubt = False
+        if self._window is None and not isinstance(self.tool, NsysTool):
+            self.engine.remove_spool()
+
+    async def _settle(self, timeout_s: float) -> bool:
+        """Wait for :meth:`_settle_in_background`; return whether the engine has answered."""
+        settling = self._settle_in_background()
+        await asyncio.wait([settling], timeout=timeout_s)
+        return settling.done()
 
     def _end_by_time(self, window: Window, limit_s: float) -> None:
         if self._halting is None:
@@ -162,8 +197,9 @@ class EngineRecorder:
         window.end_ns, problem = clock.now_ns(), ""
         try:
             with measured(window.tool_spans, "stop", window.request.stage):
-                await _while_alive(self.engine, self.engine.stop())
+                problem = await _while_alive(self.engine, self.engine.stop()) or ""
         except Exception as error:
+            self._in_doubt = True
             logger.error("%s: stopping the profiler failed: %s", self.identity, error)
             problem = _death_of(self.engine) or f"the stop raised {type(error).__name__}: {error}"
         artifacts, enter = [], window.file.finished
@@ -402,24 +438,25 @@ def _death_of(engine: EngineAdapter) -> str:
     return f"{engine.name} died ({how}); its log is {log}: {remedy}"
 
 
-async def _while_alive(engine: EngineAdapter, call: Awaitable[None]) -> None:
-    """Await a call to an engine; give up if the engine dies, because no reply would come.
+async def _while_alive(engine: EngineAdapter, call: Awaitable[str | None]) -> str | None:
+    """Await a call to an engine, and return its reply; give up if the engine dies.
+
+    A call that is given up goes on: engines answer calls in order, and one that is cancelled could block the
+    later ones.
 
     Raises:
         CaptureStateError: The engine died.
         Exception: The exception of the call, while the engine lives.
     """
     task = asyncio.ensure_future(call)
-    try:
-        while not task.done() and not engine.died():
-            await asyncio.wait([task], timeout=_LOOK_EVERY_S)
-        if task.done() and task.exception() is None:
-            return
-        deadline = time.monotonic() + _DYING_S
-        while not (death := _death_of(engine)) and time.monotonic() < deadline:
-            await asyncio.sleep(_LOOK_EVERY_S)
-        if death:
-            raise CaptureStateError(death)
-        await task
-    finally:
+    while not task.done() and not engine.died():
+        await asyncio.wait([task], timeout=_LOOK_EVERY_S)
+    if task.done() and task.exception() is None:
+        return task.result()
+    deadline = time.monotonic() + _DYING_S
+    while not (death := _death_of(engine)) and time.monotonic() < deadline:
+        await asyncio.sleep(_LOOK_EVERY_S)
+    if death:
         task.cancel()
+        raise CaptureStateError(death)
+    return await task

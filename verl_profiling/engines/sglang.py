@@ -14,10 +14,13 @@ import sys
 import threading
 import urllib.request
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.error import HTTPError
 
 from verl_profiling.engines.adapter import (
     EngineAdapter,
@@ -37,6 +40,8 @@ from verl_profiling.tools.npu import NpuTool
 from verl_profiling.tools.torch_profiler import TorchTool
 
 _PATCHES = "_apply_patches"  # SGLang up to 0.5.23, the last that was read, calls it in torch_npu
+_NOT_RECORDING = "not in progress"
+_MOST_BYTES = 1000  # of an answer, in the reason of a failure
 _SERVER_ARGS = (
     *("tp_size", "pp_size", "dp_size", "enable_dp_attention", "device"),
     *("nnodes", "base_gpu_id", "gpu_id_step"),
@@ -93,9 +98,22 @@ class SGLangAdapter(EngineAdapter):
     async def start(self) -> None:
         await self._calls.start(self._options)
 
-    async def stop(self) -> None:
-        stopped = await self._calls.stop()
-        if self.window.bounded and not stopped:
+    async def stop(self) -> str | None:
+        try:
+            await self._calls.stop()
+        except Exception as error:
+            if not self.window.bounded:
+                raise
+            await self._disarm()
+            # By URL, SGLang answers alike to a stop that fails and to one of a window that is not open.
+            if _NOT_RECORDING not in str(error):
+                return f"the recording window never began, or its stop failed: {error}"
+        return None
+
+    async def settle(self) -> None:
+        try:
+            await self._calls.stop()
+        except Exception:
             await self._disarm()
 
     def died(self) -> str:
@@ -116,7 +134,8 @@ class SGLangAdapter(EngineAdapter):
     async def _disarm(self) -> None:
         """Cancel a window that has not begun, because it could begin later, e.g. in another capture.
 
-        SGLang clears a window only when a recording stops, so an empty recording is made and discarded.
+        SGLang clears a window only when a recording stops, so an empty recording is made and discarded. It
+        replaces one that runs.
         """
         await self._calls.start(
             {
@@ -254,15 +273,9 @@ class ManagerCalls:
         else:
             await self._on_its_loop(partial(self._manager.start_profile, **options))
 
-    async def stop(self) -> bool:
-        """Stop profiling and write the traces; return whether SGLang was recording."""
-        try:
-            await self._on_its_loop(self._manager.stop_profile)
-        except RuntimeError as error:
-            if "not in progress" not in str(error):
-                raise
-            return False
-        return True
+    async def stop(self) -> None:
+        """Stop profiling and write the traces; raise if SGLang does not record."""
+        await self._on_its_loop(self._manager.stop_profile)
 
     async def _on_its_loop(self, call: Callable[[], Awaitable[Any]]) -> None:
         """Await a call on the event loop on which the manager receives the scheduler's replies.
@@ -277,7 +290,8 @@ class ManagerCalls:
         if loop is None or loop is asyncio.get_running_loop():
             await run()
         elif loop.is_running():
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), loop))
+            # Cancelled, the manager would wait for the reply forever, and no later call would be sent.
+            await asyncio.shield(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), loop)))
         else:
             await asyncio.to_thread(loop.run_until_complete, run())
 
@@ -295,29 +309,55 @@ class HTTPCalls:
 
     def __init__(self, url: str, start_s: float) -> None:
         self._url, self._start_s = url.rstrip("/"), start_s
+        self._thread: threading.Thread | None = None
         self.server_args = self._call("/get_server_info")
 
     async def start(self, options: dict[str, Any]) -> None:
-        """Start profiling now, or at a later iteration."""
-        await asyncio.to_thread(self._call, "/start_profile", options, self._start_s)
+        """Start profiling now, or at a later iteration.
 
-    async def stop(self) -> bool:
-        """Stop profiling and write the traces; return whether SGLang was recording."""
-        problems: list[Exception] = []
+        A start that is answered too late is followed by a stop, because SGLang records by then.
+        """
+        answer = self._post("/start_profile", options, too_late="/stop_profile")
+        await asyncio.wait([answer], timeout=self._start_s)
+        if not answer.done():
+            answer.cancel()
+            raise CaptureStateError(f"{self._url}/start_profile has not answered for {self._start_s:g} s")
+        await answer
+
+    async def stop(self) -> None:
+        """Stop profiling and write the traces, once an earlier start is answered."""
+        while self._thread is not None and self._thread.is_alive():
+            await asyncio.sleep(0.05)
+        await self._post("/stop_profile", {})
+
+    def _post(self, path: str, body: dict[str, Any], too_late: str = "") -> asyncio.Future[None]:
+        """Call the server on a thread, for which neither the event loop's end nor Python's waits.
+
+        Args:
+            path: The path.
+            body: The request.
+            too_late: Path to call after an answer for which nobody waits any more.
+        """
+        answer: Future[None] = Future()
 
         def run() -> None:
+            problem = None
             try:
-                self._call("/stop_profile", {}, None)
+                self._call(path, body, None)
             except Exception as error:
-                problems.append(error)
+                problem = error
+            if not answer.set_running_or_notify_cancel():
+                if too_late:
+                    with suppress(Exception):  # the next stop or start sees it
+                        self._call(too_late, {}, None)
+            elif problem is not None:
+                answer.set_exception(problem)
+            else:
+                answer.set_result(None)
 
-        thread = threading.Thread(target=run, name="verl-profiling-sglang", daemon=True)
-        thread.start()
-        while thread.is_alive():  # if the server hangs, neither the loop's end nor Python's waits for it
-            await asyncio.sleep(0.05)
-        if problems and getattr(problems[0].__cause__, "code", 0) != 500:  # 500: it was not recording
-            raise problems[0]
-        return not problems
+        self._thread = threading.Thread(target=run, name="verl-profiling-sglang", daemon=True)
+        self._thread.start()
+        return asyncio.wrap_future(answer)
 
     def _call(self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = 30.0) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -325,6 +365,9 @@ class HTTPCalls:
             request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 return json.load(answer) if body is None else None
+        except HTTPError as error:
+            why = error.read(_MOST_BYTES).decode(errors="replace").strip() or error.reason
+            raise CaptureStateError(f"{self._url}{path} answered {error.code}: {why}") from error
         except (OSError, ValueError) as error:
             raise CaptureStateError(
                 f"{self._url}{path} does not answer ({error}); is it a running SGLang server? A server "
