@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +102,60 @@ def test_a_short_block_at_a_span_is_exact(run: Callable[[Body], TrajectoryLog]) 
         assert log.spans[block.span].name == "tool:parse"
         assert seconds(block) > 0.059
         assert begin_ns <= block.begin_ns < block.end_ns <= end_ns
+
+
+def test_each_block_of_50_ms_is_recorded_whole() -> None:
+    """24 drawn blocks of 50 to 80 ms at a span, at drawn times beside other tasks."""
+    drawn, blocked = random.Random(4), list[tuple[int, int]]()
+
+    async def others() -> None:
+        with trajectory(group="others"):
+            while len(blocked) < 24:
+                with span("tool:search"):
+                    await asyncio.sleep(drawn.uniform(0.01, 0.06))
+
+    async def blocks() -> None:
+        for _ in range(24):
+            with span("tool:parse"):
+                begin_ns = time.time_ns()
+                time.sleep(drawn.uniform(0.05, 0.08))
+                blocked.append((begin_ns, time.time_ns()))
+            await asyncio.sleep(drawn.uniform(0.001, 0.09))
+
+    async def body() -> None:
+        await asyncio.gather(blocks(), others(), others())
+
+    log = recorded(lambda: asyncio.run(body()), 10_000)
+    for begin_ns, end_ns in blocked:
+        (block,) = (block for block in log.blocks if block.begin_ns < end_ns and block.end_ns > begin_ns)
+        assert log.spans[block.span].name == "tool:parse"
+        assert block.begin_ns <= begin_ns + 1e6
+        assert block.end_ns >= end_ns
+
+
+STOPPED = """
+import asyncio, random, subprocess, time
+from drawn_logs import recorded
+from verl_profiling import span
+async def body():
+    with span("tool:innocent"):
+        await asyncio.sleep(random.Random(SEED).uniform(0, 0.03))
+        begin = time.monotonic()
+        subprocess.Popen(["sh", "-c", "sleep 0.04; kill -STOP $PPID; sleep 0.6; kill -CONT $PPID"])
+        while time.monotonic() < begin + 0.3:
+            pass
+    await asyncio.sleep(0.05)
+print({block.function for block in recorded(lambda: asyncio.run(body()), 100).blocks})
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_loop_without_cpu_is_blocked_by_nobody(seed: int) -> None:
+    """The process is stopped while a call runs that is short by itself."""
+    program = STOPPED.replace("SEED", str(seed))
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "{''}", found.stdout
 
 
 def test_tasks_that_block_one_after_another_share_the_time(run: Callable[[Body], TrajectoryLog]) -> None:

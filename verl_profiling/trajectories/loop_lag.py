@@ -5,8 +5,10 @@ delay of the callback is the lag. While a callback is late, the thread samples t
 loop costs only the samples, and any type of event loop works.
 
 The sampled task counts as the blocker, never the span that scheduled the callback. If a sample is late and
-the loop's thread used the CPU, the time counts for the task. If other threads used the CPU, they held the
-GIL, and the time counts against the task. Else the process stood still, and the time does not count.
+the loop's thread used the CPU for most of the time, the time counts for the task. Else it counts against the
+task: other threads held the GIL, or the process got no CPU.
+
+A block often begins with a span, so the last begin or end of a span since the last sample is its begin.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ _OWN = (sysconfig.get_path("stdlib"), __file__.rpartition("/")[0])
 class _Sample(NamedTuple):
     """One sample of a loop's thread: the running task, its span and function; empty if unknown.
 
-    Since the previous sample, the task ran for ``known_ns``; for ``held_ns``, others held the GIL.
+    Since the previous sample, the task ran for ``known_ns``; for ``held_ns``, it could not run.
     """
 
     at_ns: int
@@ -112,6 +114,7 @@ class LoopState:
         loop: The loop.
         record: Number and thread of the loop, as in the trajectory file.
         next_ns: Earliest time of the next measurement at the begin or end of a span.
+        span_ns: Last begin or end of a span.
         ended: Whether measuring has ended.
     """
 
@@ -119,13 +122,13 @@ class LoopState:
         thread = threading.current_thread()
         self.record = LoopRecord(number, thread.native_id or 0, thread.name)
         self.next_ns = 0
+        self.span_ns = 0
         self.ended = False
         self.loop = loop
         self._lag = lag
         self._ident = threading.get_ident()
         self._cpu = time.pthread_getcpuclockid(self._ident)
         self._looked_ns, self._cpu_ns = clock.now_ns(), time.thread_time_ns()
-        self._process_ns = time.process_time_ns()
         self._due_ns = 0
         self._samples: list[_Sample] = []
 
@@ -139,7 +142,7 @@ class LoopState:
         """Sample the loop's thread if the callback is due; else schedule the callback if a task runs."""
         if not self.loop.is_running():
             return
-        now_ns = clock.now_ns()
+        now_ns, last_ns = clock.now_ns(), self._looked_ns
         passed = self._passed(now_ns)
         task = asyncio.current_task(self.loop)
         if self.next_ns == _NEVER:
@@ -147,17 +150,16 @@ class LoopState:
             function = _function(sys._current_frames().get(self._ident))
             self._samples.append(_Sample(now_ns, task, span, function, *passed))
         elif task is not None:
-            self.ask(now_ns, on_this_thread=False)
+            self.ask(self.span_ns if self.span_ns > last_ns else now_ns, on_this_thread=False)
 
     def _passed(self, now_ns: int) -> tuple[int, int]:
         """Return the times since the last call that count for the running task and against it (ns)."""
-        cpu_ns, process_ns = time.clock_gettime_ns(self._cpu), time.process_time_ns()
+        cpu_ns = time.clock_gettime_ns(self._cpu)
         since_ns, ran_ns = now_ns - self._looked_ns, cpu_ns - self._cpu_ns
-        others_ns = process_ns - self._process_ns - ran_ns
-        self._looked_ns, self._cpu_ns, self._process_ns = now_ns, cpu_ns, process_ns
-        if since_ns < LATE_NS or ran_ns > LATE_NS:
+        self._looked_ns, self._cpu_ns = now_ns, cpu_ns
+        if since_ns < LATE_NS or 2 * ran_ns > since_ns:
             return since_ns, 0
-        return 0, since_ns if others_ns > LATE_NS else 0
+        return 0, since_ns
 
     def end(self) -> None:
         """Stop measuring, and record an open block."""
@@ -183,7 +185,7 @@ class LoopState:
 def _blocks(loop: int, due_ns: int, end_ns: int, samples: list[_Sample], held_ns: int) -> Iterator[Block]:
     """Yield the blocks between two times; samples in a row with the same task and span are one block.
 
-    ``held_ns`` is the time after the last sample in which other threads held the GIL.
+    ``held_ns`` is the time after the last sample in which the task could not run.
     """
     alike = groupby(samples or [_Sample(due_ns)], lambda one: (id(one.task), one.span, bool(one.function)))
     runs = [list(run) for _, run in alike]

@@ -97,6 +97,7 @@ class Span(msgspec.Struct, eq=False, gc=False):
         if measured is not None:
             self.loop = measured
             self.task = current_task(measured.loop)
+            measured.span_ns = begin_ns
             if begin_ns > measured.next_ns:
                 measured.ask(begin_ns)
         return self
@@ -107,8 +108,10 @@ class Span(msgspec.Struct, eq=False, gc=False):
             _open.pop(id(self), None)
             self.task = None
             measured = self.loop
-            if measured is not None and end_ns > measured.next_ns and _get_running_loop() is measured.loop:
-                measured.ask(end_ns)
+            if measured is not None:
+                measured.span_ns = end_ns
+                if end_ns > measured.next_ns and _get_running_loop() is measured.loop:
+                    measured.ask(end_ns)
             if kind is not None and not self.status:
                 self.status = _status(kind)
             if _current.get() is self:
