@@ -93,15 +93,15 @@ def test_objects_in_arguments_do_not_end_an_event(tmp_path: Path, monkeypatch: p
     assert trace.warnings == []
 
 
-def test_reading_ends_at_damage_and_its_place_is_named(tmp_path: Path) -> None:
-    """The events before it are kept, and the warning gives the byte."""
+def test_reading_goes_on_after_damage_and_its_place_is_named(tmp_path: Path) -> None:
+    """The events around it are kept, the warning gives the byte, and the time between them is a hole."""
     path = tmp_path / "t.json"
     events = '{"ph":"X","name":"a","ts":1},{"ph":"X","name":oops,"ts":2},{"ph":"X","name":"c","ts":3}'
     text = f'{{"baseTimeNanoseconds":1,"traceEvents":[{events}]}}'
     path.write_text(text)
     trace, events = read(path)
-    assert [event.name for event in events] == ["a"]
-    assert trace.truncated
+    assert [event.name for event in events] == ["a", "c"]
+    assert (trace.truncated, trace.holes_ns) == (False, [(1000, 3000)])
     (warning,) = trace.warnings
     place = text.index('{"ph":"X","name":oops')
     assert warning.startswith(f"byte {place}: ")
@@ -212,7 +212,7 @@ def test_a_base_that_is_no_time_is_refused(tmp_path: Path, base: str) -> None:
 @pytest.mark.parametrize(
     ("content", "kept"),
     [
-        ([GOOD % 1, *["{x}"] * 5_000, GOOD % 2], 1),
+        ([GOOD % 1, *["{x}"] * 5_000, GOOD % 2], 2),
         (["1"] * 5_000, 0),
         ([""] * 5_000, 0),
         (["{" * 5_000], 0),

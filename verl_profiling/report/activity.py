@@ -45,6 +45,7 @@ from verl_profiling.report.kinds import (
     parse_iteration,
 )
 from verl_profiling.report.lanes import Lane, Step
+from verl_profiling.report.observed import Recording, extended, observed_by
 from verl_profiling.timeline.step import Source, StepInputs
 from verl_profiling.timeline.trace import NO_ARGS, Event, Limits, Trace
 from verl_profiling.units import duration
@@ -180,6 +181,7 @@ class _LaneReader:
         self._unknown: dict[str, None] = {}  # categories
         self._has_device = self._says_device = self._launches = self._works = False
         self._groups: set[Group | None] = set()
+        self._recordings: list[Recording] = []
         self._cut_off: list[str] = []
 
     def lanes(self) -> list[Lane]:
@@ -228,6 +230,8 @@ class _LaneReader:
         trace = Trace(source.file, self._job.limits)
         self.found.paths.append(source.path)
         self._groups.add(only_group(trace.metadata.get("distributedInfo")))
+        recording = Recording(limits=source.recorded_ns)
+        self._recordings.append(recording)
         self._said.clear()
         self._tasks.clear()
         self._waiting.clear()
@@ -237,6 +241,9 @@ class _LaneReader:
                 self._add_chunk(events, trace.base_ns - source.offset_ns)
         finally:
             self._add_tasks()
+            base_ns = trace.base_ns - source.offset_ns
+            recording.holes = [(base_ns + a, base_ns + b) for a, b in trace.holes_ns]
+            recording.is_cut_off = trace.truncated
             self.found.events += trace.events
             self.found.problems += [f"{source.path.name}: {warning}" for warning in trace.warnings]
         labels = {pid: label for (what, pid, _), label in self._said.items() if what == "process_labels"}
@@ -259,6 +266,9 @@ class _LaneReader:
     def _add_chunk(self, events: list[Event], base_ns: int) -> None:
         """Add events; events without a category are kept until the names of their processes are known."""
         timed = [e for e in events if e.ph == "X" and e.cat not in NO_WORK and e.ts is not None]
+        of_torch = [e for e in events if e.cat == "Trace" and e.ph == "X" and e.ts is not None]
+        recording = self._recordings[-1]
+        recording.of_torch = extended(recording.of_torch, to_spans(of_torch, base_ns))
         if not (self._works or self._has_device):
             self._categories |= {e.cat for e in events if e.ph != "M"}
         known = self._numbers.get
@@ -343,6 +353,9 @@ class _LaneReader:
         """Keep device rows; reduce host rows to the times of work and of blocking calls."""
         on_host = (kinds > UNKNOWN) & (kinds < ITERATION)
         self._works |= bool(on_host.any())
+        extents = self._recordings[-1].of_work
+        extents[False][:] = extended(extents[False], rows.spans[on_host])
+        extents[True][:] = extended(extents[True], rows.spans[kinds <= UNKNOWN])
         if self._job.between is not None:
             begin_ns, end_ns = self._job.between
             iteration = kinds == ITERATION  # belongs to the step in which it begins
@@ -403,12 +416,16 @@ class _LaneReader:
         for number in np.unique(runs.keys).tolist():
             key = self._keys[number]
             called[key.name, key.group or only or Group()].append(number)
-        return replace(
+        reduced = replace(
             lane,
             **covers,
             collectives={call: runs.spans[np.isin(runs.keys, mine)] for call, mine in called.items()},
             ops=self._ops(rows),
         )
+        reduced.observed = observed_by(
+            self._recordings, reduced.busy, on_device=lane.on_device, is_plain=not self._job.is_captured
+        )
+        return reduced
 
     def _ops(self, rows: Rows) -> dict[tuple[str, str], tuple[int, int]]:
         """Return calls and self time (ns) by name and by the stage in which a call is launched, or begins."""
@@ -446,15 +463,17 @@ class _LaneReader:
         self.found.notes.append(f"{self.found.paths[0].name}: {sentence}")
 
     def _without_work(self) -> None:
-        """Note that the traces have no work, or, if a torch trace is complete, that no operator ran."""
+        """Note that no operator ran if the traces are whole; for example, a front end runs none."""
         path = self.found.paths[0]
         found = {category[:_LONGEST_NAME] or "no category" for category in self._categories}
-        if "Trace" in found and found <= _MARKS and not self.found.problems:
-            said = f"{path.name}: the process ran no operator during the recording"
-            (self.found.notes if self._job.is_captured else self.found.problems).append(said)
+        if "Trace" in found and found <= _MARKS:
+            text = "the process ran no operator during the recording"
+        else:
+            named = ", ".join(sorted(found)[:_MOST_CATEGORIES])
+            text = f"no event is work of a device or an operator, only {named}"
+        if found and not self.found.problems:
+            self._note(text)
             return
-        named = ", ".join(sorted(found)[:_MOST_CATEGORIES])
-        text = f"no event is work of a device or an operator, only {named}"
         self.found.problems.append(str(TraceFormatError(path, text if found else "holds no events")))
         self.found.paths.clear()
 

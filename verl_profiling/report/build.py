@@ -16,7 +16,7 @@ from verl_profiling.manifest import MANIFEST_NAME, WEIGHT_SYNC, Manifest, Reques
 from verl_profiling.report import anatomy, capture_rows, collectives, lost, numbers
 from verl_profiling.report.activity import LaneTraces, lane_job, read_lane
 from verl_profiling.report.findings import find
-from verl_profiling.report.intervals import EMPTY, intersection
+from verl_profiling.report.intervals import EMPTY, intersection, length
 from verl_profiling.report.lanes import Step
 from verl_profiling.report.model import Coverage, Report
 from verl_profiling.report.records import Pieces, Records, pieces_of
@@ -109,7 +109,7 @@ def read_lanes(
     if manifest is None:
         coverage.expected = coverage.read
         if not step.lanes:
-            problem = "; ".join(coverage.missing) or "holds no trace to report on"
+            problem = "; ".join([*coverage.missing, *notes]) or "holds no trace to report on"
             raise TraceFormatError(inputs.directory, problem)
     return step, coverage, notes
 
@@ -192,6 +192,7 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         tail=tail,
         stragglers=collectives.stragglers(step, calls),
         collectives=collectives.collective_rows(calls),
+        unmatched_us=sum(map(length, collectives.unmatched(step, calls).values())) / 1000,
         kernels=numbers.kernels(step),
         lost=lost.lost_total(device_rows, parts),
         throughput=numbers.throughput(step, engines, len(devices)),

@@ -176,6 +176,18 @@ def waits(calls: Iterable[Calls]) -> dict[Lane, Spans]:
     return {lane: union(*spans) for lane, spans in found.items()}
 
 
+def unmatched(step: Step, calls: Iterable[Calls]) -> dict[Lane, Spans]:
+    """Return the observed communication of each lane outside of matched calls, whose waits are unknown."""
+    matched: defaultdict[Lane, list[Spans]] = defaultdict(list)
+    for one in calls:
+        for lane, runs in zip(one.lanes, one.runs, strict=True):
+            matched[lane].append(runs)
+    return {
+        lane: intersection(subtract(lane.communication, union(*matched[lane])), lane.observed)
+        for lane in step.lanes
+    }
+
+
 def _perhaps_waiting(step: Step, calls: Iterable[Calls]) -> dict[Lane, Spans]:
     """Return the known waits in collectives, and exposed communication that may be a wait."""
     told: defaultdict[Lane, list[Spans]] = defaultdict(list)

@@ -17,6 +17,7 @@ from verl_profiling.report.intervals import (
     Spans,
     holding,
     intersection,
+    length,
     spans_of,
     time_of,
     union,
@@ -48,8 +49,7 @@ class Lane:
         ops: Calls and self time (ns) of kernels, or of operators in a CPU trace, by stage and name.
         stages: Runs of the worker's own stages.
         pauses: Spans in which Python's garbage collector stopped the process.
-        recorded: Spans in which the worker's tool recorded.
-        observed: Time in which the lane is observed (``S`` in :mod:`~verl_profiling.report.numbers`).
+        observed: Time in which the lane is observed (see :mod:`~verl_profiling.report.observed`).
         device: The device, if known.
         waiting: Spans in which a collective only waited for other ranks; set when the report is computed.
         idle: Idle time by cause; set when the report is computed.
@@ -72,7 +72,6 @@ class Lane:
     ops: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     stages: Sequence[StageSpan] = ()
     pauses: Spans = field(default_factory=lambda: EMPTY)
-    recorded: Spans = field(default_factory=lambda: EMPTY)
     observed: Spans = field(default_factory=lambda: EMPTY)
     device: Device | None = None
     waiting: Spans = field(default_factory=lambda: EMPTY)
@@ -113,6 +112,7 @@ class Step:
         capture: Manifest of the whole capture, which may have further steps.
         begin_ns: Begin of the step.
         end_ns: End of the step.
+        whole: Time of the step; without a manifest, the time in which any lane is observed.
         workers: The results of all workers.
         lanes: The readable lanes.
     """
@@ -122,27 +122,23 @@ class Step:
         self.capture = capture or manifest
         self.workers = list(manifest.workers) if manifest else []
         self.begin_ns, self.end_ns = (manifest.begin_ns, manifest.end_ns) if manifest else (0, 0)
+        self.whole = spans_of([(self.begin_ns, self.end_ns)])
         self.lanes: list[Lane] = []
 
     def add(self, lane: Lane) -> None:
-        """Add a lane, with its stages, its device and its observed time from the manifest."""
+        """Add a lane, with its stages and its device from the manifest."""
         self.lanes.append(lane)
         if self.manifest is None:
-            ends = [int(ns) for one in self.lanes for ns in (*one.busy[:1, 0], *one.busy[-1:, 1])]
-            self.begin_ns, self.end_ns = min(ends, default=0), max(ends, default=0)
+            self.whole = union(self.whole, lane.observed)
+            edges = self.whole.reshape(-1).tolist() or [0]
+            self.begin_ns, self.end_ns = edges[0], edges[-1]
+        lane.observed = intersection(self.whole, lane.observed)
         worker = self.worker_of(lane.source)
         if worker is None:
-            lane.observed = lane.busy.reshape(-1)[[0, -1]].reshape(1, 2) if len(lane.busy) else EMPTY
             return
-        lane.recorded = spans_of(
-            (a.begin_ns, a.end_ns) for a in worker.artifacts if a.lane == lane.source.lane and a.end_ns
-        )
         # Engines compute in other processes than the one that records pauses.
         lane.stages, lane.pauses = worker.stages, EMPTY if lane.is_engine else time_of(worker.pauses)
         lane.device = _device_of(lane, worker)
-        lane.observed = EMPTY if lane.is_unknown else self.whole
-        if worker.mode == "discrete":
-            lane.observed = intersection(lane.recorded, lane.observed)
 
     def worker_of(self, source: Source) -> CaptureResult | None:
         """Return the worker that recorded a trace; replicas on several nodes have several workers."""
@@ -173,14 +169,9 @@ class Step:
         return next((a.unrecorded_device for a in of_lane if a.unrecorded_device), "")
 
     @property
-    def whole(self) -> Spans:
-        """The time of the step."""
-        return spans_of([(self.begin_ns, self.end_ns)])
-
-    @property
     def span_ns(self) -> int:
-        """Duration of the step."""
-        return self.end_ns - self.begin_ns
+        """Duration of the step, without the time between recordings of plain traces."""
+        return length(self.whole)
 
     @cached_property
     def stages(self) -> list[StageSpan]:
@@ -195,6 +186,16 @@ class Step:
     def during(self, *names: str) -> Spans:
         """Return the time in which the controller was in one of these stages; without names, in any stage."""
         return time_of(self.stages, *names)
+
+    @cached_property
+    def pending(self) -> list[int]:
+        """The replicas with requests that were open at the end of the step."""
+        return [
+            worker.identity.replica
+            for worker in self.workers
+            if worker.identity.replica is not None
+            and min(worker.pending_since_ns, default=self.end_ns) < self.end_ns
+        ]
 
     @cached_property
     def served(self) -> dict[int, Spans]:

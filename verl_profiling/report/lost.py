@@ -18,15 +18,14 @@ from verl_profiling.report.intervals import (
     subtract,
     time_of,
     union,
-    within,
 )
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.model import OTHER_RANKS, Tail
+from verl_profiling.report.observed import between_ends
 from verl_profiling.units import duration
 
 ROLLOUT = "rollout"
 CAUSES = (
-    "capture",
     "weight_sync",
     "long_tail",
     "after_generation",
@@ -55,7 +54,6 @@ def cause_name(cause: str) -> str:
 def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]:
     """Partition a lane's idle time ``I`` by cause. If several causes apply, the first in this list counts.
 
-    * ``capture``: in e2e mode, while the tool started or stopped;
     * ``weight_sync``: during ``update_weights``, the controller's or the lane's own;
     * ``long_tail``: during the rollout, until the end of the last replica: for a training rank after the end
       of half of the replicas, for another engine after its own last iteration. A training rank in a stage of
@@ -78,8 +76,6 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
     own = {name: time_of(lane.stages, name) for name in {span.name for span in lane.stages}}
     own_time = union(*(spans for name, spans in own.items() if name != ROLLOUT))
     claims = dict.fromkeys(CAUSES, EMPTY)
-    if len(lane.recorded):
-        claims["capture"] = subtract(step.whole, lane.recorded)
     claims["weight_sync"] = union(step.during(WEIGHT_SYNC), own.get(WEIGHT_SYNC, EMPTY))
     half_done = all_done = step.end_ns
     if tail is not None and len(rollout):
@@ -130,10 +126,8 @@ def working_spans(lane: Lane, step: Step, *stages: str) -> Spans:
     rest of the step is left out, because the engine may load weights there.
     """
     work = union(lane.iterations[:, :2])
-    work = work if len(work) else lane.busy
-    runs = step.during(*stages).tolist() or [(step.begin_ns, step.end_ns)]
-    parts = [within(work, begin_ns, end_ns) for begin_ns, end_ns in runs]
-    return spans_of((int(part[0, 0]), int(part[-1, 1])) for part in parts if len(part))
+    runs = step.during(*stages)
+    return between_ends(work if len(work) else lane.busy, runs if len(runs) else step.whole)
 
 
 def sync_parts(step: Step, devices: Iterable[Sequence[Lane]]) -> dict[str, float]:

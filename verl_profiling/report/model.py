@@ -302,6 +302,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         what_would_help: Predicted effects of single changes, the largest first.
         critical_path: The chain of work that made the step as long as it was, in order of time; the durations
             add up to ``span_us``.
+        unmatched_us: Communication without known calls of other ranks, summed over lanes (unknown waits).
         capture_steps: All steps of the continuous capture, if the step is one of several. ``measures``,
             ``costs``, events in ``coverage`` and some notes are of the whole capture.
     """
@@ -343,6 +344,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     watched: StepSummary | None = None
     what_would_help: list[columns.HelpRow] = []
     critical_path: list[columns.PathRow] = []
+    unmatched_us: float = 0.0
     capture_steps: list[int] = []
 
     def __repr__(self) -> str:
@@ -379,6 +381,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     def shares_devices(self) -> bool:
         """Whether some lanes share a device."""
         return any(len(row.lanes) > 1 for row in self.devices)
+
+    @property
+    def observed_share(self) -> float:
+        """Share of the devices' time in the step that was recorded; 1 without a manifest."""
+        whole_us = self.span_us * len(self.devices)
+        observed_us = sum(row.span_us for row in self.devices)
+        return observed_us / whole_us if self.captured and whole_us else 1.0
 
     @property
     def working_share(self) -> float | None:

@@ -3,9 +3,8 @@
 Stages, causes of idle time, collectives, stragglers and self times have modules of their own; this module
 computes all other numbers.
 
-Let ``S`` be the time in which a lane was observed: the step for an e2e capture, the recorded
-windows for a discrete one, and the time from the first to the last busy event if there is no
-manifest. Inside ``S``, let ``C``, ``M`` and ``K`` be the time of computation, communication and
+Let ``S`` be the observed windows of a lane in the step (:mod:`~verl_profiling.report.observed`).
+Inside ``S``, let ``C``, ``M`` and ``K`` be the time of computation, communication and
 copies, ``B`` their union and ``I = S - B``; ``|X|`` is the length of a set. Times are in
 nanoseconds here and in microseconds in the report.
 
@@ -41,14 +40,25 @@ from typing import Any
 from verl_profiling.report.anatomy import percent
 from verl_profiling.report.capture_rows import VALIDATE
 from verl_profiling.report.columns import DeviceRow, EngineRow, KernelRow, WorkerRow
-from verl_profiling.report.intervals import Spans, holding, intersection, length, percentiles, subtract, union
+from verl_profiling.report.intervals import (
+    Spans,
+    covered_before,
+    holding,
+    intersection,
+    length,
+    percentiles,
+    subtract,
+    union,
+    within,
+)
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.lost import CAUSES, ROLLOUT, partition, working_spans
 from verl_profiling.report.model import OTHER_RANKS, Percentiles, Tail, Throughput
+from verl_profiling.report.observed import misses
 
 _TOKEN_METRICS = ("perf/total_num_tokens", "total_num_tokens", "tokens")
 _TURNS = (
-    *("capture", "weight_sync", "straggler_wait", "gc", "host_blocked", "host_bound"),
+    *("weight_sync", "straggler_wait", "gc", "host_blocked", "host_bound"),
     *("no_requests", "long_tail", "after_generation", "waiting_for_rollout"),
     *("other_stages", "between_stages", "unexplained"),
 )
@@ -103,7 +113,7 @@ def worker_row(lane: Lane, step: Step, directory: Path) -> WorkerRow:
     exposed = subtract(lane.communication, lane.compute)
     waits = intersection(lane.waiting, intersection(exposed, lane.observed))
     load, communication_load, waiting_load = (
-        percent(spans, step.begin_ns, step.end_ns) for spans in (lane.busy, exposed, waits)
+        percent(covered_before(step.whole, spans), 0, step.span_ns) for spans in (lane.busy, exposed, waits)
     )
     return WorkerRow(
         **_used([lane], lane.idle),
@@ -158,7 +168,8 @@ def rollout_tail(step: Step) -> Tail | None:
     """Return the tail of the rollout; ``None`` without a rollout stage and an engine.
 
     A replica finishes with its last request or, without known requests, with the last iteration of its
-    slowest rank.
+    slowest rank. A replica with open requests does not finish before the rollout. The tail is unknown if the
+    recording of an engine misses the end of the rollout.
     """
     rollout = step.during(ROLLOUT)
     if not len(rollout):
@@ -166,12 +177,15 @@ def rollout_tail(step: Step) -> Tail | None:
     begin_us = (int(rollout[0, 0]) - step.begin_ns) / 1000
     requests = [row for row in step.requests if not (row.failed or row.validate)]
     ends = [(row.replica, row.end_us - begin_us) for row in requests]
-    for lane in (lane for lane in step.lanes if lane.is_engine and not requests):
+    rollout_us = int(rollout[-1, 1] - rollout[0, 0]) / 1000
+    ends += [(replica, rollout_us) for replica in step.pending]
+    engines = [lane for lane in step.lanes if lane.is_engine and not requests]
+    for lane in engines:
         ends += [
             (lane.source.replica or 0, (end_ns - int(rollout[0, 0])) / 1000)
             for _, end_ns in working_spans(lane, step, ROLLOUT).tolist()
         ]
-    if not ends:
+    if not ends or any(_misses_end(lane, step) for lane in engines):
         return None
     finishes = dict(sorted(ends, key=lambda end: end[1]))  # the last end of each replica
     middle, last = median(finishes.values()), max(finishes.values())
@@ -186,6 +200,13 @@ def rollout_tail(step: Step) -> Tail | None:
         latency_s=_percentiles([row.latency_us / 1e6 for row in requests]),
         response_tokens=_percentiles([float(row.response_tokens) for row in requests]),
     )
+
+
+def _misses_end(lane: Lane, step: Step) -> bool:
+    """Return whether an engine may have worked in the rollout after the end of its recording."""
+    rollout, work = step.during(ROLLOUT), working_spans(lane, step, ROLLOUT)
+    last_ns = int(work[-1, 1]) if len(work) else step.begin_ns
+    return misses(lane.observed, within(rollout, last_ns, step.end_ns), rollout)
 
 
 def _percentiles(sample: list[float]) -> Percentiles | None:
@@ -211,6 +232,8 @@ def kernels(step: Step) -> list[KernelRow]:
 def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput | None:
     """Return the throughput, from the loop's metrics, else from requests, else from engine iterations.
 
+    Iterations do not count if the recording of an engine misses a part of the rollout.
+
     Args:
         step: The step.
         engines: The rows of the step's engines.
@@ -219,6 +242,9 @@ def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput
     metrics = step.manifest.metrics if step.manifest else {}
     requests = [row for row in step.requests if not row.validate]
     first_ranks = {row.replica: row for row in reversed(engines)}.values()
+    rollout = step.during(ROLLOUT)
+    if any(misses(lane.observed, rollout, rollout) for lane in step.lanes if lane.is_engine):
+        first_ranks = {}.values()
     counted = (
         *((metrics[name], f"metric {name}") for name in _TOKEN_METRICS if name in metrics),
         (float(sum(r.prompt_tokens + r.response_tokens for r in requests)), "requests, each with its prompt"),

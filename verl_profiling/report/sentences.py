@@ -12,6 +12,7 @@ from verl_profiling.units import byte_size, duration
 
 _MOST_BARS = 60
 _LEAST_WAIT = 0.01
+_WHOLE = 0.995  # is shown as 100%
 _FLOWS = {
     "generation made": {"samples_per_s": "samples", "tokens_per_s": "tokens"},
     "training took": {"samples_taken_per_s": "samples", "tokens_taken_per_s": "tokens"},
@@ -41,6 +42,8 @@ def figures(report: Report) -> Iterator[Figure]:
     """Yield the main figures: step time, tokens per second, busy share, lost lane-seconds."""
     coverage = report.coverage
     traces = f"{coverage.read} of {coverage.expected} traces read"
+    if report.observed_share < _WHOLE:
+        traces += f", {report.observed_share:.0%} of the {report.whose}s' time recorded"
     yield Figure("Step" if report.captured else "Recorded", duration(report.span_us / 1e6), traces)
     if rate := report.throughput:
         unit = "GPU" if any(row.kind == "cuda" for row in report.devices) else report.whose
@@ -56,7 +59,7 @@ def figures(report: Report) -> Iterator[Figure]:
     lanes = counted(len(report.workers), "lane")
     if report.shares_devices:
         lanes = f"{counted(len(report.devices), 'device')} ({lanes})"
-    yield Figure(title, f"{working:.0%}", f"of {lanes}, without waits for other ranks")
+    yield Figure(title, f"{working:.0%}", f"of {lanes}, {_known_waits(report)}")
     if lost := sum(causes.values()):
         rules = [OTHER_RANKS if finding.rule == "straggler" else finding.rule for finding in report.findings]
         cause = next((rule for rule in rules if causes.get(rule)), max(causes, key=lambda name: causes[name]))
@@ -64,6 +67,14 @@ def figures(report: Report) -> Iterator[Figure]:
         line = f"{sum(shares.values()):.0%} of the observed time; {shares[cause]:.0%} {cause_name(cause)}"
         line += "" if report.findings else ", nothing unusual"
         yield Figure("Lost", report.lane_seconds(lost), line, f"k-{cause}")
+
+
+def _known_waits(report: Report) -> str:
+    """Return whether the busy share is without waits for other ranks, as a part of a sentence."""
+    if not report.unmatched_us:
+        return "without waits for other ranks"
+    is_known = any(row.waiting_us for row in report.devices)
+    return "without the known waits for other ranks" if is_known else "waits for other ranks unknown"
 
 
 def asked_sentences(asked: Asked | None) -> Iterator[str]:

@@ -225,6 +225,8 @@ class _Part(msgspec.Struct, frozen=True):
 def _lost(report: Report) -> list[_Part]:
     found = []
     for row in report.lost:
+        if not row.seconds:
+            continue  # unexplained is always in the data
         found.append(_Part(cause_name(row.cause), row.seconds, row.share, f"k-{row.cause}"))
         for name, seconds in sorted(row.parts.items(), key=lambda part: -part[1]):
             share = row.share * seconds / (row.seconds or 1.0)

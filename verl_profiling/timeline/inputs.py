@@ -246,6 +246,8 @@ def _shifted(worker: CaptureResult, offset_ns: int) -> CaptureResult:
 def _source(manifest: Manifest, worker: CaptureResult, artifact: Artifact, path: Path, where: str) -> Source:
     identity = worker.identity
     lane_rank = re.search(r"_rank(\d+)$", artifact.lane)
+    offset_ns = manifest.offset_ns(identity)
+    ended_ns = artifact.end_ns - offset_ns if artifact.end_ns else 0
     return Source(
         path=path,
         lane=artifact.lane,
@@ -254,7 +256,8 @@ def _source(manifest: Manifest, worker: CaptureResult, artifact: Artifact, path:
         rank=int(lane_rank[1]) if lane_rank else identity.rank,
         replica=identity.replica,
         topology=identity.topology,
-        offset_ns=manifest.offset_ns(identity),
+        offset_ns=offset_ns,
+        recorded_ns=(artifact.begin_ns - offset_ns, ended_ns),
         stage=artifact.stage,
         where=where,
     )

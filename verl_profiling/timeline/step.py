@@ -32,6 +32,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         offset_ns: Clock offset: time in the file minus time on the controller's clock.
         stage: The recorded stage, in discrete mode.
         begin_ns: Begin of the first event (unix ns), for a file without a manifest.
+        recorded_ns: Begin and end of the recording in the manifest (unix ns on the controller's clock); 0 if
+            unknown.
         where: ``host:path`` of a file on another host's own file system, which a Ray task reads; ``path`` is
             its path if it were in the step folder.
     """
@@ -46,6 +48,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     offset_ns: int = 0
     stage: str | None = None
     begin_ns: int = 0
+    recorded_ns: tuple[int, int] = (0, 0)
     where: str = ""
 
     @property

@@ -18,6 +18,7 @@ import re
 import stat
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from decimal import Context, Decimal, localcontext
 from functools import cache, lru_cache
 from pathlib import Path
@@ -119,9 +120,9 @@ class Blocks:
         try:
             while pending or (pending := file.read(_READ_BYTES)):
                 if member.eof:
-                    if not pending.strip(b"\0"):  # padding after the last member is allowed
-                        pending = b""
-                        continue
+                    pending += file.read(_READ_BYTES) if len(pending) < len(_GZIP_MAGIC) else b""
+                    if not pending.startswith(_GZIP_MAGIC):
+                        return  # bytes behind the last member are no content, as for gzip(1)
                     member = isal_zlib.decompressobj(wbits=31)
                 started = True
                 block = member.decompress(pending, BLOCK_BYTES)
@@ -155,6 +156,8 @@ _BASE_BEHIND = re.compile(rb'"baseTimeNanoseconds"\s*:\s*([^,}]*)')
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _SEPARATOR = re.compile(rb"[\s,]*")
 _BOUNDARY = re.compile(rb"\}\s*,\s*(?=\{)")
+_NAME = re.compile(rb'\{\s*"ph"[^{}]*?"name"\s*:\s*"(.*)"\s*,\s*"pid"\s*:', re.DOTALL)
+_PHASE = re.compile(rb'"ph"\s*:')
 _SCANNER = json.JSONDecoder()
 _TOLERANT = json.JSONDecoder(parse_constant=lambda name: None)
 _TAIL_BYTES = 1 << 18
@@ -217,6 +220,8 @@ class Trace:
         truncated: Whether reading ended before the last event; the reason is in the last warning.
         events: Number of events read so far.
         skipped: Number of invalid events; only the first one has a warning.
+        holes_ns: Times around parts of unknown content (ns since ``base_ns``), from the event before a part
+            to the event after it.
     """
 
     def __init__(self, path: Path, limits: Limits | None = None) -> None:
@@ -230,12 +235,15 @@ class Trace:
         self.truncated = False
         self.events = 0
         self.skipped = 0
+        self.holes_ns: list[tuple[int, int]] = []
         self._limits = limits or Limits()
         self._blocks = Blocks(path, self._limits)
         self._source = iter(self._blocks)
         self._buffer = b""
         self._consumed = 0
         self._ended = False
+        self._gaps: list[int] = []  # places among the events of a chunk
+        self._last_us = 0.0
         self._is_object = True
         self.metadata = self._read_header()
         if self._is_object and _BASE not in self.metadata:
@@ -275,6 +283,7 @@ class Trace:
             self._drop(_past_separator(self._buffer, used))
             closed, self._ended = self._ended, self._ended or last
             events = self._on_base(events)
+            self._add_holes(events)
             self.events += len(events)
             if events:
                 yield events
@@ -367,6 +376,10 @@ class Trace:
             try:
                 end = _SCANNER.raw_decode(characters, position)[1]
             except (ValueError, RecursionError):
+                if following := _next_event(text, characters, position):
+                    self._leave_out(text[position:following], self._consumed + position, len(events))
+                    position = following
+                    continue
                 if last:
                     what = "not closed" if position == len(text) else "damaged or cut off here"
                     self._stop(self._consumed + position, f"the list of events is {what}")
@@ -378,6 +391,32 @@ class Trace:
                 except (*UNDECODABLE, ValueError) as error:
                     self._skip(self._consumed + position, f"skipped an invalid event ({error})")
             position = end
+
+    def _leave_out(self, piece: bytes, offset: int, place: int) -> None:
+        """Skip a part that cannot be read; without a clear cause, the time around the part is unknown.
+
+        torch writes names of annotations verbatim, so a quotation mark ends the string too early. Then only
+        this event is lost.
+        """
+        if (name := _NAME.match(piece)) and len(_PHASE.findall(piece)) == 1:
+            text = name[1].decode("utf-8", "replace")
+            self._skip(offset, f"skipped the annotation {text}: its name is written without escapes")
+            return
+        self._gaps.append(place)
+        self._skip(offset, f"skipped {byte_size(len(piece))} that cannot be read")
+
+    def _add_holes(self, events: list[Event]) -> None:
+        """Add the times around the gaps of a chunk, and remember the begin of the chunk's last event."""
+        begins_us = [self._last_us, *(event.ts for event in events if event.ts is not None)]
+        waiting: list[int] = []
+        for place in self._gaps:
+            before = sum(event.ts is not None for event in events[:place])
+            if before + 1 == len(begins_us):
+                waiting = [0]  # the next event is in a later chunk
+            else:
+                first, last = sorted(begins_us[before : before + 2])
+                self.holes_ns.append((round(first * 1000), round(last * 1000)))
+        self._gaps, self._last_us = waiting, begins_us[-1]
 
     def _decode_one(self, piece: bytes) -> list[Event]:
         try:
@@ -435,6 +474,16 @@ def _last_boundary(buffer: bytes) -> int:
         ends = [match.start() + 1 for match in _BOUNDARY.finditer(buffer, start)]
         if ends:
             return ends[-1]
+    return 0
+
+
+def _next_event(text: bytes, characters: str, position: int) -> int:
+    """Return where the first readable event behind a damaged one begins; 0 if there is none."""
+    for boundary in _BOUNDARY.finditer(text, position):
+        with suppress(ValueError, RecursionError):
+            value, _ = _SCANNER.raw_decode(characters, boundary.end())
+            if isinstance(value, dict) and "ph" in value:
+                return boundary.end()
     return 0
 
 
