@@ -27,6 +27,7 @@ HEAVY = (
 # Rooms from the ground up: a module imports from its own room and from those below it.
 FLOORS = (
     ("errors", "clock", "units", "memory", "shifts"),
+    ("opener",),
     ("capture_request",),
     ("identity",),
     ("manifest",),
@@ -50,7 +51,7 @@ FLOORS = (
 TOOLS_INTERFACE = ("tools", "tools.base")
 # What both sides of the manifest know: the words, the errors, the manifest itself.
 SHARED = (
-    *("errors", "clock", "units", "identity"),
+    *("errors", "clock", "units", "identity", "opener"),
     *("manifest", "run_files", "remote", "trajectory_log", "step_summary", "capture_request"),
     *("watch_log", "shifts", "memory"),
 )

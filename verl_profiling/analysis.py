@@ -22,6 +22,7 @@ import msgspec
 
 from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
 from verl_profiling.manifest import Manifest, RunInfo
+from verl_profiling.opener import read_small, real_folder
 from verl_profiling.report.check import CheckResult, check
 from verl_profiling.report.kinds import communicates
 from verl_profiling.report.model import Report
@@ -172,8 +173,8 @@ def saved_report(path: str | os.PathLike[str]) -> Report | None:
     if not (file.is_file() and file.name.startswith("report") and file.suffix == ".json"):
         return None
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Report)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return msgspec.json.decode(read_small(file.resolve()), type=Report)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TraceFormatError(file, f"not a report: {error}") from error
 
 
@@ -426,7 +427,9 @@ class CapturedStep:
             "max_bytes": max_bytes or "",
         }
         label = ".".join(f"{name}_{value}" for name, value in selection.items() if value)
-        path = self.inputs.output(TIMELINE_NAME, label) if output is None else Path(output)
+        path = self.inputs.output(TIMELINE_NAME, label)
+        if output is not None:
+            path = real_folder(Path(output).parent) / Path(output).name
         if any(path.resolve() == read.path.resolve() for read in self.inputs.files):
             raise ConfigError("output", f"{path} is one of the input traces")
         return merge(

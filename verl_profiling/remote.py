@@ -5,23 +5,20 @@ Every upload is verified.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import stat
 import threading
-import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from verl_profiling.errors import ToolUnavailableError
+from verl_profiling.opener import SMALL_BYTES, make_folder, names_in, read_small, remove_file, whole_file
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
-
-_MOST_BYTES = 1 << 24
 
 
 def is_url(path: str) -> bool:
@@ -108,8 +105,8 @@ class RemoteFolder:
         return {path.rstrip("/").rpartition("/")[2] for path in paths}
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file."""
-        data: bytes = self._fs.cat_file(f"{self._path}/{name}")
+        """Return the content of a small file; a larger one is cut off."""
+        data: bytes = self._fs.cat_file(f"{self._path}/{name}", end=SMALL_BYTES)
         return data
 
     def create(self, name: str, data: bytes) -> bool:
@@ -190,7 +187,8 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                remove_file(path)
 
 
 class LocalFolder:
@@ -210,43 +208,25 @@ class LocalFolder:
     def names(self) -> set[str]:
         """Return the names of what is inside; nothing, if the folder does not exist."""
         try:
-            return set(os.listdir(self.url))  # noqa: PTH208 (each step does it)
+            return set(names_in(self.path))
         except FileNotFoundError:
             return set()
 
     def read(self, name: str) -> bytes:
-        """Return the content of a regular file, up to a bound."""
-        descriptor = os.open(self._own(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError(f"{self.url}/{name} is not a regular file")
-            return os.read(descriptor, _MOST_BYTES)
-        finally:
-            os.close(descriptor)
+        """Return the content of a small file."""
+        return read_small(self.path / name)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a file unless it exists; return whether it was written. Of several writers, one succeeds."""
-        path, part = self._own(name), self._own(f".{name}.{uuid.uuid4().hex[:8]}.part")
         if not self.path.is_dir():
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
         try:
-            part.write_bytes(data)
-            try:
-                os.link(part, path)
-            except OSError:  # it exists, or there are no hard links
-                path.touch(exist_ok=False)
-                part.replace(path)
+            with whole_file(self.path / name, new=True) as file:
+                file.write(data)
         except FileExistsError:
             return False
-        finally:
-            part.unlink(missing_ok=True)
         return True
 
     def remove(self, name: str) -> None:
         """Remove a file."""
-        self._own(name).unlink()
-
-    def _own(self, name: str) -> Path:
-        if self.path.is_symlink():
-            raise NotADirectoryError(20, "is a link", self.url)
-        return self.path / name
+        remove_file(self.path / name)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -26,100 +25,13 @@ from verl_profiling.manifest import (
     RunInfo,
     with_artifacts,
 )
+from verl_profiling.opener import appended, make_folder, named_file, read_small, whole_file
 from verl_profiling.units import step_list
-
-
-def named_file(folder: Path, name: str) -> Path:
-    """Return the path of a file or folder inside another folder, whether it exists or not.
-
-    Args:
-        folder: The folder that has to contain the path, with links resolved.
-        name: Path relative to ``folder``.
-
-    Raises:
-        TraceFormatError: The path leads out of the folder, or is neither a regular file nor a folder.
-    """
-    path = folder / name
-    try:
-        is_inside = path.resolve().is_relative_to(folder.resolve())
-        is_special = path.exists() and not (path.is_file() or path.is_dir())
-    except (OSError, ValueError, RuntimeError) as error:  # too long, with a NUL, or links in a circle
-        raise TraceFormatError(folder, f"lists {name!r:.99}, no path inside of it: {error}") from error
-    if not (name and is_inside):
-        raise TraceFormatError(folder, f"lists {name!r:.99}, which is not a path inside the folder")
-    if is_special:
-        raise TraceFormatError(path, "is neither a regular file nor a folder")
-    return path
-
-
-_PART = ".part"
-_OLD_S = 24 * 3600
-
-
-def part_of(path: Path) -> Path:
-    """Return the temporary name for writing a file in this process."""
-    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}{_PART}")
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary path that is renamed to ``path`` at the end, or removed after a failure.
-
-    Raises:
-        OSError: The file cannot be written; ``path`` is its file name in the error.
-    """
-    part = part_of(path)
-    try:
-        with naming(path):
-            with part.open("wb") as file:
-                yield file
-            part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-@contextmanager
-def scratch_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder for creating a file.
-
-    Raises:
-        OSError: The file cannot be written; ``path`` is its file name in the error.
-    """
-    folder = part_of(path)
-    with naming(path):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def clear_leftovers(folder: Path) -> None:
-    """Remove temporary files of killed processes, if they are older than a day."""
-    for path in folder.glob(f".*{_PART}"):
-        with suppress(OSError):
-            if time.time() - path.lstat().st_mtime > _OLD_S:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
 
 RESULT_SUFFIX = ".result.json"
 """Suffix of a process's result file in the step folder."""
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Put the path of the written file into write errors, which have a temporary path or none.
-
-    Raises:
-        OSError: The exception inside the block, with ``path`` as the file name.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def write_json_atomically(path: Path, value: msgspec.Struct, *, durable: bool = True) -> None:
@@ -147,7 +59,7 @@ def read_run(run: Path) -> RunInfo | None:
         TraceFormatError: ``run.json`` cannot be read.
     """
     path = run / RUN_NAME
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     try:
         return msgspec.json.decode(_read(path), type=RunInfo)
@@ -333,7 +245,7 @@ def _is_over(folder: Path, worker: CaptureResult) -> bool:
 
 def _read(path: Path, hint: str = "") -> bytes:
     try:
-        return named_file(path.parent, path.name).read_bytes()
+        return read_small(path)
     except OSError as error:
         raise TraceFormatError(path, f"cannot be read ({error.strerror}){hint}") from error
 
@@ -359,7 +271,7 @@ class EventFile:
                 f"{wanted_by} needs {error.name}: pip install 'verl-profiling[tensorboard]'"
             ) from error
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        logdir.mkdir(parents=True, exist_ok=True)
+        make_folder(logdir)
         source = f"{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
         path = logdir / f"events.out.tfevents.{int(time.time()):010d}.{source}"
         self._path, self._writer = path, RecordWriter
@@ -379,5 +291,5 @@ class EventFile:
         self._write(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
     def _write(self, event: Any) -> None:
-        with self._path.open("ab") as file:
+        with appended(self._path) as file:
             self._writer(file).write(event.SerializeToString())

@@ -18,7 +18,7 @@ from isal import igzip, isal_zlib
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import Count, Ns
-from verl_profiling.run_files import whole_file
+from verl_profiling.opener import opened, whole_file
 
 LOG_SUFFIX = ".trajectories.jsonl.gz"
 LOG_VERSION = 2
@@ -354,7 +354,7 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file that end in a line break, because a cut off file ends with half a line."""
     left = MAX_BYTES
     try:
-        with igzip.open(path, "rb") as file:
+        with opened(path) as packed, igzip.open(packed, "rb") as file:
             while line := file.readline(MAX_LINE + 1):
                 left -= len(line)
                 if left < 0 or len(line) > MAX_LINE:

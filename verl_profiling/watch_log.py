@@ -16,7 +16,7 @@ from typing import BinaryIO
 import msgspec
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.run_files import named_file
+from verl_profiling.opener import opened
 from verl_profiling.step_summary import StepSummary
 
 WATCH_LOG = "watch.jsonl"
@@ -72,12 +72,12 @@ class WatchLogReader:
             TraceFormatError: The log leads out of the run's folder, or cannot be read.
         """
         try:
-            with ExitStack() as opened:
+            with ExitStack() as stack:
                 # The newer one first: rotated meanwhile, it is the older one, too, and no part is missed.
                 parts: list[tuple[bytes, BinaryIO]] = []
                 for name in (WATCH_LOG, OLDER_WATCH_LOG):
                     with suppress(FileNotFoundError):
-                        file = opened.enter_context(named_file(self._run, name).open("rb"))
+                        file = stack.enter_context(opened(self._run / name))
                         parts.insert(0, (file.readline(MAX_LINE), file))
                 known = [first for first, _ in parts]
                 since = known.index(self._first) if self._first in known else 0

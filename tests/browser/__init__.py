@@ -35,7 +35,8 @@ needs_browser = [
 @contextmanager
 def served(folder: Path, ui: Path | None) -> Iterator[TimelineServer]:
     """Serve a folder as ``view`` does, with a user interface or with that of the internet."""
-    with TimelineServer(folder, ui, port=0) as server:
+    pages = {page.name: page.read_bytes() for page in folder.glob("*.html")}
+    with TimelineServer(folder / "timeline.json.gz", pages, ui, port=0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             yield server

@@ -40,11 +40,17 @@ WRITES = """
 
     seen = []
 
+    def place(path, folder):
+        return Path(os.readlink(f"/proc/self/fd/{folder}") if folder >= 0 else "", str(path)).absolute()
+
     def note(event, arguments):
         if event == "os.rename":
-            seen.append(f"to {Path(arguments[1]).absolute()}")
-        elif event == "os.mkdir" or event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            seen.append(f"in {Path(str(arguments[0])).absolute()}")
+            seen.append(f"to {place(arguments[1], arguments[3])}")
+        elif event == "os.mkdir":
+            seen.append(f"in {place(arguments[0], arguments[2])}")
+        elif event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_DIRECTORY):
+            if os.sep in str(arguments[0]):  # else it is a descriptor, or a name in an opened folder
+                seen.append(f"in {place(arguments[0], -1)}")
 
     config = {
         "enable": True, "tool": ["torch", "spans"], "mode": sys.argv[1], "save_path": "run/of/mine",

@@ -164,7 +164,7 @@ def test_step_folders_without_a_run_are_left_alone(tmp_path: Path, session: Sess
 def test_a_file_system_without_hard_links_will_do(
     tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*arguments: object) -> None:
+    def refuse(*arguments: object, **folders: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refuse)

@@ -151,9 +151,9 @@ class TestReading:
     @pytest.mark.parametrize(
         ("make", "said"),
         [
-            (lambda path: path.symlink_to("/etc/hostname"), "path inside"),
+            (lambda path: path.symlink_to("/etc/hostname"), "is a link"),
             (Path.mkdir, "cannot be read"),
-            (os.mkfifo, "neither a regular file"),
+            (os.mkfifo, "is not a regular file"),
         ],
         ids=["a link that leads out", "a folder", "a pipe"],
     )

@@ -100,7 +100,7 @@ class Capture:
             Exception: The exception of a tool; nothing is recorded then.
         """
         if self.request.keep:
-            Path(self.request.folder).mkdir(parents=True, exist_ok=True)
+            self.request.make_folder()
         if self.whole:
             self._start_tools(self.request.stage, self.request.occurrence)
         self.drives = not self.whole or not all(map(attrgetter("any_thread"), self.role.tools))

@@ -22,6 +22,7 @@ from pathlib import Path
 from verl_profiling.capture.protocol import CaptureRequest
 from verl_profiling.identity import WorkerIdentity, safe_name
 from verl_profiling.manifest import Artifact
+from verl_profiling.opener import appended, make_folder
 from verl_profiling.remote import Upload, copy_line
 from verl_profiling.settings.limits import AfterHook
 from verl_profiling.tools import Output
@@ -225,7 +226,7 @@ def _run(name: str, hook: AfterHook, request: CaptureRequest, who: WorkerIdentit
     log = path.parent / _LOGS / f"{path.name}.{safe_name(name)}.{who.name}.log"
     begin = time.monotonic()
     try:
-        log.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(log.parent)
         outcome = _outcome(hook, {f"VERL_PROFILING_{key}": str(value) for key, value in values.items()}, log)
     except OSError as error:
         outcome = f"could not be run: {error}"
@@ -244,7 +245,7 @@ def _run(name: str, hook: AfterHook, request: CaptureRequest, who: WorkerIdentit
 
 def _outcome(hook: AfterHook, environment: Mapping[str, str], log: Path) -> str:
     """Run the command of a hook; return a description of its failure, or ``""`` after success."""
-    with log.open("ab") as output:
+    with appended(log) as output:
         process = subprocess.Popen(
             hook.command,
             env={**os.environ, **environment},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -11,6 +12,7 @@ from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.errors import CaptureStateError
 from verl_profiling.identity import ProcessId, WorkerIdentity
 from verl_profiling.manifest import Artifact, CaptureResult
+from verl_profiling.opener import make_folder, make_private_folder
 from verl_profiling.remote import Upload
 from verl_profiling.settings.role import RoleConfig
 
@@ -49,6 +51,17 @@ class CaptureRequest(msgspec.Struct, frozen=True, kw_only=True):
     roles: list[str] = []
     workers: int = 1
     selection: CaptureSelection | None = None
+
+    def make_folder(self) -> None:
+        """Make the step folder, unless it exists.
+
+        Raises:
+            OSError: The folder cannot be made, is a link, or lies in a staging folder that others may write.
+        """
+        folder = Path(self.folder)
+        if self.upload is not None:
+            make_private_folder(folder.parent.parent)
+        make_folder(folder)
 
 
 class StartReply(msgspec.Struct, frozen=True):

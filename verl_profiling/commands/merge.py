@@ -10,7 +10,7 @@ from verl_profiling.analysis import CapturedStep, Progress
 from verl_profiling.commands import at_least_0, count, option, size
 from verl_profiling.commands.common import StepByStep, add_paths, add_ray, progress
 from verl_profiling.errors import ConfigError
-from verl_profiling.run_files import clear_leftovers
+from verl_profiling.opener import clear_leftovers
 from verl_profiling.units import byte_size, listed, visible
 
 

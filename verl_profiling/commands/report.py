@@ -14,6 +14,7 @@ from verl_profiling.analysis import CapturedStep, open_run
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK, option
 from verl_profiling.commands.common import StepByStep, add_communication, add_paths, add_ray, warn, watched
 from verl_profiling.errors import ConfigError
+from verl_profiling.opener import naming, whole_file
 from verl_profiling.report.files import write_csv, write_tensorboard
 from verl_profiling.report.findings import OWN_COST, USUAL
 from verl_profiling.report.html import render_html
@@ -31,7 +32,7 @@ from verl_profiling.report.watch_frame import (
     watch_frame,
     watch_sentence,
 )
-from verl_profiling.run_files import naming, read_run, whole_file
+from verl_profiling.run_files import read_run
 from verl_profiling.timeline.inputs import how_to_capture, is_uncaptured, the_run
 from verl_profiling.units import visible
 

@@ -11,19 +11,21 @@ from __future__ import annotations
 import argparse
 import http.server
 import importlib.util
+import os
 import webbrowser
+from collections.abc import Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from io import BytesIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import BinaryIO
-from urllib.parse import quote
+from urllib.parse import quote, unquote, urlsplit
 
 from verl_profiling.analysis import only_step
 from verl_profiling.commands import EXIT_OK, local_path, option
 from verl_profiling.commands.common import StepByStep
 from verl_profiling.errors import ConfigError
+from verl_profiling.opener import opened
 from verl_profiling.report.html import render_html
 from verl_profiling.timeline.step import TIMELINE_NAME
 
@@ -61,25 +63,20 @@ def run(arguments: argparse.Namespace) -> int:
     if timeline.is_symlink() or not timeline.is_file():
         step.merge()
     # A report.html in the folder is untrusted: its scripts would have this server's origin. So render anew.
-    pages = {part.output("report.html").name: part.report() for part in step.by_step()}
-    with TemporaryDirectory() as scratch:
-        served = Path(scratch)
-        (served / timeline.name).symlink_to(timeline.absolute())
-        for name, report in pages.items():
-            (served / name).write_text(render_html(report), encoding="utf-8")
-        try:
-            server = TimelineServer(served, ui, arguments.port)
-        except OSError as error:
-            raise ConfigError("--port", f"{arguments.port} cannot be used: {error.strerror}") from error
-        with server:
-            print(f"timeline  {server.timeline_address(timeline.name)}")
-            for name in pages:
-                print(f"report    {server.page_address(name, timeline.name)}", flush=True)
-            if not arguments.no_browser:
-                webbrowser.open(server.timeline_address(timeline.name))
-            with suppress(KeyboardInterrupt):
-                server.serve_forever()
-            print()
+    pages = {part.output("report.html").name: render_html(part.report()).encode() for part in step.by_step()}
+    try:
+        server = TimelineServer(timeline, pages, ui, arguments.port)
+    except OSError as error:
+        raise ConfigError("--port", f"{arguments.port} cannot be used: {error.strerror}") from error
+    with server:
+        print(f"timeline  {server.timeline_address(timeline.name)}")
+        for name in pages:
+            print(f"report    {server.page_address(name, timeline.name)}", flush=True)
+        if not arguments.no_browser:
+            webbrowser.open(server.timeline_address(timeline.name))
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+        print()
     return EXIT_OK
 
 
@@ -93,22 +90,26 @@ def bundled_ui() -> Path | None:
 
 
 class TimelineServer(http.server.ThreadingHTTPServer):
-    """Serves the files in ``folder``, and for other paths the files of the Perfetto UI.
+    """Serves a timeline and pages, and for other paths the files of the Perfetto UI.
 
     Attributes:
-        folder: Folder of the timeline and the pages.
+        timeline: The timeline, which is opened anew for each request.
+        pages: The pages by name.
         ui: Folder of the Perfetto UI, or ``None`` to use ``ui.perfetto.dev``.
     """
 
     daemon_threads = True
 
-    def __init__(self, folder: Path, ui: Path | None, port: int = PERFETTO_PORT) -> None:
+    def __init__(
+        self, timeline: Path, pages: Mapping[str, bytes], ui: Path | None, port: int = PERFETTO_PORT
+    ) -> None:
         """Bind to the loopback interface.
 
         Raises:
             OSError: The port is taken.
         """
-        self.folder = folder
+        self.timeline = timeline
+        self.pages = pages
         self.ui = ui
         super().__init__(("127.0.0.1", port), _Handler)
 
@@ -134,10 +135,29 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         if (self.headers["Host"] or "").partition(":")[0] not in _OWN_NAMES:
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
             return None
-        self.directory = str(self.server.folder)
-        if self.server.ui is not None and not Path(self.translate_path(self.path)).is_file():
-            self.directory = str(self.server.ui)
-        return super().send_head()
+        name = unquote(urlsplit(self.path).path).removeprefix("/")
+        try:
+            if name == self.server.timeline.name:
+                return self._begun(opened(self.server.timeline), "application/gzip")
+            if name in self.server.pages:
+                return self._begun(BytesIO(self.server.pages[name]), "text/html; charset=utf-8")
+            if self.server.ui is not None:
+                self.directory = str(self.server.ui)
+                return super().send_head()
+        except (OSError, ValueError):  # no regular file any more; a NUL in the name
+            pass
+        self.send_error(HTTPStatus.NOT_FOUND)
+        return None
+
+    def _begun(self, content: BinaryIO, kind: str) -> BinaryIO:
+        """Send the headers of a file or page, and return it for the rest of the answer."""
+        size = content.seek(0, os.SEEK_END)
+        content.seek(0)
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(size))
+        self.end_headers()
+        return content
 
     def list_directory(self, path: object) -> None:
         self.send_error(HTTPStatus.NOT_FOUND)

@@ -46,6 +46,7 @@ from verl_profiling.controller.watch import Watch
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import WorkerIdentity, process_rank
 from verl_profiling.manifest import Manifest
+from verl_profiling.opener import make_folder
 from verl_profiling.remote import LocalFolder, RemoteFolder, is_url
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.schedule import Action, Schedule, StepRange
@@ -348,7 +349,7 @@ class Requests:
             self._thread.start()
         else:
             folder = LocalFolder(Path(run) / REQUESTS)
-            folder.path.mkdir(parents=True, exist_ok=True)
+            make_folder(folder.path)
             self._folder = folder
 
     def asks(self, step: int, scheduled: bool) -> Decision | None:

@@ -21,6 +21,7 @@ from verl_profiling import clock
 from verl_profiling.capture.session import process_session
 from verl_profiling.controller.spmd import PROBLEMS, Ranks
 from verl_profiling.controller.targets import Call, Postponed, Target
+from verl_profiling.opener import make_folder, read_small, remove_file
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.step_summary import Hang, RankUse, StepSummary
 from verl_profiling.units import duration
@@ -137,7 +138,8 @@ class HangWatch:
         step, self._asked = self._asked, None
         if step is None or self.is_left:
             return
-        (self.folder / LOOP_FILE).unlink(missing_ok=True)
+        with suppress(OSError):  # removed already
+            remove_file(self.folder / LOOP_FILE)
         if self.hanging is step:
             self.hanging = None
             seconds = duration((clock.now_ns() - step.begin_ns) / 1e9)
@@ -161,7 +163,7 @@ class HangWatch:
     def _ask(self) -> list[ProcessState]:
         """Return the states of this process and of all others, or their problems."""
         path, own = self.folder / LOOP_FILE, self._reporter.state(0)
-        self.folder.mkdir(exist_ok=True)
+        make_folder(self.folder)
         write_json_atomically(path, own, durable=False)
         calls = self._call(self.loop.roster.driven(None), self._reports)
         asked_ns = path.stat().st_mtime_ns
@@ -174,7 +176,7 @@ class HangWatch:
         written: dict[object, ProcessState] = {}
         for path in self.folder.glob("[!.]*.json"):
             with suppress(OSError, msgspec.MsgspecError):
-                state = msgspec.json.decode(path.read_bytes(), type=ProcessState)
+                state = msgspec.json.decode(read_small(path), type=ProcessState)
                 if state.asked_ns == asked_ns:
                     written[state.lane] = written[state.process] = state
         seen = {state.process.clock_domain for state in written.values() if state.process is not None}

@@ -33,6 +33,7 @@ from verl_profiling.controller.targets import Waits, settle
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId, safe_name, step_folder_name
 from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, CaptureResult, Manifest, RunInfo
+from verl_profiling.opener import make_folder, make_private_folder, remove_file
 from verl_profiling.remote import LocalFolder, RemoteFolder, Upload, copy_line
 from verl_profiling.run_files import RESULT_SUFFIX, read_manifest, write_json_atomically
 from verl_profiling.settings.config import ProfilingConfig
@@ -143,7 +144,7 @@ class Run:
             return
         for path, written_ns in list(self._sent.items()):  # a late upload may be added
             if path.exists() and path.stat().st_mtime_ns == written_ns:
-                path.unlink()
+                remove_file(path)
         if any(names for _, _, names in os.walk(self.path)):  # os.walk() skips folders that others remove
             logger.error(
                 "files of run %s wait in %s. To upload them: %s",
@@ -203,7 +204,7 @@ class Run:
         self._recordings[step] += keep
         folder = self.path / step_folder_name(step, self._recordings[step])
         if keep:
-            folder.mkdir(parents=True, exist_ok=shared)
+            make_folder(folder, exist_ok=shared)
         return folder
 
     def write(self, live: OpenCapture) -> Manifest:
@@ -336,7 +337,8 @@ def _claimed(config: ProfilingConfig) -> tuple[RunPlace, RunInfo, bool]:
     url: str | None = None
     if config.is_remote:
         path = config.local_folder / f"{safe_name(info.run_id)}-{uuid.uuid4().hex[:8]}"
-        path.mkdir(parents=True, mode=0o700)
+        make_private_folder(config.local_folder)
+        make_private_folder(path)
         write_json_atomically(path / RUN_NAME, info)
         url, resumes = _claim_remote(config, info)
     else:

@@ -38,6 +38,7 @@ from verl_profiling.manifest import (
     expected_artifact,
     worst_status,
 )
+from verl_profiling.opener import make_folder
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.tools.base import Output
 from verl_profiling.tools.npu import NpuTool, output_of_recording
@@ -138,7 +139,7 @@ class EngineRecorder:
 
     async def _open(self, request: CaptureRequest, role: RoleConfig, ranks: Sequence[int]) -> Window:
         if request.keep:
-            Path(request.folder).mkdir(parents=True, exist_ok=True)
+            request.make_folder()
         file = self._slot.file.opened(request, role, self.identity)
         window = Window(request, role, file, self.engine, self.tool, self.identity, ranks)
         try:
@@ -338,7 +339,7 @@ class Window:
             process_ranges().check(self.identity.name)
         else:
             lanes = [self.identity.lane(rank) for rank in self.ranks]
-            engine.spool.mkdir(parents=True, exist_ok=True)
+            make_folder(engine.spool)
             self._before = set(engine.spool.iterdir())
         self.expected = [
             expected_artifact(lane, self.tool.name, self.tool.suffix, request.stage, request.occurrence)
@@ -418,7 +419,7 @@ def output_of(
     """
     final = folder / expected.path
     if isinstance(tool, NpuTool):
-        final.mkdir()
+        make_folder(final, exist_ok=False)
         recorded = final / raw.name
         shutil.move(raw, recorded)
         return output_of_recording(recorded, expected, tool.options)

@@ -33,6 +33,7 @@ from verl_profiling.engines.adapter import (
 from verl_profiling.engines.request_log import OpenRequest, RequestLog
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.identity import WorkerIdentity
+from verl_profiling.opener import opened
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.rollout import RolloutOptions
 from verl_profiling.tools.base import imported
@@ -331,7 +332,7 @@ async def _result(answer: Any) -> None:
 
 def _rank_inside(path: Path) -> int:
     """Return the rank from the content of a trace; before vLLM 0.11, the file name has no rank."""
-    with igzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+    with opened(path) as raw, igzip.open(raw) if path.suffix == ".gz" else raw as file:
         head: bytes = file.read(1 << 16)
     found = _RANK_INSIDE.search(head)
     return int(found[1]) if found else 0

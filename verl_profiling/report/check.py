@@ -92,9 +92,9 @@ def check(path: Path, limits: Limits | None = None, ray: str | None = None) -> C
         notes += [note for step in steps for note in step.notes]
         files = [source.path for step in steps for source in step.files]
         files += [Path(error.path) for error in damaged]
-        checked = [_check_file(str(file.relative_to(path)), file, limits) for file in sorted(files)]
+        checked = [_check_file(str(file.relative_to(path)), file.resolve(), limits) for file in sorted(files)]
     elif path.exists():
-        checked = [_check_file(path.name, path, limits)]
+        checked = [_check_file(path.name, path.resolve(), limits)]
     else:
         raise TraceFormatError(path, "no such file or folder")
     ok = all(entry.status in ("ok", "skipped") for entry in checked)
@@ -190,7 +190,7 @@ def _check_file(
     name: str, path: Path, limits: Limits, content: Callable[[Path, Limits], _Content] | None = None
 ) -> Checked:
     """Check a trajectory log, a trace, or a file for which ``content`` is given."""
-    read = content or (_log if path.name.endswith(LOG_SUFFIX) else _trace)
+    read = content or (_log if name.endswith(LOG_SUFFIX) else _trace)
     try:
         size = path.stat().st_size
         status, reason, events = read(path, limits) if size else ("empty", "0 bytes", None)

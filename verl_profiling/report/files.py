@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Iterator, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from verl_profiling.errors import ConfigError, ToolUnavailableError
+from verl_profiling.opener import make_folder, real_folder, whole_file
 from verl_profiling.report.model import Report
 from verl_profiling.report.tables import TABLES, fields_of, flat_rows
-from verl_profiling.run_files import EventFile, naming
+from verl_profiling.run_files import EventFile
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -40,11 +42,12 @@ def write_csv(reports: Sequence[Report], folder: Path) -> list[Path]:
     Raises:
         OSError: The folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = real_folder(folder)
+    make_folder(folder)
     written = []
     for name, table in TABLES.items():
         path = folder / f"{name}.csv"
-        with naming(path), path.open("w", newline="", encoding="utf-8") as file:
+        with whole_file(path) as raw, TextIOWrapper(raw, encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=["title", "directory", *fields_of(table.row)])
             writer.writeheader()
             for report in reports:
@@ -94,7 +97,7 @@ def write_tensorboard(reports: Sequence[Report], logdir: Path) -> None:
     if sum(report.step is None for report in reports) > 1:
         titles = "; ".join(report.title for report in reports if report.step is None)
         raise ConfigError("--tensorboard", f"needs steps with numbers, or one recording; there are: {titles}")
-    file = EventFile(logdir, "--tensorboard")
+    file = EventFile(real_folder(logdir), "--tensorboard")
     for report in reports:
         file.add(report.step or 0, {f"profiling/{name}": value for name, value in scalars(report)})
 

@@ -20,12 +20,11 @@ from rich.table import Table
 from rich.text import Text
 
 from verl_profiling.capture_request import Trigger
-from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, ManifestState, RunInfo
+from verl_profiling.opener import read_small
 from verl_profiling.report.sentences import axis_top, counted, sparkline, waits
 from verl_profiling.report.tables import cells
 from verl_profiling.report.terminal import print_table, table_of
-from verl_profiling.run_files import named_file
 from verl_profiling.shifts import MATTERS, Series, noticed_from
 from verl_profiling.step_summary import RoleMemory, StepSummary
 from verl_profiling.timeline.inputs import step_folders
@@ -156,8 +155,8 @@ def captures_so_far(run: Path, most: int) -> tuple[int, dict[str, str]]:
 
 def _asked(folder: Path) -> str:
     try:
-        head = msgspec.json.decode(named_file(folder, MANIFEST_NAME).read_bytes(), type=_Head)
-    except (OSError, TraceFormatError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        head = msgspec.json.decode(read_small(folder / MANIFEST_NAME), type=_Head)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return "no manifest yet"
     trigger = head.trigger
     by = f" by {trigger.by}" if trigger.by and trigger.by not in trigger.reason else ""

@@ -17,6 +17,7 @@ import msgspec
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.errors import ConfigError, ToolUnavailableError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE
+from verl_profiling.opener import real_folder
 from verl_profiling.remote import check_url, is_url
 from verl_profiling.settings.limits import AfterHook, Limits, RemoteOptions, Timeouts
 from verl_profiling.settings.role import (
@@ -119,7 +120,7 @@ class ProfilingConfig:
     @property
     def local_folder(self) -> Path:
         """The local folder for all files: ``save_path``, or ``remote.staging`` if ``save_path`` is a URL."""
-        return self.remote.staging_folder if self.is_remote else Path(self.save_path).absolute()
+        return self.remote.staging_folder if self.is_remote else real_folder(Path(self.save_path).absolute())
 
     def _check_remote(self) -> None:
         try:

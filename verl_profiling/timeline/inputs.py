@@ -13,7 +13,8 @@ import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, Artifact, CaptureResult, Manifest
-from verl_profiling.run_files import known_run, named_file, read_manifest
+from verl_profiling.opener import named_file, real_folder
+from verl_profiling.run_files import known_run, read_manifest
 from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.step import Source, StepInputs, sorted_sources
 from verl_profiling.trajectory_log import LOG_SUFFIX
@@ -113,6 +114,8 @@ def the_run(path: Path, *, live: bool = False) -> Path:
     """
     if not path.exists():
         raise TraceFormatError(path, "no such file or folder")
+    if path.is_dir() and not is_step(path):
+        path = real_folder(path)
     found = {run: known_run(run) for run in runs_at(path)}
     running = [run for run, info in found.items() if live and info is not None and not info.over]
     runs = running or list(found)

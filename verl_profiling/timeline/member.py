@@ -20,6 +20,7 @@ from isal import isal_zlib
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import Request
+from verl_profiling.opener import whole_file
 from verl_profiling.timeline.cluster import results
 from verl_profiling.timeline.processes import (
     TRAJECTORIES_PID,
@@ -145,7 +146,7 @@ def write_member(job: MemberJob) -> Member:
     processes = Processes(job.pid, job.source.title, job.lane_index)
     written = left_out = 0
     problems = []
-    with job.output.open("wb") as output, MemberFile(output) as file:
+    with whole_file(job.output) as output, MemberFile(output) as file:
         try:
             for events in trace.chunks():
                 if not processes.known:
@@ -281,7 +282,7 @@ def write_log_member(job: MemberJob) -> Member:
     counters = job.keep.select(list(drawn.counters()), job.base_ns)
     names = name_process(drawn.pid, f"{job.source.title} trajectories")
     rows = (event for row, name in enumerate(drawn.rows) for event in name_row(drawn.pid, row, name))
-    with job.output.open("wb") as output, MemberFile(output) as file:
+    with whole_file(job.output) as output, MemberFile(output) as file:
         written = file.write(chain(names, rows, drawn.slices(), drawn.arrows(), counters))
     return Member(
         path=job.source.path,

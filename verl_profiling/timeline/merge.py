@@ -20,7 +20,7 @@ import msgspec
 from verl_profiling.capture_request import parse_ranks
 from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
 from verl_profiling.manifest import SCHEMA_VERSION
-from verl_profiling.run_files import scratch_folder
+from verl_profiling.opener import move_file, opened, scratch_folder, whole_file
 from verl_profiling.timeline.cluster import results
 from verl_profiling.timeline.member import (
     Member,
@@ -114,7 +114,8 @@ def merge(
                 break
             fits_us = max(min_us_for_share(result.path, max_bytes / result.bytes), 2 * keep.min_us, 1.0)
             keep = msgspec.structs.replace(keep, min_us=min(fits_us, _LONGEST_US))
-        return msgspec.structs.replace(result, path=result.path.replace(output))
+        move_file(result.path, output)
+        return msgspec.structs.replace(result, path=output)
 
 
 def _join(
@@ -139,7 +140,7 @@ def _join(
     opening = _opening(inputs, plan, pids, base_ns)
     left_out = sum(member.left_out for member in members)
     events = sum(member.events for member in members) + sum(event.ph != "M" for event in opening)
-    with path.open("wb") as timeline:
+    with whole_file(path) as timeline:
         timeline.write(_gzip(_header(base_ns) + b",\n".join(map(msgspec.json.encode, opening))))
         with MemberFile(timeline) as requests:
             path_slices: list[Event] = []
@@ -153,10 +154,11 @@ def _join(
                 kept = keep.select(drawn, base_ns)
                 left_out += len(drawn) - len(kept)
                 events += requests.write(kept)
-        for job in plan:
-            with job.output.open("rb") as member_file:
-                shutil.copyfileobj(member_file, timeline, 1 << 20)
-            job.output.unlink()
+        for job, member in zip(plan, members, strict=True):
+            if member.is_readable:
+                with opened(job.output) as member_file:
+                    shutil.copyfileobj(member_file, timeline, 1 << 20)
+                job.output.unlink()
         timeline.write(_gzip(b"\n]}\n"))
     return MergeResult(
         path=path,
@@ -221,11 +223,11 @@ def _run(plan: list[MemberJob], ray: str | None, jobs: int) -> Iterator[tuple[Me
     written = results([(partial(write, job), [job.source]) for job in plan], ray, jobs)
     for job, member in zip(plan, written, strict=True):
         if isinstance(member, TraceFormatError):
-            job.output.touch()
             member = Member(path=job.source.path, problems=[member.problem], is_readable=False)
         elif isinstance(member, tuple):
             member, content = member
-            job.output.write_bytes(content)
+            with whole_file(job.output) as file:
+                file.write(content)
         yield job, member
 
 
@@ -237,7 +239,9 @@ def _sent(job: MemberJob) -> tuple[Member, bytes]:
     """Write a member on a host that does not have the output folder; return the member and its content."""
     with TemporaryDirectory() as folder:
         path = Path(folder, job.output.name)
-        return _write(msgspec.structs.replace(job, output=path)), path.read_bytes()
+        member = _write(msgspec.structs.replace(job, output=path))
+        with opened(path) as file:
+            return member, file.read()
 
 
 def _opening(inputs: StepInputs, plan: list[MemberJob], pids: dict[str, int], base_ns: int) -> list[Event]:

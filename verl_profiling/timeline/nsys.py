@@ -19,7 +19,8 @@ from isal import igzip
 
 from verl_profiling.errors import ToolUnavailableError, TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, MAX_NS, NOTES_SUFFIX, NSYS_FOLDER, NsysRange, worst_status
-from verl_profiling.run_files import named_file, read_manifest, whole_file, write_result
+from verl_profiling.opener import move_file, named_file, opened, read_small, remove_file, whole_file
+from verl_profiling.run_files import read_manifest, write_result
 
 REPORT = ".nsys-rep"
 _TOOL = "nsys"
@@ -63,7 +64,7 @@ def collect(run: Path, *, export: bool = False) -> list[Collected]:
             "collect --export: there is no nsys on PATH; install NVIDIA Nsight Systems"
         )
     root = run if (run / NSYS_FOLDER).is_dir() else run.parent  # several runs may share one save_path
-    known, collected = read_ranges(root / NSYS_FOLDER)
+    known, collected = read_ranges(named_file(root, NSYS_FOLDER))
     processes = {
         output: [noted for noted in ranges if run in (root, (root / noted.folder).parent)]
         for output, ranges in known.items()
@@ -75,7 +76,7 @@ def collect(run: Path, *, export: bool = False) -> list[Collected]:
             report = _finished_report(output, noted.number, len(ranges))
             if not noted.keep:
                 if report is not None:
-                    report.unlink()
+                    remove_file(report)
                 continue
             try:
                 collected += _fetch(root, noted, report, export)
@@ -92,7 +93,13 @@ def read_ranges(folder: Path) -> tuple[dict[Path, list[NsysRange]], list[Collect
     found, damaged = {}, []
     for path in sorted(folder.glob(f"*{NOTES_SUFFIX}")):
         latest: dict[int, NsysRange] = {}
-        for line in path.read_bytes().splitlines():
+        try:
+            lines = read_small(path).splitlines()
+        except OSError as error:
+            problem = f"cannot be read: {error.strerror}"
+            damaged.append(Collected(f"{NSYS_FOLDER}/{path.name}", "damaged", problem))
+            continue
+        for line in lines:
             try:
                 noted = msgspec.json.decode(line, type=NsysRange)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -108,7 +115,12 @@ def read_ranges(folder: Path) -> tuple[dict[Path, list[NsysRange]], list[Collect
 def _finished_report(output: Path, number: int, of: int) -> Path | None:
     """Return the existing report of a range; Nsight Systems does not number a single report."""
     names = [f"{output.name}.{number}{REPORT}", *([f"{output.name}{REPORT}"] if of == 1 else [])]
-    return next((path for path in map(output.with_name, names) if path.is_file()), None)
+    return next(filter(_is_there, map(output.with_name, names)), None)
+
+
+def _is_there(path: Path) -> bool:
+    """Return whether Nsight Systems wrote a file; a link is not its."""
+    return path.is_file() and not path.is_symlink()
 
 
 def _fetch(run: Path, noted: NsysRange, report: Path | None, export: bool) -> Iterator[Collected]:
@@ -122,10 +134,10 @@ def _fetch(run: Path, noted: NsysRange, report: Path | None, export: bool) -> It
     database = target.with_suffix(".sqlite")
     if report is not None:
         exported = report.with_suffix(".sqlite")
-        if exported.is_file():
-            shutil.move(exported, database)
-        shutil.move(report, target)
-    if not target.is_file():
+        if _is_there(exported):
+            move_file(exported, database)
+        move_file(report, target)
+    if not _is_there(target):
         yield _entered(folder, noted, None, "there is no report of this range yet; has its process ended?")
         return
     reason = "" if noted.end_ns else "the process ended inside this range"
@@ -229,9 +241,12 @@ def convert_nsys(database: Path, output: Path, metadata: Mapping[str, Any]) -> i
         TraceFormatError: The file is not an export of Nsight Systems.
         OSError: The trace cannot be written.
     """
-    if not database.is_file():
-        raise TraceFormatError(database, "no such file")
-    connection = sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)
+    try:
+        opened(database).close()
+    except OSError as error:
+        raise TraceFormatError(database, f"cannot be read ({error.strerror})") from error
+    # SQLite opens by name; when nothing changes, it looks for no journal, which could be a link.
+    connection = sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
     connection.text_factory = lambda text: text.decode("utf-8", "replace")
     try:
         with whole_file(output) as file:

@@ -87,6 +87,11 @@ class _PlainTrace(Source, frozen=True, kw_only=True):
     is_ranked: bool
     is_merged: bool
 
+    @property
+    def file(self) -> Path:
+        """The file to open. Folders of data sets have links into a cache, which are followed."""
+        return self.path.resolve()
+
 
 def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceFormatError]]:
     """Return the traces at or below paths by the step number in their names, and the unreadable traces.
@@ -115,7 +120,7 @@ def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceForm
                     raise
                 if error.problem == _MERGED or (error.problem == NO_TRACE and _is_other_json(file)):
                     continue
-                damaged.append(error)
+                damaged.append(TraceFormatError(file, error.problem))
             found += 1
         if not found:
             raise TraceFormatError(path, "holds no manifest.json, no step folders and no trace files")
@@ -141,7 +146,7 @@ def _is_other_json(path: Path) -> bool:
     """
     content = bytearray()
     try:
-        for block in Blocks(path, Limits()):
+        for block in Blocks(path.resolve(), Limits()):
             content += block
             if len(content) > _OTHER_BYTES:
                 return content.startswith(b"{")
@@ -200,7 +205,7 @@ def _described(path: Path, name: str) -> _PlainTrace:
     Raises:
         TraceFormatError: The file cannot be read, or is not a trace.
     """
-    trace = Trace(path)
+    trace = Trace(path.resolve())
     if TIMELINE_MARK in trace.metadata:
         raise TraceFormatError(path, _MERGED)
     chunks = trace.chunks(_HEAD_BYTES)
@@ -211,7 +216,7 @@ def _described(path: Path, name: str) -> _PlainTrace:
     first = list(islice((event for event in timed if event.ph != "M"), _SAME_EVENTS))
     begin_ns = trace.base_ns + round((first[0].ts or 0.0) * 1000) if first else trace.base_ns
     host, title, pid = _process(trace, head)
-    rank = _rank(trace, name)
+    rank = _rank(trace, _npu_folder(path), name)
     if not host and f"_{pid}." in path.name:  # torch before 2.6, named by its tensorboard_trace_handler
         host = path.name.partition(f"_{pid}.")[0]
     if not host and rank is None:  # the same id in another folder may be a process of another host
@@ -258,13 +263,12 @@ def _npu_folder(path: Path) -> Path | None:
     return next((folder for folder in path.parents if folder.name.endswith(_NPU_FOLDER)), None)
 
 
-def _rank(trace: Trace, name: str) -> int | None:
+def _rank(trace: Trace, folder: Path | None, name: str) -> int | None:
     """Return the rank from the trace, else from torch_npu's ``profiler_info`` file, else from the name."""
     info = trace.metadata.get("distributedInfo")
     rank = info.get("rank") if isinstance(info, dict) else None
     if type(rank) is int and 0 <= rank <= _MAX_RANK:
         return rank
-    folder = _npu_folder(trace.path)
     for file in folder.glob("*.json") if folder else ():
         if named := _NPU_RANK.fullmatch(file.name):
             return int(named[1])

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import re
-import stat
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -30,6 +29,7 @@ from isal import isal_zlib
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MAX_NS
 from verl_profiling.memory import available_bytes, own_bytes
+from verl_profiling.opener import opened
 from verl_profiling.units import byte_size
 
 BLOCK_BYTES = 1 << 18
@@ -94,9 +94,7 @@ class Blocks:
             TraceFormatError: The file cannot be opened or read, or is a pipe or a device.
         """
         try:
-            if not stat.S_ISREG(self.path.stat().st_mode):  # opening a pipe waits for a writer
-                raise TraceFormatError(self.path, "is not a regular file")
-            with self.path.open("rb") as file:
+            with opened(self.path) as file:
                 is_gzip = file.read(2) == _GZIP_MAGIC
                 file.seek(0)
                 for block in self._gzip(file) if is_gzip else self._plain(file):

@@ -17,6 +17,7 @@ import msgspec
 
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.manifest import Artifact
+from verl_profiling.opener import make_folder, read_small, whole_file
 from verl_profiling.settings.typed_values import Seconds
 from verl_profiling.tools.base import (
     Destination,
@@ -136,7 +137,7 @@ class NpuTool(Tool):
                 "and two destroy each other's data; stop the other one, or switch one of the two off"
             )
         folder = destination.path(self.suffix)
-        folder.mkdir(parents=True)
+        make_folder(folder, exist_ok=False)
         profiler = self._profiler(folder, destination.lane)
         profiler.start()
         if self.options.mini_batches is None and not torch._C._autograd._profiler_enabled():
@@ -274,12 +275,13 @@ def _correct_clock(recorded: Path) -> None:
     result is off by tenths of a second.
     """
     for path in recorded.glob("profiler_info*.json"):
-        info = json.loads(path.read_text())
+        info = json.loads(read_small(path))
         end = info.get("end_info", {})
         if "collectionTimeEnd" in end and "MonotonicTimeEnd" in end:
             since_ns = time.time_ns() - int(end["collectionTimeEnd"])
             end["MonotonicTimeEnd"] = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW) - since_ns
-            path.write_text(json.dumps(info, indent=4))
+            with whole_file(path) as file:
+                file.write(json.dumps(info, indent=4).encode())
 
 
 def _run_analysis(recorded: Path, options: NpuOptions) -> tuple[str, str]:

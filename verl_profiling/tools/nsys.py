@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from verl_profiling import clock
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.identity import ROLLOUT_ROLE, safe_name
 from verl_profiling.manifest import NOTES_SUFFIX, NSYS_FOLDER, Artifact, NsysRange
+from verl_profiling.opener import appended, make_folder, remove_file
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig
 from verl_profiling.settings.schedule import Schedule
 from verl_profiling.settings.typed_values import Positive
@@ -185,8 +187,9 @@ class Ranges:
             )
         self._notes = Path(f"{os.environ[_OUTPUT_VARIABLE]}.{os.getpid()}{NOTES_SUFFIX}")
         if not self._opened:  # an earlier process may have had this id
-            self._notes.unlink(missing_ok=True)
-        self._notes.touch()
+            with suppress(FileNotFoundError):
+                remove_file(self._notes)
+        appended(self._notes).close()
 
     def note_opened(self, folder: Path, artifact: str) -> None:
         """Log the begin of a range.
@@ -226,7 +229,7 @@ class Ranges:
         return artifact.with_status("pending", reason)
 
     def _note(self, noted: NsysRange) -> None:
-        with self._notes.open("ab") as file:
+        with appended(self._notes) as file:
             file.write(msgspec.json.encode(noted) + b"\n")
 
 
@@ -274,7 +277,7 @@ def nsys_runtime_env(
         raise ToolUnavailableError(_MISSING)
     options: NsysOptions = chosen.launched_tool.options
     output = settings.local_folder / NSYS_FOLDER / safe_name(role)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(output.parent)
     return {
         "nsight": {
             "t": ",".join(options.trace),

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from verl_profiling.errors import CaptureStateError, ConfigError
+from verl_profiling.opener import make_folder, opened, whole_file
 from verl_profiling.tools.base import (
     Destination,
     Output,
@@ -108,7 +109,7 @@ class _PrecisionRecording(Recording):
         Raises:
             CaptureStateError: msprobe did not start.
         """
-        self._folder.mkdir(parents=True)
+        make_folder(self._folder, exist_ok=False)
         service, metadata = self._debugger.service, self._destination.metadata
         service.config.dump_path = str(self._folder)
         self._debugger.set_init_step(metadata.get("step", 0))
@@ -168,7 +169,8 @@ def _debugger(options: PrecisionOptions, lane: str) -> Any:
             )
         with tempfile.TemporaryDirectory() as folder:
             config = Path(folder, "config.json")
-            config.write_bytes(msgspec.json.encode(options.as_config()))
+            with whole_file(config) as file:
+                file.write(msgspec.json.encode(options.as_config()))
             _made = PrecisionDebugger(config_path=str(config), dump_path=folder), options
     debugger, made_with = _made
     if made_with != options:
@@ -181,6 +183,6 @@ def _debugger(options: PrecisionOptions, lane: str) -> Any:
 
 def _holds_data(written: Path) -> bool:
     """Return whether a file of msprobe has entries; msprobe writes empty files at its start."""
-    with written.open("rb") as file:
+    with opened(written) as file:
         file.seek(max(0, written.stat().st_size - 16))
         return not file.read().endswith(_NO_DATA)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 from verl_profiling import clock
 from verl_profiling.errors import CaptureStateError, ToolUnavailableError
 from verl_profiling.manifest import Artifact
+from verl_profiling.opener import make_folder, move_file, scratch_folder
 from verl_profiling.settings.typed_values import Positive
 from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool, imported
 from verl_profiling.tools.npu import TORCH_NPU
@@ -212,7 +213,7 @@ class _History:
                 path = self.folder / f"{socket.gethostname()}_{os.getpid()}{OOM_SUFFIX}"
                 if path.exists():
                     return
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(path.parent)
                 problem = _dump(self._observed.memory, path)
                 logger.error(
                     "device %d could not allocate %d bytes, %d of %d are free: %s",
@@ -227,12 +228,11 @@ _history = _History()
 
 def _dump(memory: Any, path: Path) -> str:
     """Write a complete snapshot or none; return the reason of a failure, or ``""``."""
-    part = path.with_name(f".{path.name}.part")
     try:
-        memory._dump_snapshot(str(part))
-        part.replace(path)
+        with scratch_folder(path) as scratch:
+            memory._dump_snapshot(str(scratch / path.name))
+            move_file(scratch / path.name, path)
     except OSError as error:
-        part.unlink(missing_ok=True)
         return f"the snapshot cannot be written into {path.parent}: {error.strerror or error}"
     return ""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -13,6 +12,7 @@ import msgspec
 from verl_profiling.errors import CaptureStateError, ConfigError, ToolUnavailableError
 from verl_profiling.manifest import Artifact
 from verl_profiling.memory import own_bytes
+from verl_profiling.opener import scratch_folder
 from verl_profiling.settings.typed_values import NotNegative, Positive
 from verl_profiling.tools.base import Destination, Marks, Output, Recording, Tool, imported
 from verl_profiling.tools.devices import used_devices
@@ -232,11 +232,12 @@ class _TorchRecording(Recording):
             )
             return [Output(expected.with_status("empty", reason))]
         final = self._destination.path(TorchTool.suffix)
-        part: Path = final.with_name(f".{final.stem}.part")
-        self._profiler.export_chrome_trace(str(part))
         uses_cuda = self._on_accelerator and CUDA in {device.kind for device in used_devices()}
         device = CUDA if uses_cuda else ""
-        output = output_of_trace(part, final, expected, self._shown.values(), device)
+        with scratch_folder(final) as scratch:
+            written = scratch / final.stem
+            self._profiler.export_chrome_trace(str(written))
+            output = output_of_trace(written, final, expected, self._shown.values(), device)
         events = [self._profiler.profiler]  # in a reference cycle: released by clear() below
         self._profiler.profiler = None
         if (finish := output.finish) is None:

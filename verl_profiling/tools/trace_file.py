@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,6 +14,7 @@ import msgspec
 from isal import igzip
 
 from verl_profiling.manifest import Artifact
+from verl_profiling.opener import move_file, opened, remove_file, whole_file
 from verl_profiling.tools.base import Output
 from verl_profiling.tools.devices import lost_kernels
 
@@ -59,18 +60,19 @@ def output_of_trace(
     """
     pending = expected.with_status("pending")
     if written.suffix == ".gz":
-        shutil.move(written, final)
-        return Output(pending, lambda: _read_through(final, pending, device))
+        move_file(written, final)
+        return Output(pending, lambda: _read_packed(final, pending, device))
     unfinished = written.with_name(f"{written.name}.tmp")  # torch renames the file once it is written
     if not written.exists() and unfinished.exists():
         unfinished.replace(written)
     tail = _tail(written)
     if not tail:
-        written.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            remove_file(written)
         reason = f"the profiler wrote no file into {final.parent} ({_why_not_writable(final.parent)})"
         return Output(expected.with_status("failed", reason))
     raw = final.with_suffix("")
-    shutil.move(written, raw)
+    move_file(written, raw)
     if not _END.search(tail):
         size = raw.stat().st_size
         reason = f"cut off after {size} bytes ({_why_not_writable(final.parent)})"
@@ -82,7 +84,7 @@ def output_of_trace(
 def _tail(path: Path) -> bytes:
     """Return the last bytes of a file; empty for an unreadable file."""
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
             return file.read()
     except OSError:
@@ -114,36 +116,43 @@ def _compressed(
 
     After a failure, the raw file is kept and becomes the artifact.
     """
-    part = final.with_name(f".{final.name}.part")
     try:
-        with raw.open("rb") as source, igzip.open(part, "wb", compresslevel=_LEVEL) as target:
-            for piece in _pieces(source):
-                if annotations is not None:
-                    piece = annotations.sub(rb'"cat": "user_annotation",\1', piece)
-                target.write(piece)
-        artifact = _read_through(part, pending, device)
-        if artifact.status == "truncated":
-            raise OSError("the compressed file cannot be read back completely")
-        part.replace(final)
-        raw.unlink()
+        with opened(raw) as source, whole_file(final) as packed:
+            _compress(source, packed, annotations)
+            artifact = _read_through(packed, pending, device)
+            if artifact.status == "truncated":
+                raise OSError("the compressed file cannot be read back completely")
+        remove_file(raw)
     except OSError as error:
-        if part.is_file():
-            part.unlink()
         size = raw.stat().st_size if raw.exists() else None
         return pending.with_status("ok", f"left uncompressed: {error}", path=raw.name, bytes=size)
     return artifact
 
 
-def _read_through(path: Path, pending: Artifact, device: str) -> Artifact:
+def _compress(source: BinaryIO, packed: BinaryIO, annotations: re.Pattern[bytes] | None) -> None:
+    with igzip.open(packed, "wb", compresslevel=_LEVEL) as target:
+        for piece in _pieces(source):
+            if annotations is not None:
+                piece = annotations.sub(rb'"cat": "user_annotation",\1', piece)
+            target.write(piece)
+
+
+def _read_packed(path: Path, pending: Artifact, device: str) -> Artifact:
+    with opened(path) as packed:
+        return _read_through(packed, pending, device)
+
+
+def _read_through(packed: BinaryIO, pending: Artifact, device: str) -> Artifact:
     """Read a compressed trace to its end; return its artifact with status and number of events.
 
     torch records kernels with CUPTI, which serves one subscriber per process. If another subscriber was
     first, torch records only the host, without an error.
     """
     events, spans, tail, lost, calls, launches = 0, 0, b"", device, False, False
-    size = path.stat().st_size
+    size = packed.seek(0, os.SEEK_END)
+    packed.seek(0)
     try:
-        with igzip.open(path, "rb") as file:
+        with igzip.open(packed, "rb") as file:
             for piece in _pieces(file):
                 events += piece.count(_PHASE)
                 spans += piece.count(_SPAN)

@@ -28,6 +28,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.identity import ROLLOUT_ROLE, ProcessId, WorkerIdentity, pid_namespace
+from verl_profiling.opener import remove_file
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.trajectories.spans import TRAJECTORY, open_spans
 from verl_profiling.units import duration
@@ -136,7 +137,7 @@ class HangReporter:
                 if asked_ns and asked_ns != written_ns:
                     write_json_atomically(path, self.state(asked_ns), durable=False)
                 elif written_ns and not asked_ns:
-                    path.unlink(missing_ok=True)
+                    remove_file(path)
                 written_ns = asked_ns
         except Exception as error:
             logger.warning("watch: hangs of %s are not reported: %s", self._lane, error, exc_info=error)

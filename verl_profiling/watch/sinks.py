@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling.errors import ToolUnavailableError
+from verl_profiling.opener import appended, move_file, whole_file
 from verl_profiling.run_files import EventFile
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG
@@ -82,18 +83,16 @@ class WatchLog:
         line = msgspec.json.encode(without) + b"\n"
         with self._lock:
             try:
-                file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-                try:
-                    size = os.fstat(file).st_size
+                with appended(self._path) as file:
+                    size = os.fstat(file.fileno()).st_size
                     is_full = size + len(line) > self._most
-                    if not is_full and os.write(file, line) < len(line):
-                        os.ftruncate(file, size)
+                    if not is_full and file.write(line) < len(line):
+                        file.truncate(size)
                         raise OSError(ENOSPC, os.strerror(ENOSPC))
-                finally:
-                    os.close(file)
                 if is_full:
-                    self._path.replace(self._older)
-                    self._path.write_bytes(line)
+                    move_file(self._path, self._older)
+                    with whole_file(self._path) as file:
+                        file.write(line)
             except OSError as error:
                 if not self._complained:
                     logger.warning("the log of the watch cannot be written: %s: %s", self._path, error)
