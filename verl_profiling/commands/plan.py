@@ -12,6 +12,7 @@ import msgspec
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK, option
 from verl_profiling.errors import ConfigError
 from verl_profiling.identity import ROLLOUT_ROLE, step_folder_name
+from verl_profiling.opener import read_small
 from verl_profiling.settings.config import ProfilingConfig, RoleConfig, RoleOverride
 from verl_profiling.settings.schedule import MOST_CAPTURES, planned_captures
 from verl_profiling.shifts import noticed_from
@@ -96,7 +97,7 @@ def load_config(path: Path) -> ProfilingConfig:
 
 
 def _decode(path: Path) -> Any:
-    data = path.read_bytes()
+    data = read_small(path.resolve())
     return msgspec.json.decode(data) if path.suffix == ".json" else msgspec.yaml.decode(data)
 
 
