@@ -201,7 +201,7 @@ class _LaneReader:
             paths=self.found.paths,
             host=union(*self._host),
             blocked=union(*self._blocked),
-            iterations=np.array(self._iterations, np.int64).reshape(-1, 4),
+            iterations=np.array(self._iterations, np.int64).reshape(-1, 5),
             on_device=True,
             is_one_of_several=len(devices) > 1,
         )

@@ -220,12 +220,13 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
         decode_us: Time in iterations that only generated.
         prefill_tokens: Prompt tokens processed.
         decode_tokens: Tokens generated.
+        again_tokens: Other computed tokens: again (after a preemption, retraction or pause), or in vain.
         finish_us: End of the last iteration, relative to the begin of the rollout.
     """
 
     columns: ClassVar[str] = (
         "name, iterations, prefill_us, decode_us, prompt tokens=prefill_tokens, "
-        "new tokens=decode_tokens, queueing_us, finish_us"
+        "new tokens=decode_tokens, computed again=again_tokens, queueing_us, finish_us"
     )
 
     name: str
@@ -236,6 +237,7 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
     decode_us: float
     prefill_tokens: int
     decode_tokens: int
+    again_tokens: int
     finish_us: float | None
 
 

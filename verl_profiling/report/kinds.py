@@ -327,10 +327,25 @@ _VLLM = re.compile(r"execute_context_(\d+)\((\d{1,12})\)_generation_(\d+)\((\d{1
 _SGLANG = re.compile(r"step\[(EXTEND|DECODE)\S* bs=(\d{1,12})(?: toks=(\d{1,12}))?", re.ASCII)
 
 
-def parse_iteration(name: str) -> tuple[int, int] | None:
-    """Parse the name of an engine iteration into (prompt tokens, new tokens); ``None`` for other names."""
+class Iteration(NamedTuple):
+    """The tokens of one engine iteration.
+
+    Attributes:
+        prompt: Prompt tokens, which SGLang computes again after a retraction.
+        new: New tokens, one for each generating request.
+        again: Further tokens of generating requests: drafts, and what is computed again after a preemption.
+    """
+
+    prompt: int
+    new: int
+    again: int = 0
+
+
+def parse_iteration(name: str) -> Iteration | None:
+    """Parse the name of an engine iteration; ``None`` for other names."""
     if match := _VLLM.match(name):
-        return int(match[2]), int(match[4])
+        generating, scheduled = int(match[3]), int(match[4])
+        return Iteration(int(match[2]), min(generating, scheduled), max(scheduled - generating, 0))
     if match := _SGLANG.match(name):
-        return (int(match[3] or 0), 0) if match[1] == "EXTEND" else (0, int(match[2]))
+        return Iteration(int(match[3] or 0), 0) if match[1] == "EXTEND" else Iteration(0, int(match[2]))
     return None

@@ -35,7 +35,7 @@ class Lane:
         paths: All traces of the lane.
         host: Spans in which operators or runtime calls ran on the host.
         blocked: Spans of host calls that copy, allocate or wait for the device.
-        iterations: Begin, end, prompt tokens and new tokens of each iteration of a rollout engine.
+        iterations: Begin, end, and tokens (see ``Iteration``) of each iteration of a rollout engine.
         accelerator: Name of the device in the traces; ``""`` for a CPU trace.
         on_device: Whether the work ran on a device (see :mod:`~verl_profiling.report.kinds`).
         is_one_of_several: Whether the process has other devices.

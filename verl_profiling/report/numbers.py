@@ -51,6 +51,7 @@ from verl_profiling.report.intervals import (
     union,
     within,
 )
+from verl_profiling.report.kinds import Iteration
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.lost import CAUSES, ROLLOUT, partition, working_spans
 from verl_profiling.report.model import OTHER_RANKS, Percentiles, Tail, Throughput
@@ -148,9 +149,11 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
     Without that stage, all but validation counts. Iterations with prompt tokens count as prefill.
     """
     iterations = lane.iterations[~holding(step.during(VALIDATE), lane.iterations[:, 0])]
+    iterations = iterations[iterations[:, 2:].any(axis=1)]  # vLLM runs one of nothing after its last request
     took, prefill = iterations[:, 1] - iterations[:, 0], iterations[:, 2] > 0
     rollout, work = step.during(ROLLOUT), working_spans(lane, step, ROLLOUT)
     known = len(rollout) > 0 and len(work) > 0
+    prompt, new, again = _tokens(lane, step, Iteration(*iterations[:, 2:].sum(axis=0).tolist()))
     return EngineRow(
         name=lane.name,
         replica=lane.source.replica or 0,
@@ -158,10 +161,32 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
         iterations=len(iterations),
         prefill_us=int(took[prefill].sum()) / 1000,
         decode_us=int(took[~prefill].sum()) / 1000,
-        prefill_tokens=int(iterations[:, 2].sum()),
-        decode_tokens=int(iterations[:, 3].sum()),
+        prefill_tokens=prompt,
+        decode_tokens=new,
+        again_tokens=again,
         finish_us=int(work[-1, 1] - rollout[0, 0]) / 1000 if known else None,
     )
+
+
+def _tokens(lane: Lane, step: Step, scheduled: Iteration) -> Iteration:
+    """Return the tokens of an engine: those of its requests, if they explain all of its iterations.
+
+    Iterations alone do not tell what SGLang computes again, nor which drafts were accepted.
+    """
+    worker = step.worker_of(lane.source)
+    requests = [row for row in step.requests if row.replica == lane.source.replica and not row.validate]
+    if worker is None or worker.pending_since_ns or not requests:
+        return scheduled
+    if any(row.cached_tokens is None or row.begin_us < 0 for row in requests):
+        return scheduled
+    prompt = sum(row.prompt_tokens - (row.cached_tokens or 0) for row in requests)
+    new = sum(row.response_tokens for row in requests)
+    first = sum(
+        row.response_tokens > 0 for row in requests
+    )  # a first token comes from its prompt's iteration
+    again = sum(scheduled) - (prompt + new - first)
+    # Fewer are scheduled on a data-parallel rank, or in a window of the rollout.
+    return Iteration(prompt, new, again) if again >= 0 else scheduled
 
 
 def rollout_tail(step: Step) -> Tail | None:
