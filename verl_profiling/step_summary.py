@@ -9,6 +9,7 @@ from typing import Annotated
 
 import msgspec
 
+from verl_profiling.capture_request import Trigger
 from verl_profiling.manifest import GC, MAX_NS, WEIGHT_SYNC, Count, Ns
 from verl_profiling.units import duration
 
@@ -203,6 +204,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         taken_tokens: Their tokens; 0 if unknown.
         counts: The last values of counters, such as lengths of queues, each summed over the processes.
         hang: The last hang in the step.
+        noticed: The anomaly that the watch noticed in this step, or explained after this step.
         waits: Why a noticed anomaly is not captured yet, e.g. the cooldown; empty if none waits.
     """
 
@@ -226,6 +228,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     taken_tokens: Count = 0
     counts: dict[str, float] = {}
     hang: Hang | None = None
+    noticed: Trigger | None = None
     waits: str = ""
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,20 +20,24 @@ from test_callback import configured
 
 from verl_profiling import ProfilingCallback, ProfilingConfig
 from verl_profiling.capture.session import Session
-from verl_profiling.capture_request import CaptureSelection
+from verl_profiling.capture_request import CaptureSelection, Trigger
 from verl_profiling.cli import main
 from verl_profiling.controller.anomalies import Anomalies
 from verl_profiling.controller.spmd import Decision
 from verl_profiling.errors import ConfigError
-from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import Manifest
-from verl_profiling.run_files import read_manifest
+from verl_profiling.identity import ProcessId, WorkerIdentity
+from verl_profiling.manifest import Manifest, RunInfo
+from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.settings.schedule import StepRange
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.watch.collectives import RecorderReading
 from verl_profiling.watch.exposed import exposed
+from verl_profiling.watch.sinks import WatchLog
+from verl_profiling.watch_log import read_watch_log
 
 SLOW = {"rollout2_rank0": 2.5}
+RUN = RunInfo(run_id="r", begin_ns=1, process=ProcessId.current(), config={}, versions={}, end_ns=2)
 
 
 class Loop:
@@ -163,6 +168,52 @@ def test_what_is_noticed_soon_after_a_capture_is_captured_when_it_may(
     assert caplog.text.count("watch.trigger.cooldown") == 1
     assert (decision.step_range.first, decision.trigger.noticed) == (captured + 11, step + 1)
     assert decision.trigger.stage == "reward"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_cooldown_is_the_watch_s_own(seed: int) -> None:
+    """Neither a person's capture, nor the schedule's, nor that of a false alarm silences the watch."""
+    drawn = random.Random(seed)
+    loop = Loop(Anomaly(cooldown=drawn.randint(20, 80)))
+    step = loop.quiet(drawn.randint(20, 60))
+    kind = drawn.choice(["demand", "schedule", "false alarm", "anomaly"])
+    if kind in ("demand", "schedule"):
+        loop.captures(Decision(StepRange(step, step), Trigger(kind=kind), None))
+    else:
+        alarm = loop.is_slow(step, slow=SLOW)
+        assert alarm is not None
+        loop.captures(alarm)
+        was_there = SLOW if kind == "anomaly" else None
+        step = alarm.step_range.first
+        assert loop.goes(summary(step, slow=was_there, captured=f"step_{step:06d}")) is None
+    first = loop.quiet(drawn.randint(1, 15))
+    slow = longer(drawn.choice(["rollout", "update_actor"]), 4)
+    decisions = [loop.goes(summary(step, slow)) for step in range(first, first + 4)]
+    assert any(decisions) == (kind != "anomaly")
+
+
+def test_what_was_noticed_is_in_the_log_with_the_reason_against_a_capture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And in top and on the page of the run; one that was captured is not said to be not captured."""
+    loop, log = Loop(Anomaly(max_captures=1)), WatchLog(tmp_path)
+    decision = loop.is_slow(loop.quiet(), slow=SLOW)
+    assert decision is not None
+    loop.captures(decision)
+    loop.quiet()
+    for step in range(loop.step + 1, loop.step + 9):
+        loop.goes(ended := summary(step, longer("reward", 9)))
+        log(ended)
+    [noticed] = [line for line in read_watch_log(tmp_path) if line.noticed]
+    assert noticed.noticed.sign == "slow_stage"
+    assert noticed.noticed.noticed == noticed.step
+    assert noticed.waits == "the watch has requested 1 captures (watch.trigger.max_captures)"
+    write_json_atomically(tmp_path / "run.json", RUN)
+    assert main(["top", str(tmp_path), "--once"]) == main(["report", str(tmp_path), "--save"]) == 0
+    assert capsys.readouterr().out.count("noticed, not captured (the watch has requested 1 captures") == 2
+    page = (tmp_path / "index.html").read_text()
+    assert noticed.noticed.reason in page
+    assert f"not captured: {noticed.waits}" in page
 
 
 def test_of_several_that_wait_the_last_is_captured(caplog: pytest.LogCaptureFixture) -> None:

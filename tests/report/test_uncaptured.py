@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import subprocess
 import time
@@ -11,12 +12,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from drawn_summaries import MS, summary
+from drawn_summaries import MS, STAGES, summary
 from html_elements import Elements
 from step_folders import build_step
 
 from verl_profiling.cli import main
-from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_OK
+from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
 from verl_profiling.run_files import write_json_atomically
@@ -60,9 +61,33 @@ def test_the_terminal_shows_the_history_and_says_how_to_capture(
     said = capsys.readouterr().out
     assert said.startswith("No step was captured. schedule.steps lists steps beforehand")
     assert said.endswith("0 artifacts, all ok\n")
-    for command in (["merge", str(run)], ["diff", str(run), str(run)]):
+    build_step(run.parent / "captured", step=1)
+    for command in (["merge", str(run)], ["diff", str(run), str(run.parent / "captured")]):
         assert main(command) == EXIT_BAD_INPUT
         assert "No step was captured. schedule.steps lists steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_watched_runs_are_compared_without_captures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    """A stage that became slower is in the table, with its noise, and fails the limit; another does not."""
+    noise = random.Random(seed)
+    slow, ratio = noise.choice(["rollout", "old_log_prob", "update_actor"]), noise.uniform(1.3, 3.0)
+    for side, by in (("before", 1.0), ("after", ratio)):
+        (tmp_path / side).mkdir()
+        log = WatchLog(tmp_path / side)
+        for step in range(noise.randint(10, 40)):
+            times = {name: ms * noise.lognormvariate(0, 0.02) for name, ms in STAGES.items()}
+            log(summary(step, {**times, slow: times[slow] * by}))
+    sides = [str(tmp_path / "before"), str(tmp_path / "after")]
+    assert main(["diff", *sides, "--fail-above", "20%"]) == EXIT_FINDING
+    said = capsys.readouterr().out
+    assert said.startswith("medians of the watch's ")
+    assert f"{slow} (" in said.splitlines()[-1]
+    assert not any(f"{name} (" in said.splitlines()[-1] for name in {*STAGES} - {slow})
+    assert main(["diff", *sides[::-1], "--fail-above", "20%"]) == EXIT_OK
+    assert "nothing" in capsys.readouterr().out
 
 
 def run_table(said: str) -> dict[str, list[str]]:
@@ -83,10 +108,25 @@ def test_a_drift_is_more_than_chance(tmp_path: Path, capsys: pytest.CaptureFixtu
     rows = run_table(capsys.readouterr().out)
     assert list(rows) == ["step", "rollout", "update_actor", "reward", "(in"]
     assert rows["rollout"][:3] == ["5.29 s", "5.11 s", "5.48 s"]
-    assert rows["rollout"][3].startswith("+")
-    assert 400 < float(rows["rollout"][3].split()[0]) < 600
+    assert rows["rollout"][3].startswith("drift +")
+    assert 400 < float(rows["rollout"][3].split()[1]) < 600
     assert rows["reward"][3].startswith(("▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"))
-    assert rows["update_actor"][3][:1] not in "+-"
+    assert rows["update_actor"][3][:1] not in "dj"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_jump_is_no_drift(tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int) -> None:
+    """Its size is that of the jump, wherever it is in the run."""
+    noise = random.Random(seed)
+    steps, jump = noise.randint(30, 90), noise.randint(500, 4000)
+    at = noise.randint(steps // 4, 3 * steps // 4)
+    log = WatchLog(tmp_path)
+    for step in range(steps):
+        log(summary(step, {"rollout": (5000 + jump * (step >= at)) * noise.lognormvariate(0, 0.01)}))
+    assert main(["report", str(tmp_path)]) == EXIT_OK
+    kind, size, unit = run_table(capsys.readouterr().out)["rollout"][3].split()
+    assert kind == "jump"
+    assert float(size) * {"s": 1000, "ms": 1}[unit] == pytest.approx(jump, abs=100)
 
 
 def test_a_stage_of_some_steps_is_in_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

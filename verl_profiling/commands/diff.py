@@ -13,12 +13,13 @@ from rich.console import Console
 from verl_profiling.analysis import saved_report
 from verl_profiling.commands import EXIT_FINDING, EXIT_OK, at_least_0, local_path, option
 from verl_profiling.commands.common import StepByStep, add_communication, warn, watched
+from verl_profiling.errors import TraceFormatError
 from verl_profiling.predict.explain import explain
 from verl_profiling.predict.graph import Graph
 from verl_profiling.report.diff import LEAST_S, Change, Diff, compare, print_diff
 from verl_profiling.report.model import Report
 from verl_profiling.step_summary import StepSummary
-from verl_profiling.timeline.inputs import the_run
+from verl_profiling.timeline.inputs import how_to_capture, is_uncaptured, the_run
 from verl_profiling.units import duration, visible
 
 
@@ -43,6 +44,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compare both sides."""
     before, after = (_side(path, arguments) for path in (arguments.before, arguments.after))
+    for side, other, path in ((before, after, arguments.before), (after, before, arguments.after)):
+        if not (side.reports or (side.logged and other.logged)):
+            raise TraceFormatError(path, how_to_capture(path))
     diff = compare(before.reports, after.reports, (before.logged, after.logged), _explained(before, after))
     if arguments.json:
         print(msgspec.json.encode(diff).decode())
@@ -82,6 +86,8 @@ def _side(path: Path, arguments: argparse.Namespace) -> _Side:
     """Read one side. It has graphs if each of its steps has one, unlike plain traces and saved reports."""
     if (saved := saved_report(path)) is not None:
         return _Side([saved], [], [], EXIT_OK)
+    if is_uncaptured(path):
+        return _Side([], [], watched(path)[0], EXIT_OK)
     work = StepByStep([path], arguments.communication)
     found = work.reports(keep_graphs=True)
     graphs = [step.graph for step, _ in found if step.manifest and step.graph]

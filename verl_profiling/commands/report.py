@@ -32,7 +32,7 @@ from verl_profiling.report.watch_frame import (
     watch_frame,
     watch_sentence,
 )
-from verl_profiling.run_files import read_run
+from verl_profiling.run_files import known_run
 from verl_profiling.timeline.inputs import how_to_capture, is_uncaptured, the_run
 from verl_profiling.units import visible
 
@@ -120,7 +120,7 @@ def _of_run(run: Path, steps: list[tuple[CapturedStep, Report]], arguments: argp
         console = fitting_console(Console())
         if not steps:
             pulse = Pulse(says="no step was captured", hangs=hangs, is_well=False)
-            thresholds = thresholds_of(read_run(run))
+            thresholds = thresholds_of(known_run(run))
             console.print(watch_frame(run.resolve().name, pulse, history, thresholds=thresholds))
         elif history:
             print(visible(f"watch of {run}: {hangs or watch_sentence(history)}"))

@@ -49,6 +49,7 @@ class Anomalies:
         self._waits = ""
         self._made = 0
         self._captured: int | None = None
+        self._requested: dict[int, Suspicion] = {}
         self._coming: int | None = None
         self._begun = 0
         self._uses: dict[str, RankUse] = {}
@@ -58,6 +59,8 @@ class Anomalies:
         noticed = self._noticed
         summary.waits = self._waits
         self._listened += 1
+        if summary.captured:
+            self._compare(summary)
         if noticed is not None and noticed.stage and not (noticed.suspects or summary.captured):
             named = noticed.named_in(summary)
             if self._noticed is noticed:  # it may be captured by now
@@ -65,13 +68,16 @@ class Anomalies:
             if named.suspects and self._noticed is named:
                 self._detector.is_named(named, summary)
                 logger.warning("watch: %s", named.reason)
+                summary.noticed = named.trigger()
                 self._uses = {use.lane: use for use in (*summary.loop, *summary.workers)}
         found = self._detector.observe(summary)
         if found is None:
             return
         logger.warning("watch: %s", found.reason)
+        summary.noticed = found.trigger()
         if found.is_over:
             return
+        summary.waits = self._refusal(summary.step + 1)
         if found.stage and not found.suspects:
             self._recorders.begin()
         noticed = self._noticed
@@ -106,15 +112,22 @@ class Anomalies:
             return None
         self._noticed, self._waits = None, ""
         self._coming = step
+        self._requested = {step: noticed}
         return Decision(
             StepRange(step, step), noticed.trigger(), None if scheduled else self._selection(noticed)
         )
 
     def concluded(self, manifest: Manifest) -> None:
-        """Record that any capture ended: the cooldown begins."""
-        self._captured = manifest.steps[-1] if manifest.steps else manifest.step
+        """Record that a capture ended; after one of the watch, the cooldown begins."""
         if manifest.trigger.kind == "anomaly":
+            self._captured = manifest.step
             self._made += 1
+
+    def _compare(self, summary: StepSummary) -> None:
+        """End the cooldown if the captured step was as usual: the capture of a false alarm shows nothing."""
+        noticed = self._requested.pop(summary.step, None)
+        if noticed is not None and not noticed.lasts_in(summary):
+            self._captured = None
 
     def _is_read_further(self, noticed: Suspicion) -> bool:
         """Return whether torch's flight recorders are still read to find the late process."""

@@ -1,6 +1,7 @@
 """Compares two steps or two runs: changes of stages, lanes, causes and kernels, and their noise.
 
-Compared are medians over the captured steps of each side, and over all steps of the watch's log. The noise
+Compared are medians over the captured steps of each side, and over all steps of the watch's log; runs of the
+watch need no captures. The noise
 is half the range over the steps of a side, the larger of both sides. Noise is known only if each side has
 several steps.
 """
@@ -20,9 +21,10 @@ from verl_profiling.report.anatomy import CAPTURE_CALLS
 from verl_profiling.report.lost import cause_name
 from verl_profiling.report.model import Report
 from verl_profiling.report.records import UNEXPLAINED, joined_causes
+from verl_profiling.report.run_page import stage_seconds
 from verl_profiling.report.tables import cells, named, without_middle
 from verl_profiling.report.terminal import fitting_console, print_table
-from verl_profiling.report.watch_frame import middle, seconds_of
+from verl_profiling.report.watch_frame import STEP, middle, seconds_of
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.units import duration, visible
 
@@ -109,14 +111,13 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def explained(self) -> str:
         """The step's change by part, with the parts that exceed the noise; empty without an explanation."""
-        step, *parts = (one for one in self.changes if one.kind in ("step", "explained"))
-        if not parts or not step.before_s:
+        parts = [change for change in self.changes if change.kind == "explained"]
+        step = next((change for change in self.changes if change.kind == "step"), None)
+        if not parts or step is None or not step.before_s:
             return ""
         said = f"step {duration(step.change_s, signed=True)} ({step.change_share:+.1%})"
         if not step.stands_out:
             return f"{said}: within the noise"
-        if not parts[:-1]:
-            return f"{said}: the parts do not explain it"
         large = [one for one in parts[:-1] if one.stands_out]
         small_s = sum(one.change_s for one in parts[:-1] if not one.stands_out)
         named = [*((one.name, one.change_s) for one in large), ("parts within the noise", small_s)]
@@ -126,6 +127,10 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def basis(self) -> str:
         """The number of compared steps on each side, and whether the noise is known, as text."""
+        if not (self.before and self.after):
+            return "medians of the watch's {:,} steps before and {:,} after, without captures".format(
+                *self.logged
+            )
         logged = f"; the watch has {self.logged[0]:,} and {self.logged[1]:,}" if all(self.logged) else ""
         if self.before > 1 and self.after > 1:
             steps = f"medians of {self.before} steps before and {self.after} after"
@@ -143,11 +148,13 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
         Args:
             share: Smallest change, as a fraction of the value before.
         """
-        step_s = next((c.before_s for c in self.changes if c.kind == "step"), None) or 0.0
+        has_captures = any(change.kind == "step" for change in self.changes)
+        kinds = ("step", "stage") if has_captures else ("watch",)
+        step_s = next((c.before_s for c in self.changes if c.kind in kinds and c.name == STEP), None) or 0.0
         return [
             change
             for change in self.changes
-            if change.kind in ("step", "stage")
+            if change.kind in kinds
             and change.name != CAPTURE_CALLS
             and change.stands_out
             and (change.after_s or 0.0) >= _SMALLEST_SHARE * step_s
@@ -170,16 +177,38 @@ def compare(
         logged: Steps in the watch's log of A and of B.
         explained: Change of the step by part (s), and its noise (s).
     """
-    left, right = ([dict(_numbers_of(report)) for report in side] for side in (before, after))
+    sides = (before, after) if before and after else ((), ())
+    left, right = ([dict(_numbers_of(report)) for report in side] for side in sides)
     _join(left, right)
     keys = dict.fromkeys(key for numbers in (*left, *right) for key in numbers)
     changes = [_change(key, left, right) for key in keys]
     if all(logged):
         past, now = ([_of_watch(step) for step in side] for side in logged)
         changes += [_change(key, past, now) for key in dict.fromkeys(chain.from_iterable((*past, *now)))]
-    step = next(change for change in changes if change.kind == "step")
+    if before and after:
+        changes += _parts(
+            next(change for change in changes if change.kind == "step"), explained, before, after
+        )
+    order = list(_TITLES)
+    changes.sort(key=lambda one: (order.index(one.kind), one.name == UNEXPLAINED, -abs(one.change_s)))
+    logs = (len(logged[0]), len(logged[1]))
+    return Diff(before=len(before), after=len(after), changes=changes, logged=logs)
+
+
+def _parts(
+    step: Change,
+    explained: Mapping[str, tuple[float, float]],
+    before: Sequence[Report],
+    after: Sequence[Report],
+) -> Iterator[Change]:
+    """Yield the change of a step by part, or by stage of the loop where the parts leave most of it open.
+
+    Captures of other processes or stages have few parts in common, but each has the loop's stages.
+    """
+    if 2 * abs(explained.get(UNEXPLAINED, (0.0, 0.0))[0]) > abs(step.change_s):
+        explained = _by_stage(step, before, after)
     for name, (change_s, noise_s) in explained.items():
-        part = Change(
+        yield Change(
             kind="explained",
             name=name,
             before_s=None,
@@ -188,11 +217,20 @@ def compare(
             change_share=change_s / step.before_s if step.before_s else None,
             noise_s=None if step.noise_s is None else noise_s,
         )
-        changes.append(part)
-    order = list(_TITLES)
-    changes.sort(key=lambda one: (order.index(one.kind), one.name == UNEXPLAINED, -abs(one.change_s)))
-    logs = (len(logged[0]), len(logged[1]))
-    return Diff(before=len(before), after=len(after), changes=changes, logged=logs)
+
+
+def _by_stage(
+    step: Change, before: Sequence[Report], after: Sequence[Report]
+) -> Mapping[str, tuple[float, float]]:
+    """Return the change of each outermost stage of the loop, and its noise (s); the rest is unexplained."""
+    left, right = ([stage_seconds(report) for report in side] for side in (before, after))
+    parts: dict[str, tuple[float, float]] = {}
+    for name in dict.fromkeys(chain.from_iterable((*left, *right))):
+        seconds = [[stages.get(name, 0.0) for stages in side] for side in (left, right)]
+        noise_s = max((max(values) - min(values)) / 2 for values in seconds)
+        parts[name] = (median(seconds[1]) - median(seconds[0]), noise_s)
+    rest_s = step.change_s - sum(change_s for change_s, _ in parts.values())
+    return parts | {UNEXPLAINED: (rest_s, step.noise_s or 0.0)}
 
 
 _Key = tuple[str, str]

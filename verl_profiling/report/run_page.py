@@ -15,7 +15,7 @@ from verl_profiling.report.lost import cause_name
 from verl_profiling.report.model import Report
 from verl_profiling.report.sentences import Figure, axis_top, waits
 from verl_profiling.report.tables import Cell, named, stage_class, timed
-from verl_profiling.report.watch_frame import IN_NO_STAGE, captures_so_far, excess, slowest
+from verl_profiling.report.watch_frame import IN_NO_STAGE, captures_so_far, excess, noticed_in, slowest
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.timeline.inputs import how_to_capture
 from verl_profiling.units import duration, visible
@@ -74,9 +74,26 @@ def render_run(
         note = " ".join(["Exposed time: the part of the step's duration that each stage caused.", *said])
         title = f"The last {_MOST_BARS} steps" if logged[_MOST_BARS:] else "Every step"
         content += _trend(title, logged[-_MOST_BARS:], note)
+    content += _noticed(watched, reports, links)
     content += "".join(_tables(steps, reports)) if steps else ""
     count = f"{len(reports) or 'no'} captured step{'s' if len(reports) > 1 else ''}"
     return document(visible(directory.resolve().name), count, content)
+
+
+def _noticed(watched: Sequence[StepSummary], reports: Sequence[Report], links: Sequence[str]) -> str:
+    """Return a table of the anomalies that the watch noticed, with the capture or the reason for none."""
+    captures = {
+        asked.noticed: named(page_title(report), link)
+        for report, link in zip(reports, links, strict=True)
+        if (asked := report.asked) is not None
+    }
+    rows = []
+    for anomaly, why in noticed_in(watched):
+        capture = captures.get(anomaly.noticed, named(f"not captured: {why}" if why else "not captured"))
+        rows.append([named(f"Step {anomaly.noticed}"), named(anomaly.sign), named(anomaly.reason), capture])
+    note = "What the watch noticed, whether it was captured or not."
+    shown = table("Noticed", ("step", "sign", "reason", "capture"), rows)
+    return section("Noticed", shown, note) if rows else ""
 
 
 def _figures(ran: Sequence[_Step]) -> Iterator[Figure]:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 import msgspec
+import numpy as np
 from rich.console import Console, Group
 from rich.constrain import Constrain
 from rich.table import Table
@@ -35,9 +36,11 @@ _TREND = 20
 _MANY_STAGES = 16
 _MANY_SPANS = 8
 _MANY_UNSTEADY = 3
+_MANY_NOTICED = 3
 _MOST_RATIO = 10
 
 _BY_CHANCE = 3.3  # z of Spearman's correlation with the step; chance exceeds it once in a thousand stages
+_JUMP_BY_CHANCE = 4.3  # as above, of the largest of all jumps
 _LEAST_DRIFT = 0.01  # of the step
 
 IN_NO_STAGE = "(in no stage)"
@@ -92,18 +95,18 @@ def middle(values: Sequence[float]) -> tuple[float, float]:
 
 
 class _RunRow(msgspec.Struct, frozen=True):
-    columns: ClassVar[str] = "name, median_s, from=low_s, to=high_s, drift=change_s, trend"
+    columns: ClassVar[str] = "name, median_s, from=low_s, to=high_s, change, trend"
 
     name: str
     median_s: float
     low_s: float
     high_s: float
-    change_s: float | None
+    change: str
     trend: str
 
 
 def print_run(steps: Sequence[Mapping[str, float]], which: str, console: Console) -> None:
-    """Print median, spread and drift of the step and the longest stages, for a run of several steps.
+    """Print median, spread and change of the step and the longest stages, for a run of several steps.
 
     Args:
         steps: Time of each step, and of its stages, by name (s).
@@ -115,23 +118,39 @@ def print_run(steps: Sequence[Mapping[str, float]], which: str, console: Console
     series = {name: [step.get(name, 0.0) for step in steps] for name in dict.fromkeys(chain([STEP], *steps))}
     least_s = _LEAST_DRIFT * median(series[STEP])
     rows = [
-        _RunRow(name, median(values), *middle(values), _drift(values, least_s), sparkline(values, _TREND))
+        _RunRow(name, median(values), *middle(values), _change(values, least_s), sparkline(values, _TREND))
         for name, values in series.items()
     ]
     shown = sorted(rows, key=lambda row: (row.name != STEP, -row.median_s))[:_MANY_STAGES]
-    note = "from, to: without a tenth of the steps at each end; drift: over the run, if beyond chance and 1%"
+    note = "from, to: without a tenth of the steps at each end; change: over the run, if beyond chance and 1%"
     print_table(console, f"{len(steps):,} {which}", *cells(shown), note)
 
 
-def _drift(values: Sequence[float], least: float) -> float | None:
-    """Return the change from the begin to the end of a run; ``None`` if it may be chance, or is small."""
+def _change(values: Sequence[float], least: float) -> str:
+    """Return the jump in a run, or the drift over it; empty if it may be chance, or is small."""
     ordered, third = sorted(values), len(values) // 3
     ranks = [bisect_left(ordered, value) + bisect_right(ordered, value) for value in values]
     if third == 0 or ordered[0] == ordered[-1]:
-        return None
-    drift = 1.5 * (median(values[-third:]) - median(values[:third]))
-    by_chance = abs(correlation(ranks, range(len(ranks)))) * sqrt(len(ranks) - 1) < _BY_CHANCE
-    return None if by_chance or abs(drift) < least else drift
+        return ""
+    if split := _jumps_at(values):
+        kind, change = "jump", median(values[split:]) - median(values[:split])
+    elif abs(correlation(ranks, range(len(ranks)))) * sqrt(len(ranks) - 1) >= _BY_CHANCE:
+        kind, change = "drift", 1.5 * (median(values[-third:]) - median(values[:third]))
+    else:
+        return ""
+    return f"{kind} {duration(change, signed=True)}" if abs(change) >= least else ""
+
+
+def _jumps_at(values: Sequence[float]) -> int:
+    """Return the index of a jump; 0 if a line fits the values better than two levels, or it may be chance."""
+    near = np.clip(values, *middle(values))  # an outlier is no level
+    near -= near.mean()
+    many = np.arange(1, len(near))
+    of_levels = near.cumsum()[:-1] ** 2 * len(near) / (many * many[::-1])  # explained squared error
+    steps = np.arange(len(near)) - many.mean() + 0.5
+    of_line = (near @ steps) ** 2 / (steps @ steps)
+    split, by_chance = int(of_levels.argmax()), _JUMP_BY_CHANCE**2 / len(many) * (near @ near)
+    return split + 1 if of_levels[split] > max(of_line, by_chance) else 0
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -242,9 +261,31 @@ def watch_frame(
         Text(),
         _line((f"{counted(captures, 'capture')}{newest}" if captures else "no capture so far", "bold")),
         *(_line(f"  {folder}: {asked}") for folder, asked in latest.items()),
+        *_noticed(steps, latest.values()),
         *([_line((footer, "dim"))] if footer else ()),
     ]
     return Constrain(Group(*lines), _WIDTH)
+
+
+def noticed_in(steps: Iterable[StepSummary]) -> list[tuple[Trigger, str]]:
+    """Return the anomalies that the watch noticed, in order, and why each is not captured, if it waits."""
+    anomalies: dict[int | None, tuple[Trigger, str]] = {}
+    latest: int | None = None
+    for step in steps:
+        if step.noticed is not None:
+            latest = step.noticed.noticed
+            anomalies[latest] = (step.noticed, step.waits)
+        elif step.waits and latest in anomalies:
+            anomalies[latest] = (anomalies[latest][0], step.waits)
+    return [*anomalies.values()]
+
+
+def _noticed(steps: Sequence[StepSummary], captured: Iterable[str]) -> Iterator[Text]:
+    """Yield the last anomalies without a capture in the list."""
+    texts = " ".join(captured)
+    rest = [(anomaly, why) for anomaly, why in noticed_in(steps) if anomaly.reason not in texts]
+    for anomaly, why in rest[-_MANY_NOTICED:]:
+        yield _line(f"noticed, {f'not captured ({why})' if why else 'not captured'}: {anomaly.reason}")
 
 
 def _drawn(steps: Sequence[StepSummary], thresholds: Thresholds) -> Iterator[Text | Table]:

@@ -26,7 +26,7 @@ class Anomaly:
         memory: Share by which a process's memory grows over the window, with growth at every reading;
             ``null``: off.
         window: Number of earlier steps to compare a step with; may exceed ``watch.steps``.
-        cooldown: Number of steps after a capture without further requests of the watch.
+        cooldown: Number of steps after a capture of the watch without further requests of the watch.
         max_captures: Maximum number of captures that the watch requests in a run.
     """
 

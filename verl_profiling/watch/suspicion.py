@@ -58,15 +58,21 @@ class Suspicion(Trigger, frozen=True, kw_only=True):
             return []
         return [f"longest there: {', '.join(self.suspects)}" if self.suspects else NOBODY]
 
+    def lasts_in(self, summary: StepSummary) -> bool:
+        """Return whether at least half of the excess is left in another step; always of the other signs."""
+        if self.sign not in ("slow_stage", "slow_step"):
+            return True
+        took_s = summary.exposed_s.get(self.stage, 0.0) if self.sign == "slow_stage" else summary.seconds
+        return 2 * took_s >= self.value + self.median
+
     def named_in(self, summary: StepSummary) -> Suspicion:
         """Return the suspicion, with suspects if two later slow steps have the same first suspect.
 
         In both steps, the suspect has to explain half of the excess.
         """
-        took_s = summary.exposed_s.get(self.stage, 0.0) if self.sign == "slow_stage" else summary.seconds
         first = next(iter(standings(summary).get(self.stage, [])), None)
         lead_s = first.lead_ns / 1e9 if first is not None else 0.0
-        if 2 * took_s < self.value + self.median or 2 * lead_s < self.value - self.median:
+        if not self.lasts_in(summary) or 2 * lead_s < self.value - self.median:
             return self
         later = self.with_suspects(summary)
         if later.suspects[:1] != [self.likely]:
