@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import StageSpan
-from verl_profiling.report.intervals import EMPTY, Spans, length, nested_times, union
+from verl_profiling.report.intervals import EMPTY, Ints, Spans, length, nested_times, union
 from verl_profiling.report.kinds import (
     COMMUNICATION,
     COMPUTE,
@@ -39,6 +39,7 @@ from verl_profiling.report.kinds import (
     communicates,
     group_of,
     is_launch,
+    is_strange_iteration,
     kind_of,
     npu_kind,
     only_group,
@@ -46,7 +47,7 @@ from verl_profiling.report.kinds import (
 )
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.observed import Recording, extended, observed_by
-from verl_profiling.timeline.step import Source, StepInputs
+from verl_profiling.timeline.step import GRAPH_CAPTURE, Source, StepInputs
 from verl_profiling.timeline.trace import NO_ARGS, Event, Limits, Trace
 from verl_profiling.units import duration
 
@@ -135,6 +136,7 @@ class LaneTraces(msgspec.Struct, kw_only=True):
         events: Number of events read.
         problems: Sentences on unreadable parts.
         notes: Sentences on limits of the report's numbers.
+        has_stacks: Whether Python frames were recorded.
     """
 
     lanes: list[Lane] = []
@@ -142,6 +144,7 @@ class LaneTraces(msgspec.Struct, kw_only=True):
     events: int = 0
     problems: list[str] = []
     notes: list[str] = []
+    has_stacks: bool = False
 
 
 def read_lane(job: LaneJob) -> LaneTraces:
@@ -179,6 +182,7 @@ class _LaneReader:
         self._on_streams: set[object] = set()  # processes whose events name a device or a stream
         self._categories: set[str] = set()
         self._unknown: dict[str, None] = {}  # categories
+        self._strange: dict[str, None] = {}  # annotations of an engine
         self._has_device = self._says_device = self._launches = self._works = False
         self._groups: set[Group | None] = set()
         self._recordings: list[Recording] = []
@@ -193,6 +197,9 @@ class _LaneReader:
                 self.found.problems.append(str(error))
         if not self.found.paths:
             return []
+        if self._strange and self._job.sources[0].replica is not None:
+            names = ", ".join(list(self._strange)[:_MOST_CATEGORIES])
+            self._note(f"not understood, so not counted as iterations of the engine: {names}")
         rows = _joined(self._rows)
         self._rows.clear()
         devices = self._devices(rows)
@@ -201,10 +208,13 @@ class _LaneReader:
             paths=self.found.paths,
             host=union(*self._host),
             blocked=union(*self._blocked),
-            iterations=np.array(self._iterations, np.int64).reshape(-1, 5),
+            iterations=_outermost(np.array(self._iterations, np.int64).reshape(-1, 5)),
             on_device=True,
             is_one_of_several=len(devices) > 1,
         )
+        if self._job.sources[0].role == GRAPH_CAPTURE:
+            self._note("recorded while graphs were captured, when launches run nothing: no busy or idle time")
+            return [replace(lane, is_unknown=True)]
         if devices:
             masks = ((name, np.isin(rows.keys, mine)) for name, mine in devices.items())
             found = ((name, rows if mask.all() else rows.of(mask)) for name, mask in masks)
@@ -232,6 +242,7 @@ class _LaneReader:
         self._groups.add(only_group(trace.metadata.get("distributedInfo")))
         recording = Recording(limits=source.recorded_ns)
         self._recordings.append(recording)
+        self.found.has_stacks |= bool(trace.metadata.get("with_stack"))
         self._said.clear()
         self._tasks.clear()
         self._waiting.clear()
@@ -310,6 +321,8 @@ class _LaneReader:
                 self._on_streams.add(event.pid)
         self._launches |= is_launch(event.cat, event.name)
         calls_device = event.cat.endswith(_CALLS)
+        if is_strange_iteration(event.cat, event.name):
+            self._strange[event.name[:_LONGEST_NAME]] = None
         number = _IGNORED if kind == NOTHING else self._new(kind, key, calls_device=calls_device)
         self._numbers[event.cat, event.name, event.pid, event.tid] = number
         return number
@@ -481,6 +494,16 @@ class _LaneReader:
 def _joined(parts: Sequence[Rows]) -> Rows:
     none = Rows(EMPTY, np.empty(0, np.int32), np.empty(0, np.int64))
     return Rows(*(np.concatenate(column) for column in zip(none, *parts, strict=True)))
+
+
+def _outermost(iterations: Ints) -> Ints:
+    """Return the iterations that are inside no other one: SGLang may annotate an iteration twice."""
+    iterations = iterations[np.lexsort((-iterations[:, 1], iterations[:, 0]))]
+    latest = np.maximum.accumulate(iterations[:, 1])
+    keep = np.ones(len(iterations), np.bool_)
+    keep[1:] = iterations[1:, 1] > latest[:-1]
+    outermost: Ints = iterations[keep]
+    return outermost
 
 
 def to_spans(events: Sequence[Event], base_ns: int) -> Spans:

@@ -102,6 +102,7 @@ def read_lanes(
         coverage.missing += found.problems
         coverage.read += len(found.paths)
         coverage.events += found.events
+        coverage.has_stacks |= found.has_stacks
         notes += found.notes
         for source in job.sources:
             if on_progress:

@@ -218,7 +218,7 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
         iterations: Number of iterations.
         prefill_us: Time in iterations that processed prompt tokens.
         decode_us: Time in iterations that only generated.
-        prefill_tokens: Prompt tokens processed.
+        prefill_tokens: Prompt tokens processed; this and the next two are ``None`` if names do not say them.
         decode_tokens: Tokens generated.
         again_tokens: Other computed tokens: again (after a preemption, retraction or pause), or in vain.
         finish_us: End of the last iteration, relative to the begin of the rollout.
@@ -235,9 +235,9 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
     iterations: int
     prefill_us: float
     decode_us: float
-    prefill_tokens: int
-    decode_tokens: int
-    again_tokens: int
+    prefill_tokens: int | None
+    decode_tokens: int | None
+    again_tokens: int | None
     finish_us: float | None
 
 

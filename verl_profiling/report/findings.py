@@ -239,7 +239,7 @@ def _lost(
 
 def _tail(report: Report) -> Iterator[Finding]:
     if tail := report.tail:
-        made = {row.replica: row.decode_tokens for row in report.engines}
+        made = {row.replica: row.decode_tokens or 0 for row in report.engines}
         own = made.get(tail.last_replica, 0) if tail.last_replica is not None else 0
         tokens = f"; with {own:,} tokens, the median is {median(made.values()):,.0f}" if own else ""
         text = (
@@ -310,6 +310,8 @@ def _unexplained(report: Report) -> Iterator[Finding]:
     if not report.captured:
         text = "were idle while no operator or call ran: in Python, or waiting for data or a core"
         advice = "record Python stacks, which show the cause"
+        if report.coverage.has_stacks:
+            advice = "look at the Python frames of these lanes in the timeline (merge)"
     yield _of_cause(report, "unexplained", text, advice)
 
 

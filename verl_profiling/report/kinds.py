@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from verl_profiling.errors import ConfigError
-from verl_profiling.timeline.categories import CATEGORIES, meaning_of
+from verl_profiling.timeline.categories import CATEGORIES, ENGINE_ITERATION, meaning_of
 from verl_profiling.timeline.trace import UNDECODABLE
 
 
@@ -321,14 +321,26 @@ def blocks_from_ns(kind: int, name: str) -> int:
     return LONG_COPY_NS if "Async" in name else 0
 
 
-# vLLM: ``execute_context_<requests>(<tokens>)_generation_<requests>(<tokens>)``; SGLang: ``step[EXTEND
-# bs=<requests> toks=<tokens>]`` and ``step[DECODE bs=<requests>]``. Seen in vLLM 0.32 and SGLang 0.5.12.
-_VLLM = re.compile(r"execute_context_(\d+)\((\d{1,12})\)_generation_(\d+)\((\d{1,12})\)$", re.ASCII)
-_SGLANG = re.compile(r"step\[(EXTEND|DECODE)\S* bs=(\d{1,12})(?: toks=(\d{1,12}))?", re.ASCII)
+UNKNOWN_TOKENS = -1
+"""Number of tokens of an iteration whose name does not say it."""
+
+# vLLM (its v1/worker/gpu_worker.py): seen in 0.32; in 0.10.2 to 0.14 (PRs 22496, 31193), numbers of requests
+# only; and with detailed annotations (PR 37524), the sums of query (sq) and KV lengths.
+_VLLM = re.compile(
+    r"execute_(?:\d+_)?context_\d+\((?:sq)?(\d{1,12})(?:sk\w*)?\)_generation_(\d+)\((?:sq)?(\d{1,12})(?:sk\w*)?\)$",
+    re.ASCII,
+)
+_VLLM_REQUESTS = re.compile(r"execute_new_(\d{1,12})_cached_(\d{1,12})$", re.ASCII)
+# SGLang (its model_executor/step_span_utils.py): ``step[EXTEND bs=<requests> toks=<tokens>]``, any other
+# forward mode with its requests, and from PR 24911 on sums of query lengths by context and generation.
+_SGLANG = re.compile(r"step\[(\w+) bs=(\d{1,12})(?: toks=(\d{1,12}))?", re.ASCII)
+_SGLANG_SUMS = re.compile(r" c_sq=(\d{1,12}) .*g_sq=(\d{1,12}) ", re.ASCII)
+_WITHOUT_FORWARD = ("IDLE", "PREBUILT")
+_WITH_PROMPTS = ("MIXED", "SPLIT_PREFILL", "DLLM_EXTEND")
 
 
 class Iteration(NamedTuple):
-    """The tokens of one engine iteration.
+    """The tokens of one engine iteration; :data:`UNKNOWN_TOKENS` where its name does not say them.
 
     Attributes:
         prompt: Prompt tokens, which SGLang computes again after a retraction.
@@ -344,8 +356,30 @@ class Iteration(NamedTuple):
 def parse_iteration(name: str) -> Iteration | None:
     """Parse the name of an engine iteration; ``None`` for other names."""
     if match := _VLLM.match(name):
-        generating, scheduled = int(match[3]), int(match[4])
-        return Iteration(int(match[2]), min(generating, scheduled), max(scheduled - generating, 0))
+        generating, scheduled = int(match[2]), int(match[3])
+        return Iteration(int(match[1]), min(generating, scheduled), max(scheduled - generating, 0))
+    if match := _VLLM_REQUESTS.match(name):
+        new = UNKNOWN_TOKENS * (int(match[2]) > 0)
+        return Iteration(UNKNOWN_TOKENS * (int(match[1]) > 0), new, new)
     if match := _SGLANG.match(name):
-        return Iteration(int(match[3] or 0), 0) if match[1] == "EXTEND" else Iteration(0, int(match[2]))
+        return _iteration_of(name, match[1], int(match[2]), int(match[3] or 0))
     return None
+
+
+def _iteration_of(name: str, mode: str, requests: int, tokens: int) -> Iteration:
+    """Return the tokens of SGLang's iteration; how many drafts were kept is unknown."""
+    if not requests or mode in _WITHOUT_FORWARD:
+        return Iteration(0, 0)
+    if mode == "EXTEND":
+        return Iteration(tokens, 0)
+    if mode == "DECODE":
+        return Iteration(0, requests)
+    if sums := _SGLANG_SUMS.search(name):
+        return Iteration(int(sums[1]), int(sums[2]))
+    return Iteration(UNKNOWN_TOKENS * (mode in _WITH_PROMPTS), UNKNOWN_TOKENS, UNKNOWN_TOKENS)
+
+
+def is_strange_iteration(category: str, name: str) -> bool:
+    """Return whether an annotation seems to be of an engine's iteration, but is not understood."""
+    is_of_engine = category == "user_annotation" and bool(ENGINE_ITERATION.match(name))
+    return is_of_engine and parse_iteration(name) is None

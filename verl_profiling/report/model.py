@@ -247,6 +247,7 @@ class Coverage(msgspec.Struct, kw_only=True):
         missing: Sentences on missing and damaged data.
         lanes: Lanes with missing or damaged data.
         unrecorded: Lanes with a device that was in use, but has no events in the traces.
+        has_stacks: Whether Python frames were recorded.
     """
 
     expected: int = 0
@@ -255,6 +256,7 @@ class Coverage(msgspec.Struct, kw_only=True):
     missing: list[str]
     lanes: list[str] = []
     unrecorded: list[str] = []
+    has_stacks: bool = False
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -51,7 +51,7 @@ from verl_profiling.report.intervals import (
     union,
     within,
 )
-from verl_profiling.report.kinds import Iteration
+from verl_profiling.report.kinds import UNKNOWN_TOKENS, Iteration
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.lost import CAUSES, ROLLOUT, partition, working_spans
 from verl_profiling.report.model import OTHER_RANKS, Percentiles, Tail, Throughput
@@ -150,10 +150,12 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
     """
     iterations = lane.iterations[~holding(step.during(VALIDATE), lane.iterations[:, 0])]
     iterations = iterations[iterations[:, 2:].any(axis=1)]  # vLLM runs one of nothing after its last request
-    took, prefill = iterations[:, 1] - iterations[:, 0], iterations[:, 2] > 0
+    took, prefill = iterations[:, 1] - iterations[:, 0], iterations[:, 2] != 0
+    scheduled = Iteration(*(_sum_if_known(column) for column in iterations[:, 2:].T.tolist()))
     rollout, work = step.during(ROLLOUT), working_spans(lane, step, ROLLOUT)
     known = len(rollout) > 0 and len(work) > 0
-    prompt, new, again = _tokens(lane, step, Iteration(*iterations[:, 2:].sum(axis=0).tolist()))
+    tokens = _tokens(lane, step, scheduled)
+    prompt, new, again = (None if count == UNKNOWN_TOKENS else count for count in tokens)
     return EngineRow(
         name=lane.name,
         replica=lane.source.replica or 0,
@@ -166,6 +168,10 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
         again_tokens=again,
         finish_us=int(work[-1, 1] - rollout[0, 0]) / 1000 if known else None,
     )
+
+
+def _sum_if_known(counts: list[int]) -> int:
+    return UNKNOWN_TOKENS if UNKNOWN_TOKENS in counts else sum(counts)
 
 
 def _tokens(lane: Lane, step: Step, scheduled: Iteration) -> Iteration:
@@ -184,6 +190,8 @@ def _tokens(lane: Lane, step: Step, scheduled: Iteration) -> Iteration:
     first = sum(
         row.response_tokens > 0 for row in requests
     )  # a first token comes from its prompt's iteration
+    if UNKNOWN_TOKENS in scheduled:
+        return Iteration(prompt, new, UNKNOWN_TOKENS)
     again = sum(scheduled) - (prompt + new - first)
     # Fewer are scheduled on a data-parallel rank, or in a window of the rollout.
     return Iteration(prompt, new, again) if again >= 0 else scheduled
@@ -254,6 +262,12 @@ def kernels(step: Step) -> list[KernelRow]:
     ]
 
 
+def _tokens_of(engines: Iterable[EngineRow]) -> float:
+    """Return the tokens of all iterations; 0 if any number is unknown."""
+    tokens = [count for row in engines for count in (row.prefill_tokens, row.decode_tokens)]
+    return float(sum(count or 0 for count in tokens)) * (None not in tokens)
+
+
 def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput | None:
     """Return the throughput, from the loop's metrics, else from requests, else from engine iterations.
 
@@ -273,7 +287,7 @@ def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput
     counted = (
         *((metrics[name], f"metric {name}") for name in _TOKEN_METRICS if name in metrics),
         (float(sum(r.prompt_tokens + r.response_tokens for r in requests)), "requests, each with its prompt"),
-        (float(sum(row.prefill_tokens + row.decode_tokens for row in first_ranks)), "engine iterations"),
+        (_tokens_of(first_ranks), "engine iterations"),
     )
     tokens, source = next(((count, source) for count, source in counted if count), (0.0, ""))
     seconds = step.span_ns / 1e9

@@ -6,6 +6,7 @@ Any other category is unknown. Device events of unknown category are shown as un
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -71,6 +72,9 @@ CATEGORIES = (
     Category(("enqueue", "dequeue"), "Ascend NPU", "no work"),
 )
 """All known categories."""
+
+ENGINE_ITERATION = re.compile(r"step\[|execute_\w*\d", re.ASCII)
+"""Begins of the annotations of iterations by SGLang and vLLM."""
 
 _MEANINGS = {name: category.meaning for category in CATEGORIES for name in category.names}
 _NOT_OF_A_PROCESS = ("Trace", "overhead")  # categories of kineto's own marks

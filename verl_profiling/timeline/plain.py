@@ -24,7 +24,7 @@ import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.timeline.categories import is_on_device
+from verl_profiling.timeline.categories import ENGINE_ITERATION, is_on_device
 from verl_profiling.timeline.step import (
     GRAPH_CAPTURE,
     TIMELINE_MARK,
@@ -221,7 +221,7 @@ def _described(path: Path, name: str) -> _PlainTrace:
         host = path.name.partition(f"_{pid}.")[0]
     if not host and rank is None:  # the same id in another folder may be a process of another host
         title = f"{path.parent} {title}"
-    role = _role(trace, name, title, first)
+    role = _role(trace, name, title, head)
     pid_in_parts = _MERGED_PID.sub("", pid)
     return _PlainTrace(
         path=path,
@@ -239,14 +239,15 @@ def _described(path: Path, name: str) -> _PlainTrace:
     )
 
 
-def _role(trace: Trace, name: str, process: str, first: Iterable[Event]) -> str:
+def _role(trace: Trace, name: str, process: str, head: list[Event]) -> str:
     """Return the innermost role in a name, else ``rollout`` for the process of an engine, else ``worker``."""
-    if _GRAPH_FOLDER.search(name) or any(_GRAPH_ANNOTATION.match(event.name) for event in first):
+    if _GRAPH_FOLDER.search(name) or any(_GRAPH_ANNOTATION.match(event.name) for event in head):
         return GRAPH_CAPTURE
     for part in reversed(Path(name).parts):
         if named := _ROLE.search(part):
             return named[1].lower()
-    is_engine = bool(_ENGINE_PROCESS.search(process)) or "vllm_version" in trace.metadata
+    is_named = bool(_ENGINE_PROCESS.search(process)) or "vllm_version" in trace.metadata
+    is_engine = is_named or any(ENGINE_ITERATION.match(event.name) for event in head)
     return ROLLOUT_ROLE if is_engine else "worker"
 
 
