@@ -27,6 +27,8 @@ def drawn(draw: random.Random, family: str) -> tuple[str, Tokens]:
     if family == "vllm, detailed":
         parts = f"context_{context}(sq{prompt}sk{prompt}{sums})_generation_{new}(sq{new}sk{new * 90}{sums})"
         return f"execute_{prompt + new}_{parts}", (prompt, new)
+    if family == "vllm, squares":
+        return f"execute_context_{context}({prompt}_{prompt**2})_generation_{new}({new}_{new})", (prompt, new)
     if family == "vllm, requests":
         return f"execute_new_{context}_cached_{new}", None
     if family == "sglang":
@@ -40,7 +42,15 @@ def drawn(draw: random.Random, family: str) -> tuple[str, Tokens]:
     return f"step[{draw.choice(MODES)} bs={new}]", None
 
 
-FAMILIES = ("vllm", "vllm, detailed", "vllm, requests", "sglang", "sglang, sums", "sglang, modes")
+FAMILIES = (
+    "vllm",
+    "vllm, detailed",
+    "vllm, squares",
+    "vllm, requests",
+    "sglang",
+    "sglang, sums",
+    "sglang, modes",
+)
 
 
 def report_of(path: Path) -> Report:
@@ -48,7 +58,7 @@ def report_of(path: Path) -> Report:
     return step.report()
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(28))
 def test_each_iteration_counts_once_with_its_tokens(seed: int, tmp_path: Path) -> None:
     """Nothing to do is no iteration, an inner annotation is the outer's, and unknown tokens are unknown."""
     draw = random.Random(seed)

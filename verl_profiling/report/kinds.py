@@ -324,12 +324,10 @@ def blocks_from_ns(kind: int, name: str) -> int:
 UNKNOWN_TOKENS = -1
 """Number of tokens of an iteration whose name does not say it."""
 
-# vLLM (its v1/worker/gpu_worker.py): seen in 0.32; in 0.10.2 to 0.14 (PRs 22496, 31193), numbers of requests
-# only; and with detailed annotations (PR 37524), the sums of query (sq) and KV lengths.
-_VLLM = re.compile(
-    r"execute_(?:\d+_)?context_\d+\((?:sq)?(\d{1,12})(?:sk\w*)?\)_generation_(\d+)\((?:sq)?(\d{1,12})(?:sk\w*)?\)$",
-    re.ASCII,
-)
+# vLLM (its v1/worker/gpu_worker.py): tokens by context and generation, seen in 0.32. In 0.10.2 to 0.14 (PRs
+# 22496, 31193) numbers of requests only; with detailed annotations (PR 37524) tokens, then sums of lengths.
+_TOKENS = r"\((?:sq)?(\d{1,12})(?:[a-z_]\w*)?\)"
+_VLLM = re.compile(rf"execute_(?:\d+_)?context_\d+{_TOKENS}_generation_(\d+){_TOKENS}$", re.ASCII)
 _VLLM_REQUESTS = re.compile(r"execute_new_(\d{1,12})_cached_(\d{1,12})$", re.ASCII)
 # SGLang (its model_executor/step_span_utils.py): ``step[EXTEND bs=<requests> toks=<tokens>]``, any other
 # forward mode with its requests, and from PR 24911 on sums of query lengths by context and generation.
