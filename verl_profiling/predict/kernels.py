@@ -171,7 +171,7 @@ def _matches(name: str, pattern: str) -> bool:
 def _read(source: Source, limits: Limits, communication: tuple[str, ...]) -> _Content:
     kind_of = cache(partial(kinds.kind_of, communicates=kinds.communicates(communication)))
     found = _Content([], [], defaultdict(list), {}, set())
-    trace = Trace(source.file, limits)
+    trace = Trace(source.file, limits, source.pids)
     for events in trace.chunks(_CHUNK_BYTES):
         timed = [event for event in events if event.ph == "X" and event.ts is not None]
         spans = to_spans(timed, trace.base_ns - source.offset_ns)

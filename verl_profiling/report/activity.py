@@ -46,6 +46,7 @@ from verl_profiling.report.kinds import (
     parse_iteration,
 )
 from verl_profiling.report.lanes import Lane, Step
+from verl_profiling.report.lost_work import GRAPH_LAUNCH, bounded_ends, lost_kernels
 from verl_profiling.report.observed import Recording, extended, observed_by
 from verl_profiling.timeline.step import GRAPH_CAPTURE, Source, StepInputs
 from verl_profiling.timeline.trace import NO_ARGS, Event, Limits, Trace
@@ -168,6 +169,8 @@ class _LaneReader:
         # By number of the key; an event that correlates names the call that launched it, or is that call.
         self._kinds, self._blocks_from = array("b", [NOTHING]), array("q", [0])
         self._correlates = array("b", [False])
+        self._launches_graph = array("b", [False])
+        self._graphs = [np.empty(0, np.int64)]  # launches of graphs
         self._calls: list[NDArray[np.int64]] = []  # launches, and their begins
         self._numbers: dict[tuple[object, ...], int] = {}
         self._rows: list[Rows] = []  # device rows; until a device event is found, host rows
@@ -202,6 +205,9 @@ class _LaneReader:
             self._note(f"not understood, so not counted as iterations of the engine: {names}")
         rows = _joined(self._rows)
         self._rows.clear()
+        graphs = np.concatenate(self._graphs)
+        if self._has_device:
+            rows = self._bounded(rows, graphs)
         devices = self._devices(rows)
         lane = Lane(
             source=self._job.sources[0],
@@ -218,6 +224,7 @@ class _LaneReader:
         if devices:
             masks = ((name, np.isin(rows.keys, mine)) for name, mine in devices.items())
             found = ((name, rows if mask.all() else rows.of(mask)) for name, mask in masks)
+            lane.is_unknown = self._lost_kernels(rows, graphs)
             return [self._reduced(mine, _ON_DEVICE, replace(lane, accelerator=name)) for name, mine in found]
         unrecorded = self._job.unrecorded
         lost = f"has no event of {unrecorded}, although the device was in use" if unrecorded else ""
@@ -237,7 +244,7 @@ class _LaneReader:
 
     def _read(self, source: Source) -> None:
         """Read one trace."""
-        trace = Trace(source.file, self._job.limits)
+        trace = Trace(source.file, self._job.limits, source.pids)
         self.found.paths.append(source.path)
         self._groups.add(only_group(trace.metadata.get("distributedInfo")))
         recording = Recording(limits=source.recorded_ns)
@@ -257,6 +264,7 @@ class _LaneReader:
             recording.is_cut_off = trace.truncated
             self.found.events += trace.events
             self.found.problems += [f"{source.path.name}: {warning}" for warning in trace.warnings]
+            self.found.notes += [f"{source.path.name}: {note}" for note in trace.notes()]
         labels = {pid: label for (what, pid, _), label in self._said.items() if what == "process_labels"}
         self._labels = labels | self._labels
         for pid in {key.pid for key in self._keys}:
@@ -292,6 +300,7 @@ class _LaneReader:
         )
         calls = rows.of((rows.launches > 0) & (kinds > UNKNOWN))
         self._calls.append(np.stack((calls.launches, calls.spans[:, 0])))
+        self._graphs.append(calls.launches[np.frombuffer(self._launches_graph, np.bool_)[calls.keys]])
         self._has_device |= bool((kinds < UNKNOWN).any())
         task = kinds == NOTHING
         if task.any():
@@ -302,10 +311,9 @@ class _LaneReader:
     def _launches_of(self, events: Sequence[Event], keys: NDArray[np.int32]) -> NDArray[np.int64]:
         """Return the number that a device's event shares with the host call which launched it, else 0."""
         found = np.zeros(len(events), np.int64)
-        if self._stages:
-            for place in np.flatnonzero(np.frombuffer(self._correlates, np.bool_)[keys]).tolist():
-                if said := _CORRELATION.search(events[place].args):
-                    found[place] = int(said[1]) | len(self.found.paths) << 40
+        for place in np.flatnonzero(np.frombuffer(self._correlates, np.bool_)[keys]).tolist():
+            if said := _CORRELATION.search(events[place].args):
+                found[place] = int(said[1]) | len(self.found.paths) << 40
         return found
 
     def _number(self, event: Event) -> int:
@@ -333,6 +341,7 @@ class _LaneReader:
             self._keys.append(key)
             self._kinds.append(kind)
             self._correlates.append(kind < UNKNOWN or calls_device)
+            self._launches_graph.append(calls_device and bool(GRAPH_LAUNCH.search(key.name)))
             self._blocks_from.append(blocks_from_ns(kind, key.name))
         return number
 
@@ -410,6 +419,40 @@ class _LaneReader:
             owners[name] += known.get(pid) or unknown[pid]
         return owners
 
+    def _bounded(self, rows: Rows, graphs: NDArray[np.int64]) -> Rows:
+        """Return the rows with impossible ends moved to the next begin on the stream, and note how many."""
+        # Copies of NPUs overlap, and so may collectives of several groups.
+        computing = self._kinds_of(rows.keys) == COMPUTE
+        if not computing.any():
+            return rows
+        kernels = rows.of(computing)
+        of_graphs = kernels.launches * np.isin(kernels.launches, graphs)
+        cut_ns = kernels.spans[:, 1] - bounded_ends(kernels.spans, self._threads()[kernels.keys], of_graphs)
+        if not cut_ns.any():
+            return rows
+        self._note(
+            f"{np.count_nonzero(cut_ns):,} kernels run over the next kernel of their stream, by "
+            f"{duration(int(cut_ns.sum()) / 1e9)} in all: each is taken to end where the next begins"
+        )
+        spans = rows.spans.copy()
+        spans[computing, 1] -= cut_ns
+        return rows._replace(spans=spans)
+
+    def _lost_kernels(self, rows: Rows, graphs: NDArray[np.int64]) -> bool:
+        """Return whether graph launches lost kernels, so that the work of the device is unknown."""
+        ordered = rows.of(np.argsort(rows.spans[:, 0], kind="stable"))
+        lost = lost_kernels(np.unique(graphs), ordered.launches, ordered.keys)
+        if lost:
+            self.found.problems.append(
+                f"{self.found.paths[0].name}: {lost}, so the work of the device is unknown"
+            )
+        return bool(lost)
+
+    def _threads(self) -> NDArray[np.int32]:
+        """Return the number of the thread, or of the stream, of each key."""
+        threads = defaultdict[tuple[object, object], int](count().__next__)
+        return np.array([threads[key.pid, key.tid] for key in self._keys], np.int32)
+
     def _reduced(self, rows: Rows, kinds: Sequence[int], lane: Lane) -> Lane:
         """Return a lane with its rows reduced to the time of each kind, the collectives and the operators.
 
@@ -442,9 +485,7 @@ class _LaneReader:
 
     def _ops(self, rows: Rows) -> dict[tuple[str, str], tuple[int, int]]:
         """Return calls and self time (ns) by name and by the stage in which a call is launched, or begins."""
-        threads = defaultdict[tuple[object, object], int](count().__next__)
-        thread_of = np.array([threads[key.pid, key.tid] for key in self._keys], np.int32)
-        own = nested_times(rows.spans, thread_of[rows.keys])
+        own = nested_times(rows.spans, self._threads()[rows.keys])
         edges = np.array([(stage.begin_ns, stage.end_ns) for stage in self._stages], np.int64).reshape(-1, 2)
         begins = self._launched(rows)
         at = np.searchsorted(edges[:, 0], begins, side="right") - 1

@@ -103,7 +103,7 @@ def read_lanes(
         coverage.read += len(found.paths)
         coverage.events += found.events
         coverage.has_stacks |= found.has_stacks
-        notes += found.notes
+        notes += [note for note in found.notes if note not in notes]  # lanes may share a file
         for source in job.sources:
             if on_progress:
                 on_progress(source)

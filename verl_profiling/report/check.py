@@ -24,6 +24,7 @@ from verl_profiling.timeline.inputs import (
     step_folders,
     unfinished,
 )
+from verl_profiling.timeline.npu_folders import not_analysed, npu_files
 from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.step import Source
 from verl_profiling.timeline.trace import Blocks, Limits, Trace
@@ -90,9 +91,11 @@ def check(path: Path, limits: Limits | None = None, ray: str | None = None) -> C
     elif path.is_dir():
         steps, damaged = plain_steps([path])
         notes += [note for step in steps for note in step.notes]
-        files = [source.path for step in steps for source in step.files]
-        files += [Path(error.path) for error in damaged]
+        files = {source.path for step in steps for source in step.files}
+        files |= {Path(error.path) for error in damaged if not Path(error.path).is_dir()}
         checked = [_check_file(str(file.relative_to(path)), file.resolve(), limits) for file in sorted(files)]
+        for folder, problem in not_analysed(path):
+            checked.append(Checked(path=str(folder.relative_to(path)), status="missing", reason=problem))
     elif path.exists():
         checked = [_check_file(path.name, path.resolve(), limits)]
     else:
@@ -237,7 +240,9 @@ def _check_folder(name: str, path: Path, limits: Limits) -> Checked:
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     if not size:
         return Checked(path=name, status="empty", reason="the folder holds no data")
-    for trace in sorted(path.rglob("trace_view.json")):
+    for _, problem in not_analysed(path):
+        return Checked(path=name, status="missing", reason=problem, bytes=size)
+    for trace in npu_files(path):
         found = _check_file(f"{name}/{trace.relative_to(path)}", trace, limits)
         if found.status != "ok":
             return found

@@ -147,9 +147,9 @@ class UseRow(msgspec.Struct, frozen=True, kw_only=True):
     lost_us: dict[str, float]
 
     @property
-    def busy_share(self) -> float:
-        """Busy share of the observed time."""
-        return self.busy_us / self.span_us if self.span_us else 0.0
+    def busy_share(self) -> float | None:
+        """Busy share of the observed time; ``None`` for an unknown share."""
+        return self.busy_us / self.span_us if self.span_us else None
 
 
 class WorkerRow(UseRow, frozen=True, kw_only=True):

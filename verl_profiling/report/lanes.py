@@ -39,8 +39,8 @@ class Lane:
         accelerator: Name of the device in the traces; ``""`` for a CPU trace.
         on_device: Whether the work ran on a device (see :mod:`~verl_profiling.report.kinds`).
         is_one_of_several: Whether the process has other devices.
-        is_unknown: Whether the device's work is unknown: the trace is cut off before its first event, or the
-            device was in use but not recorded.
+        is_unknown: Whether the device's work is unknown: the trace is cut off before its first event, the
+            device was in use but not recorded, or work of the device was lost.
         compute: Spans of computation.
         communication: Spans of communication.
         memory: Spans in which memory was copied or set.
@@ -132,7 +132,7 @@ class Step:
             self.whole = union(self.whole, lane.observed)
             edges = self.whole.reshape(-1).tolist() or [0]
             self.begin_ns, self.end_ns = edges[0], edges[-1]
-        lane.observed = intersection(self.whole, lane.observed)
+        lane.observed = EMPTY if lane.is_unknown else intersection(self.whole, lane.observed)
         worker = self.worker_of(lane.source)
         if worker is None:
             return

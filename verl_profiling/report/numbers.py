@@ -41,6 +41,7 @@ from verl_profiling.report.anatomy import percent
 from verl_profiling.report.capture_rows import VALIDATE
 from verl_profiling.report.columns import DeviceRow, EngineRow, KernelRow, WorkerRow
 from verl_profiling.report.intervals import (
+    EMPTY,
     Spans,
     covered_before,
     holding,
@@ -66,6 +67,13 @@ _TURNS = (
 """The causes of idle time in order of precedence among the lanes of a device."""
 
 
+def _observed(lanes: Sequence[Lane]) -> Spans:
+    """Return the time in which a device is observed: none if any of its lanes is unknown."""
+    if any(lane.is_unknown for lane in lanes):
+        return EMPTY
+    return union(*(lane.observed for lane in lanes))
+
+
 def _used(lanes: Sequence[Lane], lost: Mapping[str, Spans]) -> dict[str, Any]:
     """Return the fields of ``UseRow`` for one lane, or for all lanes that share a device.
 
@@ -73,13 +81,14 @@ def _used(lanes: Sequence[Lane], lost: Mapping[str, Spans]) -> dict[str, Any]:
         lanes: The lanes.
         lost: Idle time of the lanes by cause.
     """
-    observed = union(*(lane.observed for lane in lanes))
+    observed = _observed(lanes)
+    windows = {lane: intersection(lane.observed, observed) for lane in lanes}
     compute, communication, memory, unrecognised, busy = (
-        union(*(intersection(getattr(lane, kind), lane.observed) for lane in lanes))
+        union(*(intersection(getattr(lane, kind), window) for lane, window in windows.items()))
         for kind in ("compute", "communication", "memory", "unrecognised", "busy")
     )
-    waits = {lane: intersection(lane.waiting, lane.observed) for lane in lanes}
-    works = (subtract(intersection(lane.busy, lane.observed), wait) for lane, wait in waits.items())
+    waits = {lane: intersection(lane.waiting, window) for lane, window in windows.items()}
+    works = (subtract(intersection(lane.busy, windows[lane]), wait) for lane, wait in waits.items())
     times = {
         "span_us": observed,
         "busy_us": busy,
@@ -323,6 +332,6 @@ def lost_of_device(lanes: Sequence[Lane]) -> Mapping[str, Spans]:
     if len(lanes) == 1:
         return lanes[0].idle
     busy = union(*(intersection(lane.busy, lane.observed) for lane in lanes))
-    idle = subtract(union(*(lane.observed for lane in lanes)), busy)
+    idle = subtract(_observed(lanes), busy)
     found = partition(idle, {cause: union(*(lane.idle[cause] for lane in lanes)) for cause in _TURNS})
     return {cause: found[cause] for cause in CAUSES}

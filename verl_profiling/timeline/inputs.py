@@ -15,6 +15,7 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, Artifact, CaptureResult, Manifest
 from verl_profiling.opener import named_file, real_folder
 from verl_profiling.run_files import known_run, read_manifest
+from verl_profiling.timeline.npu_folders import not_analysed, npu_files
 from verl_profiling.timeline.plain import plain_steps
 from verl_profiling.timeline.step import Source, StepInputs, sorted_sources
 from verl_profiling.trajectory_log import LOG_SUFFIX
@@ -224,6 +225,8 @@ def _from_manifest(directory: Path, ray: str | None) -> StepInputs:
             where = on_other_host(directory, artifact, ray)
             files = list(_files_in(path or directory / artifact.path)) if path or where else []
             found += (_source(manifest, worker, artifact, file, where) for file in files)
+            if path is not None:
+                inputs.absent += [f"{folder} {problem}" for folder, problem in not_analysed(path)]
             if path is not None or files or (where and artifact.tool != "npu"):
                 continue  # of the files elsewhere, only the traces of torch_npu are read here alone
             state = "missing" if status == "failed" else status
@@ -267,9 +270,9 @@ def _source(manifest: Manifest, worker: CaptureResult, artifact: Artifact, path:
 
 
 def _files_in(path: Path) -> Iterator[Path]:
-    """Yield the trace or log of an artifact, or each Chrome trace in a folder (torch_npu)."""
+    """Yield the trace or log of an artifact, or the file of each recording in a folder (torch_npu)."""
     if path.is_dir():
-        for found in sorted(path.rglob("trace_view.json")):
+        for found in npu_files(path):
             yield named_file(path, str(found.relative_to(path)))
     elif path.name.endswith((".json", ".json.gz", LOG_SUFFIX)):
         yield path

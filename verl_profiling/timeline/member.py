@@ -142,7 +142,7 @@ def write_member(job: MemberJob) -> Member:
         OSError: The member cannot be written.
     """
     bytes(_KEPT_BYTES)  # freeing it raises glibc's mmap threshold: freed blocks up to this size are reused
-    trace = Trace(job.source.file, job.limits)
+    trace = Trace(job.source.file, job.limits, job.source.pids)
     processes = Processes(job.pid, job.source.title, job.lane_index)
     written = left_out = 0
     problems = []

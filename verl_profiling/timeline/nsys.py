@@ -1,26 +1,22 @@
-"""Moves reports of Nsight Systems into step folders, and converts exported reports into Chrome traces.
-
-Nsight Systems omits empty tables, so each table of an export is optional. Schema:
-https://docs.nvidia.com/nsight-systems/UserGuide/index.html ("SQLite Schema Reference").
-"""
+"""Moves reports of Nsight Systems into step folders, and converts exported reports into Chrome traces."""
 
 from __future__ import annotations
 
 import shutil
-import sqlite3
 import subprocess
 from collections.abc import Iterator, Mapping
 from io import BufferedWriter
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from isal import igzip
 
 from verl_profiling.errors import ToolUnavailableError, TraceFormatError
-from verl_profiling.manifest import MANIFEST_NAME, MAX_NS, NOTES_SUFFIX, NSYS_FOLDER, NsysRange, worst_status
-from verl_profiling.opener import move_file, named_file, opened, read_small, remove_file, whole_file
+from verl_profiling.manifest import MANIFEST_NAME, NOTES_SUFFIX, NSYS_FOLDER, NsysRange, worst_status
+from verl_profiling.opener import move_file, named_file, read_small, remove_file, whole_file
 from verl_profiling.run_files import read_manifest, write_result
+from verl_profiling.timeline.databases import trace_of_database
 
 REPORT = ".nsys-rep"
 _TOOL = "nsys"
@@ -194,41 +190,6 @@ def _entered(
     return Collected(path, "missing" if file is None else "truncated" if reason else "ok", reason)
 
 
-_DEVICE = "deviceId, streamId, deviceId AS device, streamId AS stream, correlationId AS correlation"
-_THREAD = "globalTid >> 24 & 0xFFFFFF, globalTid & 0xFFFFFF"  # process id, thread id (24 bits each)
-_COPY = (
-    "CASE copyKind WHEN 1 THEN 'HtoD' WHEN 2 THEN 'DtoH' WHEN 8 THEN 'DtoD' WHEN 10 THEN 'PtoP' ELSE copyKind"
-)
-_PUSH_POP, _START_END = 59, 60
-_TABLES = {
-    "CUPTI_ACTIVITY_KIND_KERNEL": (
-        "kernel",
-        f"COALESCE(value, 'kernel'), start, end, {_DEVICE} "
-        "FROM CUPTI_ACTIVITY_KIND_KERNEL LEFT JOIN StringIds ON id = demangledName",
-    ),
-    "CUPTI_ACTIVITY_KIND_MEMCPY": (
-        "gpu_memcpy",
-        f"'Memcpy ' || {_COPY} END, start, end, {_DEVICE}, bytes FROM CUPTI_ACTIVITY_KIND_MEMCPY",
-    ),
-    "CUPTI_ACTIVITY_KIND_MEMSET": (
-        "gpu_memset",
-        f"'Memset', start, end, {_DEVICE} FROM CUPTI_ACTIVITY_KIND_MEMSET",
-    ),
-    "CUPTI_ACTIVITY_KIND_RUNTIME": (
-        "cuda_runtime",
-        f"COALESCE(value, 'cuda call'), start, end, {_THREAD}, correlationId AS correlation "
-        "FROM CUPTI_ACTIVITY_KIND_RUNTIME LEFT JOIN StringIds ON id = nameId",
-    ),
-    "NVTX_EVENTS": (
-        "user_annotation",
-        f"COALESCE(text, value, 'range'), start, end, {_THREAD} "
-        "FROM NVTX_EVENTS LEFT JOIN StringIds ON id = textId "
-        f"WHERE eventType IN ({_PUSH_POP}, {_START_END}) AND end IS NOT NULL",
-    ),
-}
-"""The event category of each table, and the query for name, begin, end, process, thread and arguments."""
-
-
 def convert_nsys(database: Path, output: Path, metadata: Mapping[str, Any]) -> int:
     """Write a compressed Chrome trace of an exported report; return the number of its events.
 
@@ -241,53 +202,13 @@ def convert_nsys(database: Path, output: Path, metadata: Mapping[str, Any]) -> i
         TraceFormatError: The file is not an export of Nsight Systems.
         OSError: The trace cannot be written.
     """
-    try:
-        opened(database).close()
-    except OSError as error:
-        raise TraceFormatError(database, f"cannot be read ({error.strerror})") from error
-    # SQLite opens by name; when nothing changes, it looks for no journal, which could be a link.
-    connection = sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
-    connection.text_factory = lambda text: text.decode("utf-8", "replace")
-    try:
-        with whole_file(output) as file:
-            return _write(connection, file, metadata)
-    except (sqlite3.Error, TypeError, OverflowError) as error:  # SQLite does not check types
-        raise TraceFormatError(database, f"is not an export of Nsight Systems ({error})") from error
-    finally:
-        connection.close()
-
-
-def _write(connection: sqlite3.Connection, output: BinaryIO, metadata: Mapping[str, Any]) -> int:
-    head = {
-        "verl_profiling": dict(metadata),
-        "baseTimeNanoseconds": _session_start_ns(connection),
-        "traceEvents": [],
-    }
     count = 0
-    with igzip.open(output, "wb", compresslevel=1) as packed, BufferedWriter(packed, 1 << 18) as file:
-        file.write(msgspec.json.encode(head)[:-2])
-        for count, event in enumerate(_events(connection), 1):
-            file.write((b"," if count > 1 else b"") + msgspec.json.encode(event))
-        file.write(b"]}")
-    return count
-
-
-def _session_start_ns(connection: sqlite3.Connection) -> int:
-    """Return the begin of the session (unix ns), to which all other times are relative."""
-    row = connection.execute("SELECT utcEpochNs FROM TARGET_INFO_SESSION_START_TIME").fetchone()
-    start = row[0] if row else 0
-    if type(start) is int and 0 <= start <= MAX_NS:
-        return start
-    raise sqlite3.DataError(f"{start!r:.40} is not the start time of the session")
-
-
-def _events(connection: sqlite3.Connection) -> Iterator[dict[str, Any]]:
-    """Yield an event for each row."""
-    known = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    for category, columns in (_TABLES[name] for name in _TABLES if name in known):
-        rows = connection.execute(f"SELECT {columns}")
-        arguments = [column for column, *_ in rows.description[5:]]
-        for name, begin, end, pid, tid, *values in rows:
-            event = {"ph": "X", "name": str(name), "cat": category, "pid": pid, "tid": tid}
-            event |= {"ts": begin / 1000, "dur": (end - begin) / 1000}
-            yield {**event, "args": dict(zip(arguments, values, strict=True))} if values else event
+    with (
+        whole_file(output) as file,
+        igzip.open(file, "wb", compresslevel=1) as packed,
+        BufferedWriter(packed, 1 << 18) as buffered,
+    ):
+        for piece in trace_of_database(database, metadata):
+            buffered.write(piece)
+            count += 1
+    return count - 2  # header and end are no events

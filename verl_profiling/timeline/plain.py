@@ -25,6 +25,8 @@ import msgspec
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.timeline.categories import ENGINE_ITERATION, is_on_device
+from verl_profiling.timeline.databases import NO_DATABASE
+from verl_profiling.timeline.npu_folders import RECORDING_SUFFIX, not_analysed, npu_files
 from verl_profiling.timeline.step import (
     GRAPH_CAPTURE,
     TIMELINE_MARK,
@@ -61,7 +63,6 @@ _MERGED_PID = re.compile(r"^\[[\w-]+\] ")  # of SGLang's ``merge_profiles``: "[T
 # Folders of vLLM and SGLang for the capture of graphs, and the annotation in their traces
 _GRAPH_FOLDER = re.compile(r"capture_traces|graph_capture")
 _GRAPH_ANNOTATION = re.compile(r"capture_(?:graph|\d+)_\w+$")
-_NPU_FOLDER = "_ascend_pt"
 _NPU_RANK = re.compile(r"profiler_info_(\d+)\.json")
 _TRACE_SUFFIX = re.compile(r"(\.pt)?(\.trace)?\.json(\.gz)?$")
 _NOT_A_TRACE = {"report.json", "run.json", "manifest.json", TIMELINE_NAME}
@@ -107,18 +108,23 @@ def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceForm
     directory, *others = dict.fromkeys(path if path.is_dir() else path.parent for path in paths)
     if others:
         directory = Path(os.path.commonpath([folder.resolve() for folder in (directory, *others)]))
-    traces: dict[Path, _PlainTrace] = {}
+    traces: dict[tuple[Path, int], _PlainTrace] = {}
     damaged: list[TraceFormatError] = []
     for path in paths:
-        found = 0
+        unread = [TraceFormatError(*recording) for recording in not_analysed(path)]
+        damaged += unread
+        found = len(unread)
         for file in _files(path):
             try:
                 name = os.path.relpath(file.absolute(), directory.absolute())
-                traces[file.resolve()] = _described(file, name)
+                for number, trace in enumerate(_described(file, name)):
+                    traces[file.resolve(), number] = trace
             except TraceFormatError as error:
                 if path == file:
                     raise
                 if error.problem == _MERGED or (error.problem == NO_TRACE and _is_other_json(file)):
+                    continue
+                if file.suffix == ".sqlite" and error.problem.startswith(NO_DATABASE):
                     continue
                 damaged.append(TraceFormatError(file, error.problem))
             found += 1
@@ -129,11 +135,12 @@ def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceForm
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Yield a file itself, or the JSON files below a folder, without hidden files and results."""
+    """Yield a file itself, or the traces and databases below a folder, without hidden files and results."""
     if not path.is_dir():
         yield path
         return
-    for file in sorted(found for kind in ("*.json", "*.json.gz") for found in path.rglob(kind)):
+    kinds = (path.rglob(kind) for kind in ("*.json", "*.json.gz", "*.sqlite"))
+    for file in sorted({*chain(*kinds), *npu_files(path)}):
         hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
         if file.name not in _NOT_A_TRACE and not hidden and not file.is_dir():
             yield file
@@ -199,8 +206,10 @@ def _number(name: str, *patterns: re.Pattern[str]) -> int | None:
     return None
 
 
-def _described(path: Path, name: str) -> _PlainTrace:
-    """Return a trace with its role, rank and replica.
+def _described(path: Path, name: str) -> list[_PlainTrace]:
+    """Return a trace with its role, rank and replica; a report of several processes is a trace of each.
+
+    The processes of a report are ranked in the order of their devices.
 
     Raises:
         TraceFormatError: The file cannot be read, or is not a trace.
@@ -223,7 +232,7 @@ def _described(path: Path, name: str) -> _PlainTrace:
         title = f"{path.parent} {title}"
     role = _role(trace, name, title, head)
     pid_in_parts = _MERGED_PID.sub("", pid)
-    return _PlainTrace(
+    described = _PlainTrace(
         path=path,
         lane="",
         worker="",
@@ -237,6 +246,18 @@ def _described(path: Path, name: str) -> _PlainTrace:
         is_ranked=rank is not None,
         is_merged=bool(_MERGED_PID.match(pid)),
     )
+    parts = [
+        msgspec.structs.replace(
+            described,
+            rank=rank,
+            is_ranked=True,
+            pids=frozenset(pids),
+            process=(host, title, str(pids[0])),
+            recording=(*described.recording, rank),
+        )
+        for rank, pids in enumerate(trace.about("processes"))
+    ]
+    return parts or [described]
 
 
 def _role(trace: Trace, name: str, process: str, head: list[Event]) -> str:
@@ -261,7 +282,7 @@ def _recording(path: Path, pid: str, first: Iterable[Event], base_ns: int) -> tu
 
 def _npu_folder(path: Path) -> Path | None:
     """Return the folder of torch_npu that holds a file, if any: a folder per recording."""
-    return next((folder for folder in path.parents if folder.name.endswith(_NPU_FOLDER)), None)
+    return next((folder for folder in path.parents if folder.name.endswith(RECORDING_SUFFIX)), None)
 
 
 def _rank(trace: Trace, folder: Path | None, name: str) -> int | None:

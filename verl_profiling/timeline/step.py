@@ -34,6 +34,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         begin_ns: Begin of the first event (unix ns), for a file without a manifest.
         recorded_ns: Begin and end of the recording in the manifest (unix ns on the controller's clock); 0 if
             unknown.
+        pids: Ids of the lane's processes in the file; empty for all processes.
         where: ``host:path`` of a file on another host's own file system, which a Ray task reads; ``path`` is
             its path if it were in the step folder.
     """
@@ -49,6 +50,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     stage: str | None = None
     begin_ns: int = 0
     recorded_ns: tuple[int, int] = (0, 0)
+    pids: frozenset[int] = frozenset()
     where: str = ""
 
     @property

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import suppress
 from decimal import Context, Decimal, localcontext
 from functools import cache, lru_cache
@@ -30,6 +30,7 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MAX_NS
 from verl_profiling.memory import available_bytes, own_bytes
 from verl_profiling.opener import opened
+from verl_profiling.timeline.databases import MAGIC, NO_DATABASE, trace_of_database
 from verl_profiling.units import byte_size
 
 BLOCK_BYTES = 1 << 18
@@ -95,9 +96,13 @@ class Blocks:
         """
         try:
             with opened(self.path) as file:
-                is_gzip = file.read(2) == _GZIP_MAGIC
+                head = file.read(len(MAGIC))
                 file.seek(0)
-                for block in self._gzip(file) if is_gzip else self._plain(file):
+                if head == MAGIC:
+                    content = trace_of_database(self.path, {})
+                else:
+                    content = self._gzip(file) if head.startswith(_GZIP_MAGIC) else self._plain(file)
+                for block in content:
                     if self.position + len(block) > self._limit:
                         most = f"the limit of {self._limit:,} bytes of content"
                         self.damage = f"stopped at {most} (Limits.content_bytes raises it)"
@@ -147,6 +152,16 @@ NO_ARGS = msgspec.Raw(b"")
 
 NO_TRACE = "not a Chrome trace: found no traceEvents"
 
+_HINTS = {
+    ".nsys-rep": "is a report of Nsight Systems; run `nsys export --type sqlite` on it, and give the .sqlite",
+    ".sqlite": NO_DATABASE,
+    ".db": NO_DATABASE,
+    ".pickle": "is a snapshot of torch's memory, and no trace; open it at https://pytorch.org/memory_viz",
+    ".zst": "is compressed; run `zstd -d` on it first",
+    ".zip": "is an archive; unpack it first",
+}
+"""Advice on files that are no traces, by suffix."""
+
 _ARGUMENTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _TEXT = msgspec.json.Decoder(str | int)
 _BASE = "baseTimeNanoseconds"
@@ -156,6 +171,7 @@ _SEPARATOR = re.compile(rb"[\s,]*")
 _BOUNDARY = re.compile(rb"\}\s*,\s*(?=\{)")
 _NAME = re.compile(rb'\{\s*"ph"[^{}]*?"name"\s*:\s*"(.*)"\s*,\s*"pid"\s*:', re.DOTALL)
 _PHASE = re.compile(rb'"ph"\s*:')
+_IMPOSSIBLE = re.compile(r"Expected `float` [<>]= .* - at `\$\[0\]\.dur`")  # msgspec, on a duration
 _SCANNER = json.JSONDecoder()
 _TOLERANT = json.JSONDecoder(parse_constant=lambda name: None)
 _TAIL_BYTES = 1 << 18
@@ -220,10 +236,18 @@ class Trace:
         skipped: Number of invalid events; only the first one has a warning.
         holes_ns: Times around parts of unknown content (ns since ``base_ns``), from the event before a part
             to the event after it.
+        impossible: Number of events with a negative duration, or one of more than 30 years.
     """
 
-    def __init__(self, path: Path, limits: Limits | None = None) -> None:
+    def __init__(
+        self, path: Path, limits: Limits | None = None, pids: Set[int | str | None] = frozenset()
+    ) -> None:
         """Open the file, and read the header before the events.
+
+        Args:
+            path: The file.
+            limits: Limits on reading.
+            pids: Processes whose events are wanted; empty for all.
 
         Raises:
             TraceFormatError: The file cannot be read, or is not a trace.
@@ -234,6 +258,8 @@ class Trace:
         self.events = 0
         self.skipped = 0
         self.holes_ns: list[tuple[int, int]] = []
+        self.impossible = 0
+        self._pids = pids
         self._limits = limits or Limits()
         self._blocks = Blocks(path, self._limits)
         self._source = iter(self._blocks)
@@ -282,6 +308,8 @@ class Trace:
             closed, self._ended = self._ended, self._ended or last
             events = self._on_base(events)
             self._add_holes(events)
+            if self._pids:
+                events = [event for event in events if event.pid in self._pids]
             self.events += len(events)
             if events:
                 yield events
@@ -289,6 +317,18 @@ class Trace:
                 self._stop(self._consumed, reached)
                 return
         self._finish(closed)
+
+    def notes(self) -> Iterator[str]:
+        """Yield notes on the content, of its writer and on what was read so far."""
+        yield from map(str, self.about("notes"))
+        if self.impossible:
+            yield f"{self.impossible:,} events have a negative or endless duration, and count as 0 s"
+
+    def about(self, key: str) -> list[Any]:
+        """Return a list that this package wrote into the header of a trace; else an empty one."""
+        said = self.metadata.get("verl_profiling")
+        values = said.get(key) if isinstance(said, dict) else None
+        return values if isinstance(values, list) else []
 
     def _finish(self, closed: bool) -> None:
         """Read the rest of the file after the events, and warn if the file is incomplete."""
@@ -326,7 +366,7 @@ class Trace:
         damage = f" ({self._blocks.damage})" if self._blocks.damage else ""
         if not self._buffer.strip():
             raise TraceFormatError(self.path, f"is empty{damage}", 0)
-        raise TraceFormatError(self.path, f"{NO_TRACE}{damage}", 0)
+        raise TraceFormatError(self.path, _HINTS.get(self.path.suffix, NO_TRACE) + damage, 0)
 
     def _fill(self, wanted: int) -> bool:
         """Read until the buffer holds ``wanted`` bytes; return False at the end of the file."""
@@ -419,8 +459,11 @@ class Trace:
     def _decode_one(self, piece: bytes) -> list[Event]:
         try:
             return self._decoder.decode(b"[" + piece + b"]")
-        except msgspec.ValidationError:
-            raise
+        except msgspec.ValidationError as error:
+            if not _IMPOSSIBLE.match(str(error)):
+                raise
+            self.impossible += 1
+            return self._decoder.decode(msgspec.json.encode([{**_load_json(piece), "dur": 0}]))
         except UNDECODABLE:
             return self._decoder.decode(msgspec.json.encode([_load_json(piece)]))
 
