@@ -70,7 +70,7 @@ class CaptureSelection(
 
 
 TriggerKind = Literal["schedule", "demand", "anomaly"]
-Sign = Literal["", "slow_step", "slow_stage", "leader", "memory"]
+Sign = Literal["", "slow_step", "slow_stage", "slow_span", "leader", "memory"]
 """The kind of an anomaly, with its name in the settings ``watch.trigger``."""
 
 
@@ -85,6 +85,7 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True):
         sign: Kind of the anomaly that the watch detected.
         noticed: Step with the anomaly.
         stage: The slow stage, if there is one; on demand, the only requested stage.
+        span: Name of the slow span, if there is one.
         suspects: Lanes of the processes that may be the cause, e.g. ``actor_rank3``; the likeliest first.
         peers: Lanes of processes of the same role, captured for comparison.
         value: Value in the step with the anomaly: seconds, a share of the step, or bytes.
@@ -99,6 +100,7 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True):
     sign: Sign = ""
     noticed: int | None = None
     stage: str = ""
+    span: str = ""
     suspects: list[str] = []
     peers: list[str] = []
     value: float = 0.0

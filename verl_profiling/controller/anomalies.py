@@ -151,7 +151,8 @@ class Anomalies:
         The workers are the suspects and one peer; without suspects, all workers that ran the slow stage. A
         slow rollout without suspects is captured as in the settings: agent loops or engines may be its cause.
         """
-        everyone = noticed.everyone if noticed.sign == "slow_stage" and noticed.stage != ROLLOUT else []
+        is_of_all = noticed.sign in ("slow_stage", "slow_span") and noticed.stage != ROLLOUT
+        everyone = noticed.everyone if is_of_all else []
         lanes = [*noticed.suspects, *noticed.peers] or everyone
         uses = [self._uses[lane] for lane in lanes if lane in self._uses and lane != LOOP.lane]
         if not uses:

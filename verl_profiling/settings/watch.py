@@ -21,6 +21,7 @@ class Anomaly:
     Attributes:
         slow_step: Approximate ratio of a slow step's duration to the median of the window; ``null``: off.
         slow_stage: Approximate ratio of a slow stage's exposed time to its median; ``null``: off.
+        slow_span: Approximate ratio of a span's mean time per call to its median; ``null``: off.
         leader: Share of the step by which one process is slower than the others in a stage, in most of five
             steps; ``null``: off.
         memory: Share by which a process's memory grows over the window, with growth at every reading;
@@ -32,6 +33,7 @@ class Anomaly:
 
     slow_step: Ratio | None = 1.3
     slow_stage: Ratio | None = 1.3
+    slow_span: Ratio | None = 1.5
     leader: Share | None = 0.1
     memory: Growth | None = 0.2
     window: Annotated[int, msgspec.Meta(ge=3)] = 20

@@ -8,26 +8,33 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
-from itertools import chain
+from functools import partial
 from statistics import median
 
 import msgspec
 
 from verl_profiling.capture_request import Sign
 from verl_profiling.identity import ROLLOUT_ROLE
+from verl_profiling.manifest import WEIGHT_SYNC
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.shifts import LEAST_S, MATTERS, Series
 from verl_profiling.step_summary import RankUse, SpanTotal, StepSummary
 from verl_profiling.trajectories.spans import TRAJECTORY
 from verl_profiling.units import byte_size, duration
 from verl_profiling.watch.exposed import alone_ns, standings
+from verl_profiling.watch.span_past import (
+    GENERATE,
+    NEWS,
+    GrownSpan,
+    SpanKey,
+    SpanPast,
+    by_role,
+    worker_role,
+)
 from verl_profiling.watch.suspicion import Suspicion, healthiest
 
 LONG_S, LONG = 30.0, 3.0
 """Minimum excess of a single slow step over the median, in seconds, and as a multiple of the median."""
-
-NEWS = 1.25
-"""Ratio of a lead to the lead at its last detection from which it is detected again."""
 
 _STEADY = 0.5
 """Minimum growth in the second half of the window, as a share of the first half's; less is a warm-up."""
@@ -35,7 +42,6 @@ _STEADY = 0.5
 _STEADY_LEAD, _LARGE_LEAD = 0.3, 3.0
 _BESIDE_THE_WORST = 0.1
 _MOST_SPANS_NAMED = 2
-_GENERATE = "generate"
 
 
 class Detector:
@@ -52,12 +58,13 @@ class Detector:
     def __init__(self, options: Anomaly) -> None:
         self._options = options
         self._step = Series(options.window)
-        self._stages: dict[str, Series] = {}
-        self._ran: deque[list[str]] = deque(maxlen=options.window)
+        self._stages = defaultdict[str, Series](partial(Series, options.window))
+        self._ran: deque[list[str]] = deque()
+        self._often = Counter[str]()  # number of the steps in the window in which a stage ran
         self._seldom: set[str] = set()
         self._leads: dict[tuple[str, str], deque[float]] = {}
         self._noticed_leads: defaultdict[tuple[str, str], float] = defaultdict(float)
-        self._spans: deque[dict[tuple[str, str], SpanTotal]] = deque(maxlen=options.window)
+        self._spans = SpanPast(options)
         self._held: dict[str, deque[int]] = {}
         self._since_long = options.window
 
@@ -66,7 +73,12 @@ class Detector:
         if summary.captured:
             return None
         slow = self._slow(summary)
-        self._spans.append(_by_role(summary))
+        slow_spans = self._spans.join(by_role(summary), summary)
+        if slow is None and slow_spans:
+            slow = self._slow_span(slow_spans, summary)
+        if slow is not None and not slow.is_over:  # a slowdown of several series is detected once
+            for series in (self._step, *self._stages.values(), *self._spans.series.values()):
+                series.notice()
         return self._leading(slow, summary) or self._growing(summary)
 
     def is_named(self, found: Suspicion, summary: StepSummary) -> None:
@@ -78,13 +90,15 @@ class Detector:
     def _slow(self, summary: StepSummary) -> Suspicion | None:
         """Return a suspicion if the step, or one of its stages, has become slow."""
         options, times = self._options, summary.exposed_s
-        ran = Counter(chain.from_iterable(self._ran))
-        self._seldom |= {stage for stage in times if stage and 2 * ran[stage] < len(self._ran)}
+        self._seldom |= {stage for stage in times if stage and 2 * self._often[stage] < len(self._ran)}
+        if len(self._ran) == options.window:
+            self._often.subtract(self._ran.popleft())
         self._ran.append([*times])
+        self._often.update(times.keys())
         step, took = self._step, summary.seconds - sum(times.get(stage, 0.0) for stage in self._seldom)
         amount = step.measure(took, options.slow_step, LEAST_S)
         matters_s = max(MATTERS * step.past.usual, LEAST_S)
-        every = {stage: self._stages.setdefault(stage, Series(options.window)) for stage in times}
+        every = {stage: self._stages[stage] for stage in times}
         amounts = {
             stage: one.measure(times[stage], options.slow_stage, matters_s) for stage, one in every.items()
         }
@@ -101,8 +115,6 @@ class Detector:
             since, self._since_long = self._since_long, 1 if is_long else self._since_long + 1
             is_first = is_long and since >= options.window
             return self._slow_step(usual_stages, summary, is_over=True) if is_first else None
-        for one in (step, *every.values()):  # a slowdown of several series is detected once
-            one.notice()
         worst = max(news, key=lambda stage: every[stage].excess, default=None)
         if worst is not None and not (is_slow_step and every[worst].excess < step.excess / 2):
             where = f"stage {worst}" if worst else "the time in no stage"
@@ -136,8 +148,8 @@ class Detector:
             median=usual,
             history=[*series.past.before, series.value],
             reason=f"{took}{times} of {len(series.past.before)} steps before",
-        ).with_suspects(summary)
-        return self._explained(found, summary)
+        )
+        return found if sign == "slow_span" else self._explained(found.with_suspects(summary), summary)
 
     def _leading(self, slow: Suspicion | None, summary: StepSummary) -> Suspicion | None:
         """Return a suspicion if a process leads in a stage in five steps in a row, or in every second one.
@@ -178,48 +190,56 @@ class Detector:
         return found
 
     def _explained(self, found: Suspicion, summary: StepSummary) -> Suspicion:
-        """Return the suspicion, with the spans in its reason that grew along with its stage.
-
-        These are spans of roles that worked in the stage, and grew by at least half of the stage's excess.
-        Roles without stages count if only engines, the loop or other roles with spans worked. A trajectory is
-        listed only if none of its spans is.
-        """
-        processes = (*summary.loop, *summary.workers)
-        at_work = {lane for one in standings(summary).get(found.stage, ()) for lane in one.lanes}
-        working = [one for one in processes if one.lane in at_work]
-        waits = all(one.has_spans or one in summary.loop or one.role == ROLLOUT_ROLE for one in working)
-        roles = {one.role for one in (processes if waits else working)}
-        enough_ns = (found.value - found.median) * 1e9 / 2
-        totals = _by_role(summary)
-        grown: list[tuple[bool, float, tuple[str, str], str]] = []
-        for (role, name), total in totals.items():
-            none = SpanTotal(name, 0, 0)
-            past = [spans.get((role, name), none) for spans in self._spans] or [none]
-            usual_ns, runs = median(one.duration_ns for one in past), median(one.runs for one in past)
-            more_ns = total.duration_ns - usual_ns
-            if role in roles and more_ns >= enough_ns and total.duration_ns > NEWS * usual_ns:
-                sentence = (
-                    f"{name} of {role} took {duration(total.duration_ns / 1e9)} in {_calls(total.runs)}, "
-                    f"usually {duration(usual_ns / 1e9)} in {_calls(runs)}"
-                )
-                grown.append((name == TRAJECTORY, -more_ns, (role, name), sentence))
-        inside = [one for one in sorted(grown) if not one[0]] or grown
-        named = [sentence for *_, sentence in inside[:_MOST_SPANS_NAMED]]
-        grew = inside[0][2] if inside else ("", _GENERATE)
-        waited_for = _GENERATE if grew[1] == TRAJECTORY else grew[1]
-        # Agent loops wait for the process that does the work of a span, if it has one of that name.
-        do = [one for _, _, one, _ in inside if one[1] == waited_for and (one[0], TRAJECTORY) not in totals]
-        role = ROLLOUT_ROLE if waited_for == _GENERATE else waited_for
-        first = {one.lane for one in processes if one.role == role}
-        suspects = sorted(found.suspects, key=lambda lane: lane not in first)
-        found = msgspec.structs.replace(found, suspects=suspects)
-        if do or (inside and {*suspects} <= {one.lane for one in summary.loop}):
-            found = _with_span(found, summary, *[*do, grew][0])
+        """Return the suspicion, with the spans in its reason that grew along with its stage, or the loop."""
+        totals = by_role(summary)
+        grown = self._grown(found, totals, summary)
+        named = [span.sentence for span in grown[:_MOST_SPANS_NAMED]]
+        if grown:
+            named += self._spans.longer(totals)
+            found = _by_growth(found, summary, [span.key for span in grown], totals)
         own = self._stages.get("")
         if own and not (found.stage or named) and 2e-9 * alone_ns(summary) >= own.value + own.past.usual:
             named = ["meanwhile no process was in a stage, so the loop's own code took the time"]
             found = msgspec.structs.replace(found, suspects=[one.lane for one in summary.loop][:1])
         return msgspec.structs.replace(found, reason="; ".join([found.reason, *found.who, *named]))
+
+    def _grown(
+        self, found: Suspicion, totals: dict[SpanKey, SpanTotal], summary: StepSummary
+    ) -> list[GrownSpan]:
+        """Return the spans that grew by at least half of the excess, of roles that worked in the stage.
+
+        Roles without stages count if only engines, the loop or other roles with spans worked. A trajectory is
+        returned only if none of its spans is. In a weight sync, a generation counts only if it ran there.
+        """
+        working = standings(summary).get(found.stage, [])
+        at_work = {lane for standing in working for lane in standing.lanes}
+        ran = {name for standing in working for name in standing.ran}
+        processes = (*summary.loop, *summary.workers)
+        busy = [use for use in processes if use.lane in at_work]
+        waits = all(use.has_spans or use in summary.loop or use.role == ROLLOUT_ROLE for use in busy)
+        roles = {use.role for use in (processes if waits else busy)}
+        grown = [
+            span
+            for span in self._spans.grown(totals, (found.value - found.median) * 1e9 / 2)
+            if span.key[0] in roles
+            and (found.stage != WEIGHT_SYNC or span.key[1] in ran or span.key[1].startswith(WEIGHT_SYNC))
+        ]
+        return [span for span in grown if span.key[1] != TRAJECTORY] or grown
+
+    def _slow_span(self, slow: list[SpanKey], summary: StepSummary) -> Suspicion:
+        """Return the suspicion of the span whose calls took most of the additional time."""
+        totals, every = by_role(summary), self._spans.series
+        has_trajectories = {role for role, name in totals if name == TRAJECTORY}
+        # Agent loops wait for the process that does the work, if it has a span of that name.
+        doing = [key for key in slow if key[0] not in has_trajectories] or slow
+        key = max(doing, key=lambda key: every[key].excess * totals[key].runs)
+        (role, name), series = key, every[key]
+        took = f"step {summary.step}: {name} of {role} took {duration(series.value)} a call, "
+        found = self._suspicion("slow_span", "", series, summary, took)
+        has_span = [use for use in summary.workers if any(total.name == name for total in use.spans)]
+        lanes = [use.lane for use in summary.workers if use.role == worker_role(name)]
+        lanes = lanes or [use.lane for use in has_span if use.role == role]
+        return _with_span(msgspec.structs.replace(found, span=name, everyone=lanes), summary, role, name)
 
     def _growing(self, summary: StepSummary) -> Suspicion | None:
         """Return a suspicion if memory grew at every reading of a window and does not level off.
@@ -261,6 +281,23 @@ class Detector:
         )
 
 
+def _by_growth(
+    found: Suspicion, summary: StepSummary, grown: list[SpanKey], totals: Mapping[SpanKey, SpanTotal]
+) -> Suspicion:
+    """Return the suspicion with the processes that do the work of the grown spans as first suspects.
+
+    Agent loops wait for the process that does the work of a span, if it has one of that name.
+    """
+    name = GENERATE if grown[0][1] == TRAJECTORY else grown[0][1]
+    doing = [key for key in grown if key[1] == name and (key[0], TRAJECTORY) not in totals]
+    first = {use.lane for use in summary.workers if use.role == worker_role(name)}
+    suspects = sorted(found.suspects, key=lambda lane: lane not in first)
+    found = msgspec.structs.replace(found, suspects=suspects)
+    if doing or {*suspects} <= {use.lane for use in summary.loop}:
+        return _with_span(found, summary, *[*doing, *grown][0])
+    return found
+
+
 def _with_span(found: Suspicion, summary: StepSummary, role: str, span: str) -> Suspicion:
     """Return the suspicion with the process of a grown span as first suspect, without the loop if it waits.
 
@@ -276,7 +313,7 @@ def _with_span(found: Suspicion, summary: StepSummary, role: str, span: str) -> 
     }
     first, *others = sorted(took, key=took.__getitem__, reverse=True) or [""]
     is_known = first and (not others or took[first] >= NEWS * median(took[lane] for lane in others))
-    is_wait = span == TRAJECTORY or (span == _GENERATE and role != ROLLOUT_ROLE)
+    is_wait = span == TRAJECTORY or (span == GENERATE and role != ROLLOUT_ROLE)
     named = [first] if is_known and not is_wait else []
     known = {*named, *(one.lane for one in summary.loop if one.role != role)}
     return msgspec.structs.replace(
@@ -294,16 +331,3 @@ def _leads(summary: StepSummary) -> dict[tuple[str, str], float]:
         for row in summary.exposed
         if row.name and row.leader and row.lead_ns
     }
-
-
-def _by_role(summary: StepSummary) -> dict[tuple[str, str], SpanTotal]:
-    found: dict[tuple[str, str], SpanTotal] = {}
-    for process in (*summary.loop, *summary.workers):
-        for total in process.spans:
-            who = process.role, total.name
-            found[who] = found[who] + total if who in found else total
-    return found
-
-
-def _calls(runs: float) -> str:
-    return f"{runs:,.0f} {'call' if runs == 1 else 'calls'}"
