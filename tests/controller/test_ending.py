@@ -13,6 +13,7 @@ from fleet import once_all_hang
 from test_callback import configured, following, manifest, set_up
 
 from verl_profiling.manifest import Manifest
+from verl_profiling.report.check import check
 from verl_profiling.run_files import read_manifest
 
 PROGRAM = """
@@ -44,10 +45,6 @@ PROGRAM = """
             if scenario == "interrupted":
                 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
                 os.kill(os.getpid(), signal.SIGINT)
-            if scenario == "child exits":
-                if not (child := os.fork()):
-                    sys.exit(0)
-                os.waitpid(child, 0)
             if scenario == "own handler":
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(30)
@@ -59,12 +56,9 @@ def read(folder: Path, step: int = 2) -> Manifest:
     return read_manifest(folder / "run" / f"step_{step:06d}")
 
 
-def test_a_forked_child_that_exits_closes_no_capture(tmp_path: Path, run_python: RunPython) -> None:
-    """The loop goes on, and its process is the one that writes."""
-    assert "closing the capture" not in run_python(PROGRAM, "child exits").stderr
-    assert [(read(tmp_path, step).complete, read(tmp_path, step).notes) for step in (1, 2)] == [
-        (True, [])
-    ] * 2
+def test_a_forked_child_leaves_the_run_to_its_parent(tmp_path: Path, run_python: RunPython) -> None:
+    """Wherever it forks and however it leaves: the run of the parent goes on and is whole."""
+    run_python("from tests.controller.forking_loop import main; main('runs', '40')")
 
 
 @pytest.mark.parametrize(
@@ -130,3 +124,40 @@ def test_a_hook_that_is_interrupted_leaves_no_worker_recording(tmp_path: Path, p
         ("actor_rank1", "ok"),
     ]
     assert any("_InterruptedError" in note for note in written.notes)
+
+
+def test_ctrl_c_at_the_end_of_a_step_keeps_what_was_recorded(tmp_path: Path, run_python: RunPython) -> None:
+    """Also where it comes again at each stop: the step is `cut`, with its stages and metrics."""
+    run_python(
+        """
+        from contextlib import suppress
+        from pathlib import Path
+        import os, signal
+        from tests.controller.forking_loop import Loop
+        from verl_profiling import ProfilingCallback
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        loop = Loop(Path("run"), 1)
+        loop.place = ("", 0)
+        stop = loop.worker.stop_capture
+
+        def interrupted(*arguments):
+            reply = stop(*arguments)
+            if reply.result.step == 2:
+                signal.raise_signal(signal.SIGINT)
+            return reply
+
+        loop.worker.stop_capture = interrupted
+        try:
+            with ProfilingCallback(loop.config) as callback, suppress(StopIteration):
+                loop.train(callback).send(None)
+        except KeyboardInterrupt:
+            os._exit(130)
+        """,
+        status=130,
+    )
+    cut = read(tmp_path)
+    assert (cut.state, cut.complete, cut.metrics) == ("written", False, {"reward": 1.0, "loss": 0.5})
+    assert {"a", "rollout"} <= {span.name for span in cut.stages}
+    assert [worker.status for worker in cut.workers] == ["ok"]
+    [step] = [entry for entry in check(tmp_path / "run").artifacts if entry.status == "cut"]
+    assert "KeyboardInterrupt" in step.reason or "interrupted" in step.reason

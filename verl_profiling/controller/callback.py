@@ -18,12 +18,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from contextlib import closing
 from operator import index
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 from verl_profiling.capture.stage import Stage, StageSink, replace_in_graphs, stage_in_graph
 from verl_profiling.controller.controller import TRAINING_ENDED, Controller
@@ -37,6 +40,16 @@ from verl_profiling.settings.config import ProfilingConfig
 logger = logging.getLogger(__name__)
 
 Returned = TypeVar("Returned")
+
+_callbacks: WeakSet[_Callback[Any]] = WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for callback in _callbacks:
+        callback.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class _Callback(Generic[Returned]):
@@ -60,6 +73,13 @@ class _Callback(Generic[Returned]):
         self.config = ProfilingConfig.from_any(config)
         self._controller = Controller(self.config) if self.config.enable else None
         self._stages: dict[str, Stage] = {}
+        _callbacks.add(self)
+
+    def leave_to_parent(self) -> None:
+        """Do nothing from now on, in a forked child: the captures and the run are those of its parent."""
+        if self._controller is not None and self._controller.begun:
+            self._controller.leave_to_parent()
+            self._controller = None
 
     @abstractmethod
     def _call(
@@ -284,8 +304,9 @@ class ProfilingCallback(_Callback[None]):
             waits = hook(controller, argument)
             if waits is not None:
                 self._refuse_event_loop()
-                for wait in waits:
-                    wait()
+                with closing(waits):  # an interrupted hook ends here, not when it is collected
+                    for wait in waits:
+                        wait()
         except Exception as error:
             for wait in self._abandoned(controller, hook.__name__, error):
                 wait()

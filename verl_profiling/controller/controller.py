@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import sys
 from collections.abc import Mapping
 from contextvars import Context
@@ -56,6 +55,7 @@ class Controller:
         last: The last capture that was not a warm-up.
         run_notes: Notes of the loop that every manifest gets.
         roster: The workers.
+        begun: Whether the loop has begun, which makes this process the one that captures.
     """
 
     def __init__(self, config: ProfilingConfig) -> None:
@@ -72,7 +72,7 @@ class Controller:
         self.watch = Watch(config.watch, self.roster, config.timeouts.start_s) if watches else None
         self.decisions = Decisions(config, self.roster, self.watch)
         self._order = LoopOrder()
-        self._exit_of = 0
+        self.begun = False
         self._rollout: OpenStage | None = None
         self.sink: SpanLog | None = self._watched_stages()
 
@@ -84,6 +84,7 @@ class Controller:
         Args:
             begun: Number of the step, and version of the weights that generate.
         """
+        self.begun = True
         step, policy_version = begun
         if self.last is not None and not self.last.around:
             self._end_after()
@@ -217,6 +218,7 @@ class Controller:
 
     def on_train_begin(self) -> None:
         """Check the settings against the workers."""
+        self.begun = True
         self.roster.check_selection(capturing=False)
         self._run.amend(end_ns=None)  # the callback is entered again
         if knows_place(self.config, self.roster.targets):  # else the first step does it
@@ -372,13 +374,12 @@ class Controller:
         self.live = live
         self._pass_stages_to(live.log if live is not None else self._watched_stages())
         if live is not None:
-            self._exit_of = os.getpid()
             atexit.unregister(self._exit)
             atexit.register(self._exit)
 
     def _conclude(self, live: OpenCapture, why: str) -> Waits[list[CaptureResult]]:
         """Stop all workers and write the manifest; return the workers' results."""
-        live.stages = live.log.close()
+        live.stages = live.stages or live.log.close()  # a close that Ctrl-C interrupts is repeated
         results: list[CaptureResult] = []
         try:
             yield from live.stop()
@@ -396,12 +397,25 @@ class Controller:
             self._hooks.ended(live.request.capture_id, lambda: not is_pending(folder, upload))
         except Exception as error:
             self.decisions.refused(live.decision.trigger, f"the recordings could not be written: {error}")
+            self._closed()
             raise
-        finally:
-            self._set_live(None)
-            if self.watch is not None:
-                self.watch.read()
+        except BaseException:  # Ctrl-C: it can come again before the end of training closes the capture
+            self._write_interrupted(live)
+            raise
+        self._closed()
         return results
+
+    def _write_interrupted(self, live: OpenCapture) -> None:
+        live.complete = False
+        live.notes.append(f"{CUT_SHORT}: its end was interrupted")
+        if live.leads:
+            live.workers = live.expected()
+            self._run.write(live)
+
+    def _closed(self) -> None:
+        self._set_live(None)
+        if self.watch is not None:
+            self.watch.read()
 
     def _end_after(self) -> None:
         """Add the loop's stages since the end of a captured step to the manifest of the step."""
@@ -451,10 +465,14 @@ class Controller:
         if ranks is not None:
             ranks.end()
 
+    def leave_to_parent(self) -> None:
+        """Record nothing more, and close nothing at exit, in a forked child."""
+        self.sink = None
+        record_pauses(self, None)
+        atexit.unregister(self._exit)
+
     def _exit(self) -> None:
-        """Close the capture at process exit; a forked child never closes a capture."""
-        if self._exit_of != os.getpid():
-            return
+        """Close the capture at process exit."""
         error = getattr(sys, "last_value", None)
         how = f" with {in_a_line(error)}" if error is not None else ""
         why = f"the process of the loop ended{how}, without on_step_end or on_exception"
