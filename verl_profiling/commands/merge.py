@@ -24,7 +24,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: verl-profiling merge outputs/run/step_000012 --stage rollout --min-us 5"
     add_paths(parser)
     add_ray(parser)
-    option(parser, "-o --output OUTPUT", "file to write (only for a single step)", Path)
+    option(
+        parser,
+        "-o --output OUTPUT",
+        "file to write (only for a single step), uncompressed if its name ends with .json",
+        Path,
+    )
     option(parser, "--stage NAME", "keep only events during this stage of the loop; repeatable", many=True)
     option(parser, "--ranks 0,8-15", "keep only these ranks of each role, e.g. 0,8-15")
     time = at_least_0("a time in microseconds such as 5")

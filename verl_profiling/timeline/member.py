@@ -22,6 +22,7 @@ from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import Request
 from verl_profiling.opener import whole_file
 from verl_profiling.timeline.cluster import results
+from verl_profiling.timeline.overlaps import Overlaps
 from verl_profiling.timeline.processes import (
     TRAJECTORIES_PID,
     Processes,
@@ -137,11 +138,20 @@ class MemberFile:
 def write_member(job: MemberJob) -> Member:
     """Write one trace as a gzip member of events, with a comma before each.
 
+    Only a trace with slices that overlap partly is written twice, the second time with further rows.
+
     Raises:
         TraceFormatError: The trace cannot be read at all.
         OSError: The member cannot be written.
     """
     bytes(_KEPT_BYTES)  # freeing it raises glibc's mmap threshold: freed blocks up to this size are reused
+    overlaps = Overlaps(job.lane_index)
+    member = _write_trace(job, overlaps, overlaps.add)
+    return _write_trace(job, overlaps, overlaps.move) if overlaps.find() else member
+
+
+def _write_trace(job: MemberJob, overlaps: Overlaps, visit: Callable[[list[Event]], None]) -> Member:
+    """Write one trace; ``visit`` gets all events, and may change their threads."""
     trace = Trace(job.source.file, job.limits, job.source.pids)
     processes = Processes(job.pid, job.source.title, job.lane_index)
     written = left_out = 0
@@ -156,10 +166,12 @@ def write_member(job: MemberJob) -> Member:
                 left_out += len(events) - len(kept)
                 timed = _relocate(kept, processes, base_ns - job.base_ns, job.index)
                 written += len(timed)
+                visit(timed)
                 file.write(timed)
         except TraceFormatError as error:
             problems.append(error.problem)
-        file.write(processes.names())
+        names = processes.names()
+        file.write(chain(names, overlaps.names(names)))
     problems += trace.warnings
     return Member(path=job.source.path, events=written, left_out=left_out, problems=problems)
 

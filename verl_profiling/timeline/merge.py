@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import msgspec
+from isal import igzip
 
 from verl_profiling.capture_request import parse_ranks
 from verl_profiling.errors import ConfigError, TraceFormatError, choices_hint
@@ -85,7 +86,8 @@ def merge(
 
     Args:
         inputs: The step, from :func:`~verl_profiling.timeline.inputs.find_steps`.
-        output: File to write; by default ``timeline.json.gz`` in the step's folder.
+        output: File to write, uncompressed if its name ends with ``.json``; by default ``timeline.json.gz``
+            in the step's folder.
         keep: Selection of events; all by default.
         max_bytes: Drop the shortest events until the timeline is no larger than this.
         jobs: Number of processes. If ``jobs > 1`` and the caller has threads, its main module must be
@@ -110,6 +112,8 @@ def merge(
                 if on_progress:
                     on_progress(job.source)
             result = _join(scratch / "timeline", inputs, plan, pids, members, base_ns, keep, critical_path)
+            if output.suffix == ".json":
+                result = _unpacked(result)
             if max_bytes is None or result.bytes <= max_bytes or keep.min_us >= _LONGEST_US:
                 break
             fits_us = max(min_us_for_share(result.path, max_bytes / result.bytes), 2 * keep.min_us, 1.0)
@@ -168,6 +172,13 @@ def _join(
         members=members,
         problems=problems,
     )
+
+
+def _unpacked(result: MergeResult) -> MergeResult:
+    path = result.path.with_suffix(".json")
+    with igzip.open(result.path) as packed, path.open("wb") as file:
+        shutil.copyfileobj(packed, file, 1 << 20)
+    return msgspec.structs.replace(result, path=path, bytes=path.stat().st_size)
 
 
 def zero_ns(begin_ns: int) -> int:

@@ -77,7 +77,7 @@ def name_row(pid: int, row: int, name: str) -> list[Event]:
     ]
 
 
-def name_thread(pid: int, tid: int, name: str) -> Event:
+def name_thread(pid: int | str | None, tid: int, name: str) -> Event:
     """Return the metadata that names a thread."""
     return Event("M", name="thread_name", pid=pid, tid=tid, args=msgspec.Raw(_ENCODER.encode({"name": name})))
 

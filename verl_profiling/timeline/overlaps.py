@@ -1,0 +1,102 @@
+"""Moves the slices of a thread or stream that overlap another one partly to rows of their own.
+
+Perfetto before v57 leaves out a slice that begins inside another one of its row and ends after it. So overlap
+kernels of a stream with programmatic dependent launch, and annotations with the Python frames that open them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import count
+
+import msgspec
+import numpy as np
+
+from verl_profiling.timeline.processes import name_thread
+from verl_profiling.timeline.trace import Event
+
+_FIRST_TID = 1 << 24  # above the rows of stages
+_ROWS_PER_TRACE = 1 << 12
+_BATCH = 1 << 14  # slices as Python numbers take three times as much memory as in columns
+_FLOWS = ("s", "t", "f")
+
+_Row = tuple[int | str | None, int | str | None]  # process, thread
+
+
+class Overlaps:
+    """The slices of one trace, some 60 bytes each, and the rows of those that overlap others partly."""
+
+    def __init__(self, lane_index: int) -> None:
+        """Start without slices; ``lane_index`` is the index of the trace among those of its lane."""
+        self._numbers: defaultdict[_Row, int] = defaultdict(count().__next__)
+        self._rows, self._begins_us, self._took_us = array("i"), array("d"), array("d")
+        self._moved: dict[tuple[_Row, int, int], int] = {}  # new thread by row, begin and end (ns)
+        self._flows: dict[tuple[_Row, int], int] = {}
+        self._tids: dict[tuple[_Row, int], int] = {}  # by row and level, from 1 on
+        self._first_tid = _FIRST_TID + lane_index * _ROWS_PER_TRACE
+
+    def add(self, events: list[Event]) -> None:
+        """Add the slices among events on the timeline's clock."""
+        slices = [event for event in events if event.ph == "X"]
+        self._rows.extend([self._numbers[event.pid, event.tid] for event in slices])
+        self._begins_us.extend([event.ts or 0.0 for event in slices])
+        self._took_us.extend([event.dur or 0.0 for event in slices])
+
+    def find(self) -> bool:
+        """Return whether slices have to move, after all slices were added."""
+        rows, row = list(self._numbers), -1
+        opened: list[list[int]] = []  # ends of the open slices of each level, the innermost last
+        for number, begin_ns, end_ns in self._in_order():
+            if number != row:
+                row, opened = number, []
+            if level := _level(opened, begin_ns, end_ns):
+                tid = self._tids.setdefault((rows[row], level), self._first_tid + len(self._tids))
+                self._moved[rows[row], begin_ns, end_ns] = self._flows[rows[row], begin_ns] = tid
+        return bool(self._moved)
+
+    def _in_order(self) -> Iterator[tuple[int, int, int]]:
+        """Yield row, begin and end of the slices, by row and begin, longer ones first."""
+        begins = np.rint(np.array(self._begins_us) * 1000).astype(np.int64)
+        ends = begins + np.rint(np.array(self._took_us) * 1000).astype(np.int64)
+        numbers = np.array(self._rows, np.int32)
+        order = np.lexsort((-ends, begins, numbers))
+        for batch in np.array_split(order, len(order) // _BATCH + 1):
+            yield from zip(*(column[batch].tolist() for column in (numbers, begins, ends)), strict=True)
+
+    def move(self, events: list[Event]) -> None:
+        """Change the threads of the slices that move, and of the arrows that begin or end with them."""
+        for event in events:
+            row, (begin_ns, end_ns) = (event.pid, event.tid), _times_ns(event)
+            if event.ph == "X":
+                event.tid = self._moved.get((row, begin_ns, end_ns), event.tid)
+            elif event.ph in _FLOWS:
+                event.tid = self._flows.get((row, begin_ns), event.tid)
+
+    def names(self, named: list[Event]) -> Iterator[Event]:
+        """Yield names of the new threads, and their order, from those of the others."""
+        of_thread = {(event.name, event.pid, event.tid): event for event in named}
+        for ((pid, tid), level), new_tid in self._tids.items():
+            title = of_thread.get(("thread_name", pid, tid))
+            name = title.said("name") if title else f"thread {tid}"
+            yield name_thread(pid, new_tid, f"{name} ({level + 1})")
+            if index := of_thread.get(("thread_sort_index", pid, tid)):
+                yield msgspec.structs.replace(index, tid=new_tid)
+
+
+def _times_ns(event: Event) -> tuple[int, int]:
+    begin_ns = round((event.ts or 0.0) * 1000)
+    return begin_ns, begin_ns + round((event.dur or 0.0) * 1000)
+
+
+def _level(opened: list[list[int]], begin_ns: int, end_ns: int) -> int:
+    """Return the first level on which a slice is inside the innermost open one, or alone; open it there."""
+    for level, ends in enumerate(opened):
+        while ends and ends[-1] <= begin_ns:
+            ends.pop()
+        if not ends or end_ns <= ends[-1]:
+            ends.append(end_ns)
+            return level
+    opened.append([end_ns])
+    return len(opened) - 1
