@@ -303,7 +303,7 @@ class CapturedStep:
         scale: Mapping[str, float] | None = None,
         balance: Sequence[str] = (),
         no_tail: float | None = None,
-        tools: Mapping[str, float] | None = None,
+        tools: Mapping[str, float | str] | None = None,
         unblock: Sequence[str] = (),
         replicas: int | None = None,
         steps_ahead: int | None = None,
@@ -318,7 +318,7 @@ class CapturedStep:
                 e.g. ``kernel:*gemm*``, for which each call reads the traces.
             balance: Stages that take the mean of their workers on each worker.
             no_tail: Percentage of its trajectories (else requests) after which a rollout ends.
-            tools: Duration of each call of a tool (s).
+            tools: Duration of each call of a tool (s), or its factor as text, e.g. ``0.5x``.
             unblock: Tools and other spans that no longer block the event loop.
             replicas: Number of replicas; the prediction has an interval, as with the next one.
             steps_ahead: Steps that a rollout is ahead of the training, on devices of its own: 0 or 1.

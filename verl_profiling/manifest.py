@@ -53,6 +53,8 @@ NOTES_SUFFIX = ".ranges.jsonl"
 CAPTURE_START, CAPTURE_STOP = "capture_start", "capture_stop"
 """The loop's pauses before and after a captured step."""
 
+WAIT = "wait:"
+"""Begin of the name of a stage or span that only waits, e.g. for a free slot: no work of its own."""
 POLLING = "polling the replay buffer"
 """The stage in which a trainer sleeps between two polls for finished trajectories."""
 

@@ -26,6 +26,7 @@ def graphs(draw: st.DrawFn, queues: tuple[str, ...] = ("",), polls: bool = False
         begin = max(ready, free[queue] if queue else 0) + draw(st.sampled_from([0, 0, 1, 7]))
         free[queue] = end = begin + draw(st.integers(0, 50))
         found = Segment("work", begin, end, f"lane{number % 3}", ("s",), ("s",), after, queue=queue)
+        found.releases = (queue,) if queue else ()
         graph.segments.append(found)
         if polls and after and end > begin and draw(st.booleans()):
             since = draw(st.sampled_from(after))

@@ -116,7 +116,7 @@ def test_the_ranked_list_predicts_what_each_option_predicts(tmp_path: Path) -> N
         name, _, number = value.partition("=")
         changes = {
             "--scale": {"scale": {name: 0.5}},
-            "--tool": {"tools": {name: float(number.rstrip("s") or 0)}},
+            "--tool": {"tools": {name: number}},
             "--unblock": {"unblock": [name]},
             "--no-tail": {"no_tail": 90.0},
         }
@@ -148,13 +148,14 @@ def test_after_a_change_the_next_ones_are_ranked(tmp_path: Path, capsys: pytest.
 
 def test_after_a_change_of_a_tool_its_new_time_is_halved(tmp_path: Path) -> None:
     agents(tmp_path)
-    for changes in ({"tools": {"search": 0.5}}, {"scale": {"rollout": 0.5}}):
+    for changes, option in (
+        ({"tools": {"search": 0.5}}, "--tool search=0.25s"),
+        ({"tools": {"search": "0.5x"}}, "--tool search=0.25x"),
+        ({"scale": {"rollout": 0.5}}, "--tool search=0.5x"),
+    ):
         found = open_step(tmp_path).what_if(**changes)
         (row,) = (row for row in found.what_would_help if row.option.startswith("--tool"))
-        assert (row.option, row.change) == (
-            "--tool search=0.25s",
-            "each search call at half the mean, 250 ms",
-        )
+        assert (row.option, row.change) == (option, "search in 50% of its time")
         assert row.difference_us == pytest.approx(-0.25e6)
 
 
@@ -392,7 +393,7 @@ def test_only_a_name_of_its_own_is_a_change_to_try(tmp_path: Path) -> None:
     log.add_to(tmp_path)
     step = open_step(tmp_path)
     options = [row.option for row in step.what_if().what_would_help]
-    assert [option for option in options if "--tool" in option] == ["--tool search=2s"]
+    assert [option for option in options if "--tool" in option] == ["--tool search=0.5x"]
     with pytest.raises(ConfigError, match="choose from: sandbox, search"):
         step.what_if(tools={"(all others)": 1.0})
 
@@ -408,7 +409,7 @@ def test_calls_around_a_tool_are_the_same_change(tmp_path: Path) -> None:
     log.add_to(tmp_path)
     options = [row.option for row in open_step(tmp_path).what_if().what_would_help]
     tools = [option for option in options if "--tool" in option]
-    assert tools == ["--tool search=2.7s", "--tool reward=1s", "--tool start=0.7s"]
+    assert tools == ["--tool search=0.5x", "--tool reward=0.5x", "--tool start=0.5x"]
 
 
 def test_loop_lag_goes_with_the_tool_that_blocks_the_loop(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from verl_profiling.analysis import CapturedStep
 from verl_profiling.commands import EXIT_FINDING, at_least_0, count, option
 from verl_profiling.commands.common import StepByStep, add_communication, add_paths, add_ray, progress
 from verl_profiling.errors import ConfigError
-from verl_profiling.predict.changes import Changes
+from verl_profiling.predict.changes import Changes, factor_of
 from verl_profiling.predict.prediction import Prediction
 from verl_profiling.report.tables import cells, summed
 from verl_profiling.report.terminal import fitting_console, print_table
@@ -43,8 +43,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     option(parser, "--balance STAGE", "a stage takes the mean of its workers on each of them", many=True)
     help = "a rollout ends when this many of its trajectories, else requests, have ended"
     option(parser, "--no-tail PERCENT", help, _percent)
-    help = "each call of a tool takes this time, e.g. search=0.2s"
-    option(parser, "--tool NAME=TIME", help, _named(_seconds), many=True, dest="tools")
+    help = "each call of a tool takes this time, or this factor of it: search=0.2s, search=0.5x"
+    option(parser, "--tool NAME=TIME", help, _named(_time), many=True, dest="tools")
     help = "a tool no longer blocks the event loop of its agent loop; repeatable"
     option(parser, "--unblock NAME", help, many=True)
     help = "the requests of the rollout are served by this many replicas; prints an interval"
@@ -84,10 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_FINDING if any(prediction.missing for _, prediction in found) else work.exit_code
 
 
-def _named(read: Callable[[str], float]) -> Callable[[str], tuple[str, float]]:
+def _named(read: Callable[[str], float | str]) -> Callable[[str], tuple[str, float | str]]:
     """Return a parser of a name and a value, e.g. ``rollout=0.5``."""
 
-    def parse(text: str) -> tuple[str, float]:
+    def parse(text: str) -> tuple[str, float | str]:
         name, _, value = text.rpartition("=")
         if not name:
             raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
@@ -96,9 +96,14 @@ def _named(read: Callable[[str], float]) -> Callable[[str], tuple[str, float]]:
     return parse
 
 
-def _seconds(text: str) -> float:
+def _time(text: str) -> float | str:
+    if factor_of(text.strip()) is not None:
+        return text.strip()
     number, unit = re.fullmatch(r"(.*?)(ms|us|s|)", text.strip()).groups()  # type: ignore[union-attr]
-    return at_least_0("a time such as 0.2s or 150ms")(number) * {"ms": 1e-3, "us": 1e-6}.get(unit, 1.0)
+    return at_least_0("a time such as 0.2s or 150ms, or a factor such as 0.5x")(number) * {
+        "ms": 1e-3,
+        "us": 1e-6,
+    }.get(unit, 1.0)
 
 
 def _percent(text: str) -> float:

@@ -4,6 +4,7 @@
 module         content
 ============== ==================================================================================
 ``graph``      the graph of a step: segments, and which of them wait for which
+``limits``     limits of concurrency, and the slots that trajectories wait for
 ``path``       the replay of a graph, its critical path and slack
 ``changes``    the changes that a user can ask for, and the replay with them
 ``kernels``    the replay of a trace's kernels and calls, for a change of kernels

@@ -7,6 +7,7 @@ in :class:`Baseline`. Other resources are replayed in :mod:`verl_profiling.predi
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from numbers import Integral, Real
 import msgspec
 
 from verl_profiling.errors import ConfigError, choices_hint
-from verl_profiling.manifest import POLLING
+from verl_profiling.manifest import POLLING, WAIT
 from verl_profiling.predict.graph import CAPTURE, LAG_BY, WORK, Graph
 from verl_profiling.predict.kernels import KERNEL
 from verl_profiling.predict.path import Chains, Replay, replay
@@ -43,7 +44,7 @@ class Changes(msgspec.Struct, frozen=True):
         scale: Factor of the time in each stage, or of kernels: ``kernel:`` and a pattern of their names.
         balance: Stages that take the mean time on each worker.
         no_tail: Percentage of trajectories (else requests) after which a rollout ends.
-        tools: Duration of each call of a tool (s).
+        tools: Duration of each call of a tool (s), or its factor as text, e.g. ``0.5x``.
         unblock: Tools and spans that no longer block the event loop.
         replicas: Number of replicas.
         steps_ahead: Steps that a rollout is ahead of the training, on devices of its own: 0 or 1.
@@ -55,7 +56,7 @@ class Changes(msgspec.Struct, frozen=True):
     scale: Mapping[str, float] = {}
     balance: Sequence[str] = ()
     no_tail: float | None = None
-    tools: Mapping[str, float] = {}
+    tools: Mapping[str, float | str] = {}
     unblock: Sequence[str] = ()
     replicas: int | None = None
     steps_ahead: int | None = None
@@ -67,9 +68,11 @@ class Changes(msgspec.Struct, frozen=True):
         for option, values, unit in (("--scale", self.scale, "0.5"), ("--tool", self.tools, "0.2 (s)")):
             if not isinstance(values, Mapping):
                 raise ConfigError(option, f"{values!r} is no mapping; give {{'name': {unit}}}")
-            for name, number in values.items():
+            for name, value in values.items():
+                number = factor_of(value) if option == "--tool" else value
+                number = value if number is None else number
                 if not isinstance(number, Real) or not 0 <= number < math.inf:
-                    said = f"{name}={number!r} is not a finite number of at least 0, such as {unit}"
+                    said = f"{name}={value!r} is not a finite number of at least 0, such as {unit}"
                     raise ConfigError(option, said)
         if self.no_tail is not None and not (isinstance(self.no_tail, Real) and 0 < self.no_tail <= 100):
             raise ConfigError("--no-tail", f"{self.no_tail!r} is not a percentage above 0 and at most 100")
@@ -84,7 +87,7 @@ class Changes(msgspec.Struct, frozen=True):
             *(f"--scale {shlex.quote(f'{name}={factor:.6g}')}" for name, factor in self.scale.items()),
             *(f"--balance {shlex.quote(name)}" for name in self.balance),
             *([f"--no-tail {self.no_tail:.6g}"] if self.no_tail is not None else []),
-            *(f"--tool {shlex.quote(f'{name}={seconds:.6g}s')}" for name, seconds in self.tools.items()),
+            *(f"--tool {shlex.quote(f'{name}={_said(value)}')}" for name, value in self.tools.items()),
             *(f"--unblock {shlex.quote(name)}" for name in self.unblock),
             *([f"--replicas {self.replicas}"] if self.replicas is not None else []),
             *([f"--async {self.steps_ahead}"] if self.steps_ahead is not None else []),
@@ -98,9 +101,17 @@ class Changes(msgspec.Struct, frozen=True):
             scale={**self.scale, **factors},
             balance=list(dict.fromkeys((*self.balance, *more.balance))),
             no_tail=self.no_tail if more.no_tail is None else more.no_tail,
-            tools={**self.tools, **more.tools},
+            tools={**self.tools, **{name: self._tool(name, value) for name, value in more.tools.items()}},
             unblock=list(dict.fromkeys((*self.unblock, *more.unblock))),
         )
+
+    def _tool(self, name: str, value: float | str) -> float | str:
+        """Return the value of a tool after another change; a factor multiplies the value before."""
+        factor, before = factor_of(value), self.tools.get(name, "1x")
+        if factor is None:
+            return value
+        factor_before = factor_of(before)
+        return float(before) * factor if factor_before is None else f"{factor_before * factor:.6g}x"
 
     @property
     def kernels(self) -> dict[str, float]:
@@ -134,29 +145,35 @@ class Baseline:
         self._took_ns = [timed_ns.get(at, one.recorded_ns) for at, one in enumerate(graph.segments)]
         workers = Counter(graph.parts)
         self.balanced = sorted({name for (_, name, _), many in workers.items() if many > 1})
+        self.waits = [at for at, one in enumerate(graph.segments) if one.waits]
         calls, whole = defaultdict[str, dict[int, int]](dict), set[str]()
         blocked = defaultdict[str, list[int]](list)
         for at, one in enumerate(graph.segments):
-            for name, call_ns in reversed(one.calls):
+            work = () if one.waits else one.calls
+            for name, call_ns in reversed(work):
                 calls[tool_name(name)][at] = call_ns
                 if not one.kind.startswith(LOOP_LAG):  # lag is no call, but goes with those that cause it
                     whole.add(tool_name(name))
             if one.kind.startswith(LAG_BY):
                 blocked[tool_name(one.kind.removeprefix(LAG_BY))].append(at)
-        self.calls = {name: calls[name] for name in whole - {OTHERS}}
-        self.blocked = {name: blocked[name] for name in blocked.keys() - {OTHERS, UNKNOWN}}
+        self.calls = {name: calls[name] for name in whole - {OTHERS} if not name.startswith(WAIT)}
+        causes = blocked.keys() - {OTHERS, UNKNOWN}
+        self.blocked = {name: blocked[name] for name in causes if not name.startswith(WAIT)}
 
-    def replay(self, changes: Changes, chains: Chains | None = None) -> Replay:
+    def replay(self, changes: Changes, chains: Chains | None = None, waits: float = 1.0) -> Replay:
         """Return the replay of the step with all changes but replicas and steps ahead.
 
         Args:
             changes: The changes.
             chains: Segments of the graph joined into chains, which replay faster with the same result.
+            waits: Factor of the waits for something unknown.
 
         Raises:
             ConfigError: The step has no stage, span or kernel of a name in the changes.
         """
         took_ns, delay_ns, before_ns = self._times_ns(changes)
+        for at in self.waits:
+            took_ns[at] = round(took_ns[at] * waits)
         graph = self.graph
         if chains is not None:
             graph, (took_ns, delay_ns) = chains.graph, chains.times(took_ns, delay_ns)
@@ -192,10 +209,14 @@ class Baseline:
             check_name("--balance", f"stage {stage!r} of several workers", stage, self.balanced)
             for at, factor in _shares(self.graph, stage).items():
                 took[at] *= factor
-        for name, seconds in changes.tools.items():
+        for name, value in changes.tools.items():
             check_name("--tool", f"complete call of {name!r}", tool_name(name), self.calls)
+            times = factor_of(value)
             for at, call_ns in self.calls[tool_name(name)].items():
-                took[at] = segments[at].recorded_ns * seconds * 1e9 / call_ns
+                if times is None:
+                    took[at] = segments[at].recorded_ns * float(value) * 1e9 / call_ns
+                else:
+                    took[at] *= times
         for name in changes.unblock:
             what = f"call of {name!r} that blocks an event loop"
             check_name("--unblock", what, tool_name(name), self.blocked)
@@ -205,11 +226,21 @@ class Baseline:
 
     def extrapolations(self, changes: Changes) -> Iterable[str]:
         """Yield a sentence for each duration of a tool that no call in the capture had."""
-        for name, seconds in changes.tools.items():
+        for name, value in changes.tools.items():
             took = [call_ns / 1e9 for call_ns in self.calls[tool_name(name)].values()]
-            if not min(took) <= seconds <= max(took):
+            if factor_of(value) is None and not min(took) <= float(value) <= max(took):
                 recorded = f"calls of {name} took {duration(min(took))} to {duration(max(took))}"
-                yield f"extrapolated: {recorded} in the capture, and none took {duration(seconds)}"
+                yield f"extrapolated: {recorded} in the capture, and none took {duration(float(value))}"
+
+
+def factor_of(value: object) -> float | None:
+    """Return the factor that a text such as ``0.5x`` gives; ``None`` for anything else."""
+    match = re.fullmatch(r"(\d+(\.\d*)?|\.\d+)x", value) if isinstance(value, str) else None
+    return float(match[1]) if match else None
+
+
+def _said(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.6g}s"
 
 
 def tool_name(name: str) -> str:

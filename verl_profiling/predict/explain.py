@@ -127,6 +127,8 @@ def _units(graphs: Sequence[Graph], kinds: Mapping[str, str], told: bool) -> _Un
             whose = one.trajectory or one.request
             outside = ROLLOUT if whose else OUTSIDE_STAGES
             own_kind = WORK if one.kind == BEFORE and not one.trajectory else kinds.get(one.kind, one.kind)
+            if one.waits:
+                continue  # what it waits for is the cause, and a rest without one is unexplained
             for kind, stages, place in ((own_kind, one.within, at), (DELAY, one.around, at + len(took))):
                 stage = stages[0] if stages else outside
                 part = f"{kind} of {stage}" if whose else stage

@@ -11,6 +11,7 @@ next segment of the same thread      order of time                              
 span of a trajectory to its request  request id                                       yes
 collective, after its last rank      calls matched by group and order                 yes
 request, after another one           the engine served one at a time                  yes
+end of a wait, and release of a slot acquires followed releases of a limit of slots   assumed
 stage of the loop, and of a worker   same name; else the time inside a stage that has assumed
                                      no worker stage of its name
 rollout, and trajectory or request   it ends in the stage                             assumed
@@ -32,7 +33,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_profiling.manifest import POLLING, Request, StageSpan
+from verl_profiling.manifest import POLLING, WAIT, Request, StageSpan
+from verl_profiling.predict.limits import Hold, Limit, limits_of
 from verl_profiling.report import numbers
 from verl_profiling.report.anatomy import capture_time
 from verl_profiling.report.build import Content
@@ -60,7 +62,6 @@ LAG_BY = f"{LOOP_LAG} by "
 NEXT_POLL = "until the next poll"
 """The kind of a segment that ends when the loop looks again for what it waits for."""
 _MOST_COLLECTIVES = 5_000  # calls with the longest waits
-_WAIT = "wait:"
 _LAUNCHES = "c10d::"  # names of host calls that launch a collective
 _HIDDEN = 0.5  # a collective of which more than this share is beside computation keeps nobody waiting
 
@@ -93,7 +94,9 @@ class Segment:
         part: Number in :attr:`Graph.parts`, or -1.
         capture_ns: Time of the capture itself in a segment of the loop.
         request: The request that the segment is a part of.
-        queue: Engine that serves such segments one at a time, first come first served; empty for others.
+        queue: Engine that serves such segments one at a time, or limit with a slot for each, first come first
+            served; empty for others.
+        releases: Queues that get a free slot at the end of the segment.
     """
 
     kind: str
@@ -109,6 +112,12 @@ class Segment:
     capture_ns: int = 0
     request: Request | None = None
     queue: str = ""
+    releases: tuple[str, ...] = ()
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is a wait for something unknown, and no work."""
+        return self.kind.startswith(WAIT) and not self.queue
 
     @property
     def stage(self) -> str:
@@ -219,6 +228,7 @@ class Graph:
         last: Number of the segment with which the step ends.
         order: Numbers of the segments, each after those in its ``after``.
         delay_ns: Time between each segment's begin and the last end before it.
+        slots: Number of slots of each queue; by default one.
         behind: Numbers of segments that were ready before another one entered their queue, each with the
             number of the other one.
         parts: Role, stage and number of the run in its process, of each ``part``: the same for all ranks.
@@ -241,6 +251,7 @@ class Graph:
     last: int = 0
     order: list[int] = field(default_factory=list)
     delay_ns: list[int] = field(default_factory=list)
+    slots: dict[str, int] = field(default_factory=dict)
     behind: dict[int, int] = field(default_factory=dict)
     parts: list[tuple[str, str, int]] = field(default_factory=list)
     tails: dict[int, list[int]] = field(default_factory=dict)
@@ -266,18 +277,25 @@ class Graph:
         found = self.segments
         self.order = sorted(range(len(found)), key=lambda at: (found[at].begin_ns, found[at].end_ns, at))
         self.delay_ns, self.behind = [0] * len(found), {}
-        last: dict[str, tuple[int, int, int]] = {}  # of each queue: the segment that entered, when, its end
+        last: dict[str, tuple[int, int]] = {}  # of each queue: the segment that entered last, and when
+        released = defaultdict[str, list[int]](list)
+        entered: Counter[str] = Counter()
         end_ns = [one.end_ns for one in found].__getitem__
+        for one in sorted(found, key=lambda one: one.end_ns):
+            for queue in one.releases:
+                released[queue].append(one.end_ns)
         for at in self.order:
             one = found[at]
             ready_ns = max(map(end_ns, one.after), default=self.begin_ns)
             if one.queue:
-                before, entered_ns, free_ns = last.get(one.queue, (at, ready_ns, ready_ns))
+                before, entered_ns = last.get(one.queue, (at, ready_ns))
                 if entered_ns > ready_ns:
                     self.behind[at] = before
                 entered_ns = max(entered_ns, ready_ns)
-                last[one.queue] = at, entered_ns, one.end_ns
-                ready_ns = max(entered_ns, free_ns)
+                last[one.queue] = at, entered_ns
+                slot = entered[one.queue] - self.slots.get(one.queue, 1)
+                entered[one.queue] += 1
+                ready_ns = max(entered_ns, released[one.queue][slot]) if slot >= 0 else entered_ns
             self.delay_ns[at] = one.begin_ns - ready_ns
 
 
@@ -332,7 +350,8 @@ def graph_of(content: Content) -> Graph:
             of_workers[lane.name].append(_Run(lane.name, lane.source.role, "", *times))
     runs = list(chain.from_iterable(of_workers.values()))
     loose += _called(root, stages, runs, error_ns, graph.assumed)
-    rollouts = [*_trajectories(records, content.pieces, served), *_requests(step, served.values())]
+    limits = list(limits_of(records, content.pieces))
+    rollouts = [*_trajectories(records, content.pieces, served, limits), *_requests(step, served.values())]
     loose += _rolled_out(root, stages, of_workers, rollouts, error_ns, graph.assumed)
     later = [run.begin_ns for run in runs if run.name == ROLLOUT and run.end_ns >= root.end_ns]
     later += [one.begin_ns for one in records.trajectories if one.cut_end]
@@ -356,6 +375,14 @@ def graph_of(content: Content) -> Graph:
         graph.segments[mark.entry].after.append(stage.exit)  # the next work begins after this one
     goes_on = any(ns < root.end_ns for ns in later) or any(run.end_ns >= root.end_ns for run in rollouts)
     graph.whole = not (goes_on or graph.carried or graph.unknown)
+    for number, limit in enumerate(limits):
+        graph.slots[_slot_of(limit, number)] = limit.slots
+        place = "in" if limit.name.startswith(WAIT) else "before"
+        rule = f"waits {place} {limit.name} are for a limit of {limit.slots:,} at once"
+        graph.assumed[rule] += len(limit.holds)
+    for one in graph.segments:
+        if one.waits:
+            graph.assumed[f"what {one.kind} waits for is not known, so it takes as long as before"] += 1
     graph.close()
     own = [one for one in graph.segments if one.who == who and one.kind in (OWN, WORK) and not one.trajectory]
     spans = np.array([(one.begin_ns, one.end_ns) for one in own], np.int64).reshape(-1, 2)
@@ -371,7 +398,7 @@ def _beside(root: _Run, stages: Sequence[_Run], assumed: Counter[str]) -> list[_
     Such a stage goes on when the step ends, beside stages that the step waits for.
     """
     for stage in stages:
-        awaited = [run for run in stages if stage.name == _WAIT + run.name and run.ends_in(stage)]
+        awaited = [run for run in stages if stage.name == WAIT + run.name and run.ends_in(stage)]
         if awaited:
             stage.waits += awaited
             assumed[_AWAITED] += 1
@@ -415,7 +442,7 @@ def _carried(
         steady = True
         yield early, _mark(root, next_ns), stage
     for stage in () if steady else beside:
-        waiting = [one for one in stages if one.name == _WAIT + ROLLOUT and one.end_ns <= stage.begin_ns]
+        waiting = [one for one in stages if one.name == WAIT + ROLLOUT and one.end_ns <= stage.begin_ns]
         if stage.name == ROLLOUT and waiting and stage.waits and not later:
             early_ns = root.end_ns - max(one.end_ns for one in stage.waits)
             yield [_before(root, root.begin_ns - early_ns)], _mark(root, stage.begin_ns), waiting[-1]
@@ -509,7 +536,7 @@ def _rolled_out(
 ) -> Iterator[_Run]:
     """Let stages wait for trajectories and requests; yield those that are not called by a stage."""
     rollouts = [stage for stage in stages if stage.name in (ROLLOUT, VALIDATE)]
-    waiting = [stage for stage in stages if stage.name == _WAIT + ROLLOUT]
+    waiting = [stage for stage in stages if stage.name == WAIT + ROLLOUT]
     waiting = [stage for stage in waiting if all(one.name != ROLLOUT for one in stage.waits)]
     for run in runs:
         homes = [stage for stage in of_workers.get(run.who, ()) if stage.holds(run, error_ns)]
@@ -568,8 +595,35 @@ def _queued(records: Records, served: Mapping[int, Request]) -> dict[int, int]:
     return found
 
 
-def _trajectories(records: Records, pieces: Pieces, served: Mapping[int, Request]) -> Iterator[_Run]:
+def _slot_of(limit: Limit, number: int) -> str:
+    """Return the name of a limit's queue."""
+    return f"{limit.name} {number}"
+
+
+def _acquired(found: list[Segment], holds: Iterable[tuple[str, str, Hold]]) -> list[Segment]:
+    """Return the parts of a trajectory with instants in place of waits for a slot, and what releases it.
+
+    Args:
+        found: The parts.
+        holds: Name and queue of each slot that the trajectory held.
+    """
+    for name, queue, hold in holds:
+        found = [one for one in found if not (hold.since_ns <= one.begin_ns and one.end_ns <= hold.begin_ns)]
+        found.append(Segment(name, hold.begin_ns, hold.begin_ns, queue=queue))
+        held = [one for one in found if hold.begin_ns <= one.end_ns <= hold.end_ns]
+        last = max(held, key=lambda one: one.end_ns)
+        last.releases = (*last.releases, queue)
+    return found
+
+
+def _trajectories(
+    records: Records, pieces: Pieces, served: Mapping[int, Request], limits: Iterable[Limit]
+) -> Iterator[_Run]:
     """Yield the trajectories that ended in the step, with their time by cause."""
+    holds = defaultdict[int, list[tuple[str, str, Hold]]](list)
+    for number, limit in enumerate(limits):
+        for hold in limit.holds:
+            holds[hold.trajectory].append((limit.name, _slot_of(limit, number), hold))
     queued = _queued(records, served)
     around: list[list[tuple[str, int, int]]] = []  # of each span: itself and all around it
     took: defaultdict[str, list[int]] = defaultdict(list)
@@ -607,9 +661,12 @@ def _trajectories(records: Records, pieces: Pieces, served: Mapping[int, Request
                 if found and found[-1].queue and found[-1].end_ns == begin:
                     begin, kind = found.pop().begin_ns, GENERATE
                 queue = f"replica {request.replica}"
-                found.append(Segment(kind, begin, end, calls=calls, request=request, queue=queue))
+                engine = Segment(kind, begin, end, calls=calls, request=request, queue=queue)
+                engine.releases = (queue,)
+                found.append(engine)
             elif queued[span] <= records.spans.begin[span]:  # the engine was free
                 found.append(Segment(kind, begin, end, calls=calls, request=request))
+        found = _acquired(found, holds[number])
         title = f"{one.said.group}.{one.said.sample}" if one.said.group else str(number)
         yield _Run(one.lane, "", "", one.begin_ns, one.end_ns, pieces=found, trajectory=title)
 
@@ -759,7 +816,7 @@ class _Builder:
         """Add the parts of a trajectory or a request; a part follows the last part that ended before it."""
         ends: list[tuple[int, int]] = []
         begun = len(self.graph.segments)
-        for one in sorted(run.pieces, key=lambda piece: piece.begin_ns):
+        for one in sorted(run.pieces, key=lambda piece: (piece.begin_ns, piece.end_ns)):
             one.who, one.within, one.around = run.who, around, around
             one.trajectory, one.part = run.trajectory, part
             place = bisect_right(ends, (one.begin_ns, one.begin_ns))

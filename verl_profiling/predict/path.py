@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
@@ -67,6 +67,13 @@ class Chains(NamedTuple):
         return (whole - first).astype(np.int64).tolist(), first.tolist()
 
 
+class _Queue(NamedTuple):
+    """A queue in a replay: the segment that freed each free slot, and the segments that wait for one."""
+
+    free: deque[int | None]
+    waiting: deque[int]
+
+
 class PathPart(NamedTuple):
     """A segment of the critical path, or the delay before a segment."""
 
@@ -85,8 +92,8 @@ def replay(
 ) -> Replay:
     """Return the times of a step in which each segment begins as soon as its edges and its delay permit.
 
-    A segment with a queue begins after all that entered the queue before it. It enters when it is ready, but
-    not before one that it was behind though it was ready earlier.
+    A segment with a queue begins when a slot is free, after all that entered the queue before. It enters when
+    it is ready, but not before one that it was behind though it was ready earlier.
 
     A segment that ends with a poll takes what is left of the period, unless it is given no time at all.
 
@@ -148,50 +155,71 @@ def _ends(
             end(at, max(map(end_of, after[at]), default=graph.begin_ns))
         return end_ns, edges, graph.order
     place = {at: number for number, at in enumerate(graph.order)}
-    following: list[list[int]] = [[] for _ in after]
+    following = [list[int]() for _ in after]
+    behind = defaultdict[int, list[int]](list)
     for at, before in enumerate(after):
         for one in before:
             following[one].append(at)
     for at, one in graph.behind.items():
-        following[one].append(at)
+        behind[one].append(at)
     missing = [len(before) + (at in graph.behind) for at, before in enumerate(after)]
-    ready: list[tuple[int, int, int]] = []
-    entered_ns, last = dict[int, int](), dict[str, int]()
+    events: list[tuple[int, int, int, bool]] = []  # time, place, segment, whether it releases slots
+    entered_ns = dict[int, int]()
+    queues = defaultdict[str, _Queue](lambda: _Queue(deque([None]), deque()))
+    queues |= {name: _Queue(deque([None] * slots), deque()) for name, slots in graph.slots.items()}
 
-    def enter(at: int) -> None:
-        since_ns = max(map(end_of, after[at]), default=graph.begin_ns)
-        if at in graph.behind:
-            since_ns = max(since_ns, entered_ns[graph.behind[at]])
-        heappush(ready, (since_ns, place[at], at))
+    def met(at: int) -> None:
+        missing[at] -= 1
+        if missing[at] <= 0:
+            since_ns = max(map(end_of, after[at]), default=graph.begin_ns)
+            if at in graph.behind:
+                since_ns = max(since_ns, entered_ns[graph.behind[at]])
+            heappush(events, (since_ns, place[at], at, False))
+
+    def begin(at: int, ready_ns: int) -> None:
+        end(at, ready_ns)
+        order.append(at)
+        if graph.segments[at].releases:
+            heappush(events, (end_ns[at], place[at], at, True))
+        for follower in following[at]:
+            met(follower)
+
+    def acquire(queue: _Queue, now_ns: int) -> None:
+        while queue.free and queue.waiting:
+            freed_by, at = queue.free.popleft(), queue.waiting.popleft()
+            if freed_by is not None:
+                edges[at] = [*after[at], freed_by]
+            begin(at, now_ns)
 
     for at, count in enumerate(missing):
         if not count:
-            enter(at)
-    while ready:
-        ready_ns, _, at = heappop(ready)
-        entered_ns[at] = ready_ns
-        if queue := graph.segments[at].queue:
-            if queue in last:
-                edges[at] = [*after[at], last[queue]]
-                ready_ns = max(ready_ns, end_ns[last[queue]])
-            last[queue] = at
-        end(at, ready_ns)
-        order.append(at)
-        for one in following[at]:
-            missing[one] -= 1
-            if not missing[one]:
-                enter(one)
+            met(at)
+    while events:
+        now_ns, _, at, is_release = heappop(events)
+        if is_release:
+            for name in graph.segments[at].releases:
+                queues[name].free.append(at)
+                acquire(queues[name], now_ns)
+            continue
+        entered_ns[at] = now_ns
+        for one in behind[at]:
+            met(one)
+        if name := graph.segments[at].queue:
+            queues[name].waiting.append(at)
+            acquire(queues[name], now_ns)
+        else:
+            begin(at, now_ns)
     return end_ns, edges, order
 
 
 def chains_of(graph: Graph) -> Chains:
     """Return a graph in which segments that only follow each other are one segment.
 
-    Segments of a queue, with a poll, with carried work or at the end of a rollout stay apart.
+    Segments with a queue, a release, a poll, or carried work, and ends of a rollout, stay apart.
     """
     found, of, first = graph.segments, [0] * len(graph.segments), list[int]()
     followers = Counter(chain.from_iterable(one.after for one in found))
-    apart = {at for at, one in enumerate(found) if one.queue}
+    apart = {at for at, one in enumerate(found) if one.queue or one.releases}
     apart |= {*graph.polls, *graph.tails, *(one.segment for one in graph.carried)}
     ends = {graph.last, *(poll.after for poll in graph.polls.values()), *(one.mark for one in graph.carried)}
     ends |= apart.union(*graph.tails.values())

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import msgspec
 
-from verl_profiling.manifest import POLLING
+from verl_profiling.manifest import POLLING, WAIT
 from verl_profiling.predict.changes import TOOL, Baseline, Changes, tool_name
 from verl_profiling.predict.graph import DELAY, LAG_BY, WORK, Graph, graph_of
 from verl_profiling.predict.path import Replay, chains_of, critical_path, replay, slacks_ns
@@ -21,7 +21,7 @@ from verl_profiling.report.intervals import length, spans_of, within
 from verl_profiling.report.model import Report
 from verl_profiling.report.records import GENERATE
 from verl_profiling.report.tables import added
-from verl_profiling.units import duration, visible, visible_text_of
+from verl_profiling.units import visible, visible_text_of
 
 _NOT_STEADY = "the predicted step is not the mean step: each step leaves more or less work to the next"
 _LEAST_SHARE = 0.001  # least saved share of the step of a listed change
@@ -55,8 +55,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         step: Number of the step.
         span_us: Duration of the recorded step.
         predicted_us: Duration of the predicted step.
-        low_us: Low end of the interval of the predicted step; ``None`` without replicas and steps
-            ahead.
+        low_us: Low end of the interval of the predicted step; ``None`` without replicas, steps
+            ahead, and waits for something unknown that matter.
         high_us: High end of the interval.
         changes: The changes, as options of the command.
         path: The critical path of the predicted step, in order; the durations add up to ``predicted_us``.
@@ -130,6 +130,7 @@ def predict(
         found, spans_ns = on_resources(found, changes, assumed, notes)
     else:
         helps = _helps(baseline, found, changes)
+        spans_ns = _interval_ns(baseline, found, changes)
     return Prediction(
         step=step,
         span_us=recorded.span_ns / 1000,
@@ -144,6 +145,20 @@ def predict(
         assumed=[*(f"{rule} ({many:,})" for rule, many in graph.assumed.items()), *assumed],
         notes=[*notes, *([] if found.alike else [_NOT_STEADY]), *graph.unknown],
     )
+
+
+def _interval_ns(baseline: Baseline, found: Replay, changes: Changes) -> list[int]:
+    """Return the durations (ns) that an interval spans: empty where no wait for something unknown matters.
+
+    Such a wait is at least nothing, and grows at most as much as the segment that grows most.
+    """
+    if not baseline.waits or not changes.options():
+        return []
+    segments = found.graph.segments
+    factors = (found.took_ns[at] / one.recorded_ns for at, one in enumerate(segments) if one.recorded_ns)
+    most = max(1.0, *factors)
+    spans_ns = [found.span_ns, *(baseline.replay(changes, waits=by).span_ns for by in (0.0, most))]
+    return spans_ns if max(spans_ns) - min(spans_ns) > _LEAST_SHARE * found.span_ns else []
 
 
 def _candidates(baseline: Baseline, found: Replay) -> Iterable[tuple[str, str, Changes]]:
@@ -161,10 +176,14 @@ def _candidates(baseline: Baseline, found: Replay) -> Iterable[tuple[str, str, C
         for name in one.within:
             outermost.setdefault(name, one.stage)
     for stage in dict.fromkeys(outermost.values()):
+        if stage.startswith(WAIT):
+            continue
         yield stage, f"{stage} in 50% of its time", Changes(scale={stage: 0.5})
     if graph.polls:
         yield outermost[POLLING], "polls 2x as often", Changes(scale={POLLING: 0.5})
     for stage in baseline.balanced:
+        if stage.startswith(WAIT):
+            continue
         yield outermost[stage], f"{stage} balanced", Changes(balance=[stage])
     if sum(map(len, graph.tails.values())) >= _LEAST_OF_TAIL:
         yield _first_stage(graph, graph.tails), "rollout without its last 10%", Changes(no_tail=90.0)
@@ -188,10 +207,8 @@ def _candidates(baseline: Baseline, found: Replay) -> Iterable[tuple[str, str, C
         )
         if spent[name] > _LEAST_SHARE * found.span_ns and not same:
             tried.append(name)
-            took_ns = [ns * _factor(found, at) for at, ns in calls[name].items() if found.took_ns[at]]
-            half_s = float(f"{sum(took_ns) / max(len(took_ns), 1) / 2e9:.3g}")
-            words = f"each {name} call at half the mean, {duration(half_s)}"
-            yield _first_stage(graph, calls[name]), words, Changes(tools={name: half_s})
+            words = f"{name} in 50% of its time"
+            yield _first_stage(graph, calls[name]), words, Changes(tools={name: "0.5x"})
 
 
 def _first_stage(graph: Graph, ats: Iterable[int]) -> str:

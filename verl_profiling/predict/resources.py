@@ -91,7 +91,7 @@ def _on_replicas(recorded: Replay, replicas: int, assumed: list[str], notes: lis
     random = np.random.default_rng(0)
     orders = [None, range(most), *(random.permutation(most).tolist() for _ in range(_ORDERS))]
     spent_ns, found = np.zeros(most + 1), []
-    step = recorded.took_ns, recorded.delay_ns, recorded.given
+    step = recorded.took_ns, recorded.delay_ns, recorded.after  # with slots as recorded
     simulation = Simulation(*step, engines.served, engines.slots, spent_ns)
     for curve, tried in zip(engines.curves, (orders[:2], orders[:1], orders), strict=True):
         work = engines.work(curve, recorded.took_ns)

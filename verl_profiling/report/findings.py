@@ -14,7 +14,7 @@ from statistics import median, median_low
 
 import msgspec
 
-from verl_profiling.manifest import POLLING
+from verl_profiling.manifest import POLLING, WAIT
 from verl_profiling.report.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report.capture_rows import slow_replica, slowest_replica
 from verl_profiling.report.columns import BlockRow, DeviceRow, StragglerRow
@@ -356,7 +356,7 @@ def _stood_still(rows: Sequence[BlockRow]) -> float:
 
 def _last_trajectories(report: Report, rollout: Rollout) -> Iterator[Finding]:
     if last := rollout.last:
-        most = last.parts[0] if last.parts else None
+        most = next((part for part in last.parts if not part.cause.startswith(WAIT)), None)
         cause = most.cause if most else ""
         if cause == LOOP_LAG and _loops_are_blocked(report, rollout):
             return  # it follows from the blocks
@@ -371,10 +371,11 @@ def _last_trajectories(report: Report, rollout: Rollout) -> Iterator[Finding]:
 
 
 def _one_cause(report: Report, rollout: Rollout) -> Iterator[Finding]:
-    """Yield the largest cause except the engine's own work, and loop lag that :func:`_blocked` reports."""
+    """Yield the largest cause but waits, an engine's own work, and lag that :func:`_blocked` reports."""
     of_engines = ("decode", "generate", "prefill", "first token")
     said = (*of_engines, BEFORE, UNEXPLAINED, *((LOOP_LAG,) if _loops_are_blocked(report, rollout) else ()))
-    for row in [row for row in rollout.causes if not row.validate and row.cause not in said][:1]:
+    causes = [row for row in rollout.causes if not row.validate and not row.cause.startswith(WAIT)]
+    for row in [row for row in causes if row.cause not in said][:1]:
         calls = next((call for call in rollout.calls if call.name == row.cause), None)
         each = calls and (
             f" ({calls.calls:,} calls, p50 {duration(calls.p50_s)}, p99 {duration(calls.p99_s)})"

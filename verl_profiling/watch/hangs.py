@@ -28,6 +28,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.identity import ROLLOUT_ROLE, ProcessId, WorkerIdentity, pid_namespace
+from verl_profiling.manifest import WAIT
 from verl_profiling.opener import remove_file
 from verl_profiling.run_files import write_json_atomically
 from verl_profiling.trajectories.spans import TRAJECTORY, open_spans
@@ -64,6 +65,11 @@ class OpenPart(msgspec.Struct, frozen=True, omit_defaults=True):
     trajectory: str = ""
     facts: dict[str, str] = {}
 
+    @property
+    def waits(self) -> bool:
+        """Whether it only waits for another one."""
+        return self.name.startswith(WAIT)
+
 
 class ProcessState(msgspec.Struct, frozen=True, omit_defaults=True):
     """A process in a hang.
@@ -75,7 +81,7 @@ class ProcessState(msgspec.Struct, frozen=True, omit_defaults=True):
         asked_ns: Time of the loop's file, to which this is the answer.
         quiet_s: Seconds since something in it progressed.
         stages: Its open outermost stages.
-        spans: Its innermost open spans, the oldest first.
+        spans: Its innermost open spans, the oldest first, and behind them those that only wait.
         code: The innermost line of user code that runs.
         calls: What this code has called: ``ray``, ``collective`` or nothing of these.
         in_coroutine: Whether a coroutine runs, and keeps its event loop from others.
@@ -178,7 +184,7 @@ class HangReporter:
             asked_ns=asked_ns,
             quiet_s=(now_ns - self.last_ns()) / 1e9,
             stages=[OpenPart(name, (now_ns - begin_ns) / 1e9) for begin_ns, name in self.stages()],
-            spans=sorted(_innermost(now_ns), key=lambda part: -part.open_s)[:_MOST_PARTS],
+            spans=sorted(_innermost(now_ns), key=lambda part: (part.waits, -part.open_s))[:_MOST_PARTS],
             code=code,
             calls="collective" if in_collective else "ray" if any("/ray/" in name for name in files) else "",
             in_coroutine=bool(coroutines),
@@ -267,10 +273,11 @@ class _Kind(IntEnum):
     IN_THE_STAGE_OF_THE_LOOP = 4
     IN_A_SPAN = 5
     IN_ANOTHER_STAGE = 6
-    ANSWERS_NO_CALL = 7
-    HOST_IS_UNKNOWN = 7
-    LOOP_IN_ITS_OWN_CODE = 8
-    IN_ITS_OWN_CODE = 9
+    IN_SPANS_THAT_WAIT = 7
+    ANSWERS_NO_CALL = 8
+    HOST_IS_UNKNOWN = 8
+    LOOP_IN_ITS_OWN_CODE = 9
+    IN_ITS_OWN_CODE = 10
 
 
 def culprit(everyone: Sequence[ProcessState], stage: str) -> tuple[str, str, list[str]]:
@@ -321,7 +328,7 @@ def _reason(state: ProcessState, everyone: Sequence[ProcessState], stage: str) -
     loop, *others = everyone
     names = {part.name for one in others if one.role != state.role for part in one.stages}
     spans = [span for span in state.spans if span.name not in names]  # an engine's stage explains a generate
-    spans.sort(key=lambda span: (not span.trajectory, span.name == TRAJECTORY, -span.open_s))
+    spans.sort(key=lambda span: (span.waits, not span.trajectory, span.name == TRAJECTORY, -span.open_s))
     opened = spans or state.spans or state.stages[-1:]
     longest_s, what = opened[0].open_s if opened else 0.0, f"is in {_named(state, opened)}"
     if state.problem:
@@ -340,7 +347,8 @@ def _reason(state: ProcessState, everyone: Sequence[ProcessState], stage: str) -
         kind = _Kind.IN_THE_STAGE_OF_THE_LOOP if is_first else _Kind.IN_ANOTHER_STAGE
         return kind, -longest_s, f"{what}{requests}{at}"
     if spans:
-        return _Kind.IN_A_SPAN, -longest_s if spans[0].trajectory else 0.0, what
+        kind = _Kind.IN_SPANS_THAT_WAIT if spans[0].waits else _Kind.IN_A_SPAN
+        return kind, -longest_s if spans[0].trajectory else 0.0, what
     if not state.answers:
         return _Kind.ANSWERS_NO_CALL, 0.0, f"answers no call, and is at {state.code}"
     if state is loop and state.calls == "ray" and others:

@@ -1,0 +1,168 @@
+"""A wait is not work: of drawn limits, services and waits, none is offered, blamed or first."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from drawn_logs import DrawnLog, recorded
+from drawn_steps import drawn_inputs
+
+from verl_profiling import span, trajectory
+from verl_profiling.analysis import open_step
+from verl_profiling.cli import main
+from verl_profiling.watch.hangs import HangReporter, ProcessState, culprit
+
+LATENCY = 0.0003  # from the release of a slot to the next acquire (s)
+KINDS = (
+    "limit",
+    "limit without a span",
+    "limit until the tool ends",
+    "service",
+    "service in a wait",
+    "unknown",
+)
+Spans = list[tuple[str, float, float]]
+
+
+class Plan(NamedTuple):
+    """Drawn trajectories: times (s) of each one's begin, generation, tool, scoring and unknown wait."""
+
+    kind: str
+    wait: str
+    tool: str
+    slots: int
+    times: list[list[float]]
+
+
+def drawn_plan(seed: int) -> Plan:
+    drawn = random.Random(seed)
+    kind = KINDS[seed % len(KINDS)]
+    count = drawn.randint(8, 24)
+    slots = 1 if "service" in kind else drawn.randint(1, count // 3)
+    spread = drawn.choice((0.001, 0.5))
+    times = [
+        [0.1 + number / 1000, *(drawn.choice((0.1, 0.3)) * drawn.lognormvariate(0, spread) for _ in range(4))]
+        for number in range(count)
+    ]
+    wait = f"wait:{drawn.choice(('slot', 'quota', 'permit'))}"
+    return Plan(kind, wait, f"tool:{drawn.choice(('search', 'sandbox', 'browser'))}", slots, times)
+
+
+def played(plan: Plan, factor: float = 1.0) -> list[Spans]:
+    """Play the plan; slots are given in the order of requests. Return each trajectory's spans."""
+    free = [0.0] * plan.slots
+    found: dict[int, Spans] = {}
+    is_service = "service" in plan.kind
+    asked = [begin + (generate if is_service else 0.0) for begin, generate, *_ in plan.times]
+    for number in sorted(range(len(asked)), key=asked.__getitem__):
+        begin, generate, tool, score, unknown = plan.times[number]
+        spans: Spans = [("generate", begin, asked[number])] if is_service else []
+        if plan.kind == "unknown":
+            now = asked[number] + unknown
+        else:
+            now = max(asked[number], heappop(free) + LATENCY)
+        if "without" not in plan.kind and plan.kind != "service":
+            spans.append((plan.wait, asked[number], now))
+        held = (
+            [(plan.tool, tool * factor)]
+            if is_service
+            else [("generate", generate), (plan.tool, tool * factor)]
+        )
+        rest = [("reward", score)]
+        if plan.kind.startswith("limit") and "until" not in plan.kind:
+            held, rest = held + rest, []
+        for name, seconds in held:
+            spans.append((name, now, now + seconds))
+            now += seconds
+        heappush(free, now)
+        for name, seconds in rest:
+            spans.append((name, now, now + seconds))
+            now += seconds
+        found[number] = [*spans, ("", begin, now)]
+    return [found[number] for number in range(len(asked))]
+
+
+def end_of(trajectories: list[Spans]) -> float:
+    return max(spans[-1][2] for spans in trajectories) + 0.05
+
+
+def drawn_step(folder: Path, plan: Plan, factor: float = 1.0) -> float:
+    """Draw the step of a plan; return its duration (s)."""
+    trajectories = played(plan, factor)
+    rollout = end_of(trajectories)
+    log = DrawnLog(end=rollout + 1)
+    for spans in trajectories:
+        log.trajectory(*spans[-1][1:], *spans[:-1])
+    drawn_inputs(
+        folder, [("rollout", 0, rollout), ("update_actor", rollout, rollout + 0.4)], [], rollout + 0.4
+    )
+    log.add_to(folder)
+    return rollout + 0.4
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_wait_is_no_work(tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Predictions hold the truth; a wait is never offered, the first finding, or a cause of a difference."""
+    plan = drawn_plan(seed)
+    before, after = tmp_path / "a", tmp_path / "b"
+    for folder, factor in ((before, 1.0), (after, 0.4)):
+        folder.mkdir()
+        drawn_step(folder, plan, factor)
+    step = open_step(before)
+    for factor in (0.4, 0.7, 1.6):
+        found = step.what_if(tools={plan.tool: f"{factor}x"})
+        truth = end_of(played(plan, factor)) + 0.4
+        if found.low_us is None or found.high_us is None:
+            assert found.predicted_us == pytest.approx(truth * 1e6, rel=0.01)
+        else:
+            assert found.low_us <= truth * 1e6 <= found.high_us
+        assert any("a limit of" in said or "is not known" in said for said in found.assumed)
+    options = [row.option for row in step.what_if().what_would_help]
+    assert not any("wait:" in option for option in options)
+    half = next((row for row in step.what_if().what_would_help if row.option.endswith("=0.5x")), None)
+    assert half is None or "wait" not in half.change
+    name = plan.wait.removeprefix("wait:")
+    assert not any(f"wait `{name}`" in finding.text for finding in step.report().findings[:1])
+    assert main(["what-if", str(before), "--tool", f"{plan.wait}=0.1s"]) == 2
+    capsys.readouterr()
+    assert main(["diff", str(before), str(after)]) == 0
+    (_, explained, *_) = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert "wait:" not in explained
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_hang_is_a_trajectory_that_queues(seed: int) -> None:
+    """Whatever waits, and however long: the process is in another span that is open."""
+    drawn = random.Random(seed)
+    names = [f"wait:{drawn.choice(('slot', 'server', 'quota'))}" for _ in range(drawn.randint(1, 90))]
+    culprits = drawn.sample(("tool:search", "environment:step", "reward"), drawn.randint(1, 3))
+    names += culprits
+    if drawn.random() < 0.5:
+        drawn.shuffle(names)
+
+    async def in_span(number: int, name: str, ended: asyncio.Event) -> None:
+        async with trajectory(group=f"g{number}", sample=0), span(name):
+            await ended.wait()
+
+    async def state() -> ProcessState:
+        ended = asyncio.Event()
+        tasks = [asyncio.ensure_future(in_span(*one, ended)) for one in enumerate(names)]
+        await asyncio.sleep(0)
+        reporter = HangReporter(("", 1.0), "agent_loop_rank0", "agent_loop", list)
+        found = reporter.state(1)
+        ended.set()
+        await asyncio.gather(*tasks)
+        return found
+
+    states: list[ProcessState] = []
+    recorded(lambda: states.append(asyncio.run(state())), 1_000)
+    (agents,) = states
+    loop = ProcessState("controller", "controller", calls="ray")
+    lane, reason, _ = culprit([loop, agents], "rollout")
+    assert lane == "agent_loop_rank0"
+    assert any(name in reason for name in culprits), reason
