@@ -262,6 +262,7 @@ class SpanLog:
         sums: The watch's sums, which receive the outermost stages.
         spans: The first ``MAX_SPANS`` stages of a capture, to bound the memory; ``None`` without a capture.
         pauses: Pauses of the process during a capture; see :func:`record_pauses`.
+        since_ns: Earliest begin of a stage in the capture; 0 for any.
         begin_mark: Called with the name when a stage begins, to show it in an artifact.
         end_mark: Called at the end of the stage with the value that ``begin_mark`` returned.
         long_stage_ended: Called with each ended stage of at least ``LONG_NS``. For shorter stages, a system
@@ -275,6 +276,7 @@ class SpanLog:
     end_mark: Callable[[Any], object] | None = None
     long_stage_ended: Callable[[OpenStage], object] | None = None
     pauses: list[StageSpan] = field(default_factory=list)
+    since_ns: int = 0
     _left_out: int = 0
     _marks_failed: str = ""
 
@@ -309,6 +311,29 @@ class SpanLog:
             elif parent.name == WEIGHT_SYNC != name:
                 stage.sums = sums.spans
         return stage
+
+    def take_over(self, sums: StageSums, begin_ns: int) -> None:
+        """Record the stages of other tasks and threads that are open as a capture begins.
+
+        For example, the rollout of an asynchronous loop began in the step before. Stages around the loop
+        itself are left out, because the stages inside them are the outermost ones of the step.
+
+        Args:
+            sums: The watch's sums, which have the open stages.
+            begin_ns: Begin of the capture, from which these stages count.
+        """
+        if self.since_ns or self.spans is None:
+            return
+        self.since_ns = begin_ns
+        around, outer = set(), _innermost.get()
+        while outer is not None:
+            around.add(id(outer))
+            outer = outer.parent
+        begun = [stage for stage in list(sums.open.values()) if isinstance(stage, OpenStage)]
+        for stage in begun:
+            is_of_loop = stage.log.source is self.source and stage.log is not self
+            if is_of_loop and id(stage) not in around:
+                self.spans.append(stage)
 
     def ended(self, name: str, begin_ns: int, end_ns: int) -> None:
         """Record a part of a weight update that has ended, inside the stage that is open now."""
@@ -387,8 +412,9 @@ class SpanLog:
         found = []
         for stage in self.spans or ():
             end_ns, thread_id = stage.end_ns or now_ns, native_ids.get(stage.thread) or stage.thread
+            begin_ns = max(stage.begin_ns, min(self.since_ns, end_ns))
             failed = stage.failed or (open_fails and not stage.end_ns)
-            found.append(StageSpan(stage.name, stage.begin_ns, end_ns, thread_id, stage.depth(), failed))
+            found.append(StageSpan(stage.name, begin_ns, end_ns, thread_id, stage.depth(), failed))
         return sorted(found, key=attrgetter("begin_ns", "depth"))
 
     def close(self) -> list[StageSpan]:

@@ -364,6 +364,7 @@ class Controller:
             self._run.write(live)
         live.begin_step()
         if self.watch is not None:
+            live.log.take_over(self.watch.sums, live.step.begin_ns)
             self.watch.capture_begins(live.folder.name if live.request.keep else "")
 
     # Closing.

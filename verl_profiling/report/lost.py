@@ -66,8 +66,8 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
     * ``straggler_wait``: after the end of an own stage, until the last worker of the role ends this stage;
     * ``gc``: while Python's garbage collector stops the process;
     * ``host_blocked``: while the host is in a call that copies, allocates or waits for the device;
-    * ``host_bound``: in an own stage (for an engine, between iterations with a request), or while operators
-      run on the host: the device waits for launches;
+    * ``host_bound``: in an own stage (for an engine, between iterations or with an unfinished request), or
+      while operators run on the host: the device waits for launches;
     * ``other_stages``: the controller is in a stage in which the lane does not take part;
     * ``between_stages``: the controller is in no stage;
     * ``unexplained``: the rest.
@@ -93,6 +93,7 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
         generating = working_spans(lane, step, ROLLOUT, VALIDATE)
         if (replica := lane.source.replica) in step.served:
             claims["no_requests"] = subtract(union(rollout, generating), step.served[replica])
+            generating = union(generating, step.served[replica])
         claims["host_bound"] = union(generating, own_time, held)
     else:
         rollout = subtract(rollout, own_time)  # in an asynchronous loop, ranks work beside it

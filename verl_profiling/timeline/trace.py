@@ -169,6 +169,7 @@ _BASE_BEHIND = re.compile(rb'"baseTimeNanoseconds"\s*:\s*([^,}]*)')
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _SEPARATOR = re.compile(rb"[\s,]*")
 _BOUNDARY = re.compile(rb"\}\s*,\s*(?=\{)")
+_OBJECT = re.compile(rb'\{\s*"')
 _NAME = re.compile(rb'\{\s*"ph"[^{}]*?"name"\s*:\s*"(.*)"\s*,\s*"pid"\s*:', re.DOTALL)
 _PHASE = re.compile(rb'"ph"\s*:')
 _IMPOSSIBLE = re.compile(r"Expected `float` [<>]= .* - at `\$\[0\]\.dur`")  # msgspec, on a duration
@@ -520,11 +521,10 @@ def _last_boundary(buffer: bytes) -> int:
 
 def _next_event(text: bytes, characters: str, position: int) -> int:
     """Return where the first readable event behind a damaged one begins; 0 if there is none."""
-    for boundary in _BOUNDARY.finditer(text, position):
+    for brace in _OBJECT.finditer(text, position + 1):
         with suppress(ValueError, RecursionError):
-            value, _ = _SCANNER.raw_decode(characters, boundary.end())
-            if isinstance(value, dict) and "ph" in value:
-                return boundary.end()
+            if "ph" in _SCANNER.raw_decode(characters, brace.start())[0]:
+                return brace.start()
     return 0
 
 
