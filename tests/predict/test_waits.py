@@ -10,11 +10,13 @@ from typing import NamedTuple
 
 import pytest
 from drawn_logs import DrawnLog, recorded
-from drawn_steps import drawn_inputs
+from drawn_steps import Worker, drawn_inputs
+from step_folders import rewrite_worker
 
 from verl_profiling import span, trajectory
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
+from verl_profiling.errors import ConfigError
 from verl_profiling.watch.hangs import HangReporter, ProcessState, culprit
 
 LATENCY = 0.0003  # from the release of a slot to the next acquire (s)
@@ -133,6 +135,46 @@ def test_a_wait_is_no_work(tmp_path: Path, seed: int, capsys: pytest.CaptureFixt
     assert main(["diff", str(before), str(after)]) == 0
     (_, explained, *_) = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert "wait:" not in explained
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_that_may_wait_for_each_other_make_an_interval(tmp_path: Path, seed: int) -> None:
+    """Drawn ranks do unequal work and leave the stage together; what each of them did is not recorded."""
+    drawn = random.Random(seed)
+    works = [drawn.uniform(0.2, 3.0) for _ in range(drawn.randint(2, 6))]
+    together = max(works)
+    stage = drawn.choice(("update_actor", "ref_log_prob", "values"))
+    ends = [together * drawn.uniform(0.98, 1) for _ in works]
+    workers = [Worker("actor", rank, stages=[(stage, 1.0, 1 + end)]) for rank, end in enumerate(ends)]
+    drawn_inputs(tmp_path, [("rollout", 0, 1), (stage, 1.0, 1 + together)], workers, 1 + together)
+    for worker in workers:
+        rewrite_worker(tmp_path, f"actor_rank{worker.rank}", artifacts=[])
+    step = open_step(tmp_path)
+    found = step.what_if(balance=[stage])
+    assert found.low_us is not None
+    assert found.high_us is not None
+    assert found.low_us <= (1 + sum(works) / len(works)) * 1e6 <= found.high_us
+    assert not any("--balance" in row.option for row in step.what_if().what_would_help)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_tail_that_began_before_the_step_is_not_left_out(tmp_path: Path, seed: int) -> None:
+    """Of drawn trajectories, the last ones began in the step before, so a shorter tail is refused."""
+    drawn = random.Random(seed)
+    count = drawn.randint(10, 20)
+    before = drawn.randint(1, 4)
+    log = DrawnLog(end=6)
+    for number in range(count):
+        is_last = number < before
+        begin = drawn.uniform(-3, -0.1) if is_last else drawn.uniform(0.1, 1)
+        end = drawn.uniform(4, 5) if is_last else drawn.uniform(1.5, 3)
+        log.trajectory(begin, end, ("tool:search", begin + 0.01, end))
+    drawn_inputs(tmp_path, [("rollout", 0, 5.1), ("update_actor", 5.1, 6)], [], 6)
+    log.add_to(tmp_path)
+    step = open_step(tmp_path)
+    with pytest.raises(ConfigError, match="--no-tail: the tail began before the step"):
+        step.what_if(no_tail=100 * (count - before) / count - 0.1)
+    assert not any("--no-tail" in row.option for row in step.what_if().what_would_help)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -20,7 +20,9 @@ from verl_profiling.manifest import POLLING, WAIT
 from verl_profiling.predict.graph import CAPTURE, LAG_BY, WORK, Graph
 from verl_profiling.predict.kernels import KERNEL
 from verl_profiling.predict.path import Chains, Replay, replay
+from verl_profiling.report.capture_rows import VALIDATE
 from verl_profiling.report.intervals import length, spans_of
+from verl_profiling.report.lost import ROLLOUT
 from verl_profiling.report.records import LOOP_LAG, OTHERS, UNKNOWN
 from verl_profiling.units import duration
 
@@ -185,6 +187,12 @@ class Baseline:
         if not graph.tails:
             raise ConfigError("--no-tail", "no stage waits for trajectories or requests")
         for at, left_out in _tails(found, changes.no_tail):
+            if left_out & graph.cut:
+                raise ConfigError(
+                    "--no-tail",
+                    "the tail began before the step, so not all of it is recorded; capture a step in which "
+                    "the rollout begins",
+                )
             after[at] = [one for one in after[at] if one not in left_out]
         return replay(graph, took_ns, delay_ns, after, before_ns)
 
@@ -223,6 +231,16 @@ class Baseline:
             for at in self.blocked[tool_name(name)]:
                 took[at] = 0.0
         return ([round(ns) for ns in column] for column in (took, delay, before))
+
+    def hidden_ranks(self, stage: str) -> int:
+        """Return the number of ranks in a stage whose waits for each other are not recorded; else 0.
+
+        Engines and agent loops do not wait for each other.
+        """
+        graph = self.graph
+        ranks = {one.who for one in graph.segments if one.part >= 0 and graph.parts[one.part][1] == stage}
+        is_hidden = stage not in (ROLLOUT, VALIDATE) and not ranks <= graph.synced | graph.engines
+        return len(ranks) if is_hidden else 0
 
     def extrapolations(self, changes: Changes) -> Iterable[str]:
         """Yield a sentence for each duration of a tool that no call in the capture had."""

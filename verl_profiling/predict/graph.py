@@ -179,6 +179,7 @@ class _Run:
         inner: Runs that begin because of this run.
         waits: Runs that this run waits for.
         called: Whether a worker has a stage of the same name inside the run.
+        is_cut: Whether it began before the step.
         entry: Number of the first segment.
         exit: Number of the last segment.
     """
@@ -195,6 +196,7 @@ class _Run:
     inner: list[_Run] = field(default_factory=list)
     waits: list[_Run] = field(default_factory=list)
     called: bool = False
+    is_cut: bool = False
     entry: int = -1
     exit: int = -1
 
@@ -241,8 +243,9 @@ class Graph:
         whole: Whether all rollouts begin and end in the step.
         lanes: Number of the step's devices, else of its workers.
         on_device: Whether the lanes are devices, and not processes on CPUs.
-        devices: Known devices of each worker.
         engines: Names of the workers that are replicas of an engine.
+        synced: Processes whose waits for other ranks are recorded.
+        cut: Last segments of trajectories and requests that began before the step.
     """
 
     begin_ns: int
@@ -263,8 +266,9 @@ class Graph:
     whole: bool = True
     lanes: int = 0
     on_device: bool = False
-    devices: dict[str, set[str]] = field(default_factory=dict)
     engines: set[str] = field(default_factory=set)
+    synced: set[str] = field(default_factory=set)
+    cut: set[int] = field(default_factory=set)
 
     def with_polls(self, factors: Sequence[float]) -> Graph:
         """Return the graph with each period of polling times the factor of its segment."""
@@ -312,42 +316,15 @@ def graph_of(content: Content) -> Graph:
     root = _Run(who, role, "", step.begin_ns, step.end_ns)
     stages = list(_stages(who, role, step.stages, root))
     graph = Graph(step.begin_ns, step.end_ns)
+    graph.engines = {worker.name for worker in step.workers if worker.identity.replica is not None}
     beside = _beside(root, stages, graph.assumed)
-    devices = numbers.shared_devices(step)
-    on_device = [lanes for lanes in devices if lanes[0].on_device]
-    graph.lanes, graph.on_device = len(on_device or devices), bool(on_device)
-    loose: list[_Run] = []
-    of_workers: defaultdict[str, list[_Run]] = defaultdict(list)
-    for worker in step.workers:
-        graph.engines |= {worker.name} if worker.identity.replica is not None else set()
-        graph.devices.setdefault(worker.name, set()).update(
-            one.uuid or one.place or f"{worker.name} {number}"
-            for number, one in enumerate(worker.devices)
-            if one.kind != "cpu"
-        )
-        if worker in of_loop:
-            continue
-        whole = _Run(worker.name, worker.identity.role, "", root.begin_ns, root.end_ns)
-        list(_stages(worker.name, whole.role, worker.stages, whole))
-        if of_loop and whole.role == role:  # a rank of the same program, which nobody calls
-            whole.end_ns = max((run.end_ns for run in whole.inner), default=root.begin_ns)
-            loose.append(whole)
-        else:
-            of_workers[worker.name] += whole.inner
-    graph.lanes = graph.lanes or len(of_workers) + len(loose)
-    is_plain = step.manifest is None  # plain traces have no stages: each lane is one run
-
-    def name_of(lane: Lane) -> str:
-        return lane.name if is_plain else lane.source.worker
-
-    for lane in step.lanes:
-        if lane.on_device and not lane.device:
-            graph.devices.setdefault(lane.source.worker, set()).add(lane.name)
-        idle = subtract(lane.observed, lane.busy)
-        graph.idle[name_of(lane)] = intersection(graph.idle.get(name_of(lane), idle), idle)
-        if is_plain and len(lane.busy):
-            times = int(lane.busy[0, 0]), int(lane.busy[-1, 1])
-            of_workers[lane.name].append(_Run(lane.name, lane.source.role, "", *times))
+    of_workers, loose = _runs_of_workers(step, root, [worker.name for worker in of_loop])
+    _add_lanes(graph, step, len(of_workers) + len(loose))
+    if step.manifest is None:  # plain traces have no stages: each lane is one run
+        for lane in step.lanes:
+            if len(lane.busy):
+                times = int(lane.busy[0, 0]), int(lane.busy[-1, 1])
+                of_workers[lane.name].append(_Run(lane.name, lane.source.role, "", *times))
     runs = list(chain.from_iterable(of_workers.values()))
     loose += _called(root, stages, runs, error_ns, graph.assumed)
     limits = list(limits_of(records, content.pieces))
@@ -361,20 +338,75 @@ def graph_of(content: Content) -> Graph:
         loose += [mark, *(work for work in early if work.who == ROLLOUT)]  # the others are there
         graph.assumed[_STEADY] += 1
     polled = [found for stage in stages for found in _polled(stage)]
-    builder = _Builder(graph, content.calls, name_of)
+    builder = _Builder(graph, content.calls, _process_of(step))
     builder.build(root, loose)
+    _add_polls(graph, polled)
+    _add_carried(builder, root, carried)
+    graph.cut = {run.exit for run in rollouts if run.is_cut}
+    goes_on = any(ns < root.end_ns for ns in later) or any(run.end_ns >= root.end_ns for run in rollouts)
+    graph.whole = not (goes_on or graph.carried or graph.unknown)
+    _add_waits(graph, limits)
+    graph.close()
+    _mark_capture(graph, step, who)
+    return graph
+
+
+def _runs_of_workers(
+    step: Step, root: _Run, of_loop: Sequence[str]
+) -> tuple[defaultdict[str, list[_Run]], list[_Run]]:
+    """Return the outermost stages by worker, and whole ranks of the loop's program, which nobody calls."""
+    of_workers, ranks = defaultdict[str, list[_Run]](list), list[_Run]()
+    for worker in step.workers:
+        if worker.name in of_loop:
+            continue
+        whole = _Run(worker.name, worker.identity.role, "", root.begin_ns, root.end_ns)
+        list(_stages(worker.name, whole.role, worker.stages, whole))
+        if of_loop and whole.role == root.role:
+            whole.end_ns = max((run.end_ns for run in whole.inner), default=root.begin_ns)
+            ranks.append(whole)
+        else:
+            of_workers[worker.name] += whole.inner
+    return of_workers, ranks
+
+
+def _process_of(step: Step) -> Callable[[Lane], str]:
+    """Return the function that returns the process of a lane."""
+    return (lambda lane: lane.name) if step.manifest is None else (lambda lane: lane.source.worker)
+
+
+def _add_lanes(graph: Graph, step: Step, workers: int) -> None:
+    """Add the number of lanes, the idle time of each process, and the processes whose waits are recorded."""
+    devices = numbers.shared_devices(step)
+    on_device = [lanes for lanes in devices if lanes[0].on_device]
+    graph.lanes, graph.on_device = len(on_device or devices) or workers, bool(on_device)
+    process_of = _process_of(step)
+    for lane in step.lanes:
+        process, idle = process_of(lane), subtract(lane.observed, lane.busy)
+        graph.idle[process] = intersection(graph.idle.get(process, idle), idle)
+        if len(lane.collectives) or not len(lane.communication):
+            graph.synced.add(process)
+
+
+def _add_polls(graph: Graph, polled: Iterable[tuple[_Run, int, int]]) -> None:
+    """Let the waits for the next poll end with one."""
     for run, begin_ns, period_ns in polled:
-        ends = ((one.end_ns, at) for at, one in enumerate(graph.segments) if one.who == who)
+        ends = ((one.end_ns, at) for at, one in enumerate(graph.segments) if one.who == run.who)
         last_ns, last = max(end for end in ends if end[0] <= begin_ns)
         graph.polls[run.entry] = Poll(last, begin_ns - last_ns, period_ns)
         graph.segments[run.entry].kind = NEXT_POLL
+
+
+def _add_carried(builder: _Builder, root: _Run, carried: Iterable[tuple[list[_Run], _Run, _Run]]) -> None:
+    """Let the work of the last step end as the next work of this step will."""
     for early, mark, stage in carried:
         for work in early:
-            graph.carried.append(Carried(work.entry, mark.exit, root.end_ns - mark.begin_ns))
+            builder.graph.carried.append(Carried(work.entry, mark.exit, root.end_ns - mark.begin_ns))
             builder.link(work.exit, stage.entry)  # if the work ended before the step
-        graph.segments[mark.entry].after.append(stage.exit)  # the next work begins after this one
-    goes_on = any(ns < root.end_ns for ns in later) or any(run.end_ns >= root.end_ns for run in rollouts)
-    graph.whole = not (goes_on or graph.carried or graph.unknown)
+        builder.graph.segments[mark.entry].after.append(stage.exit)  # the next work begins after this one
+
+
+def _add_waits(graph: Graph, limits: Iterable[Limit]) -> None:
+    """Add the slots of limits, and what is assumed of all waits."""
     for number, limit in enumerate(limits):
         graph.slots[_slot_of(limit, number)] = limit.slots
         place = "in" if limit.name.startswith(WAIT) else "before"
@@ -383,13 +415,15 @@ def graph_of(content: Content) -> Graph:
     for one in graph.segments:
         if one.waits:
             graph.assumed[f"what {one.kind} waits for is not known, so it takes as long as before"] += 1
-    graph.close()
+
+
+def _mark_capture(graph: Graph, step: Step, who: str) -> None:
+    """Set the time of the capture itself in the segments of the loop."""
     own = [one for one in graph.segments if one.who == who and one.kind in (OWN, WORK) and not one.trajectory]
     spans = np.array([(one.begin_ns, one.end_ns) for one in own], np.int64).reshape(-1, 2)
     for one, capture_ns in zip(own, overlaps(spans, capture_time(step)).tolist(), strict=True):
         one.capture_ns = capture_ns
         one.kind = CAPTURE if 2 * capture_ns > one.end_ns - one.begin_ns else one.kind
-    return graph
 
 
 def _beside(root: _Run, stages: Sequence[_Run], assumed: Counter[str]) -> list[_Run]:
@@ -668,7 +702,9 @@ def _trajectories(
                 found.append(Segment(kind, begin, end, calls=calls, request=request))
         found = _acquired(found, holds[number])
         title = f"{one.said.group}.{one.said.sample}" if one.said.group else str(number)
-        yield _Run(one.lane, "", "", one.begin_ns, one.end_ns, pieces=found, trajectory=title)
+        run = _Run(one.lane, "", "", one.begin_ns, one.end_ns, pieces=found, trajectory=title)
+        run.is_cut = one.cut_begin
+        yield run
 
 
 def _rows(*columns: Ints) -> Iterator[tuple[int, ...]]:
@@ -683,6 +719,7 @@ def _requests(step: Step, served: Iterable[Request]) -> Iterator[_Run]:
             if id(one) not in known and one.end_ns > step.begin_ns:
                 pieces = [Segment(*part, request=one) for part in one.parts()]
                 run = _Run(worker.name, worker.identity.role, "", one.begin_ns, one.end_ns, pieces=pieces)
+                run.is_cut = one.begin_ns < step.begin_ns
                 run.clip(step.begin_ns, step.end_ns)
                 yield run
 

@@ -130,7 +130,7 @@ def predict(
         found, spans_ns = on_resources(found, changes, assumed, notes)
     else:
         helps = _helps(baseline, found, changes)
-        spans_ns = _interval_ns(baseline, found, changes)
+        spans_ns = _interval_ns(baseline, found, changes, assumed)
     return Prediction(
         step=step,
         span_us=recorded.span_ns / 1000,
@@ -147,17 +147,33 @@ def predict(
     )
 
 
-def _interval_ns(baseline: Baseline, found: Replay, changes: Changes) -> list[int]:
-    """Return the durations (ns) that an interval spans: empty where no wait for something unknown matters.
+def _interval_ns(baseline: Baseline, found: Replay, changes: Changes, assumed: list[str]) -> list[int]:
+    """Return the durations (ns) that an interval spans: empty where no unknown wait matters.
 
-    Such a wait is at least nothing, and grows at most as much as the segment that grows most.
+    A wait for something unknown is at least nothing, and grows at most as much as what grows most. Where
+    waits of ranks for each other are not recorded, one rank may do all the work of a stage.
+
+    Args:
+        baseline: The step.
+        found: The step with the changes.
+        changes: The changes.
+        assumed: Sentences on what is assumed, which get more.
     """
-    if not baseline.waits or not changes.options():
-        return []
-    segments = found.graph.segments
-    factors = (found.took_ns[at] / one.recorded_ns for at, one in enumerate(segments) if one.recorded_ns)
-    most = max(1.0, *factors)
-    spans_ns = [found.span_ns, *(baseline.replay(changes, waits=by).span_ns for by in (0.0, most))]
+    spans_ns = [found.span_ns]
+    if baseline.waits and changes.options():
+        segments = found.graph.segments
+        factors = (found.took_ns[at] / one.recorded_ns for at, one in enumerate(segments) if one.recorded_ns)
+        most = max(1.0, *factors)
+        spans_ns += (baseline.replay(changes, waits=by).span_ns for by in (0.0, most))
+    for stage in changes.balance:
+        if ranks := baseline.hidden_ranks(stage):
+            assumed.append(
+                f"waits of ranks in {stage} are not recorded, and count as work; one may do all of it"
+            )
+            rest = [name for name in changes.balance if name != stage]
+            others = msgspec.structs.replace(changes, balance=rest)
+            least = others.with_more(Changes(scale={stage: 1 / ranks}))
+            spans_ns += (baseline.replay(others).span_ns, baseline.replay(least).span_ns)
     return spans_ns if max(spans_ns) - min(spans_ns) > _LEAST_SHARE * found.span_ns else []
 
 
@@ -182,10 +198,10 @@ def _candidates(baseline: Baseline, found: Replay) -> Iterable[tuple[str, str, C
     if graph.polls:
         yield outermost[POLLING], "polls 2x as often", Changes(scale={POLLING: 0.5})
     for stage in baseline.balanced:
-        if stage.startswith(WAIT):
+        if stage.startswith(WAIT) or baseline.hidden_ranks(stage):
             continue
         yield outermost[stage], f"{stage} balanced", Changes(balance=[stage])
-    if sum(map(len, graph.tails.values())) >= _LEAST_OF_TAIL:
+    if sum(map(len, graph.tails.values())) >= _LEAST_OF_TAIL and not graph.cut:
         yield _first_stage(graph, graph.tails), "rollout without its last 10%", Changes(no_tail=90.0)
     spent, tools, tried = Counter[str](), set[str](), list[str]()
     for last in {graph.last, *(one.mark for one in graph.carried)}:
