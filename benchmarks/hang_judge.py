@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,12 @@ HANG_S, FIRST_S, MORE_S, QUIET = 2.0, 4.0, 5.0, 12
 # By what the judge tells a loop: name of the hang, the right process, and a pattern of the right reason.
 KINDS = {
     "ray tool": ("a tool that never returns", "agent_loop_rank0", "tool:search of trajectory"),
+    "ray slots": ("a tool, while others wait for its slot", "agent_loop_rank0", "tool:search .*sample [23]"),
+    "ray service": (
+        "a call of a service that serves one at a time",
+        "agent_loop_rank0",
+        "environment:step .*sample 2",
+    ),
     "ray block": (
         "a tool that blocks its event loop",
         "agent_loop_rank0",
@@ -47,6 +54,9 @@ KINDS = {
     "ray checkpoint": ("the loop's checkpoint", "controller", "own code"),
     "ray unscheduled": ("a task that Ray cannot schedule", "controller", "scheduled"),
     "ray kill agent_loop0": ("a worker that is dead", "agent_loop_rank0", "dead"),
+    "off tool": ("a tool, in the next rollout", "agent_loop_rank0", "tool:search of trajectory"),
+    "off slots": ("a tool with a slot, in the next rollout", "agent_loop_rank0", "tool:search .*sample [23]"),
+    "off engine1": ("an engine, in the next rollout", "rollout1_rank0", "requests"),
     "ranks compute1": ("a rank that has not entered the collective", "actor_rank1", "has not entered"),
     "ranks compute0": ("rank 0 itself", "actor_rank0", "has not entered"),
     "ranks loader1": ("a rank in its own code", "actor_rank1", "own code"),
@@ -101,20 +111,40 @@ class Agents(AgentLoopCaptureMixin, Piece):
         self.engines, self.tool = engines, tool
 
     async def roll_out(self, step: int) -> None:
-        await asyncio.gather(*(self.play(step, sample) for sample in range(4)))
+        slots, service = asyncio.Semaphore(2), asyncio.Semaphore(1)
+        await asyncio.gather(*(self.play(step, sample, slots, service) for sample in range(6)))
 
-    async def play(self, step: int, sample: int) -> None:
+    async def play(
+        self, step: int, sample: int, slots: asyncio.Semaphore, service: asyncio.Semaphore
+    ) -> None:
         async with trajectory(group=f"p{step}", sample=sample):
-            for turn in range(24 if self.hangs("long") else 2):
-                async with span("generate", turn=turn):
-                    for engine in self.engines[sample % 2 : sample % 2 + 1]:
-                        await engine.generate.remote(f"{step}.{sample}.{turn}")
-                async with span("tool:search", turn=turn):
-                    if sample == 3:
-                        self.work("block", 0.0)
-                    while sample == 3 and self.hangs(self.tool):
-                        await asyncio.sleep(0.05)
-                    await asyncio.sleep(0.3 if self.hangs("long") else 0.005)
+            async with span("wait:slot"):
+                await slots.acquire()
+            try:
+                for turn in range(24 if self.hangs("long") else 2):
+                    await self.take_turn(step, sample, turn, service)
+            finally:
+                slots.release()
+
+    async def take_turn(self, step: int, sample: int, turn: int, service: asyncio.Semaphore) -> None:
+        async with span("generate", turn=turn):
+            for engine in self.engines[sample % 2 : sample % 2 + 1]:
+                await engine.generate.remote(f"{step}.{sample}.{turn}")
+        async with span("tool:search", turn=turn):
+            if sample == 3:
+                self.work("block", 0.0)
+            while (sample == 3 and self.hangs(self.tool)) or (sample in (2, 3) and self.hangs("slots")):
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.3 if self.hangs("long") else 0.005)
+        async with span("wait:service"):
+            await service.acquire()
+        try:
+            async with span("environment:step", turn=turn):
+                await asyncio.sleep(0.001)
+                while sample == 2 and self.hangs("service"):
+                    await asyncio.sleep(0.05)
+        finally:
+            service.release()
 
 
 class Reward(AgentLoopCaptureMixin, Piece):
@@ -143,7 +173,7 @@ class Trainer(CaptureMixin, Piece):
         self.work(f"unmarked{self.rank}")
 
 
-def ray_loop(folder: str) -> None:
+def ray_loop(folder: str, is_one_step_off: bool = False) -> None:
     import ray
 
     ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False)
@@ -154,10 +184,19 @@ def ray_loop(folder: str) -> None:
     ray.get([agents.init_capture.remote(piece.config), reward.init_capture.remote(piece.config)])
     ray.get([*(one.update.remote() for one in actors), agents.roll_out.remote(0), reward.score.remote()])
 
+    coming = [agents.roll_out.remote(1)] if is_one_step_off else []
+
     def run_step(cb: ProfilingCallback, step: int) -> None:
         piece.work("loader")
-        with cb.stage("rollout"):
-            ray.get(agents.roll_out.remote(step)) if not piece.hangs("kill agent_loop0") else time.sleep(60)
+        if is_one_step_off:
+            with cb.stage("wait:rollout"):
+                ray.get(coming.pop())
+            coming.append(agents.roll_out.remote(step + 1))
+        else:
+            with cb.stage("rollout"):
+                ray.get(agents.roll_out.remote(step)) if not piece.hangs("kill agent_loop0") else time.sleep(
+                    60
+                )
         with cb.stage("reward"):
             ray.get(reward.score.remote())
         with cb.stage("update_actor"):
@@ -302,7 +341,7 @@ def main() -> None:
     found: dict[str, Any] = {"rows": [], "steps": 0, "long": 0, "alarms": 0}
     with tempfile.TemporaryDirectory(prefix="hang-judge-", ignore_cleanup_errors=True) as temporary:
         for number in range(given.rounds):
-            for loop_name in ("ray", "ranks"):
+            for loop_name in ("ray", "off", "ranks"):
                 of_loop = [kind for kind in KINDS if kind.split()[0] == loop_name]
                 kinds = [kind.partition(" ")[2] for kind in of_loop if re.search(given.kind, kind)]
                 try:
@@ -316,5 +355,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    program = {"ray": ray_loop, "ranks": rank_loop}.get(" ".join(sys.argv[1:2]))
+    loops: dict[str, Callable[[str], None]] = {"ray": ray_loop, "ranks": rank_loop}
+    loops["off"] = partial(ray_loop, is_one_step_off=True)
+    program = loops.get(" ".join(sys.argv[1:2]))
     program(sys.argv[2]) if program is not None else main()

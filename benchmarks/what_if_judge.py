@@ -75,9 +75,9 @@ def scale(**factors: float) -> dict[str, Any]:
     return {"scale": factors}
 
 
-def tool(name: str, seconds: float) -> dict[str, Any]:
-    """Return the change of a tool."""
-    return {"tools": {name: seconds}}
+def tool(name: str, time: float | str) -> dict[str, Any]:
+    """Return the change of a tool: a time (s), or a factor such as ``0.5x``."""
+    return {"tools": {name: time}}
 
 
 GENERATE_S = [0.1, 0.12, 0.15, 0.18, 0.2, 0.25, 0.3, 0.6]
@@ -93,6 +93,9 @@ LOOPS = {
     "engines": Loop({"engines_s": [0.9, 0.5], "ranks_s": [0.4, 0.8], "reward_s": 0.2}),
     "agents": Loop({"generate_s": GENERATE_S, "tool_s": 0.2, "ranks_s": [0.5, 0.5]}),
     "queues": Loop({"generate_s": [0.1, 0.12, 0.14, 0.16] * 2, "tool_s": 0.2, "slots": 1}),
+    "limit": Loop({"generate_s": GENERATE_S, "tool_s": 0.2, "limit": 3}),
+    "service": Loop({"generate_s": GENERATE_S, "tool_s": 0.15, "serial": True}),
+    "agents beside": Loop({"generate_s": GENERATE_S, "tool_s": 0.4, "ranks_s": [0.5, 0.5], "beside": True}),
     "beside": Loop({"engines_s": [1.4, 1.2], "ranks_s": [0.5, 0.5], "beside": True}),
     "grpo_tiny": Loop({}, "grpo_tiny", GRPO),
     "grpo_tiny, torch": Loop({}, "grpo_tiny", (*TORCH, "batch.prompts=16")),
@@ -133,6 +136,22 @@ PAIRS = {
         Pair(tool("search", 0.05), {"tool_s": 0.05}),
         Pair(tool("search", 0.5), {"tool_s": 0.5}),
         Pair({"no_tail": 50.0}, {"done": 0.5}),
+    ),
+    "limit": (
+        Pair({}),
+        Pair(tool("search", 0.05), {"tool_s": 0.05}),
+        Pair(tool("search", "0.5x"), {"tool_s": 0.1}),
+        Pair(tool("search", "2x"), {"tool_s": 0.4}),
+    ),
+    "service": (
+        Pair(tool("search", 0.05), {"tool_s": 0.05}),
+        Pair(tool("search", "0.5x"), {"tool_s": 0.075}),
+        Pair(tool("search", "2x"), {"tool_s": 0.3}),
+    ),
+    "agents beside": (
+        Pair({}),
+        Pair(tool("search", "0.5x"), {"tool_s": 0.2}),
+        Pair(scale(update_actor=0.5), {"ranks_s": [0.25, 0.25]}),
     ),
     "beside": (
         Pair({}),

@@ -38,6 +38,8 @@ class Plan:
         turns: Turns of each trajectory.
         done: Share of the trajectories after which the rollout ends.
         slots: Requests that an engine serves at a time.
+        limit: Trajectories that run at a time; others wait in a span.
+        serial: Whether the tool serves one call at a time; others wait in no span.
         beside: Whether the next rollout runs beside the training.
         steps: Steps of the run, all but the first two captured.
     """
@@ -52,6 +54,8 @@ class Plan:
     turns: int = 2
     done: float = 1.0
     slots: int = 100
+    limit: int = 1000
+    serial: bool = False
     beside: bool = False
     steps: int = 7
 
@@ -104,6 +108,7 @@ class AgentLoop(AgentLoopCaptureMixin):
     def __init__(self, plan: Plan, config: dict[str, Any], engines: list[Any]) -> None:
         self.plan = plan
         self.engines = itertools.cycle(engines)
+        self.limit, self.tool = asyncio.Semaphore(plan.limit), asyncio.Semaphore(1 if plan.serial else 1000)
         self.init_capture(config, rank=0, world_size=1)
 
     async def roll_out(self, step: int) -> None:
@@ -119,12 +124,24 @@ class AgentLoop(AgentLoopCaptureMixin):
     async def play(self, step: int, sample: int) -> None:
         """Make one trajectory."""
         async with trajectory(group=str(step), sample=sample):
-            for turn in range(self.plan.turns):
-                request_id = f"{step}.{sample}.{turn}"
-                async with span("generate", request=request_id):
-                    await next(self.engines).generate.remote(request_id, self.plan.generate_s[sample])
-                async with span("tool:search"):
-                    await pause(self.plan.tool_s)
+            if self.plan.limit < len(self.plan.generate_s):
+                async with span("wait:slot"):
+                    await self.limit.acquire()
+            else:
+                await self.limit.acquire()
+            try:
+                await self.take_turns(step, sample)
+            finally:
+                self.limit.release()
+
+    async def take_turns(self, step: int, sample: int) -> None:
+        """Generate and call the tool, turn by turn."""
+        for turn in range(self.plan.turns):
+            request_id = f"{step}.{sample}.{turn}"
+            async with span("generate", request=request_id):
+                await next(self.engines).generate.remote(request_id, self.plan.generate_s[sample])
+            async with self.tool, span("tool:search"):
+                await pause(self.plan.tool_s)
 
 
 class Trainer(CaptureMixin):

@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 import pytest
 from drawn_logs import DrawnLog, recorded
-from drawn_steps import Worker, drawn_inputs
+from drawn_steps import Worker, drawn_inputs, engine, ns
 from step_folders import rewrite_worker
 
 from verl_profiling import span, trajectory
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.errors import ConfigError
+from verl_profiling.manifest import Request
 from verl_profiling.watch.hangs import HangReporter, ProcessState, culprit
 
 LATENCY = 0.0003  # from the release of a slot to the next acquire (s)
@@ -175,6 +176,46 @@ def test_a_tail_that_began_before_the_step_is_not_left_out(tmp_path: Path, seed:
     with pytest.raises(ConfigError, match="--no-tail: the tail began before the step"):
         step.what_if(no_tail=100 * (count - before) / count - 0.1)
     assert not any("--no-tail" in row.option for row in step.what_if().what_would_help)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_paused_engine_has_requests_in_its_queue(tmp_path: Path, seed: int) -> None:
+    """While all requests are queued, the host is not at work; idle time and critical path agree."""
+    drawn = random.Random(seed)
+    pause, rest = drawn.uniform(0.3, 3.0), drawn.uniform(0.5, 2.0)
+    begin = drawn.uniform(1, 3)
+    resumed = begin + pause
+    end = resumed + rest
+    worker = engine(0, (0.1, begin), (resumed, end), logged=True)
+    drawn_inputs(
+        tmp_path, [("rollout", 0, end + 0.1), ("update_actor", end + 0.1, end + 1)], [worker], end + 1
+    )
+    times = [
+        (0.1, 0.1, begin),
+        *((begin, resumed, end - number / 10) for number in range(drawn.randint(1, 5))),
+    ]
+    requests = [
+        Request(
+            replica=0,
+            id=str(number),
+            begin_ns=ns(arrived),
+            arrival_ns=ns(arrived),
+            scheduled_ns=ns(scheduled),
+            first_token_ns=ns(scheduled + 0.01),
+            end_ns=ns(ended),
+            prompt_tokens=9,
+            response_tokens=9,
+        )
+        for number, (arrived, scheduled, ended) in enumerate(times)
+    ]
+    rewrite_worker(tmp_path, "rollout0", requests=requests)
+    report = open_step(tmp_path).report()
+    (row,) = report.workers
+    assert row.lost_us["queued"] == pytest.approx(pause * 1e6, abs=10)
+    assert row.lost_us.get("host_bound", 0.0) < 1e4
+    assert sum(part.duration_us for part in report.critical_path if part.kind == "queued") == pytest.approx(
+        pause * 1e6, abs=10
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -456,6 +456,10 @@ def _time(us: float) -> str:
 
 _IDLE = {  # sentence and advice of causes that need no more
     "no_requests": ("of engines waited for requests, and no request was on its way", ""),
+    "queued": (
+        "of engines were idle while all their requests were queued: the engines were paused",
+        "look for pause_generation and weight updates beside the rollout",
+    ),
     "weight_sync": ("were idle while weights went to the engines", ""),
     "gc": (
         "were idle while Python's garbage collector stopped their process",
@@ -494,6 +498,7 @@ FINDINGS = {
     "long_tail": 0.05,  # of the observed time of all devices, and so on
     "after_generation": 0.05,
     "no_requests": 0.10,
+    "queued": 0.05,
     "weight_sync": 0.15,
     "gc": 0.02,
     "host_blocked": 0.10,

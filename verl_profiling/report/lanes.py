@@ -19,6 +19,7 @@ from verl_profiling.report.intervals import (
     intersection,
     length,
     spans_of,
+    subtract,
     time_of,
     union,
 )
@@ -182,6 +183,21 @@ class Step:
     def requests(self) -> list[RequestRow]:
         """The requests of all replicas."""
         return requests(self.manifest) if self.manifest else []
+
+    def queued(self, replica: int | None) -> Spans:
+        """Return the time in which a replica has requests, of which none runs.
+
+        Requests from before the log may run all the time.
+        """
+        parts: dict[str, list[tuple[int, int]]] = {"queued": [], "running": []}
+        for worker in self.capture.workers if self.capture else []:
+            if worker.identity.replica == replica:
+                parts["running"] += [(since_ns, self.end_ns) for since_ns in worker.pending_since_ns]
+            for request in worker.requests:
+                if request.replica == replica:
+                    for name, begin_ns, end_ns in request.parts():
+                        parts["queued" if name == "queued" else "running"].append((begin_ns, end_ns))
+        return subtract(spans_of(parts["queued"]), spans_of(parts["running"]))
 
     def during(self, *names: str) -> Spans:
         """Return the time in which the controller was in one of these stages; without names, in any stage."""

@@ -31,6 +31,7 @@ CAUSES = (
     "after_generation",
     "waiting_for_rollout",
     "no_requests",
+    "queued",
     "straggler_wait",
     "gc",
     "host_blocked",
@@ -63,6 +64,8 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
       time before its first iteration;
     * ``no_requests``: in stages with generation, while the engine's replica has no request, if requests are
       known;
+    * ``queued``: while all requests of the engine's replica are in its queue, so that it is paused or full of
+      others, if their times are known;
     * ``straggler_wait``: after the end of an own stage, until the last worker of the role ends this stage;
     * ``gc``: while Python's garbage collector stops the process;
     * ``host_blocked``: while the host is in a call that copies, allocates or waits for the device;
@@ -94,6 +97,7 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
         if (replica := lane.source.replica) in step.served:
             claims["no_requests"] = subtract(union(rollout, generating), step.served[replica])
             generating = union(generating, step.served[replica])
+            claims["queued"] = step.queued(replica)
         claims["host_bound"] = union(generating, own_time, held)
     else:
         rollout = subtract(rollout, own_time)  # in an asynchronous loop, ranks work beside it

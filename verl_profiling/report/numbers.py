@@ -61,7 +61,7 @@ from verl_profiling.report.observed import misses
 _TOKEN_METRICS = ("perf/total_num_tokens", "total_num_tokens", "tokens")
 _TURNS = (
     *("weight_sync", "straggler_wait", "gc", "host_blocked", "host_bound"),
-    *("no_requests", "long_tail", "after_generation", "waiting_for_rollout"),
+    *("no_requests", "queued", "long_tail", "after_generation", "waiting_for_rollout"),
     *("other_stages", "between_stages", "unexplained"),
 )
 """The causes of idle time in order of precedence among the lanes of a device."""
