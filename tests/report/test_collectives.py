@@ -74,7 +74,11 @@ def test_calls_of_one_collective_count_once_where_they_match(tmp_path: Path) -> 
 def test_calls_match_by_order_and_end(tmp_path: Path, seed: int) -> None:
     """Ranks wait as long as drawn, though profilers begin late, end early or have holes."""
     drawn = random.Random(seed)
-    size, count, lost = drawn.randint(2, 4), drawn.randint(8, 30), drawn.choice(("first", "last", "hole", ""))
+    size, count, lost = (
+        drawn.randint(2, 4),
+        drawn.randint(8, 30),
+        drawn.choice(("first", "last", "hole", "both", "")),
+    )
     period = drawn.choice((0.0, drawn.uniform(0.01, 0.05)))  # without: calls at irregular times
     ends = [at * (period or 0.05) + drawn.uniform(0, 0.01 if not period else 0) + 0.1 for at in range(count)]
     late = [[drawn.uniform(0.001, 0.009) for _ in ends] for _ in range(size)]
@@ -82,7 +86,9 @@ def test_calls_match_by_order_and_end(tmp_path: Path, seed: int) -> None:
         late[drawn.randrange(size)][at] = 0.0005  # the last one to enter
     cut = {"first": range(1, count), "last": range(count - 2), "": range(count)}
     cut["hole"] = [at for at in range(count) if not count // 3 <= at < count // 2]
-    kept = [cut[lost] if rank == size - 1 else range(count) for rank in range(size)]
+    cut["both"] = range(later := drawn.randint(1, count * 3 // 4), count)
+    rest = range(count - later) if lost == "both" else range(count)
+    kept = [cut[lost] if rank == size - 1 else rest for rank in range(size)]
     common = [at for at in range(count) if all(at in own for own in kept)]
     group = list(range(size))
     kernels = [

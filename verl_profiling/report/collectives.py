@@ -96,7 +96,7 @@ def matched_calls(step: Step) -> tuple[list[Calls], list[str]]:
     for (role, _, (name, group)), same_group in called.items():
         for lanes in _engines(same_group, group.size):
             of_lanes = [lane.collectives[name, group] for lane in lanes]
-            runs = _left_together(of_lanes, error_ns)
+            runs = _left_together(of_lanes, error_ns, step.manifest is not None)
             recorded += sum(map(len, of_lanes))
             matched += runs.shape[0] * runs.shape[1]
             if runs.shape[1]:
@@ -118,7 +118,7 @@ def _engines(lanes: list[Lane], size: int) -> list[list[Lane]]:
     return [lanes] if 1 < len(lanes) <= (size or len(lanes)) else []
 
 
-def _left_together(of_lanes: Sequence[Spans], error_ns: int) -> NDArray[np.int64]:
+def _left_together(of_lanes: Sequence[Spans], error_ns: int, is_one_clock: bool) -> NDArray[np.int64]:
     """Return the runs of the calls that all ranks left together, shape (ranks, calls, 2).
 
     The nth runs of all ranks are one call, unless their ends say otherwise: a profiler that began one call
@@ -127,17 +127,28 @@ def _left_together(of_lanes: Sequence[Spans], error_ns: int) -> NDArray[np.int64
     Args:
         of_lanes: The runs of each rank, sorted by begin.
         error_ns: Error of the clocks (ns).
+        is_one_clock: Whether all times are on one clock, up to the error.
     """
     by_end = _by_end(of_lanes)
     is_call = _is_call(by_end, error_ns)
     if len(set(map(len, of_lanes))) == 1:
         by_order = np.stack(of_lanes)
         # gloo on a busy machine records runs of one call 10 ms apart: then few ends fit, by either match.
-        most_fit = 2 * is_call.sum() > by_order.shape[1]
+        common = _recorded_by_all(of_lanes)
+        if not common and is_one_clock:
+            return by_order[:, :0]
+        most_fit = 2 * is_call.sum() > common
         if not most_fit or is_call.sum() <= _is_call(by_order, error_ns).sum():
             return by_order
     enter, leave = by_end[:, :, 0], by_end[:, :, 1]
     return by_end[:, leave.min(axis=0) + error_ns >= enter.max(axis=0)]
+
+
+def _recorded_by_all(of_lanes: Sequence[Spans]) -> int:
+    """Return the number of runs that end while all ranks recorded, of the rank with the fewest."""
+    first = max(runs[:, 0].min() for runs in of_lanes)
+    last = min(runs[:, 1].max() for runs in of_lanes)
+    return min(int(((first <= runs[:, 1]) & (runs[:, 1] <= last)).sum()) for runs in of_lanes)
 
 
 def _by_end(of_lanes: Sequence[Spans]) -> NDArray[np.int64]:
