@@ -76,6 +76,7 @@ async def main() -> None:
     """Measure and print."""
     bare, idle, recording = Engine(), Engine(), Engine()
     idle_log, log = RequestLog(), RequestLog()
+    idle_log.serve(0, enable=True)
     log.serve(0, enable=True)
     watch_vllm(idle, idle_log)
     watch_vllm(recording, log)

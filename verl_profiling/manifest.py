@@ -200,7 +200,7 @@ class ToolSpan(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One inference request that ended during the capture of a rollout engine.
+    """One sequence that a rollout engine generated, if it ended during the capture.
 
     Times are unix nanoseconds on the clock of the process that sent the request; a time that the engine does
     not report is 0.
@@ -215,11 +215,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         last_token_ns: Last token in the engine.
         end_ns: End of the response.
         prompt_tokens: Length of the prompt.
-        response_tokens: Length of the response; summed over the samples of one request.
+        response_tokens: Length of the response.
         cached_tokens: Number of prompt tokens from the engine's prefix cache, if known.
         preemptions: Number of preemptions by the engine, if known.
         policy_version: Policy version at the begin of the request, if known.
-        failed: Whether the request raised or was cancelled.
+        failed: Whether the request raised, was cancelled or was aborted.
     """
 
     replica: int

@@ -92,7 +92,7 @@ def test_a_manifest_can_hold_any_id_and_count(log: RequestLog, id: Any, kept: st
 
 
 def test_requests_that_have_not_ended_are_known_by_their_begin(log: RequestLog) -> None:
-    """An engine with one of them was not without requests, though the log has nothing else to say of it."""
+    """The capture in which one of them ends has it, with its begin before."""
     before_ns = time.time_ns()
     late, done = log.open(5), log.open(5)
     done.close(5, 1)
@@ -101,7 +101,8 @@ def test_requests_that_have_not_ended_are_known_by_their_begin(log: RequestLog) 
     assert before_ns <= since_ns == late.begin_ns <= time.time_ns()
     log.begin(8)
     late.close(5, 1)
-    assert (log.end(), log.pending_since_ns) == ([], [])
+    [noted] = log.end()
+    assert (noted.begin_ns, noted.response_tokens, log.pending_since_ns) == (since_ns, 1, [])
 
 
 def test_counts_of_numpy_are_counts(log: RequestLog) -> None:

@@ -140,10 +140,10 @@ def test_a_batch_is_told_apart(tiny_model: Path, statistics: bool, monkeypatch: 
     ]
     outputs = engine.generate(prompts, sampling, use_tqdm=False)
     noted = log.end()
-    assert [request.id for request in noted] == [output.request_id for output in outputs]
-    assert [request.response_tokens for request in noted] == [4, 8, 24, 16]
-    of_two = noted.pop(2)
-    assert (list(seconds(of_two)), of_two.cached_tokens) == (["generate"], None)
+    assert [request.id for request in noted] == [one.request_id for one in outputs for _ in one.outputs]
+    assert [request.response_tokens for request in noted] == [4, 8, 12, 12, 16]
+    for sample in (noted.pop(2), noted.pop(2)):
+        assert (list(seconds(sample)), sample.cached_tokens) == (["generate"], None)
     assert all(isinstance(request.cached_tokens, int) for request in noted)
     known = ["to the engine", "queued", "prefill", "decode", "from the engine"]
     expected = known if statistics else ["generate"]

@@ -252,6 +252,7 @@ def test_a_replica_has_its_percentiles_and_its_sums(tmp_path: Path) -> None:
     assert (row.to_first_token_p50_us, row.to_first_token_p99_us) == pytest.approx((109_500, 158_010))
     assert row.per_token_p50_us == row.per_token_p99_us == 5_000
     assert row.cache_hit_share == pytest.approx((100 * 2 + 8) / (101 * 8))
+    assert "rollout0: 1 of 101 requests failed or were aborted" in open_step(tmp_path).report().notes
 
 
 def test_what_the_engine_does_not_tell_is_unknown(tmp_path: Path) -> None:

@@ -126,13 +126,12 @@ class Session:
                 in_background(lambda: reporter.report(reporter.ended))
         return self.sums.read(identity, question)
 
-    def busy(self, name: str, sums_requests: bool = False) -> Busy | None:
+    def busy(self, name: str) -> Busy | None:
         """Return the stage that is open while any task runs in ``name``; ``None`` if the watch is off."""
         if self.sums is None:
             return None
         with self._lock:
-            spans = self.sums.spans if sums_requests else None
-            return self._busy.setdefault(name, Busy(self.sums, name, spans))
+            return self._busy.setdefault(name, Busy(self.sums, name))
 
     @property
     def recording(self) -> bool:

@@ -1,4 +1,4 @@
-"""A log of inference requests, active only during captures, with almost no cost at other times.
+"""A log of inference requests: it keeps those that end in a capture, and their number for the watch.
 
 Each request has a policy version. A server can report new versions during a capture; otherwise, requests have
 the version that the training loop reports.
@@ -10,7 +10,7 @@ import functools
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import nullcontext
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -33,12 +33,12 @@ class RequestLog:
                 request.first_token()
                 request.response_tokens += 1
 
-    Tasks and threads may use the log concurrently. Without an open capture, nothing is kept, and the clock is
-    read only for the watch.
+    Tasks and threads may use the log concurrently. A request counts where it ends. Without an open capture,
+    only the requests that run are kept.
 
     Attributes:
         busy: The stage of the watch that is open while any request runs; ``None`` if the watch is off.
-        enabled: Whether requests are logged while a capture is open.
+        enabled: Whether requests that end in a capture are logged.
         policy_versions: Versions of the weights since :meth:`begin`, in order; empty if unknown.
         pending_since_ns: Begin times (ns) of the requests that were unfinished at :meth:`end`, in order.
     """
@@ -48,8 +48,9 @@ class RequestLog:
         self.enabled = False
         self.policy_versions: list[int] = []
         self.pending_since_ns: list[int] = []
-        self._replica = 0
-        self._noted: _Noted | None = None
+        self.replica = 0
+        self._open: set[OpenRequest] = set()
+        self._ended: list[Request] | None = None
         self._policy_version: int | None = None
         self._server_knows = False
 
@@ -60,7 +61,7 @@ class RequestLog:
             replica: Index of the replica.
             enable: ``rollout.requests``.
         """
-        self._replica = replica
+        self.replica = replica
         self.enabled = enable
 
     def set_policy_version(self, version: int) -> None:
@@ -79,14 +80,22 @@ class RequestLog:
         if not self._server_knows:
             self._policy_version = policy_version
         self.policy_versions = [] if self._policy_version is None else [self._policy_version]
-        if self.enabled:
-            self._noted = _Noted([], set())
+        self._ended = [] if self.enabled else None
 
     def end(self) -> list[Request]:
         """Stop logging; return the requests that ended since :meth:`begin`."""
-        noted, self._noted = self._noted or _Noted([], set()), None
-        self.pending_since_ns = sorted(request.begin_ns for request in list(noted.open))
-        return noted.ended
+        ended, self._ended = self._ended, None
+        if not self._server_knows:
+            self._policy_version = None
+        self.pending_since_ns = (
+            sorted(request.begin_ns for request in list(self._open)) if self.enabled else []
+        )
+        return ended or []
+
+    @property
+    def recording(self) -> bool:
+        """Whether requests that end now are logged."""
+        return self._ended is not None
 
     def end_in_result(self, result: CaptureResult) -> CaptureResult:
         """Stop logging; return the capture's result with the requests.
@@ -115,8 +124,7 @@ class RequestLog:
 
         @functools.wraps(generate)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            with self.busy or nullcontext():
-                return logged(generate, *args, **kwargs) if self._noted else generate(*args, **kwargs)
+            return logged(generate, *args, **kwargs)
 
         engine.generate = watched
 
@@ -134,9 +142,7 @@ class RequestLog:
         @functools.wraps(generate)
         def watched(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
             stream: AsyncGenerator[Any, None] = generate(*args, **kwargs)
-            if self.busy is not None:
-                self.busy.while_alive(stream)
-            return logged(stream, *args, **kwargs) if self._noted else stream
+            return stream if self.busy is None and not self.enabled else logged(stream, *args, **kwargs)
 
         setattr(engine, method, watched)
 
@@ -147,12 +153,20 @@ class RequestLog:
             prompt_tokens: Length of the prompt, if it is known already.
             id: The client's id of the request; a span with ``request=id`` refers to it.
         """
-        noted = self._noted
-        request = OpenRequest(id, prompt_tokens, noted, self._replica, self._policy_version, self.busy)
-        if noted is not None:
-            request.begin_ns = clock.now_ns()
-            noted.open.add(request)
+        request = OpenRequest(id, prompt_tokens, self, self._policy_version, clock.now_ns())
+        self._open.add(request)
         return request
+
+    def count(self, request: OpenRequest, end_ns: int, failed: bool) -> None:
+        """Count a sequence that has ended."""
+        self._open.discard(request)
+        if self.busy is not None:
+            self.busy.sums.spans.add(self.busy.name, request.begin_ns, end_ns, failed)
+
+    def keep(self, request: Request) -> None:
+        """Keep a sequence that has ended in a capture."""
+        if (ended := self._ended) is not None:
+            ended.append(request)
 
 
 def watch_transformers(model: Any, log: RequestLog) -> None:
@@ -162,25 +176,36 @@ def watch_transformers(model: Any, log: RequestLog) -> None:
         ids: Any = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
         prompts = kwargs.get("inputs_embeds") if ids is None else ids
         if prompts is None:  # e.g. of a model of speech
-            return generate(*args, **kwargs)
-        record = log.open()
-        try:
-            output = generate(*args, **kwargs)
-        except BaseException:
-            for row in prompts:
-                record.close(len(row), 0, failed=True)
-            raise
+            with log.busy or nullcontext():
+                return generate(*args, **kwargs)
+        with log.open() as record:
+            try:
+                output = generate(*args, **kwargs)
+            except BaseException:
+                for row in prompts:
+                    record.close(len(row), 0, failed=True)
+                raise
+            close_all(record, prompts, output, ids is None, kwargs)
+        return output
+
+    def close_all(
+        record: OpenRequest, prompts: Any, output: Any, are_embeddings: bool, kwargs: dict[str, Any]
+    ) -> None:
+        """Close the record of a batch once for each sequence."""
+        sequences = getattr(output, "sequences", output)
+        if not log.recording:  # lengths would cost a wait for the device
+            for _ in sequences:
+                record.close(0, 0)
+            return
         config = kwargs.get("generation_config") or model.generation_config
         ends = _token_ids(kwargs.get("eos_token_id", config.eos_token_id))
         padding = [*_token_ids(kwargs.get("pad_token_id", config.pad_token_id)), *ends, None][0]
         mask = kwargs.get("attention_mask")
-        sequences = getattr(output, "sequences", output)
         for row, sequence in enumerate(sequences):
             of = row * len(prompts) // len(sequences)  # the sequences of a prompt follow each other
             prompt = prompts.shape[1] if mask is None else int(mask[of].sum())
-            response = sequence if ids is None else sequence[ids.shape[1] :]
+            response = sequence if are_embeddings else sequence[prompts.shape[1] :]
             record.close(prompt, _length(response, padding, ends))
-        return output
 
     log.watch_calls(model, logged)
 
@@ -199,13 +224,6 @@ def _length(response: Any, padding: int | None, ends: Sequence[int]) -> int:
     return min((int(kept[-1]) + 1 if len(kept) else 0) + (padding in ends), len(response))
 
 
-class _Noted(NamedTuple):
-    """The ended and the open requests of one capture."""
-
-    ended: list[Request]
-    open: set[OpenRequest]
-
-
 class OpenRequest(msgspec.Struct, eq=False):
     """A running request; the end of its ``with`` block ends it.
 
@@ -215,7 +233,7 @@ class OpenRequest(msgspec.Struct, eq=False):
     Attributes:
         id: The client's id of the request.
         prompt_tokens: Length of the prompt.
-        begin_ns: Begin of the request; 0 if the request is not logged.
+        begin_ns: Begin of the request.
         response_tokens: Length of the response so far.
         arrival_ns: Arrival at the engine's scheduler; 0 if unknown.
         scheduled_ns: Time of first scheduling; 0 if unknown.
@@ -227,11 +245,9 @@ class OpenRequest(msgspec.Struct, eq=False):
 
     id: str
     prompt_tokens: int
-    _noted: _Noted | None
-    _replica: int
+    _log: RequestLog
     _policy_version: int | None
-    _busy: Busy | None
-    begin_ns: int = 0
+    begin_ns: int
     response_tokens: int = 0
     arrival_ns: int = 0
     scheduled_ns: int = 0
@@ -243,19 +259,19 @@ class OpenRequest(msgspec.Struct, eq=False):
     _closed: bool = False
 
     def __enter__(self) -> OpenRequest:
-        if self._busy is not None:
-            self._busy.__enter__()
+        if self._log.busy is not None:
+            self._log.busy.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._busy is not None:
-            self._busy.__exit__(None, None, None)
+        if self._log.busy is not None:
+            self._log.busy.__exit__()
         if not self._closed:
             self.close(self.prompt_tokens, self.response_tokens, failed=kind is not None)
 
     def first_token(self) -> None:
         """Record the arrival of the first output; later calls have no effect."""
-        if not self._first_output_ns and self._noted is not None:
+        if not self._first_output_ns:
             self._first_output_ns = clock.now_ns()
 
     def close(self, prompt_tokens: int, response_tokens: int, *, failed: bool = False) -> None:
@@ -266,17 +282,17 @@ class OpenRequest(msgspec.Struct, eq=False):
         Args:
             prompt_tokens: Length of the prompt.
             response_tokens: Length of the response.
-            failed: Whether the request raised or was cancelled.
+            failed: Whether the request raised, was cancelled or was aborted.
         """
         self._closed = True
-        if self._noted is None:
-            return
         end_ns = clock.now_ns()
+        self._log.count(self, end_ns, failed)
+        if not self._log.recording:
+            return
         arrival_ns, scheduled_ns, first_ns, last_ns = self._engine_times(end_ns)
-        self._noted.open.discard(self)
-        self._noted.ended.append(
+        self._log.keep(
             Request(
-                replica=self._replica,
+                replica=self._log.replica,
                 id=_readable(self.id),
                 begin_ns=self.begin_ns,
                 arrival_ns=arrival_ns,
@@ -290,7 +306,7 @@ class OpenRequest(msgspec.Struct, eq=False):
                 preemptions=_count(self.preemptions),
                 policy_version=self._policy_version,
                 failed=failed,
-            )
+            ),
         )
 
     def _engine_times(self, end_ns: int) -> tuple[int, int, int, int]:

@@ -387,8 +387,7 @@ def watch_manager(manager: Any, log: RequestLog) -> None:
     shares_clock = min(getattr(arguments, "nnodes", 1), getattr(arguments, "dp_size", 1)) == 1
 
     def logged(stream: AsyncGenerator[Any, None], *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        rid = getattr(kwargs.get("obj", args[0] if args else None), "rid", None)
-        return _noting(stream, log.open(id=rid if isinstance(rid, str) else ""), shares_clock)
+        return _noting(stream, manager, log, kwargs.get("obj", args[0] if args else None), shares_clock)
 
     log.watch_streams(manager, "generate_request", logged)
     if log.busy is not None:
@@ -396,27 +395,54 @@ def watch_manager(manager: Any, log: RequestLog) -> None:
 
 
 async def _noting(
-    stream: AsyncGenerator[Any, None], record: OpenRequest, shares_clock: bool
+    stream: AsyncGenerator[Any, None], manager: Any, log: RequestLog, obj: Any, shares_clock: bool
 ) -> AsyncGenerator[Any, None]:
     """Log a request; yield its outputs, which are partial responses or lists of a batch."""
-    latest: dict[int, dict[str, Any]] = {}
-    try:
-        async for output in stream:
-            responses = output if isinstance(output, list) else [output]
-            if not latest and responses[0]["meta_info"].get("finish_reason") is None:
-                record.first_token()
-            for place, response in enumerate(responses):
-                latest[response.get("index") or place] = response["meta_info"]
-            yield output
-    finally:
-        for information in latest.values() or [{}]:
-            _tell(record, information, shares_clock)
-            record.close(
-                information.get("prompt_tokens", 0),
-                information.get("completion_tokens", 0),
-                failed=information.get("finish_reason") is None,
-            )
-        await stream.aclose()  # an abandoned request is aborted at once, as without this wrapper
+    rid, latest = getattr(obj, "rid", None), dict[int, dict[str, Any]]()
+    samples = _samples(obj)
+    with log.open(id=rid if isinstance(rid, str) else "") as record:
+        try:
+            async for output in stream:
+                responses = output if isinstance(output, list) else [output]
+                if not latest and responses[0]["meta_info"].get("finish_reason") is None:
+                    record.first_token()
+                for place, response in enumerate(responses):
+                    latest[response.get("index") or place] = response["meta_info"]
+                yield output
+        finally:
+            for place in range(max([samples, *(place + 1 for place in latest)])):
+                information = latest.get(place) or _so_far(manager, obj)
+                _tell(record, information, shares_clock)
+                if samples > 1 and rid:  # SGLang gives each sample an id of its own
+                    record.id = rid if isinstance(rid, str) else rid[place // samples]
+                record.close(
+                    information.get("prompt_tokens", 0),
+                    information.get("completion_tokens", 0),
+                    failed=_is_cut(information.get("finish_reason")),
+                )
+            await stream.aclose()  # an abandoned request is aborted at once, as without this wrapper
+
+
+def _samples(obj: Any) -> int:
+    """Return the number of samples of each prompt."""
+    parameters = getattr(obj, "sampling_params", None)
+    first = parameters[0] if isinstance(parameters, list) and parameters else parameters
+    return int(first.get("n") or 1) if isinstance(first, dict) else 1
+
+
+def _is_cut(reason: Any) -> bool:
+    """Return whether a response has not ended, or was aborted."""
+    return reason is None or (isinstance(reason, dict) and reason.get("type") == "abort")
+
+
+def _so_far(manager: Any, obj: Any) -> dict[str, Any]:
+    """Return what SGLang knows of a request that ends without an output, e.g. one that is cancelled."""
+    rid = getattr(obj, "rid", None)
+    state = getattr(manager, "rid_to_state", {}).get(rid) if isinstance(rid, str) else None
+    if state is None:
+        return {}
+    prompt = getattr(obj, "input_ids", None) or ()
+    return {"prompt_tokens": len(prompt), "completion_tokens": len(getattr(state, "output_ids", ()))}
 
 
 def _tell(record: OpenRequest, information: dict[str, Any], shares_clock: bool) -> None:

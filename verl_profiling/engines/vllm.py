@@ -11,7 +11,7 @@ import inspect
 import os
 import re
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -353,9 +353,9 @@ def watch_vllm(engine: Any, log: RequestLog) -> None:
     def logged_stream(
         stream: AsyncGenerator[Any, None], *args: Any, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
-        record = log.open(id=kwargs.get("request_id", args[2] if len(args) > 2 else ""))
+        id = kwargs.get("request_id", args[2] if len(args) > 2 else "")
         parameters = kwargs.get("sampling_params", args[1] if len(args) > 1 else None)
-        return _noting(stream, record, parameters, shares_clock)
+        return _noting(stream, log, id, parameters, shares_clock)
 
     def logged_batch(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with log.open() as batch:
@@ -363,7 +363,8 @@ def watch_vllm(engine: Any, log: RequestLog) -> None:
             for output in outputs:
                 batch.id = output.request_id
                 _tell(batch, output if len(output.outputs) == 1 else None, shares_clock=True)
-                batch.close(_prompt_tokens(output), sum(_lengths(output).values()))
+                for sample in output.outputs:
+                    batch.close(_prompt_tokens(output), len(sample.token_ids), failed=_is_aborted(sample))
         return outputs
 
     if hasattr(engine, "llm_engine"):
@@ -380,26 +381,43 @@ def _tokens_of_open_requests(engine: Any) -> int:
 
 
 async def _noting(
-    stream: AsyncGenerator[Any, None], record: OpenRequest, parameters: Any, shares_clock: bool
+    stream: AsyncGenerator[Any, None], log: RequestLog, id: str, parameters: Any, shares_clock: bool
 ) -> AsyncGenerator[Any, None]:
+    """Log a request that begins now; yield its outputs."""
     in_deltas = getattr(getattr(parameters, "output_kind", None), "name", "") == "DELTA"
+    alone = getattr(parameters, "n", 1) == 1
     lengths: dict[int, int] = {}
+    aborted: set[int] = set()
     last: Any = None
-    try:
-        async for output in stream:
-            if last is None and not output.finished:
-                record.first_token()
-            for index, length in _lengths(output).items():
-                lengths[index] = length + (lengths.get(index, 0) if in_deltas else 0)
-            last = output
-            yield output
-    finally:
-        done = last is not None and last.finished
-        response_tokens = sum(lengths.values())
-        alone = getattr(parameters, "n", 1) == 1
-        _tell(record, last if response_tokens and alone else None, shares_clock)
-        record.close(_prompt_tokens(last), response_tokens, failed=not done)
-        await stream.aclose()  # an abandoned request is aborted at once, as without this wrapper
+
+    def note(samples: Iterable[Any]) -> None:
+        for sample in samples:
+            earlier = lengths.get(sample.index, 0) if in_deltas else 0
+            lengths[sample.index] = earlier + len(sample.token_ids)
+            if _is_aborted(sample):
+                aborted.add(sample.index)
+
+    with log.open(id=id) as record:
+        try:
+            async for output in stream:
+                if last is None and not output.finished:
+                    record.first_token()
+                if in_deltas or not alone:
+                    note(output.outputs)
+                last = output
+                yield output
+        finally:
+            if last is not None and not lengths:  # the last output of a single sample has all
+                note(last.outputs)
+            is_cut = last is None or not last.finished
+            _tell(record, last if any(lengths.values()) and alone else None, shares_clock)
+            for index, length in lengths.items() or [(0, 0)]:
+                record.close(_prompt_tokens(last), length, failed=is_cut or index in aborted)
+            await stream.aclose()  # an abandoned request is aborted at once, as without this wrapper
+
+
+def _is_aborted(sample: Any) -> bool:
+    return getattr(sample, "finish_reason", None) == "abort"
 
 
 def _tell(record: OpenRequest, output: Any, shares_clock: bool) -> None:
@@ -433,7 +451,3 @@ def _shares_clock(engine: Any) -> bool:
 
 def _prompt_tokens(output: Any) -> int:
     return 0 if output is None else len(output.prompt_token_ids or ())
-
-
-def _lengths(output: Any) -> dict[int, int]:
-    return {completion.index: len(completion.token_ids) for completion in output.outputs}

@@ -168,7 +168,9 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
     engines = [numbers.engine_row(lane, step) for lane in step.lanes if lane.is_engine]
     of_manifest: dict[str, Any] = {}
     if manifest is not None and capture is not None:
-        notes = [*_notes(manifest, step, inputs.capture), *lost.last_aborted(step), *notes]
+        replicas = capture_rows.replica_rows(step.requests)
+        ended_early = [*capture_rows.unfinished_requests(replicas), *lost.last_aborted(step)]
+        notes = [*_notes(manifest, step, inputs.capture), *ended_early, *notes]
         of_manifest = {
             "policy_version": manifest.policy_version,
             "complete": manifest.complete,
@@ -176,7 +178,7 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
             "metrics": manifest.metrics,
             "measures": [row for worker in manifest.workers for row in capture_rows.measures_of(worker)],
             "costs": capture_rows.costs(manifest),
-            "replicas": capture_rows.replica_rows(step.requests),
+            "replicas": replicas,
             "running": anatomy.requests_running(step),
             "outside": anatomy.outside_rows(manifest),
             "timeline_begin_ns": step.begin_ns - zero_ns(capture.begin_ns),

@@ -119,6 +119,13 @@ def counter_rows(counts: Counts, begin_ns: int, end_ns: int) -> Iterator[Counter
             )
 
 
+def unfinished_requests(rows: Iterable[ReplicaRow]) -> Iterator[str]:
+    """Yield a note for each replica with requests that failed."""
+    for row in rows:
+        if row.failed:
+            yield f"{row.worker}: {row.failed:,} of {row.requests:,} requests failed or were aborted"
+
+
 def replica_rows(requests: Iterable[RequestRow]) -> list[ReplicaRow]:
     """Return one row for each replica that recorded requests, sorted by replica."""
     by_replica = grouped(requests, lambda request: (request.replica, request.worker))

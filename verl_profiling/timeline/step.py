@@ -256,7 +256,7 @@ def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
             stages=clipped(worker.stages),
             pauses=clipped(worker.pauses),
             tool_spans=list(filter(drives, worker.tool_spans)),
-            requests=[request for request in worker.requests if begin_ns <= request.begin_ns < end_ns],
+            requests=[request for request in worker.requests if begin_ns < request.end_ns <= end_ns],
             artifacts=[
                 one
                 for one in worker.artifacts

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from array import array
 from bisect import bisect_right
 from collections import deque
@@ -376,41 +375,30 @@ class Busy:
     Args:
         sums: The sums that record the stage.
         name: Name of the stage.
-        spans: Receives number and total duration of the requests, if given, as spans of that name.
 
     Attributes:
         sums: The sums.
+        name: Name of the stage.
     """
 
-    def __init__(self, sums: StageSums, name: str, spans: SpanSums | None = None) -> None:
+    def __init__(self, sums: StageSums, name: str) -> None:
         self.sums = sums
-        self._name = name
-        self._spans = spans
-        self._begins_ns: deque[int] = deque()
+        self.name = name
+        self._running = 0
         self._stage: Begun | None = None
-        self._lock = threading.RLock()  # reentrant: garbage collection may call _end under the lock
+        self._lock = threading.RLock()  # reentrant: garbage collection may end a request under the lock
 
     def __enter__(self) -> None:
         with self._lock:
-            self._begins_ns.append(clock.now_ns())
+            self._running += 1
             if self._stage is None:
-                self._stage = Begun(self._name, clock.now_ns())
+                self._stage = Begun(self.name, clock.now_ns())
                 self.sums.open[id(self._stage)] = self._stage
 
     def __exit__(self, *error: object) -> None:
-        self._end()
-
-    def while_alive(self, stream: object) -> None:
-        """Count a streamed response as in progress until the object is garbage-collected."""
-        self.__enter__()
-        weakref.finalize(stream, self._end).atexit = False
-
-    def _end(self) -> None:
         with self._lock:
-            begin_ns = self._begins_ns.popleft()  # of any of them: only the sum over all is used
-            if self._spans is not None:
-                self._spans.add(self._name, begin_ns, clock.now_ns(), False)
-            if not self._begins_ns and self._stage is not None:
+            self._running -= 1
+            if not self._running and self._stage is not None:
                 self.sums.end(self._stage, clock.now_ns())
                 self._stage = None
 

@@ -225,7 +225,7 @@ def make_recorder(
     log = requests or RequestLog()
     log.serve(replica, config.rollout.requests)
     session.keep_every_step(config.watch)
-    log.busy = session.busy("generate", sums_requests=True)
+    log.busy = session.busy("generate")
     settings = config.for_role(role)
     package = _package(engine)
     if package is None and requests is None:

@@ -1,0 +1,149 @@
+"""A request is one sequence, and counts in the capture where it ends, whatever ends it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.engines.contract import reporter_of
+from verl_profiling.engines.sglang import watch_manager
+from verl_profiling.engines.vllm import watch_vllm
+from verl_profiling.workers import RequestLog
+
+
+@dataclass
+class Call:
+    """One call of ``generate``: its tokens, its samples, how it ends, and in which phase."""
+
+    id: str
+    tokens: int
+    samples: int
+    way: str
+    phase: int
+    streams: bool
+
+
+class VLLM:
+    """Replays outputs as vLLM 0.32 gives them: cumulative, with ``abort`` as a reason."""
+
+    def generate(self, prompt: list[int], sampling_params: Any, request_id: str) -> AsyncIterator[Any]:
+        return self.outputs(prompt, sampling_params.call, request_id)
+
+    async def outputs(self, prompt: list[int], call: Call, id: str) -> AsyncIterator[Any]:
+        for made in range(1, call.tokens + 1):
+            last = made == call.tokens
+            if last and call.way == "raise":
+                raise RuntimeError("the engine is dead")
+            reason = {"abort": "abort", "end": "length"}.get(call.way) if last else None
+            samples = [
+                SimpleNamespace(index=index, token_ids=[7] * made, finish_reason=reason)
+                for index in range(call.samples)
+            ]
+            yield SimpleNamespace(
+                request_id=id,
+                prompt_token_ids=prompt,
+                finished=reason is not None,
+                metrics=None,
+                num_cached_tokens=0,
+                outputs=samples,
+            )
+
+    def send(self, call: Call) -> AsyncIterator[Any]:
+        sampling = SimpleNamespace(n=call.samples, call=call)
+        return self.generate([1, 2, 3], sampling, request_id=call.id)
+
+
+class SGLang:
+    """Replays outputs as SGLang 0.5.23 gives them: a random id for each of several samples."""
+
+    def __init__(self) -> None:
+        self.rid_to_state: dict[str, Any] = {}
+
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        call: Call = obj.call
+        state = self.rid_to_state[call.id] = SimpleNamespace(output_ids=[])
+        for made in range(1, call.tokens + 1):
+            last = made == call.tokens
+            state.output_ids.append(7)
+            if last and call.way == "raise":
+                raise RuntimeError("the engine is dead")
+            reason = {"abort": {"type": "abort"}, "end": {"type": "length"}}.get(call.way) if last else None
+            told = [
+                {
+                    "id": call.id if call.samples == 1 else f"random-{call.id}-{index}",
+                    "finish_reason": reason,
+                    "prompt_tokens": 3,
+                    "completion_tokens": made,
+                }
+                for index in range(call.samples)
+            ]
+            if call.streams:
+                for index, one in enumerate(told[:-1]):
+                    yield {"meta_info": one, "index": index}
+                yield {"meta_info": told[-1], "index": call.samples - 1}
+            else:
+                yield [{"meta_info": one} for one in told]
+
+    def send(self, call: Call) -> AsyncIterator[Any]:
+        obj = SimpleNamespace(
+            rid=call.id, sampling_params={"n": call.samples}, input_ids=[1, 2, 3], call=call
+        )
+        return self.generate_request(obj)
+
+
+def draw(chance: random.Random, number: int) -> Call:
+    return Call(
+        id=f"r{number}",
+        tokens=chance.randint(2, 9),
+        samples=chance.choice((1, 1, 2, 4)),
+        way=chance.choice(("end", "abort", "close", "raise")),
+        phase=chance.randrange(3),
+        streams=chance.random() < 0.5,
+    )
+
+
+@pytest.mark.parametrize("seed", range(24))
+async def test_a_sequence_counts_in_the_capture_where_it_ends(seed: int) -> None:
+    """From before or not, whole, aborted, cancelled or failed: with its id, its length and its fate."""
+    chance = random.Random(seed)
+    engine: Any = (VLLM, SGLang)[seed % 2]()
+    log = RequestLog()
+    log.serve(0, enable=True)
+    sums = reporter_of(log)._sums()  # type: ignore[attr-defined]
+    (watch_vllm if seed % 2 == 0 else watch_manager)(engine, log)
+    calls = [draw(chance, number) for number in range(8)]
+    streams = {call.id: engine.send(call) for call in calls}
+    for call in calls:
+        for _ in range(call.samples if call.streams and seed % 2 else 1):
+            await anext(streams[call.id])
+    right: list[tuple[str, int, bool]] = []
+    for phase in range(3):
+        if phase == 1:
+            log.begin(None)
+        for call in [call for call in calls if call.phase == phase]:
+            stream, length = streams[call.id], call.tokens
+            try:
+                if call.way == "close":
+                    await stream.aclose()
+                    length = 1
+                else:
+                    async for _ in stream:
+                        pass
+            except RuntimeError:
+                length -= 1
+            if phase == 1:
+                right += [(call.id, length, call.way != "end")] * call.samples
+        if phase == 1:
+            noted = log.end()
+            late = [call for call in calls if call.phase == 2]
+            assert len(log.pending_since_ns) == len(late)
+    assert sorted((one.id, one.response_tokens, one.failed) for one in noted) == sorted(right)
+    assert all(one.begin_ns <= one.first_token_ns <= one.end_ns for one in noted)
+    [total] = [total for total in sums[0].spans.of_steps([(0, 1 << 62)], 0)[0] if total.name == "generate"]
+    assert total.runs == sum(call.samples for call in calls)
+    assert not sums[0].open
