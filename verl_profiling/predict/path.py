@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from verl_profiling.errors import ConfigError
 from verl_profiling.predict.graph import Graph
 from verl_profiling.report.intervals import Ints
 
@@ -115,10 +116,10 @@ def replay(
     whole_ns = [took_ns[one.segment] + ns for one, ns in zip(graph.carried, before_ns, strict=True)]
     last_ns = [0] * len(whole_ns)
     for _ in range(_MOST_STEPS):
-        end_ns, queued, order = _ends(graph, took_ns, delay_ns, after)
+        run = _Schedule(graph, took_ns, delay_ns, after)
         alike = True
         for number, one in enumerate(graph.carried):
-            left_ns = whole_ns[number] - (end_ns[graph.last] - end_ns[one.mark])
+            left_ns = whole_ns[number] - (run.end_ns[graph.last] - run.end_ns[one.mark])
             more_ns = left_ns - took_ns[one.segment]
             if more_ns * last_ns[number] < 0:  # long and short steps would alternate
                 more_ns = int(more_ns / 2)
@@ -127,89 +128,119 @@ def replay(
             last_ns[number] = more_ns
         if alike:
             break
-    return Replay(graph, after, queued, took_ns, delay_ns, end_ns, alike, order)
+    return Replay(graph, after, run.edges, took_ns, delay_ns, run.end_ns, alike, run.order)
 
 
-def _ends(
-    graph: Graph, took_ns: list[int], delay_ns: Sequence[int], after: Sequence[Sequence[int]]
-) -> tuple[list[int], list[Sequence[int]], list[int]]:
-    """Return the end of each segment, all edges with those of the queues, and the order of the segments.
+class _Schedule:
+    """The times of one replay: each segment ends after its edges, its delay and the slot that it waits for.
 
     Args:
         graph: The graph.
         took_ns: Duration of each segment; that of a segment that ends with a poll is set.
         delay_ns: Delay before each segment.
         after: Edges to each segment.
+
+    Attributes:
+        end_ns: End of each segment.
+        edges: Edges to each segment, with the release of the slot that it waited for.
+        order: Numbers of the segments, each after those in its edges.
     """
-    end_ns, edges, order = [0] * len(graph.segments), list(after), list[int]()
-    end_of, polls = end_ns.__getitem__, graph.polls
 
-    def end(at: int, ready_ns: int) -> None:
-        begin_ns = ready_ns + delay_ns[at]
-        if polls and took_ns[at] and (poll := polls.get(at)):
-            took_ns[at] = poll.left_ns(begin_ns - end_ns[poll.after])
-        end_ns[at] = begin_ns + took_ns[at]
+    def __init__(
+        self, graph: Graph, took_ns: list[int], delay_ns: Sequence[int], after: Sequence[Sequence[int]]
+    ) -> None:
+        self.end_ns, self.order = [0] * len(graph.segments), list[int]()
+        self.edges: list[Sequence[int]] = list(after)
+        self._graph, self._took_ns, self._delay_ns, self._after = graph, took_ns, delay_ns, after
+        if any(one.queue for one in graph.segments):
+            self._with_queues()
+        else:  # the recorded order is one after changes, too
+            self.order = graph.order
+            for at in graph.order:
+                self._end(at, self._ready_ns(at))
 
-    if not any(one.queue for one in graph.segments):  # the recorded order is one after changes, too
-        for at in graph.order:
-            end(at, max(map(end_of, after[at]), default=graph.begin_ns))
-        return end_ns, edges, graph.order
-    place = {at: number for number, at in enumerate(graph.order)}
-    following = [list[int]() for _ in after]
-    behind = defaultdict[int, list[int]](list)
-    for at, before in enumerate(after):
-        for one in before:
-            following[one].append(at)
-    for at, one in graph.behind.items():
-        behind[one].append(at)
-    missing = [len(before) + (at in graph.behind) for at, before in enumerate(after)]
-    events: list[tuple[int, int, int, bool]] = []  # time, place, segment, whether it releases slots
-    entered_ns = dict[int, int]()
-    queues = defaultdict[str, _Queue](lambda: _Queue(deque([None]), deque()))
-    queues |= {name: _Queue(deque([None] * slots), deque()) for name, slots in graph.slots.items()}
+    def _ready_ns(self, at: int) -> int:
+        """Return when all edges to a segment have ended."""
+        return max(map(self.end_ns.__getitem__, self._after[at]), default=self._graph.begin_ns)
 
-    def met(at: int) -> None:
-        missing[at] -= 1
-        if missing[at] <= 0:
-            since_ns = max(map(end_of, after[at]), default=graph.begin_ns)
-            if at in graph.behind:
-                since_ns = max(since_ns, entered_ns[graph.behind[at]])
-            heappush(events, (since_ns, place[at], at, False))
+    def _end(self, at: int, ready_ns: int) -> None:
+        """Set the end of a segment that may begin."""
+        begin_ns, polls = ready_ns + self._delay_ns[at], self._graph.polls
+        if polls and self._took_ns[at] and (poll := polls.get(at)):
+            self._took_ns[at] = poll.left_ns(begin_ns - self.end_ns[poll.after])
+        self.end_ns[at] = begin_ns + self._took_ns[at]
 
-    def begin(at: int, ready_ns: int) -> None:
-        end(at, ready_ns)
-        order.append(at)
-        if graph.segments[at].releases:
-            heappush(events, (end_ns[at], place[at], at, True))
-        for follower in following[at]:
-            met(follower)
+    def _with_queues(self) -> None:
+        """Play all segments in order of time, as each of them may free a slot for another one."""
+        graph = self._graph
+        self._place = {at: number for number, at in enumerate(graph.order)}
+        self._following, self._behind = [list[int]() for _ in self._after], [list[int]() for _ in self._after]
+        for at, before in enumerate(self._after):
+            for one in before:
+                self._following[one].append(at)
+        for at, one in graph.behind.items():
+            self._behind[one].append(at)
+        self._missing = [len(before) + (at in graph.behind) for at, before in enumerate(self._after)]
+        self._entered_ns = dict[int, int]()
+        self._queues = {one.queue: _Queue(deque([None]), deque()) for one in graph.segments}
+        self._queues |= {name: _Queue(deque([None] * slots), deque()) for name, slots in graph.slots.items()}
+        self._events: list[tuple[int, int, int, bool]] = []  # time, place, segment, whether it frees slots
+        for at, count in enumerate(self._missing):
+            if not count:
+                self._enter(at)
+        while self._events:
+            now_ns, _, at, is_release = heappop(self._events)
+            if is_release:
+                self._release(at, now_ns)
+            else:
+                self._arrive(at, now_ns)
+        if len(self.order) < len(graph.segments):
+            raise ConfigError("what-if", "limits of concurrency wait for each other, so the step has no end")
 
-    def acquire(queue: _Queue, now_ns: int) -> None:
+    def _arrive(self, at: int, now_ns: int) -> None:
+        """Let a segment begin, or enter its queue."""
+        self._entered_ns[at] = now_ns
+        for follower in self._behind[at]:
+            self._met(follower)
+        if name := self._graph.segments[at].queue:
+            self._queues[name].waiting.append(at)
+            self._acquire(self._queues[name], now_ns)
+        else:
+            self._begin(at, now_ns)
+
+    def _release(self, at: int, now_ns: int) -> None:
+        for name in self._graph.segments[at].releases:
+            self._queues[name].free.append(at)
+            self._acquire(self._queues[name], now_ns)
+
+    def _acquire(self, queue: _Queue, now_ns: int) -> None:
+        """Give free slots to the first that wait."""
         while queue.free and queue.waiting:
             freed_by, at = queue.free.popleft(), queue.waiting.popleft()
             if freed_by is not None:
-                edges[at] = [*after[at], freed_by]
-            begin(at, now_ns)
+                self.edges[at] = [*self._after[at], freed_by]
+            self._begin(at, now_ns)
 
-    for at, count in enumerate(missing):
-        if not count:
-            met(at)
-    while events:
-        now_ns, _, at, is_release = heappop(events)
-        if is_release:
-            for name in graph.segments[at].releases:
-                queues[name].free.append(at)
-                acquire(queues[name], now_ns)
-            continue
-        entered_ns[at] = now_ns
-        for one in behind[at]:
-            met(one)
-        if name := graph.segments[at].queue:
-            queues[name].waiting.append(at)
-            acquire(queues[name], now_ns)
-        else:
-            begin(at, now_ns)
-    return end_ns, edges, order
+    def _begin(self, at: int, ready_ns: int) -> None:
+        self._end(at, ready_ns)
+        self.order.append(at)
+        if self._graph.segments[at].releases:
+            heappush(self._events, (self.end_ns[at], self._place[at], at, True))
+        for follower in self._following[at]:
+            self._met(follower)
+
+    def _met(self, at: int) -> None:
+        """Count one condition of a segment as met."""
+        self._missing[at] -= 1
+        if not self._missing[at]:
+            self._enter(at)
+
+    def _enter(self, at: int) -> None:
+        """Let a segment arrive once all its conditions are met."""
+        since_ns = self._ready_ns(at)
+        if at in self._graph.behind:
+            since_ns = max(since_ns, self._entered_ns[self._graph.behind[at]])
+        heappush(self._events, (since_ns, self._place[at], at, False))
 
 
 def chains_of(graph: Graph) -> Chains:
