@@ -218,6 +218,25 @@ def test_a_paused_engine_has_requests_in_its_queue(tmp_path: Path, seed: int) ->
     )
 
 
+@pytest.mark.xfail(strict=True, reason="issue: One step, one table of slices, one path")
+@pytest.mark.parametrize("seed", range(4))
+def test_a_tool_of_a_rollout_from_before_the_step(tmp_path: Path, seed: int) -> None:
+    """One step off: each rollout begins beside an update, and the loop waits for it in the next step."""
+    drawn = random.Random(seed)
+    generate, tool, update = drawn.uniform(0.05, 0.1), drawn.uniform(0.6, 1.0), drawn.uniform(0.15, 0.3)
+    end = generate + tool
+    log = DrawnLog(end=end)
+    for _ in range(8):
+        log.trajectory(-update, end - update, ("generate", -update, generate - update))
+        log.span("tool:search", generate - update, end - update, len(log.log.trajectories) - 1)
+    for _ in range(8):
+        log.trajectory(end - update, end + 1, ("generate", end - update, end + 1), status="running")
+    drawn_inputs(tmp_path, [("wait:rollout", 0, end - update), ("update_actor", end - update, end)], [], end)
+    log.add_to(tmp_path)
+    found = open_step(tmp_path).what_if(tools={"search": "0.5x"})
+    assert found.predicted_us == pytest.approx((generate + tool / 2) * 1e6, rel=0.02)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_hang_is_a_trajectory_that_queues(seed: int) -> None:
     """Whatever waits, and however long: the process is in another span that is open."""
