@@ -44,6 +44,7 @@ from verl_profiling.report.intervals import (
 from verl_profiling.report.kinds import Group
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.lost import until_last
+from verl_profiling.report.observed import misses
 
 _TOP_COLLECTIVES = 20
 _LATE_SHARE = 0.8  # least share of all waiting with which one rank counts as the last
@@ -260,15 +261,15 @@ def stragglers(step: Step, calls: Iterable[Calls]) -> list[StragglerRow]:
     Workers that communicate end a stage together, so durations of the stage show nothing. The work of a
     worker is its time in the stage without waits in collectives. Stages that were open at the end of the
     capture are left out. So are stages in which another worker may have worked as long, because its waits are
-    unknown. A rank without a trace may have waited too, so it counts as slow only if it ends later by half of
-    its lead.
+    unknown. A rank may also have waited outside of its observed windows. If these miss a part of the stage,
+    the rank counts as slow only if it ends later by half of its lead.
 
     Args:
         step: The step.
         calls: The matched collectives of the step.
     """
     perhaps = _perhaps_waiting(step, calls)
-    traced = {lane.source.worker for lane in step.lanes}
+    observed: dict[str, Spans] = {}
     rows: list[StragglerRow] = []
     for role in dict.fromkeys(worker.identity.role for worker in step.workers):
         stages: dict[str, dict[str, list[StageSpan]]] = {}  # by stage, then worker
@@ -277,12 +278,15 @@ def stragglers(step: Step, calls: Iterable[Calls]) -> list[StragglerRow]:
             lanes = [lane for lane in step.lanes if lane.source.worker == worker.name]
             surely, most = [lane.waiting for lane in lanes], [perhaps[lane] for lane in lanes]
             waited[worker.name] = tuple(reduce(intersection, of) if of else EMPTY for of in (surely, most))
+            observed[worker.name] = reduce(
+                intersection, (lane.observed for lane in lanes), step.whole if lanes else EMPTY
+            )
             for span in worker.stages:
                 stages.setdefault(span.name, {}).setdefault(worker.name, []).append(span)
         for stage, runs in stages.items():
             if len(runs) > 1 and not any(map(step.cut_off, chain.from_iterable(runs.values()))):
                 found = _rows(stage, role, runs, waited)
-                rows += (row for row in found if row.slowest in traced or _ends_last(row, runs))
+                rows += (row for row in found if _is_seen(row, runs, observed) or _ends_last(row, runs))
     return sorted(rows, key=lambda row: -row.behind_us)
 
 
@@ -309,6 +313,14 @@ def _rows(
             wait_us=waited_ns / 1000,
             behind_us=sum(worked[slowest] - us for us in worked.values()),
         )
+
+
+def _is_seen(
+    row: StragglerRow, runs: Mapping[str, Sequence[StageSpan]], observed: Mapping[str, Spans]
+) -> bool:
+    """Return whether the slowest worker was observed in its stage."""
+    time = time_of(runs[row.slowest])
+    return not misses(observed[row.slowest], time, time)
 
 
 def _ends_last(row: StragglerRow, runs: Mapping[str, Sequence[StageSpan]]) -> bool:

@@ -155,27 +155,31 @@ def device_row(lanes: Sequence[Lane], lost: Mapping[str, Spans]) -> DeviceRow:
 def engine_row(lane: Lane, step: Step) -> EngineRow:
     """Return the row of one engine rank, for the stage ``rollout``.
 
-    Without that stage, all but validation counts. Iterations with prompt tokens count as prefill.
+    Without that stage, all but validation counts. Iterations with prompt tokens count as prefill. The begin
+    or the end of the engine's work is unknown if its recording misses it.
     """
     iterations = lane.iterations[~holding(step.during(VALIDATE), lane.iterations[:, 0])]
     iterations = iterations[iterations[:, 2:].any(axis=1)]  # vLLM runs one of nothing after its last request
     took, prefill = iterations[:, 1] - iterations[:, 0], iterations[:, 2] != 0
     scheduled = Iteration(*(_sum_if_known(column) for column in iterations[:, 2:].T.tolist()))
     rollout, work = step.during(ROLLOUT), working_spans(lane, step, ROLLOUT)
-    known = len(rollout) > 0 and len(work) > 0
+    is_seen = len(rollout) > 0 and len(work) > 0
+    before = within(rollout, step.begin_ns, int(work[0, 0])) if is_seen else EMPTY
+    begins = is_seen and not misses(lane.observed, before, rollout)
+    ends = is_seen and not _misses_end(lane, step)
     tokens = _tokens(lane, step, scheduled)
     prompt, new, again = (None if count == UNKNOWN_TOKENS else count for count in tokens)
     return EngineRow(
         name=lane.name,
         replica=lane.source.replica or 0,
-        queueing_us=int(work[0, 0] - rollout[0, 0]) / 1000 if known else None,
+        queueing_us=int(work[0, 0] - rollout[0, 0]) / 1000 if begins else None,
         iterations=len(iterations),
         prefill_us=int(took[prefill].sum()) / 1000,
         decode_us=int(took[~prefill].sum()) / 1000,
         prefill_tokens=prompt,
         decode_tokens=new,
         again_tokens=again,
-        finish_us=int(work[-1, 1] - rollout[0, 0]) / 1000 if known else None,
+        finish_us=int(work[-1, 1] - rollout[0, 0]) / 1000 if ends else None,
     )
 
 
