@@ -11,6 +11,7 @@ from tests.engines.contract import EngineContract, finished, request, spans, sto
 from verl_profiling.capture.session import stage
 from verl_profiling.engines.request_log import watch_transformers
 from verl_profiling.errors import ConfigError
+from verl_profiling.watch.sums import Busy, StageSums
 from verl_profiling.workers import CaptureMixin, RequestLog, RolloutCaptureMixin
 
 torch = pytest.importorskip("torch")
@@ -135,6 +136,21 @@ def test_each_sequence_has_the_length_of_its_own_prompt(logged: tuple[Any, Reque
     prompts = {"input_ids": torch.full((2, 3), 5), "attention_mask": mask}
     model.generate(**prompts, num_return_sequences=2, do_sample=True, max_new_tokens=2, min_new_tokens=2)
     assert lengths(log) == [(2, 2, False), (2, 2, False), (3, 2, False), (3, 2, False)]
+
+
+def test_a_request_of_the_watch_is_a_sequence(logged: tuple[Any, RequestLog]) -> None:
+    """Of whatever call, whether a capture is open or not: as in captures, and as engines count."""
+    model, log = logged
+    sums = StageSums(10)
+    log.busy = Busy(sums, "generate")
+    new, made = {"do_sample": True, "max_new_tokens": 1}, 0
+    for prompts, samples in ((1, 1), (2, 3), (5, 1), (3, 2)):
+        model.generate(torch.full((prompts, 3), 5), num_return_sequences=samples, **new)
+        made += prompts * samples
+    assert len(log.end()) == made
+    model.generate(torch.full((4, 3), 5), return_dict_in_generate=True, **new)
+    [[total]] = sums.spans.of_steps([(0, 1 << 62)], 0)
+    assert (total.name, total.runs) == ("generate", made + 4)
 
 
 def test_prompts_may_be_embeddings(logged: tuple[Any, RequestLog]) -> None:

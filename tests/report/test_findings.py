@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -330,3 +331,46 @@ def test_a_capture_of_the_watch_names_the_replica_that_is_slow_at_each_token(tmp
     more = [*report.workers, msgspec.structs.replace(row, name="rollout2_rank1")]
     found = said(find(msgspec.structs.replace(report, workers=more)), "slow_replica")
     assert (found.lanes, round(found.seconds, 1)) == (["rollout2_rank0", "rollout2_rank1"], 4.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_long_tail_says_that_the_last_response_is_long(tmp_path: Path, seed: int) -> None:
+    """By the tokens of requests, if the last response has more than 1.5 times the median."""
+    drawn = random.Random(seed)
+    usual, ratio, replicas = drawn.randint(50, 500), drawn.choice([1.0, 1.4, 1.8, 3.0]), drawn.randint(2, 5)
+    last = drawn.randrange(replicas)
+    engines = []
+    for replica in range(replicas):
+        end, tokens = (4.0, int(usual * ratio)) if replica == last else (drawn.uniform(1, 2), usual)
+        requests = [(0, end, tokens), *[(0, drawn.uniform(0.5, 1), usual) for _ in range(4)]]
+        engines.append(engine(replica, (0, end), requests=requests))
+    text = said(report_of(tmp_path, [("rollout", 0, 4)], engines, end=4.5), "long_tail").text
+    length = f"; the last response has {int(usual * ratio):,} tokens, the median {usual:,})"
+    assert (length in text) == (ratio > 1.5)
+
+
+@pytest.mark.parametrize("stage", ["update_actor", "rollout", "reward"])
+def test_the_capture_of_a_stage_has_findings_on_that_stage_only(tmp_path: Path, stage: str) -> None:
+    """What else is wrong in the step was not asked for, and was recorded in part."""
+    stages = [("rollout", 0, 3), ("reward", 3, 5), ("update_actor", 5, 8)]
+    actors = [
+        Worker("actor", rank, stages=[("update_actor", 5, end)], kernels=[("k", 5, end)])
+        for rank, end in ((0, 5.5), (1, 8.0))
+    ]
+    engines = [engine(replica, (0, end)) for replica, end in ((0, 1.0), (1, 3.0))]
+    of_stage = {
+        "update_actor": {"straggler"},
+        "reward": {"idle_stage"},
+        "rollout": {"long_tail", "no_requests"},
+    }
+    everything = report_of(tmp_path, stages, [*actors, *engines], end=12)
+    rewrite(tmp_path, trigger=Trigger(kind="anomaly", sign="slow_stage", stage=stage))
+    of_all = {*of_stage["update_actor"], *of_stage["reward"], *of_stage["rollout"], "between_stages"}
+    assert len({*rules(everything)} & of_all) > 2
+    artifacts = [
+        msgspec.structs.replace(one, stage=stage) for one in read_manifest(tmp_path).workers[0].artifacts
+    ]
+    rewrite_worker(tmp_path, "actor_rank0", artifacts=artifacts)
+    said_of = {*rules(open_step(tmp_path).report())} & of_all
+    assert said_of <= of_stage[stage]
+    assert said_of

@@ -14,7 +14,7 @@ from statistics import median, median_low
 
 import msgspec
 
-from verl_profiling.manifest import POLLING, WAIT
+from verl_profiling.manifest import POLLING, WAIT, WEIGHT_SYNC
 from verl_profiling.report.anatomy import CAPTURE_CALLS, OUTSIDE_STAGES
 from verl_profiling.report.capture_rows import slow_replica, slowest_replica
 from verl_profiling.report.columns import BlockRow, DeviceRow, StragglerRow
@@ -35,6 +35,8 @@ from verl_profiling.report.sentences import counted
 from verl_profiling.units import duration, listed
 
 LIMIT = 5
+_LONG = 1.5
+"""Ratio of a response's length to the median from which it explains that the response was the last."""
 _RECORD_LESS = "record less: fewer ranks, no stacks or shapes, the other mode, or the spans tool"
 _MARK_MORE = "mark more of the agent loop with span(), so that this time gets a name"
 _AWAIT = "await the call, or run it in a thread (asyncio.to_thread)"
@@ -58,7 +60,12 @@ def find(report: Report) -> Report:
     on the cost of the capture come last, because they are not about the training.
     """
     first, ranked, last = (
-        [found for rule in rules for found in rule(report) if found.share >= FINDINGS.get(found.rule, 0)]
+        [
+            found
+            for rule in rules
+            for found in rule(report)
+            if found.share >= FINDINGS.get(found.rule, 0) and _is_recorded(found, report)
+        ]
         for rules in (_FIRST, _RANKED, _LAST)
     )
     ranked.sort(key=lambda finding: -finding.seconds)
@@ -67,6 +74,15 @@ def find(report: Report) -> Report:
     )
     found = [*first, *ranked[: LIMIT - len(first) - len(last)], *last]
     return msgspec.structs.replace(report, findings=found)
+
+
+def _is_recorded(finding: Finding, report: Report) -> bool:
+    """Return whether a finding is about a recorded stage, in a capture that is limited to a stage."""
+    return _is_of(report, _STAGES[finding.rule]) if finding.rule in _STAGES else True
+
+
+def _is_of(report: Report, stage: str) -> bool:
+    return report.asked is None or not report.asked.only or stage in report.asked.only
 
 
 def _names_no_culprit(finding: Finding, report: Report) -> bool:
@@ -175,7 +191,7 @@ def _stragglers(report: Report) -> Iterator[Finding]:
 
 def _idle_stages(report: Report) -> Iterator[Finding]:
     lanes = [row.name for row in report.workers]
-    for stage in report.stages:
+    for stage in [row for row in report.stages if _is_of(report, row.name)]:
         share = stage.idle_us / _span_us(report)
         text = (
             f"In {stage.name}, all recorded lanes were idle for {_time(stage.idle_us)} "
@@ -244,13 +260,23 @@ def _tail(report: Report) -> Iterator[Finding]:
         tokens = f"; with {own:,} tokens, the median is {median(made.values()):,.0f}" if own else ""
         text = (
             f"waited for the last replica of the rollout (rollout{tail.last_replica} was done after "
-            f"{_time(tail.last_finish_us)}, the median is {_time(tail.median_finish_us)}{tokens})"
+            f"{_time(tail.last_finish_us)}, the median is {_time(tail.median_finish_us)}{tokens}"
+            f"{_last_length(report)})"
         )
         late = [row.name for row in report.workers if row.replica == tail.last_replica is not None]
         slow = slowest_replica(report.replicas)
         advice = slow_replica(report.replicas) if slow and slow[0].replica == tail.last_replica else ""
         found = _of_cause(report, "long_tail", text, advice)
         yield msgspec.structs.replace(found, lanes=late or found.lanes)
+
+
+def _last_length(report: Report) -> str:
+    """Return the length of the last response, if it is long, as a part of a sentence."""
+    tail = report.tail
+    usual = tail.response_tokens.p50 if tail is not None and tail.response_tokens else 0.0
+    if tail is None or not tail.last_tokens > _LONG * usual > 0:
+        return ""
+    return f"; the last response has {tail.last_tokens:,} tokens, the median {usual:,.0f}"
 
 
 def _slow_replica(report: Report) -> Iterator[Finding]:
@@ -363,7 +389,8 @@ def _last_trajectories(report: Report, rollout: Rollout) -> Iterator[Finding]:
         text = (
             f"In the last {duration(last.seconds)}, {last.share:.0%} of {rollout.of_trajectories}, "
             f"only {last.trajectories} of {last.of} trajectories still run"
-            + (f": {most.share:.0%} of that is {_called(cause)}." if most else ".")
+            + (f": {most.share:.0%} of that is {_called(cause)}" if most else "")
+            + f"{_last_length(report)}."
         )
         advice = slow_replica(report.replicas) if cause == "decode" else _ADVICE.get(cause, "")
         share = last.share - last.trajectories / last.of
@@ -439,7 +466,8 @@ def _by_cost(report: Report) -> list[str]:
 def _outermost(report: Report) -> list[StragglerRow]:
     """Return the straggler rows of outermost stages."""
     outermost = {(span.lane, span.name) for span in report.gantt if not span.depth}
-    return [row for row in report.stragglers if (row.slowest, row.stage) in outermost]
+    rows = [row for row in report.stragglers if _is_of(report, row.stage)]
+    return [row for row in rows if (row.slowest, row.stage) in outermost]
 
 
 def _on_devices(report: Report) -> bool:
@@ -480,6 +508,15 @@ _RANKED: tuple[_Rule, ...] = (
     *(_idle, _host_bound, _unexplained, _communication),
 )
 _LAST: tuple[_Rule, ...] = (_capture, _pause)
+
+_STAGES = {
+    **dict.fromkeys(("loop_blocked", "last_trajectories", "trajectory_cause", "polling"), ROLLOUT),
+    **dict.fromkeys(("trajectories_for_nothing", "slow_replica", "long_tail", "no_requests"), ROLLOUT),
+    "after_generation": ROLLOUT,
+    "weight_sync": WEIGHT_SYNC,
+    "between_stages": "",
+}
+"""The stage of findings that are about one; empty for the time outside of stages."""
 
 OWN_COST = ("capture", "pause")
 """Rules about what the capture itself costs."""

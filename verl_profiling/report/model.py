@@ -31,11 +31,13 @@ class Asked(Trigger, frozen=True, kw_only=True):
         when: Begin of the capture as a date and time, on the clock of the loop's host.
         last: Rank for which the others mostly waited in the collectives of the trigger's stage, or ``""``.
         waited_s: Total time for which the others waited for ``last`` (s).
+        only: Stages of a capture that is limited to a stage, those of the loop and of its workers.
     """
 
     when: str = ""
     last: str = ""
     waited_s: float = 0.0
+    only: list[str] = []
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +69,7 @@ class Tail(msgspec.Struct, frozen=True, kw_only=True):
         latency_s: Latency of the requests, from sending to the complete response.
         response_tokens: Lengths of the responses.
         last_replica: Index of the replica that ended last.
+        last_tokens: Length of the response that ended last; 0 if unknown.
     """
 
     replicas: int
@@ -78,6 +81,7 @@ class Tail(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: Percentiles | None
     response_tokens: Percentiles | None
     last_replica: int | None = None
+    last_tokens: int = 0
 
 
 class LastTrajectories(msgspec.Struct, frozen=True, kw_only=True):

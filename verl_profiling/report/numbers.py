@@ -245,6 +245,7 @@ def rollout_tail(step: Step) -> Tail | None:
         requests=len(requests),
         latency_s=_percentiles([row.latency_us / 1e6 for row in requests]),
         response_tokens=_percentiles([float(row.response_tokens) for row in requests]),
+        last_tokens=max((row.end_us, row.response_tokens) for row in requests)[1] if requests else 0,
     )
 
 

@@ -51,7 +51,9 @@ def asked_of(step: Step, calls: Sequence[Calls]) -> tuple[Asked | None, list[Sus
     if trigger.stage or trigger.sign in ("slow_step", "leader"):
         is_of_all = bool(trigger.sign) and not trigger.suspects
         last, waited_s = last_to(trigger.stage, step, calls, _OF_A_STAGE_OF_ALL if is_of_all else _SMALL)
-    fields = {**msgspec.structs.asdict(trigger), "peers": [peer.name for peer in peers]}
+    recorded = {artifact.stage for worker in step.workers for artifact in worker.artifacts if artifact.stage}
+    only = [trigger.stage, *sorted(recorded - {trigger.stage})] if trigger.stage and recorded else []
+    fields = {**msgspec.structs.asdict(trigger), "peers": [peer.name for peer in peers], "only": only}
     return Asked(**fields, when=when, last=last, waited_s=waited_s), rows
 
 

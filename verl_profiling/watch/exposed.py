@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.identity import ROLLOUT_ROLE
+from verl_profiling.manifest import WAIT
 from verl_profiling.step_summary import ExposedStage, RankUse, StepSummary
 from verl_profiling.trajectories.spans import TRAJECTORY
 
@@ -26,10 +27,6 @@ TIED = 0.05
 
 LATE = 0.08
 """Minimum lateness to collectives with which a process leads, as a share of the stage."""
-
-WAIT = "wait:"
-"""Prefix of a stage in which the loop only waits for a role, e.g. ``wait:rollout``."""
-
 
 _Floats = NDArray[np.float64]
 _Whole = NDArray[np.int64]

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.manifest import WEIGHT_SYNC
+from verl_profiling.manifest import WAIT, WEIGHT_SYNC
 from verl_profiling.step_summary import NO_REQUESTS, ROLLOUT, TRAINING, Idle, StepSummary
 from verl_profiling.trajectories.spans import TRAJECTORY
-from verl_profiling.watch.exposed import WAIT, Runs, StepRuns, numbered
+from verl_profiling.watch.exposed import Runs, StepRuns, numbered
 
 _GENERATE = "generate"
 _NOT_TRAINING = (ROLLOUT_ROLE, "agent_loop", "reward", "rollouter")

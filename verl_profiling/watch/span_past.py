@@ -11,13 +11,12 @@ from statistics import median
 from typing import NamedTuple
 
 from verl_profiling.identity import ROLLOUT_ROLE
-from verl_profiling.manifest import GC, WEIGHT_SYNC
+from verl_profiling.manifest import GC, WAIT, WEIGHT_SYNC
 from verl_profiling.settings.watch import Anomaly
 from verl_profiling.shifts import LEAST_S, MATTERS, Series
 from verl_profiling.step_summary import MOST_SPANS, OTHERS, SpanTotal, StepSummary
 from verl_profiling.trajectories.spans import TRAJECTORY
 from verl_profiling.units import duration
-from verl_profiling.watch.exposed import WAIT
 
 NEWS = 1.25
 """Ratio of a duration or lead to the known one from which it is worth a mention."""
