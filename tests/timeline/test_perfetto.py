@@ -71,6 +71,16 @@ TRAJECTORIES = {
 }
 
 
+OVERLAPS = {
+    "kernels": ("select count(*) as n from slice where category = 'kernel'", {"n": "number"}),
+    "arrows": (
+        "select count(*) as n from flow join slice on slice_in = slice.id where category = 'kernel'",
+        {"n": "number"},
+    ),
+    "errors": QUERIES["errors"],
+}
+
+
 def perfetto(timeline: Path, asked: dict[str, tuple] = QUERIES) -> dict[str, list[list]]:
     """Open a timeline in the bundled Perfetto UI and return what the queries give."""
     queries = {name: {"sql": sql, "columns": columns} for name, (sql, columns) in asked.items()}
@@ -143,3 +153,19 @@ def test_perfetto_nests_trajectories_and_binds_their_arrows(tmp_path: Path) -> N
     assert found["outside"] == found["errors"] == []
     assert found["arrows"] == [["generate", "request (9 tokens)", "rollout0 requests"]] * 3
     assert found["counters"] == [["trajectories running", 3]]
+
+
+def test_perfetto_shows_slices_that_overlap_partly(tmp_path: Path) -> None:
+    """All kernels of overlapping launches are in its table of slices, and their arrows end at them."""
+    events = []
+    for number in range(50):
+        kernel = {"pid": 0, "tid": 7, "ts": 100 * number, "cat": "kernel", "name": "gemm"}
+        arrow = {"cat": "ac2g", "name": "ac2g", "id": number}
+        launch = {"pid": 9, "tid": 9, "ts": 100 * number, "cat": "cuda_runtime", "name": "cudaLaunchKernel"}
+        events += [{"ph": "X", "dur": 110, **kernel}, {"ph": "X", "dur": 5, **launch}]
+        events += [{"ph": "s", **launch, **arrow}, {"ph": "f", "bp": "e", **kernel, **arrow}]
+    path = tmp_path / "rank0.json"
+    path.write_text(json.dumps({"baseTimeNanoseconds": 1_767_225_600 * 10**9, "traceEvents": events}))
+    (inputs,) = find_steps(path)
+    found = perfetto(merge(inputs, tmp_path / "timeline.json.gz").path, OVERLAPS)
+    assert (found["kernels"], found["arrows"], found["errors"]) == ([[50]], [[50]], [])

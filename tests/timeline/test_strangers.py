@@ -33,7 +33,7 @@ def recording(draw: random.Random, pid: int, title: str = "python", **head: Any)
     for number in range(count):
         span = {"ts": at + 700 * number + 1, "dur": round(draw.uniform(1, 600), 3)}
         events.append({"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, **span})
-    return {"baseTimeNanoseconds": BASE_NS, **head, "traceEvents": events}
+    return {"baseTimeNanoseconds": BASE_NS} | head | {"traceEvents": events}
 
 
 def write(path: Path, trace: dict[str, Any] | str) -> None:
@@ -132,3 +132,19 @@ def test_each_process_is_one_lane_and_each_recording_counts_once(seed: int, tmp_
     assert sum(row.calls for row in report.kernels) == kernels
     assert sum("holds the same recording as" in note for note in report.notes) == len(repeated)
     assert main(["check", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_hosts_that_begin_apart_are_said(seed: int, tmp_path: Path) -> None:
+    """More than a second between the first recordings of two hosts of a role is a note; less is none."""
+    draw = random.Random(seed)
+    apart_s = draw.choice([0.02, 0.4, 1.5, 5, 60])
+    for rank in range(4):
+        late_ns = round(apart_s * 1e9) * (rank > 1) + draw.randint(0, 10**7)
+        trace = recording(
+            draw, 100 + rank, host_name=f"node{rank // 2}", baseTimeNanoseconds=BASE_NS + late_ns
+        )
+        write(tmp_path / f"actor_rank{rank}.json", trace)
+    [step], _ = open_steps([tmp_path])
+    said = [note for note in step.report().notes if "actor: recordings of node1 begin" in note]
+    assert len(said) == (apart_s > 1)
