@@ -17,10 +17,11 @@ BASE_NS = 1_767_225_600_000_000_000
 ROLES = ("actor", "critic", "ref", "reward", "rm", "teacher", "value", "policy")
 NOISE = ("run_lora_rank32", "exp.moe-lora-rank-8", "localhost_http_8000", "footstep9", "v2_pretp4", "rerank7")
 OTHERS = {
-    "metrics.json": '{"loss": 1}\n{"loss": 2}\n',
+    "metrics.json": '{"loss": NaN}\n{"loss": 2}\n',
     "config.json": '{"lr": [1, 2]}',
-    "et/graph.json": '{"schema": "1.1.1-chakra.0.0.4", "nodes": ["' + "x" * (65 << 20) + '"]}',
+    "trainer_state.json": '{"best": NaN, "epochs": Infinity}',
 }
+EXECUTION_TRACE = '{"schema": "1.1.1-chakra.0.0.4", "nodes": ["' + "x" * (65 << 20) + '"]}'
 
 
 def recording(draw: random.Random, pid: int, title: str = "python", **head: Any) -> dict[str, Any]:
@@ -123,6 +124,7 @@ def test_each_process_is_one_lane_and_each_recording_counts_once(seed: int, tmp_
     kernels = sum(event.get("cat") == "kernel" for trace in names.values() for event in trace["traceEvents"])
     repeated = copies(draw, names)
     others = {name: OTHERS[name] for name in draw.sample(sorted(OTHERS), draw.randint(0, 3))}
+    others |= {"chakra/rank-0.json": EXECUTION_TRACE} if seed % 20 == 0 else {}
     for name, content in (names | repeated | others).items():
         write(tmp_path / name, content)
     [step], damaged = open_steps([tmp_path])
