@@ -285,9 +285,7 @@ class _LaneReader:
     def _add_chunk(self, events: list[Event], base_ns: int) -> None:
         """Add events; events without a category are kept until the names of their processes are known."""
         timed = [e for e in events if e.ph == "X" and e.cat not in NO_WORK and e.ts is not None]
-        of_torch = [e for e in events if e.cat == "Trace" and e.ph == "X" and e.ts is not None]
-        recording = self._recordings[-1]
-        recording.of_torch = extended(recording.of_torch, to_spans(of_torch, base_ns))
+        self._add_torch_spans(events, base_ns)
         if not (self._works or self._has_device):
             self._categories |= {e.cat for e in events if e.ph != "M"}
         known = self._numbers.get
@@ -307,6 +305,12 @@ class _LaneReader:
             self._waiting.append(rows.of(task))
             rows, kinds = rows.of(~task), kinds[~task]
         self._add(rows, kinds)
+
+    def _add_torch_spans(self, events: list[Event], base_ns: int) -> None:
+        """Extend the recording by torch's own spans."""
+        spans = [e for e in events if e.cat == "Trace" and e.ph == "X" and e.ts is not None]
+        recording = self._recordings[-1]
+        recording.of_torch = extended(recording.of_torch, to_spans(spans, base_ns))
 
     def _launches_of(self, events: Sequence[Event], keys: NDArray[np.int32]) -> NDArray[np.int64]:
         """Return the number that a device's event shares with the host call which launched it, else 0."""

@@ -187,12 +187,18 @@ def waits(calls: Iterable[Calls]) -> dict[Lane, Spans]:
     return {lane: union(*spans) for lane, spans in found.items()}
 
 
-def unmatched(step: Step, calls: Iterable[Calls]) -> dict[Lane, Spans]:
-    """Return the observed communication of each lane outside of matched calls, whose waits are unknown."""
-    matched: defaultdict[Lane, list[Spans]] = defaultdict(list)
+def _runs_of(calls: Iterable[Calls]) -> Mapping[Lane, list[Spans]]:
+    """Return the runs of calls by lane."""
+    found: defaultdict[Lane, list[Spans]] = defaultdict(list)
     for one in calls:
         for lane, runs in zip(one.lanes, one.runs, strict=True):
-            matched[lane].append(runs)
+            found[lane].append(runs)
+    return found
+
+
+def unmatched(step: Step, calls: Iterable[Calls]) -> dict[Lane, Spans]:
+    """Return the observed communication of each lane outside of matched calls, whose waits are unknown."""
+    matched = _runs_of(calls)
     return {
         lane: intersection(subtract(lane.communication, union(*matched[lane])), lane.observed)
         for lane in step.lanes
@@ -201,10 +207,7 @@ def unmatched(step: Step, calls: Iterable[Calls]) -> dict[Lane, Spans]:
 
 def _perhaps_waiting(step: Step, calls: Iterable[Calls]) -> dict[Lane, Spans]:
     """Return the known waits in collectives, and exposed communication that may be a wait."""
-    told: defaultdict[Lane, list[Spans]] = defaultdict(list)
-    for one in calls:
-        for lane, runs in zip(one.lanes, one.runs, strict=True):
-            told[lane] += [runs] if one.is_whole else []
+    told = _runs_of(one for one in calls if one.is_whole)
     return {
         lane: union(lane.waiting, subtract(lane.communication, union(lane.compute, *told[lane])))
         for lane in step.lanes

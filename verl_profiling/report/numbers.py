@@ -39,7 +39,7 @@ from typing import Any
 
 from verl_profiling.report.anatomy import percent
 from verl_profiling.report.capture_rows import VALIDATE
-from verl_profiling.report.columns import DeviceRow, EngineRow, KernelRow, WorkerRow
+from verl_profiling.report.columns import DeviceRow, EngineRow, KernelRow, RequestRow, WorkerRow
 from verl_profiling.report.intervals import (
     EMPTY,
     Spans,
@@ -218,22 +218,13 @@ def rollout_tail(step: Step) -> Tail | None:
     recording of an engine misses the end of the rollout.
     """
     rollout = step.during(ROLLOUT)
-    if not len(rollout):
-        return None
-    begin_us = (int(rollout[0, 0]) - step.begin_ns) / 1000
     requests = [row for row in step.requests if not (row.failed or row.validate)]
-    ends = [(row.replica, row.end_us - begin_us) for row in requests]
-    rollout_us = int(rollout[-1, 1] - rollout[0, 0]) / 1000
-    ends += [(replica, rollout_us) for replica in step.pending]
-    engines = [lane for lane in step.lanes if lane.is_engine and not requests]
-    for lane in engines:
-        ends += [
-            (lane.source.replica or 0, (end_ns - int(rollout[0, 0])) / 1000)
-            for _, end_ns in working_spans(lane, step, ROLLOUT).tolist()
-        ]
-    if not ends or any(_misses_end(lane, step) for lane in engines):
+    ends = _request_ends(step, requests) if requests else _iteration_ends(step)
+    if not len(rollout) or not ends:
         return None
-    finishes = dict(sorted(ends, key=lambda end: end[1]))  # the last end of each replica
+    ends += [(replica, int(rollout[-1, 1])) for replica in step.pending]
+    since_begin = [(replica, (end_ns - int(rollout[0, 0])) / 1000) for replica, end_ns in ends]
+    finishes = dict(sorted(since_begin, key=lambda end: end[1]))  # the last end of each replica
     middle, last = median(finishes.values()), max(finishes.values())
     return Tail(
         replicas=len(finishes),
@@ -247,6 +238,22 @@ def rollout_tail(step: Step) -> Tail | None:
         response_tokens=_percentiles([float(row.response_tokens) for row in requests]),
         last_tokens=max((row.end_us, row.response_tokens) for row in requests)[1] if requests else 0,
     )
+
+
+def _request_ends(step: Step, requests: Sequence[RequestRow]) -> list[tuple[int, int]]:
+    """Return the replica and the end (ns) of each request."""
+    return [(row.replica, step.begin_ns + round(row.end_us * 1000)) for row in requests]
+
+
+def _iteration_ends(step: Step) -> list[tuple[int, int]]:
+    """Return the replica and the last end (ns) of each engine in the rollout; nothing if one is unknown."""
+    ends = []
+    for lane in (lane for lane in step.lanes if lane.is_engine):
+        if _misses_end(lane, step):
+            return []
+        worked = working_spans(lane, step, ROLLOUT).tolist()
+        ends += [(lane.source.replica or 0, end_ns) for _, end_ns in worked]
+    return ends
 
 
 def _misses_end(lane: Lane, step: Step) -> bool:

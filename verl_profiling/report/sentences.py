@@ -40,11 +40,8 @@ class Figure(NamedTuple):
 
 def figures(report: Report) -> Iterator[Figure]:
     """Yield the main figures: step time, tokens per second, busy share, lost lane-seconds."""
-    coverage = report.coverage
-    traces = f"{coverage.read} of {coverage.expected} traces read"
-    if report.observed_share < _WHOLE:
-        traces += f", {report.observed_share:.0%} of the {report.whose}s' time recorded"
-    yield Figure("Step" if report.captured else "Recorded", duration(report.span_us / 1e6), traces)
+    title = "Step" if report.captured else "Recorded"
+    yield Figure(title, duration(report.span_us / 1e6), _recorded(report))
     if rate := report.throughput:
         unit = "GPU" if any(row.kind == "cuda" for row in report.devices) else report.whose
         each = rate.tokens_per_s_per_device
@@ -67,6 +64,14 @@ def figures(report: Report) -> Iterator[Figure]:
         line = f"{sum(shares.values()):.0%} of the observed time; {shares[cause]:.0%} {cause_name(cause)}"
         line += "" if report.findings else ", nothing unusual"
         yield Figure("Lost", report.lane_seconds(lost), line, f"k-{cause}")
+
+
+def _recorded(report: Report) -> str:
+    """Return how much was recorded and read, as a part of a sentence."""
+    traces = f"{report.coverage.read} of {report.coverage.expected} traces read"
+    if report.observed_share >= _WHOLE:
+        return traces
+    return f"{traces}, {report.observed_share:.0%} of the {report.whose}s' time recorded"
 
 
 def _known_waits(report: Report) -> str:
