@@ -650,6 +650,62 @@ def _acquired(found: list[Segment], holds: Iterable[tuple[str, str, Hold]]) -> l
     return found
 
 
+class _Parts:
+    """Divides the time of trajectories into segments.
+
+    Args:
+        records: The trajectories.
+        served: The request of each span.
+    """
+
+    def __init__(self, records: Records, served: Mapping[int, Request]) -> None:
+        self._records, self._served = records, served
+        self._queued = _queued(records, served)
+        self._around: list[list[tuple[str, int, int]]] = []  # of each span: itself and all around it
+        self._took, spans = defaultdict[str, list[int]](list), records.spans
+        for owner, name, begin, end, parent in _rows(
+            spans.trajectory, spans.name, spans.begin, spans.end, spans.parent
+        ):
+            self._around.append(self._around[parent] if parent >= 0 else [])
+            own = records.trajectories[owner] if owner >= 0 else None
+            if own is None or not (own.cut_begin and begin == own.begin_ns):
+                self._around[-1] = [*self._around[-1], (records.names[name], begin, end)]
+                self._took[records.names[name]].append(end - begin)
+        self._blocks = defaultdict[int, list[tuple[int, int]]](list)
+        blocks = records.blocks
+        for loop, begin, what in sorted(_rows(blocks.loop, blocks.begin, blocks.what)):
+            self._blocks[loop].append((begin, what))
+
+    def _called(self, begin: int, end: int, cause: int, loop: int, span: int) -> tuple[str, _Calls]:
+        """Return the kind of a time, and the calls around it; loop lag is part of the call that blocks."""
+        kind, own_calls = self._records.names[cause], self._around[span] if span >= 0 else []
+        if kind == LOOP_LAG and (place := bisect_left(self._blocks[loop], (end,))):
+            blocker = self._records.blockers[self._blocks[loop][place - 1][1]][1]
+            took = self._took[blocker]
+            mean_ns = round(sum(took) / max(len(took), 1))
+            return LAG_BY + blocker, ((blocker, mean_ns),) if mean_ns else ()
+        return kind, tuple((name, until - since) for name, since, until in own_calls if until > begin)
+
+    def of(self, rows: Iterable[tuple[int, ...]]) -> list[Segment]:
+        """Return the segments of a trajectory; rows are owner, begin, end, cause, loop and span."""
+        found: list[Segment] = []
+        for _, begin, end, cause, loop, span in rows:
+            kind, calls = self._called(begin, end, cause, loop, span)
+            request = self._served.get(span)
+            segment = Segment(kind, begin, end, calls=calls, request=request)
+            if request is None or span not in self._queued or kind.startswith((LOOP_LAG, FROM_THE_ENGINE)):
+                found.append(segment)
+            elif kind not in (TO_THE_ENGINE, "queued"):
+                if found and found[-1].queue and found[-1].end_ns == begin:
+                    segment.begin_ns, segment.kind = found.pop().begin_ns, GENERATE
+                segment.queue = f"replica {request.replica}"
+                segment.releases = (segment.queue,)
+                found.append(segment)
+            elif self._queued[span] <= self._records.spans.begin[span]:  # the engine was free
+                found.append(segment)
+        return found
+
+
 def _trajectories(
     records: Records, pieces: Pieces, served: Mapping[int, Request], limits: Iterable[Limit]
 ) -> Iterator[_Run]:
@@ -658,53 +714,16 @@ def _trajectories(
     for number, limit in enumerate(limits):
         for hold in limit.holds:
             holds[hold.trajectory].append((limit.name, _slot_of(limit, number), hold))
-    queued = _queued(records, served)
-    around: list[list[tuple[str, int, int]]] = []  # of each span: itself and all around it
-    took: defaultdict[str, list[int]] = defaultdict(list)
-    spans = records.spans
-    for owner, name, begin, end, parent in _rows(
-        spans.trajectory, spans.name, spans.begin, spans.end, spans.parent
-    ):
-        around.append(around[parent] if parent >= 0 else [])
-        own = records.trajectories[owner] if owner >= 0 else None
-        if own is None or not (own.cut_begin and begin == own.begin_ns):
-            around[-1] = [*around[-1], (records.names[name], begin, end)]
-            took[records.names[name]].append(end - begin)
-    blocks: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-    for loop, begin, what in sorted(_rows(records.blocks.loop, records.blocks.begin, records.blocks.what)):
-        blocks[loop].append((begin, what))
-    order = np.lexsort((pieces.begin, pieces.owner))
+    parts, order = _Parts(records, served), np.lexsort((pieces.begin, pieces.owner))
     rows = list(_rows(*(column[order] for column in pieces[:-1])))
     first = np.searchsorted(pieces.owner[order], np.arange(len(records.trajectories) + 1)).tolist()
     for number, one in enumerate(records.trajectories):
-        if one.cut_end:
-            continue
-        found: list[Segment] = []
-        for _, begin, end, cause, loop, span in rows[first[number] : first[number + 1]]:
-            kind, own_calls = records.names[cause], around[span] if span >= 0 else []
-            calls = tuple((name, until - since) for name, since, until in own_calls if until > begin)
-            if kind == LOOP_LAG and (place := bisect_left(blocks[loop], (end,))):
-                blocker = records.blockers[blocks[loop][place - 1][1]][1]
-                kind = LAG_BY + blocker
-                mean_ns = round(sum(took[blocker]) / max(len(took[blocker]), 1))
-                calls = ((blocker, mean_ns),) if mean_ns else ()
-            request = served.get(span)
-            if request is None or span not in queued or kind.startswith((LOOP_LAG, FROM_THE_ENGINE)):
-                found.append(Segment(kind, begin, end, calls=calls, request=request))
-            elif kind not in (TO_THE_ENGINE, "queued"):
-                if found and found[-1].queue and found[-1].end_ns == begin:
-                    begin, kind = found.pop().begin_ns, GENERATE
-                queue = f"replica {request.replica}"
-                engine = Segment(kind, begin, end, calls=calls, request=request, queue=queue)
-                engine.releases = (queue,)
-                found.append(engine)
-            elif queued[span] <= records.spans.begin[span]:  # the engine was free
-                found.append(Segment(kind, begin, end, calls=calls, request=request))
-        found = _acquired(found, holds[number])
-        title = f"{one.said.group}.{one.said.sample}" if one.said.group else str(number)
-        run = _Run(one.lane, "", "", one.begin_ns, one.end_ns, pieces=found, trajectory=title)
-        run.is_cut = one.cut_begin
-        yield run
+        if not one.cut_end:
+            found = _acquired(parts.of(rows[first[number] : first[number + 1]]), holds[number])
+            title = f"{one.said.group}.{one.said.sample}" if one.said.group else str(number)
+            run = _Run(one.lane, "", "", one.begin_ns, one.end_ns, pieces=found, trajectory=title)
+            run.is_cut = one.cut_begin
+            yield run
 
 
 def _rows(*columns: Ints) -> Iterator[tuple[int, ...]]:

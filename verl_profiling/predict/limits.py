@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from verl_profiling.manifest import WAIT
+from verl_profiling.report.intervals import Ints
 from verl_profiling.report.records import OWN_CODE, Pieces, Records
 from verl_profiling.trajectory_log import NO_SPAN
 
@@ -24,9 +25,6 @@ _ERROR_NS = (
 _LEAST_SHARE = 0.9  # of the waits that a limit explains; waits for anything else are explained by chance only
 _LEAST_WAITS = 3  # fewer may end with another span by chance
 _LEAST_WAIT_NS = 5_000_000  # shorter ones are code, or the way to the next task of the loop
-
-
-_Code = Mapping[tuple[int, int], int]  # begin of own code, by its trajectory and its end
 
 
 class Hold(NamedTuple):
@@ -66,85 +64,103 @@ def limits_of(records: Records, pieces: Pieces) -> Iterator[Limit]:
         records: The trajectories.
         pieces: Their time by cause.
     """
-    calls, inner = defaultdict[str, list[int]](list), defaultdict[int, list[int]](list)
-    for span, (name, trajectory) in enumerate(
-        zip(records.spans.name.tolist(), records.spans.trajectory.tolist(), strict=True)
-    ):
-        inner[trajectory].append(span)
-        if trajectory >= 0:
-            calls[records.names[name]].append(span)
-    is_code = pieces.cause == records.names.index(OWN_CODE)
-    columns = (column[is_code].tolist() for column in (pieces.owner, pieces.end, pieces.begin))
-    code = {(owner, end_ns): begin_ns for owner, end_ns, begin_ns in zip(*columns, strict=True)}
+    waits, processes = _Waits(records, pieces), records.spans.process.tolist()
+    calls = defaultdict[str, list[int]](list)
+    for trajectory, spans in waits.inner.items():
+        for span in spans if trajectory >= 0 else ():
+            calls[waits.names[span]].append(span)
     for name, spans in calls.items():
         by_process = defaultdict[int, list[int]](list)
         for span in spans:
-            by_process[int(records.spans.process[span])].append(span)
-        alone = [_limit(name, own, records, inner, code) for own in by_process.values()]
+            by_process[processes[span]].append(span)
+        alone = [waits.limit(name, own) for own in by_process.values()]
         if all(alone):
             yield from filter(None, alone)
-        elif together := _limit(name, spans, records, inner, code):
+        elif len(alone) > 1 and (together := waits.limit(name, spans)):
             yield together
 
 
-def _limit(
-    name: str, spans: list[int], records: Records, inner: Mapping[int, list[int]], code: _Code
-) -> Limit | None:
-    """Return the limit that explains the waits in, or before, all spans of a name."""
-    if any(records.trajectories[int(records.spans.trajectory[span])].cut_end for span in spans):
-        return None  # slots that are held on are not known
-    table = records.spans
-    columns = (column[spans].tolist() for column in (table.trajectory, table.begin, table.end))
-    times = dict[int, tuple[int, int]]()  # begin and end of the wait, by span
-    for span, trajectory, begin_ns, end_ns in zip(spans, *columns, strict=True):
-        if name.startswith(WAIT):
-            times[span] = begin_ns, end_ns
-        else:
-            times[span] = code.get((trajectory, begin_ns), begin_ns), begin_ns
-    limits = (_explained(name, holds) for holds in _held(times, records, inner))
-    share, limit = max(limits, key=lambda one: one[0], default=(0.0, None))
-    return limit if share >= _LEAST_SHARE else None
-
-
-def _held(
-    times: Mapping[int, tuple[int, int]], records: Records, inner: Mapping[int, list[int]]
-) -> Iterator[list[Hold]]:
-    """Yield the slots that are held after waits, for each way in which one may be released.
+class _Waits:
+    """The waits of trajectories, and what may have ended them.
 
     Args:
-        times: Begin and end of the waits, by the span that waits or that is waited for.
         records: The trajectories.
-        inner: The spans of each trajectory.
+        pieces: Their time by cause.
+
+    Attributes:
+        inner: The spans of each trajectory, in order of begin.
+        names: Name of each span.
     """
-    table = records.spans
-    releases = defaultdict[tuple[str, str], dict[int, int]](dict)  # by name, and which one: end by wait
-    for trajectory in dict.fromkeys(table.trajectory[[*times]].tolist()):
-        wait = NO_SPAN
-        for span in inner[trajectory]:
-            if span in times:
-                wait = span
-                releases["", "trajectory"][wait] = records.trajectories[trajectory].end_ns
-                if table.parent[span] != NO_SPAN:
-                    releases["", "span around"][wait] = int(table.end[table.parent[span]])
-            if wait != NO_SPAN and table.begin[span] >= times[wait][1]:
-                name, end_ns = records.names[int(table.name[span])], int(table.end[span])
-                releases[name, "first"].setdefault(wait, end_ns)
-                releases[name, "last"][wait] = end_ns
-    for ends in releases.values():
-        if len(ends) == len(times):
-            yield [Hold(int(table.trajectory[at]), *times[at], ends[at]) for at in times]
+
+    def __init__(self, records: Records, pieces: Pieces) -> None:
+        table, self._trajectories = records.spans, records.trajectories
+        self.names = [records.names[name] for name in table.name.tolist()]
+        self._owner, self._parent = table.trajectory.tolist(), table.parent.tolist()
+        self._begin, self._end = table.begin.tolist(), table.end.tolist()
+        self.inner = defaultdict[int, list[int]](list)
+        for span, trajectory in enumerate(self._owner):
+            self.inner[trajectory].append(span)
+        is_code = pieces.cause == records.names.index(OWN_CODE)
+        columns = (column[is_code].tolist() for column in (pieces.owner, pieces.end, pieces.begin))
+        self._code = {(owner, end_ns): begin_ns for owner, end_ns, begin_ns in zip(*columns, strict=True)}
+
+    def limit(self, name: str, spans: list[int]) -> Limit | None:
+        """Return the limit that explains the waits in, or before, all spans of a name."""
+        if any(self._trajectories[self._owner[span]].cut_end for span in spans):
+            return None  # slots that are held on are not known
+        times = dict[int, tuple[int, int]]()  # begin and end of the wait, by span
+        for span in spans:
+            begin_ns = self._begin[span]
+            if name.startswith(WAIT):
+                times[span] = begin_ns, self._end[span]
+            else:
+                times[span] = self._code.get((self._owner[span], begin_ns), begin_ns), begin_ns
+        ordered = sorted(times, key=lambda span: times[span][1])
+        since, begin = np.array([times[span] for span in ordered]).T
+        if (begin - since >= _LEAST_WAIT_NS).sum() < _LEAST_WAITS:
+            return None
+        best, limit = _LEAST_SHARE, None
+        for ends in self._releases(times):
+            if len(ends) == len(times):
+                share, slots = _explained(since, begin, np.array([ends[span] for span in ordered]))
+                if share >= best:
+                    best, limit = share, (slots, ends)
+        if limit is None:
+            return None
+        holds = [Hold(self._owner[span], *times[span], limit[1][span]) for span in ordered]
+        return Limit(name, limit[0], holds)
+
+    def _releases(self, times: Mapping[int, tuple[int, int]]) -> Iterable[dict[int, int]]:
+        """Return the end of each hold, for each way in which a slot may be released, by the wait's span."""
+        first, last = defaultdict[str, dict[int, int]](dict), defaultdict[str, dict[int, int]](dict)
+        whole, around = dict[int, int](), dict[int, int]()
+        for trajectory in dict.fromkeys(self._owner[span] for span in times):
+            wait, until_ns = NO_SPAN, 0
+            for span in self.inner[trajectory]:
+                if span in times:
+                    wait, until_ns = span, times[span][1]
+                    whole[wait] = self._trajectories[trajectory].end_ns
+                    if self._parent[span] != NO_SPAN:
+                        around[wait] = self._end[self._parent[span]]
+                if wait != NO_SPAN and self._begin[span] >= until_ns:
+                    first[self.names[span]].setdefault(wait, self._end[span])
+                    last[self.names[span]][wait] = self._end[span]
+        return [whole, around, *first.values(), *last.values()]
 
 
-def _explained(name: str, holds: Iterable[Hold]) -> tuple[float, Limit | None]:
-    """Return the share of the waits that the least possible limit explains, and the limit."""
-    ordered = sorted(holds, key=lambda hold: hold.begin_ns)
-    since, begin, end = np.array([hold[1:] for hold in ordered]).T
+def _explained(since: Ints, begin: Ints, end: Ints) -> tuple[float, int]:
+    """Return the share of the waits that the least possible limit explains, and its number of slots.
+
+    Args:
+        since: Begin of each wait, in order of their ends.
+        begin: End of each wait.
+        end: Release of the slot.
+    """
     released = np.sort(end)
-    numbers = np.arange(len(ordered))
-    slots = int((numbers + 1 - np.searchsorted(released, begin + _ERROR_NS, "right")).max())
-    waited = begin - since
-    if (waited >= _LEAST_WAIT_NS).sum() < _LEAST_WAITS or slots >= len(ordered):
-        return 0.0, None
+    holders = np.arange(1, len(begin) + 1) - np.searchsorted(released, begin + _ERROR_NS, "right")
+    slots = int(holders.max())
+    if slots >= len(begin):
+        return 0.0, slots
     free = np.concatenate((since[:slots], released[:-slots]))
     left = (begin - np.maximum(since, free)).clip(0)
-    return float(1 - left.sum() / waited.sum()), Limit(name, slots, ordered)
+    return float(1 - left.sum() / (begin - since).sum()), slots

@@ -269,7 +269,7 @@ def chains_of(graph: Graph) -> Chains:
         delay_ns=[graph.delay_ns[at] for at in first],
         behind={of[at]: of[before] for at, before in graph.behind.items()},
         tails={of[at]: [of[last] for last in lasts] for at, lasts in graph.tails.items()},
-        cut={of[at] for at in graph.cut},
+        cut=set(),
         carried=[one._replace(segment=of[one.segment], mark=of[one.mark]) for one in graph.carried],
         polls={of[at]: poll._replace(after=of[poll.after]) for at, poll in graph.polls.items()},
     )
