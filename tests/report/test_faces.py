@@ -13,7 +13,7 @@ from step_outcome import csv_rows, printed
 
 from verl_profiling.analysis import load_reports, open_step
 from verl_profiling.capture_request import Trigger
-from verl_profiling.manifest import StageSpan
+from verl_profiling.manifest import StageSpan, ToolSpan
 from verl_profiling.report.diff import compare
 from verl_profiling.report.files import write_csv, write_tensorboard
 from verl_profiling.report.html import render_html
@@ -36,7 +36,9 @@ def test_every_table_is_on_every_face(tmp_path: Path) -> None:
     suspects = {"suspects": ["actor_rank2"], "peers": ["actor_rank0"]}
     trigger = Trigger(kind="anomaly", sign="leader", stage="update_actor", **suspects)
     rewrite(folder, policy_version=5, trigger=trigger, outside=[StageSpan("validate", ns(14), ns(16))])
-    rewrite_worker(folder, "actor_rank0", metrics={"throughput": 2.0})
+    rewrite_worker(
+        folder, "actor_rank0", metrics={"throughput": 2.0}, tool_spans=[ToolSpan("start", ns(-1), ns(0))]
+    )
     step = open_step(folder)
     report = step.report()
     text, page = printed(report), render_html(report)

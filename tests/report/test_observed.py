@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn_steps import BASE, Worker, engine, report_of
+from drawn_steps import BASE, Worker, engine, in_group, report_of
 from step_outcome import printed
 
 from verl_profiling import AsyncProfilingCallback
@@ -237,3 +237,24 @@ async def test_a_rollout_from_before_the_step_is_a_stage_of_the_step(tmp_path: P
         assert manifest.begin_ns < before.end_ns < manifest.end_ns
         others = [span.name for span in manifest.stages if span is not before]
         assert others == ["wait", "update_actor", names[step]]
+    assert "\nLost" not in printed(open_step(tmp_path / f"step_{captured[0]:06d}").report())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_waits_are_unknown_where_no_other_rank_has_the_call(tmp_path: Path, seed: int) -> None:
+    """Of communication without a known group, or with one rank captured, the busy share may be waiting."""
+    draw = Random(seed)
+    ranks, named, unnamed = draw.randint(1, 5), draw.random() < 0.6, draw.random() < 0.5
+    world, workers = list(range(ranks)), []
+    for rank in range(ranks):
+        entered = draw.uniform(1, 2)
+        kernels = [("gemm", 0, 1)]
+        kernels += [in_group(("ncclDevKernel_AllReduce", entered, 3), world)] if named else []
+        kernels += [("ncclDevKernel_SendRecv", 4, draw.uniform(5, 6))] if unnamed else []
+        workers.append(Worker("actor", rank, kernels=kernels))
+    text = printed(report_of(tmp_path, [("update_actor", 0, 9)], workers), everything=False)
+    matched = named and ranks > 1
+    expected = "without waits for other ranks"
+    if unnamed or (named and not matched):
+        expected = "without the known waits for other ranks" if matched else "waits for other ranks unknown"
+    assert expected in text

@@ -135,7 +135,7 @@ class Table(NamedTuple):
 
 
 def cells(rows: Sequence[Any], *, brief: bool = False) -> tuple[list[str], list[list[Cell]]]:
-    """Return headings and cells of some rows, without empty columns.
+    """Return headings and cells of some rows, without empty columns; nothing if the rows have only names.
 
     Args:
         rows: The rows.
@@ -145,6 +145,8 @@ def cells(rows: Sequence[Any], *, brief: bool = False) -> tuple[list[str], list[
     wanted = [_heading_and_field(column.lstrip("+")) for column in listed if not (brief and column[0] == "+")]
     lines = [[cell(field, row) for _, field in wanted] for row in rows]
     kept = [at for at in range(len(wanted)) if any(line[at].value for line in lines)]
+    if len(kept) < 2:
+        return [], []
     return [wanted[at][0] for at in kept], [[line[at] for at in kept] for line in lines]
 
 
@@ -225,8 +227,6 @@ class _Part(msgspec.Struct, frozen=True):
 def _lost(report: Report) -> list[_Part]:
     found = []
     for row in report.lost:
-        if not row.seconds:
-            continue  # unexplained is always in the data
         found.append(_Part(cause_name(row.cause), row.seconds, row.share, f"k-{row.cause}"))
         for name, seconds in sorted(row.parts.items(), key=lambda part: -part[1]):
             share = row.share * seconds / (row.seconds or 1.0)
