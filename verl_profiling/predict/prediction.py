@@ -150,8 +150,7 @@ def predict(
 def _interval_ns(baseline: Baseline, found: Replay, changes: Changes, assumed: list[str]) -> list[int]:
     """Return the durations (ns) that an interval spans: empty where no unknown wait matters.
 
-    A wait for something unknown is at least nothing, and grows at most as much as what grows most. Where
-    waits of ranks for each other are not recorded, one rank may do all the work of a stage.
+    Where waits of ranks for each other are not recorded, one rank may do all the work of a stage.
 
     Args:
         baseline: The step.
@@ -161,10 +160,7 @@ def _interval_ns(baseline: Baseline, found: Replay, changes: Changes, assumed: l
     """
     spans_ns = [found.span_ns]
     if baseline.waits and changes.options():
-        segments = found.graph.segments
-        factors = (found.took_ns[at] / one.recorded_ns for at, one in enumerate(segments) if one.recorded_ns)
-        most = max(1.0, *factors)
-        spans_ns += (baseline.replay(changes, waits=by).span_ns for by in (0.0, most))
+        spans_ns += _with_waits_ns(baseline, found, changes)
     for stage in changes.balance:
         if ranks := baseline.hidden_ranks(stage):
             assumed.append(
@@ -175,6 +171,26 @@ def _interval_ns(baseline: Baseline, found: Replay, changes: Changes, assumed: l
             least = others.with_more(Changes(scale={stage: 1 / ranks}))
             spans_ns += (baseline.replay(others).span_ns, baseline.replay(least).span_ns)
     return spans_ns if max(spans_ns) - min(spans_ns) > _LEAST_SHARE * found.span_ns else []
+
+
+def _with_waits_ns(baseline: Baseline, found: Replay, changes: Changes) -> tuple[int, int]:
+    """Return the least and the longest step (ns), if waits for something unknown change with the work.
+
+    Such a wait is at least nothing. If all the work beside it changed like the work that changed most, the wait
+    would change alike.
+    """
+    segments = baseline.graph.segments
+    stages = {segments[at].stage for at in baseline.waits} - {""}
+    beside = [at for at, one in enumerate(segments) if one.stage in stages and one.recorded_ns]
+    factors = [1.0, *(found.took_ns[at] / segments[at].recorded_ns for at in beside)]
+    inside = {name for at in beside for name in segments[at].within}
+    rest = {name: factor for name, factor in changes.scale.items() if name not in inside}
+    least, longest = (
+        baseline.replay(Changes(scale=rest | dict.fromkeys(stages, factor))).span_ns
+        for factor in (min(factors), max(factors))
+    )
+    none_ns = baseline.replay(changes, waits=0.0).span_ns
+    return min(found.span_ns, max(none_ns, least)), max(found.span_ns, longest)
 
 
 def _candidates(baseline: Baseline, found: Replay) -> Iterable[tuple[str, str, Changes]]:
