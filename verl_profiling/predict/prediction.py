@@ -176,8 +176,8 @@ def _interval_ns(baseline: Baseline, found: Replay, changes: Changes, assumed: l
 def _with_waits_ns(baseline: Baseline, found: Replay, changes: Changes) -> tuple[int, int]:
     """Return the least and the longest step (ns), if waits for something unknown change with the work.
 
-    Such a wait is at least nothing. If all the work beside it changed like the work that changed most, the wait
-    would change alike.
+    Such a wait is at least nothing. If all the work beside it changed like the work that changed most, the
+    wait would change alike.
     """
     segments = baseline.graph.segments
     stages = {segments[at].stage for at in baseline.waits} - {""}
