@@ -269,7 +269,9 @@ def test_a_page_under_another_name_gets_nothing(online: TimelineServer, host: st
         urllib.request.urlopen(request, timeout=60)
 
 
-@pytest.mark.parametrize("path", ["../secret", "%2e%2e/secret", "nothing.txt"])
+@pytest.mark.parametrize(
+    "path", ["../secret", "%2e%2e/secret", "nothing.txt", "%00", "a" * 5000, "timeline.json.gz%00"]
+)
 def test_nothing_else_is_served(
     offline: TimelineServer, online: TimelineServer, folder: Path, path: str
 ) -> None:
@@ -278,6 +280,26 @@ def test_nothing_else_is_served(
     for server in (offline, online):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             get(server.address(path))
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_a_timeline_that_was_replaced_is_not_served(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """What is in its place is neither followed nor waited for; the pages are served as before."""
+    timeline = tmp_path / "timeline.json.gz"
+    timeline.write_bytes(b"timeline")
+    (tmp_path / "report.html").write_bytes(b"report")
+    with served(tmp_path, None) as server:
+        assert get(server.address(timeline.name))[0] == b"timeline"
+        timeline.unlink()
+        {"link": lambda: timeline.symlink_to("/etc/hostname"), "pipe": lambda: os.mkfifo(timeline)}.get(
+            kind, timeline.mkdir
+        )()
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            get(server.address(timeline.name))
+        assert get(server.address("report.html"))[0] == b"report"
+    assert capfd.readouterr().err == ""
 
 
 def test_only_this_machine_is_served(offline: TimelineServer) -> None:

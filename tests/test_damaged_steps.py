@@ -5,21 +5,25 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from conftest import RunPython
+from drawn_logs import add_log
 from step_folders import build_step, rewrite, rewrite_worker
 
 from verl_profiling.analysis import load_reports, open_run
 from verl_profiling.cli import main
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId
-from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, NsysRange, RunInfo
+from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, NsysRange, RunInfo, StageSpan
 from verl_profiling.report.check import check
 from verl_profiling.run_files import read_manifest, write_json_atomically
+from verl_profiling.trajectory_log import LoopRecord, SpanRecord, TrajectoryLog, TrajectoryRecord
 
 Damage = Callable[[Path], object]
 
@@ -53,6 +57,10 @@ DAMAGES: dict[str, Damage] = {
     "gone": lambda path: path.unlink(),
     "a folder": _folder,
     "a pipe": _pipe,
+    "40 GB of holes": lambda path: os.truncate(path, 40 << 30),
+    "a stage that is too deep": lambda path: path.write_bytes(
+        path.read_bytes().replace(b'"depth": 0', b'"depth": 1099511627776')
+    ),
 }
 
 
@@ -221,3 +229,45 @@ def test_a_step_that_recorded_nobody_is_a_finding(tmp_path: Path) -> None:
     assert (result.artifacts[-1].path, result.artifacts[-1].status) == ("manifest.json", "empty")
     assert result.artifacts[-1].reason == "no worker was captured; nobody was added"
     assert not result.ok
+
+
+GROWTH = """
+    import os, re, sys
+    from pathlib import Path
+    from verl_profiling.cli import main
+
+    sys.stdout = open(os.devnull, "w")
+    for folder in sys.argv[1:]:
+        for command in ("check", "report", "what-if"):
+            assert main([command, folder]) in (0, 1), command
+        print(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1], file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("kind", ["spans in a chain", "stages of the loop", "stages of a worker"])
+def test_what_is_nested_takes_memory_for_itself_alone(
+    tmp_path: Path, run_python: RunPython, kind: str
+) -> None:
+    """At most ten bytes for each unpacked byte, however deep, with names and times drawn by chance."""
+    plain, step = build_step(tmp_path / "plain"), build_step(tmp_path / "run")
+    chance = random.Random(kind)
+    count, names = chance.randrange(15_000, 20_000), chance.choice((1, 5, 20_000))
+    begin_ns = read_manifest(step).begin_ns
+    end_ns = begin_ns + chance.randrange(10**7, 10**9)
+    parts = [(f"tool:{chance.randrange(names)}", begin_ns + at, end_ns - at) for at in range(count)]
+    stages = [StageSpan(*part, depth=min(at, 1000)) for at, part in enumerate(parts)]
+    if kind == "stages of the loop":
+        rewrite(step, stages=stages)
+    elif kind == "stages of a worker":
+        rewrite_worker(step, "actor_rank0", stages=stages)
+    else:
+        spans = [SpanRecord(at, 0, at - 1, *part, 7, 0, False, "", {}) for at, part in enumerate(parts)]
+        whole = TrajectoryRecord(0, "g", 0, begin_ns, end_ns, "done", 0, "", {})
+        log = TrajectoryLog(lane="agent_loop_rank0", begin_ns=begin_ns, end_ns=end_ns, spans=spans)
+        log.loops, log.trajectories = [LoopRecord(0, 7, "loop")], [whole]
+        add_log(step, log)
+    before, after = map(int, run_python(GROWTH, plain, step).stderr.splitlines()[-2:])
+    files = [path for path in step.iterdir() if path.is_file()]
+    unpacked = sum(len(gzip.decompress(path.read_bytes())) for path in files if path.suffix == ".gz")
+    unpacked += sum(path.stat().st_size for path in files if path.suffix != ".gz")
+    assert 1024 * (after - before) <= 10 * unpacked

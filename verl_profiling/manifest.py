@@ -70,8 +70,12 @@ CUT_SHORT = "the step was cut short"
 MAX_NS = 4 * 10**18
 """Largest time in a manifest or a trace (the year 2096): sums and differences of two times fit 64 bits."""
 
+MOST_NESTED = 32
+"""Most levels of stages and spans that calculations follow: each has work and memory for all around it."""
+
 Ns = Annotated[int, msgspec.Meta(ge=-MAX_NS, le=MAX_NS)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+Depth = Annotated[int, msgspec.Meta(ge=0, le=1000)]
 ArtifactStatus = Literal["ok", "pending", "missing", "empty", "truncated", "failed", "skipped"]
 CaptureStatus = Literal["ok", "failed", "empty", "truncated", "skipped"]
 ManifestState = Literal["begun", "written"]
@@ -96,7 +100,7 @@ class StageSpan(msgspec.Struct, frozen=True):
     begin_ns: Ns
     end_ns: Ns
     thread: int = 0
-    depth: int = 0
+    depth: Depth = 0
     failed: bool = False
 
 

@@ -16,6 +16,7 @@ import msgspec
 
 from verl_profiling.errors import ToolUnavailableError
 from verl_profiling.opener import SMALL_BYTES, make_folder, names_in, read_small, remove_file, whole_file
+from verl_profiling.units import visible
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -37,20 +38,20 @@ def check_url(url: str) -> None:
         import tenacity  # noqa: F401
     except ImportError:
         raise ToolUnavailableError(
-            f"{url} is a URL, which needs fsspec and tenacity: pip install 'verl-profiling[remote]'"
+            f"{visible(url)} is a URL, which needs fsspec and tenacity: pip install 'verl-profiling[remote]'"
         ) from None
     protocol = url.partition("://")[0]
     if "::" in protocol:
-        raise ToolUnavailableError(f"{url} is a chain of URLs; give the URL of the store itself")
+        raise ToolUnavailableError(f"{visible(url)} is a chain of URLs; give the URL of the store itself")
     try:
         fsspec.get_filesystem_class(protocol)
     except (ImportError, ValueError) as error:
-        raise ToolUnavailableError(f"{url}: {error}") from error
+        raise ToolUnavailableError(f"{visible(url)}: {error}") from error
 
 
 def copy_line(folder: Path, url: str) -> str:
-    """Return the command that uploads the remaining files of a folder."""
-    put = f"fs, path = fsspec.url_to_fs('{url}'); fs.put('{folder}/', path, recursive=True)"
+    """Return the command that uploads the remaining files of a folder; a password in the URL is masked."""
+    put = f"fs, path = fsspec.url_to_fs('{visible(url)}'); fs.put('{folder}/', path, recursive=True)"
     return f'python -c "import fsspec; {put}"'
 
 
@@ -177,13 +178,20 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     retry_s: float
 
-    def move(self, path: Path, name: str) -> None:
+    def move(self, path: Path, name: str, *, keep: bool = False) -> None:
         """Upload a file or folder, and remove the local one; the parent folder stays for other writers.
+
+        Args:
+            path: The file or folder.
+            name: Its name behind the URL.
+            keep: Whether the local one stays.
 
         Raises:
             Exception: The last exception of the file system.
         """
         RemoteFolder(self.url).put(path, name, self.retry_s)
+        if keep:
+            return
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:

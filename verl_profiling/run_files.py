@@ -26,12 +26,17 @@ from verl_profiling.manifest import (
     with_artifacts,
 )
 from verl_profiling.opener import appended, make_folder, named_file, read_small, whole_file
-from verl_profiling.units import step_list
+from verl_profiling.units import step_list, without_passwords
 
 RESULT_SUFFIX = ".result.json"
 """Suffix of a process's result file in the step folder."""
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def json_of(value: msgspec.Struct) -> bytes:
+    """Return the content of a JSON file of a run: indented, and without the passwords of URLs."""
+    return without_passwords(msgspec.json.format(msgspec.json.encode(value), indent=2))
 
 
 def write_json_atomically(path: Path, value: msgspec.Struct, *, durable: bool = True) -> None:
@@ -46,7 +51,7 @@ def write_json_atomically(path: Path, value: msgspec.Struct, *, durable: bool = 
         OSError: The folder cannot be written.
     """
     with whole_file(path) as file:
-        file.write(msgspec.json.format(msgspec.json.encode(value), indent=2))
+        file.write(json_of(value))
         if durable:
             file.flush()
             os.fsync(file.fileno())
@@ -241,6 +246,32 @@ def _is_over(folder: Path, worker: CaptureResult) -> bool:
         return True
     run = known_run(folder.parent)
     return run is not None and run.end_ns is not None
+
+
+def recorded_folder(where: str, name: str, worker: str, capture_id: str) -> Path:
+    """Return the step folder of a file on another host's disk, which is this host.
+
+    A manifest may be a stranger's, and name any path. So the folder must hold what only the run left there:
+    the result file of the worker, of the same capture.
+
+    Args:
+        where: ``host:path`` of the file.
+        name: Path of the file relative to the step folder.
+        worker: Name of the worker that recorded the file.
+        capture_id: The capture.
+
+    Raises:
+        TraceFormatError: This run did not record the file here.
+    """
+    there = where.partition(":")[2]
+    folder = Path(there.removesuffix(name))
+    try:
+        result = msgspec.json.decode(_read(folder / f"{worker}{RESULT_SUFFIX}"), type=CaptureResult)
+    except (*_UNREADABLE, TraceFormatError):
+        result = None
+    if result is None or capture_of(result.capture_id) != capture_id:
+        raise TraceFormatError(there, f"is not opened: no result of {worker} of this capture is beside it")
+    return folder
 
 
 def _read(path: Path, hint: str = "") -> bytes:

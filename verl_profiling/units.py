@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ import msgspec
 T = TypeVar("T", bound=msgspec.Struct)
 
 _TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
+_PASSWORD = re.compile(rb"""(://[^\s"'/@:]*:)[^\s"'/@]+(?=@)""")  # no quote: a text of JSON ends there
 _SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
 
 
@@ -69,10 +71,20 @@ def three_digits(value: float) -> str:
 
 
 def visible(text: str) -> str:
-    r"""Return a text with control and bidirectional characters as escapes: ``\x1b``, ``\u202e``."""
+    r"""Return a text to show: control and bidirectional characters are escapes, such as ``\x1b``.
+
+    Passwords in URLs are masked.
+    """
+    if "://" in text:
+        text = without_passwords(text.encode(errors="surrogatepass")).decode(errors="surrogatepass")
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def without_passwords(text: bytes) -> bytes:
+    """Return UTF-8 text, such as JSON, with ``***`` in place of passwords in URLs."""
+    return _PASSWORD.sub(rb"\1***", text)
 
 
 def visible_text_of(value: T) -> T:

@@ -27,7 +27,7 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 def has_watch_log(run: Path) -> bool:
     """Return whether the folder of a run contains a watch log."""
-    return (run / WATCH_LOG).exists() or (run / OLDER_WATCH_LOG).exists()
+    return (run / WATCH_LOG).is_file() or (run / OLDER_WATCH_LOG).is_file()
 
 
 def read_watch_log(run: Path) -> Sequence[StepSummary]:
@@ -38,8 +38,8 @@ def read_watch_log(run: Path) -> Sequence[StepSummary]:
     """
     sizes = []
     for part in (run / OLDER_WATCH_LOG, run / WATCH_LOG):
-        with suppress(FileNotFoundError):
-            sizes.append(part.stat().st_size)
+        with suppress(OSError):  # missing; or links in a circle, of which the reader says more
+            sizes.append(part.lstat().st_size)
     return _lines(run, tuple(sizes))
 
 

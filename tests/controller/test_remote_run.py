@@ -183,6 +183,26 @@ def test_what_cannot_be_uploaded_stays_and_is_named(
     assert check(copied(tmp_path)).ok
 
 
+def test_the_password_of_a_url_is_in_no_file_and_no_log(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither here nor behind the URL, also of an upload that fails; the user name stays."""
+    caplog.set_level("INFO")
+    url = "faulty://me:s3cret@bucket/run"
+    after = {"send": {"command": ["echo", "https://me:s3cret@host/"], "timeout_s": 0.5}}
+    train(settings(tmp_path, save_path=url, after=after))
+    Store.faults["refuse"] = 1_000_000
+    staging = {"staging": str(tmp_path / "staging"), "retry_s": 0.1}
+    train(settings(tmp_path, save_path=url, after=after, remote=staging))
+    written = [path.read_bytes() for path in (tmp_path / "staging").rglob("*.json")]
+    arrived = [file.getvalue() for name, file in Store.store.items() if name.endswith(".json")]
+    assert min(len(written), len(arrived)) > 3
+    assert any(b"faulty://me:***@bucket/run" in content for content in arrived)
+    assert not [content for content in (*written, *arrived) if b"s3cret" in content]
+    assert "faulty://me:***@bucket/run" in caplog.text
+    assert "s3cret" not in caplog.text
+
+
 def test_a_store_that_hangs_holds_nobody_up(tmp_path: Path, session: Session) -> None:
     """No hook but the last waits, and that one no longer than it may."""
     Store.faults["hang"] = 1_000_000

@@ -24,7 +24,7 @@ from step_folders import build_step, rewrite_worker
 
 from verl_profiling.cli import main
 from verl_profiling.manifest import Artifact
-from verl_profiling.run_files import read_manifest
+from verl_profiling.run_files import read_manifest, write_result
 from verl_profiling.trajectory_log import (
     LoopRecord,
     SpanRecord,
@@ -151,6 +151,7 @@ def moved(step: Path, cluster: Cluster) -> None:
                 where = f"{node}:{step / artifact.path}"
                 artifacts.append(msgspec.structs.replace(artifact, where=where))
             rewrite_worker(step, worker.name, artifacts=artifacts)
+            write_result(there, msgspec.structs.replace(worker, capture_id=read_manifest(step).capture_id))
     [rollout] = step.glob("rollout0*.gz")
     for disk in cluster.disks.values():
         (disk / step.name / rollout.name).write_bytes(other)
@@ -179,6 +180,27 @@ def test_files_of_other_nodes_give_the_same_results(
     assert {code for code, _ in together.values()} == {0}
     assert b"filtered" in together["report"][1]
     assert main(["report", str(step)]) == 1
+
+
+def test_a_host_opens_only_what_the_run_left_there(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A manifest may name any file of a host: beside the result of another capture, or beside none."""
+    step = next(cluster.disk.glob("step_*"))
+    before = (step / "manifest.json").read_bytes()
+    [worker] = [worker for worker in read_manifest(step).workers if worker.name == "actor_rank0"]
+    trace = cluster.disks["node1"] / step.name / worker.artifacts[0].path
+    other = cluster.disks["node1"] / "step_000099"
+    other.mkdir()
+    shutil.copy(trace, other)
+    write_result(other, msgspec.structs.replace(worker, capture_id="another"))
+    names = [f"step_000099/{trace.name}", f"{step.name}/../step_000099/{trace.name}", "gone/" + trace.name]
+    for name in (*(str(cluster.disk / name) for name in names), "/etc/passwd", "/dev/zero", ""):
+        artifact = msgspec.structs.replace(worker.artifacts[0], where=f"node1:{name}")
+        rewrite_worker(step, worker.name, artifacts=[artifact])
+        assert main(["check", str(step), "--ray"]) == 1
+        assert "is not opened: no result of actor_rank0 of this capture" in capsys.readouterr().out
+    (step / "manifest.json").write_bytes(before)
 
 
 def test_a_dead_node_costs_its_files_and_is_named(

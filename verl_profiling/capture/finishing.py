@@ -26,6 +26,7 @@ from verl_profiling.opener import appended, make_folder
 from verl_profiling.remote import Upload, copy_line
 from verl_profiling.settings.limits import AfterHook
 from verl_profiling.tools import Output
+from verl_profiling.units import visible
 
 logger = logging.getLogger(__name__)
 
@@ -129,11 +130,14 @@ def _uploaded(folder: Path, upload: Upload, artifact: Artifact) -> Artifact:
     try:
         upload.move(local, artifact.path)
     except Exception as error:  # each file system raises errors of its own
+        reason = visible(f"not uploaded: {type(error).__name__}: {error}")
         logger.error(
-            "%s was not uploaded: %s: %s; the file stays in %s. To upload all files there: %s",
-            *(artifact.path, type(error).__name__, error, folder, copy_line(folder, upload.url)),
+            "%s was %s; the file stays in %s. To upload all files there: %s",
+            artifact.path,
+            reason,
+            folder,
+            copy_line(folder, upload.url),
         )
-        reason = f"not uploaded: {type(error).__name__}: {error}"
         reason = "; ".join(filter(None, (artifact.reason, reason)))
         return artifact.with_status(artifact.status, reason, where=f"{socket.gethostname()}:{local}")
     return artifact

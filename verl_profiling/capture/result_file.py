@@ -208,7 +208,8 @@ class ResultFile:
             write_json_atomically(path, result, durable=result.stopped)
             remote = request.upload if upload else None
             if remote is not None and not any(one.status == "pending" for one in result.artifacts):
-                remote.move(path, path.name)
+                is_left_here = any(one.where for one in result.artifacts)  # --ray reads them beside this file
+                remote.move(path, path.name, keep=is_left_here)
         except FileNotFoundError:
             logger.info("%s was removed, so the result of %s is not written", path.parent, name)
         except Exception as error:  # each file system raises errors of its own

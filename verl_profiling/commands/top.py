@@ -84,12 +84,14 @@ class View:
     """
 
     pulse = Pulse(says="not shown yet")
+    _may_fail = False  # a file that fails once, as on a busy share, is read again for the next frame
 
     def __init__(self, run_dir: Path) -> None:
         self._run = run_dir
         self._log = WatchLogReader(run_dir)
         self._steps: list[StepSummary] = []
         self._latest: list[StepSummary] = []
+        self._info: RunInfo | None = None
         if not (has_watch_log(run_dir) or ((info := read_run(run_dir)) and info.is_watched)):
             raise TraceFormatError(
                 run_dir, f"has no {WATCH_LOG}; start the run with watch.enable=true to have its steps logged"
@@ -97,15 +99,27 @@ class View:
 
     def frame(self, footer: str = "") -> RenderableType:
         """Read the new steps of the watch log, and return the frame to show."""
-        lines = [*self._log.read()]
-        self._steps = logged_steps(lines, self._steps)[-_STEPS:]
-        self._latest = latest_step([*self._latest, *lines])
-        info = read_run(self._run)
-        self.pulse = _pulse(self._run, info, "".join(line.hangs for line in self._latest))
-        captures, thresholds = captures_so_far(self._run, _CAPTURES), thresholds_of(info)
+        try:
+            self._read()
+            self._may_fail = True
+        except TraceFormatError:
+            if not self._may_fail:
+                raise
+            self._may_fail = False
+        captures, thresholds = captures_so_far(self._run, _CAPTURES), thresholds_of(self._info)
         return watch_frame(
             self._run.resolve().name, self.pulse, self._steps, *captures, footer, thresholds=thresholds
         )
+
+    def _read(self) -> None:
+        lines: list[StepSummary] = []
+        try:
+            lines.extend(self._log.read())
+        finally:  # lines before an error are not read again
+            self._steps = logged_steps(lines, self._steps)[-_STEPS:]
+            self._latest = latest_step([*self._latest, *lines])
+        self._info = read_run(self._run)
+        self.pulse = _pulse(self._run, self._info, "".join(line.hangs for line in self._latest))
 
 
 def _pulse(run: Path, info: RunInfo | None, hangs: str) -> Pulse:

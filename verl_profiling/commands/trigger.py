@@ -70,7 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(visible(f"request {request}; {job.in_words()}"), flush=True)
     state = job.wait(request, _SOON_S if arguments.wait is None else arguments.wait)
     if state == ACCEPTED:
-        print(f"{state}: the captures, or the reason why there are none, will be in {job.folder.url}")
+        where = visible(job.folder.url)
+        print(f"{state}: the captures, or the reason why there are none, will be in {where}")
         return EXIT_OK
     print(visible(state) or "not accepted yet: the job reads requests when a step begins (see --wait)")
     return EXIT_FINDING if state or arguments.wait is not None else EXIT_OK

@@ -31,6 +31,7 @@ from verl_profiling.remote import Upload
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.settings.schedule import Action
 from verl_profiling.step_summary import ROLLOUT
+from verl_profiling.units import visible
 
 LAST_READ_S = 5.0  # training may have ended because a worker hangs
 EXIT_S = 20.0
@@ -393,7 +394,8 @@ class Controller:
                 live.workers = [*results, *live.others()]
                 manifest = self._run.conclude(live)
                 steps = ", ".join(map(str, manifest.steps))
-                logger.info("profiling: step %s captured in %s", steps, upload.url if upload else folder)
+                where = visible(upload.url) if upload else folder
+                logger.info("profiling: step %s captured in %s", steps, where)
                 self.decisions.concluded(manifest)
             self._hooks.ended(live.request.capture_id, lambda: not is_pending(folder, upload))
         except Exception as error:

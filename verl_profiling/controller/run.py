@@ -35,9 +35,9 @@ from verl_profiling.identity import ProcessId, safe_name, step_folder_name
 from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, CaptureResult, Manifest, RunInfo
 from verl_profiling.opener import make_folder, make_private_folder, remove_file
 from verl_profiling.remote import LocalFolder, RemoteFolder, Upload, copy_line
-from verl_profiling.run_files import RESULT_SUFFIX, read_manifest, write_json_atomically
+from verl_profiling.run_files import RESULT_SUFFIX, json_of, read_manifest, write_json_atomically
 from verl_profiling.settings.config import ProfilingConfig
-from verl_profiling.units import local_time
+from verl_profiling.units import local_time, visible
 from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG
 
 logger = logging.getLogger(__name__)
@@ -129,14 +129,14 @@ class Run:
         except Exception as error:  # each file system raises errors of its own
             logger.error(
                 "%s was not uploaded to %s: %s: %s; the file stays in %s",
-                *(path.name, url, type(error).__name__, error, path.parent),
+                *(path.name, visible(url), type(error).__name__, visible(str(error)), path.parent),
             )
 
     def drain(self, timeout_s: float) -> None:
         """Wait for uploads and removals."""
         if not self.background.drain(timeout_s):
-            where = self.place.url or self.path
-            logger.error("%s: uploads or removals were not done after %g s", where, timeout_s)
+            where = self.place.url or str(self.path)
+            logger.error("%s: uploads or removals were not done after %g s", visible(where), timeout_s)
 
     def leave(self) -> None:
         """Delete the local copies of uploaded files; log how to upload the remaining ones."""
@@ -148,7 +148,7 @@ class Run:
         if any(names for _, _, names in os.walk(self.path)):  # os.walk() skips folders that others remove
             logger.error(
                 "files of run %s wait in %s. To upload them: %s",
-                *(self.place.url, self.path, copy_line(self.path, self.place.url)),
+                *(visible(self.place.url), self.path, copy_line(self.path, self.place.url)),
             )
         else:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -365,14 +365,15 @@ def _claim_remote(config: ProfilingConfig, info: RunInfo) -> tuple[str, bool]:
     except Exception as error:  # each file system raises errors of its own
         url = f"{config.save_path.rstrip('/')}/run_{uuid.uuid4().hex[:8]}"
         why = f"{type(error).__name__}: {str(error) or 'no answer'}"
-        logger.warning("%s cannot be claimed now (%s); this run records into %s", config.save_path, why, url)
+        message = f"{config.save_path} cannot be claimed now ({why}); this run records into {url}"
+        logger.warning("%s", visible(message))
         return url, False
 
 
 def _claim(root: LocalFolder | RemoteFolder, info: RunInfo) -> tuple[str, bool]:
     """Claim the first free folder; return its path or URL, and whether an earlier run has this name."""
     owner, resumes = "", False
-    data = msgspec.json.format(msgspec.json.encode(info), indent=2)
+    data = json_of(info)
     number = 1
     while True:
         folder = root if number == 1 else root.child(f"run_{number}")
@@ -381,9 +382,9 @@ def _claim(root: LocalFolder | RemoteFolder, info: RunInfo) -> tuple[str, bool]:
         # create() fails if another process was faster: that process owns the folder.
         if not whose and folder.create(RUN_NAME, data):
             if resumes:
-                logger.info("run %s goes on in %s", info.run_id, folder.url)
+                logger.info("run %s goes on in %s", info.run_id, visible(folder.url))
             elif owner:
-                logger.warning("%s; this run is recorded in %s", owner, folder.url)
+                logger.warning("%s; this run is recorded in %s", visible(owner), visible(folder.url))
             return folder.url, resumes
         owner = owner or whose
         number += 1

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_profiling.manifest import POLLING, WAIT, Request, StageSpan
+from verl_profiling.manifest import MOST_NESTED, POLLING, WAIT, Request, StageSpan
 from verl_profiling.predict.limits import Hold, Limit, limits_of
 from verl_profiling.report import numbers
 from verl_profiling.report.anatomy import capture_time
@@ -431,8 +431,11 @@ def _beside(root: _Run, stages: Sequence[_Run], assumed: Counter[str]) -> list[_
 
     Such a stage goes on when the step ends, beside stages that the step waits for.
     """
+    by_wait: defaultdict[str, list[_Run]] = defaultdict(list)
     for stage in stages:
-        awaited = [run for run in stages if stage.name == WAIT + run.name and run.ends_in(stage)]
+        by_wait[WAIT + stage.name].append(stage)
+    for stage in stages:
+        awaited = [run for run in by_wait.get(stage.name, ()) if run.ends_in(stage)]
         if awaited:
             stage.waits += awaited
             assumed[_AWAITED] += 1
@@ -504,7 +507,7 @@ def _stages(who: str, role: str, spans: Iterable[StageSpan], around: _Run) -> It
         stack = opened[row]
         while stack and stack[-1].end_ns < run.end_ns:
             stack.pop()
-        if run.end_ns > run.begin_ns:
+        if run.end_ns > run.begin_ns and len(stack) < MOST_NESTED:  # else its time is of the stage around
             parent = stack[-1] if stack else around
             parent.inner.append(run)
             parent.waits.append(run)
@@ -661,7 +664,7 @@ class _Parts:
     def __init__(self, records: Records, served: Mapping[int, Request]) -> None:
         self._records, self._served = records, served
         self._queued = _queued(records, served)
-        self._around: list[list[tuple[str, int, int]]] = []  # of each span: itself and all around it
+        self._around: list[list[tuple[int, tuple[str, int]]]] = []  # end and call of each span and all around
         self._took, spans = defaultdict[str, list[int]](list), records.spans
         for owner, name, begin, end, parent in _rows(
             spans.trajectory, spans.name, spans.begin, spans.end, spans.parent
@@ -669,7 +672,7 @@ class _Parts:
             self._around.append(self._around[parent] if parent >= 0 else [])
             own = records.trajectories[owner] if owner >= 0 else None
             if own is None or not (own.cut_begin and begin == own.begin_ns):
-                self._around[-1] = [*self._around[-1], (records.names[name], begin, end)]
+                self._around[-1] = [*self._around[-1], (end, (records.names[name], end - begin))]
                 self._took[records.names[name]].append(end - begin)
         self._blocks = defaultdict[int, list[tuple[int, int]]](list)
         blocks = records.blocks
@@ -684,7 +687,7 @@ class _Parts:
             took = self._took[blocker]
             mean_ns = round(sum(took) / max(len(took), 1))
             return LAG_BY + blocker, ((blocker, mean_ns),) if mean_ns else ()
-        return kind, tuple((name, until - since) for name, since, until in own_calls if until > begin)
+        return kind, tuple(call for until, call in own_calls if until > begin)
 
     def of(self, rows: Iterable[tuple[int, ...]]) -> list[Segment]:
         """Return the segments of a trajectory; rows are owner, begin, end, cause, loop and span."""

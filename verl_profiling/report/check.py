@@ -12,7 +12,7 @@ import msgspec
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import step_folder_name
 from verl_profiling.manifest import CUT_SHORT, MANIFEST_NAME, RUN_NAME, Artifact
-from verl_profiling.run_files import never_came, read_manifest, read_run
+from verl_profiling.run_files import never_came, read_manifest, read_run, recorded_folder
 from verl_profiling.timeline.cluster import results
 from verl_profiling.timeline.inputs import (
     UNWRITTEN,
@@ -30,7 +30,7 @@ from verl_profiling.timeline.step import Source
 from verl_profiling.timeline.trace import Blocks, Limits, Trace
 from verl_profiling.trajectory_log import LOG_SUFFIX, read_log
 from verl_profiling.units import visible_text_of
-from verl_profiling.watch_log import WATCH_LOG, has_watch_log, latest_step, read_watch_log
+from verl_profiling.watch_log import WATCH_LOG, latest_step, read_watch_log
 
 Status = Literal["ok", "begun", "cut", "missing", "empty", "truncated", "unreadable", "failed", "skipped"]
 
@@ -120,7 +120,12 @@ def _check_run(run: Path) -> Iterator[Checked]:
             if not (run / step_folder_name(step)).exists():
                 reason = f"step {step} of schedule.steps has no folder, and training did not end: {info.over}"
                 yield Checked(path=RUN_NAME, status="missing", reason=reason)
-    for last in latest_step(read_watch_log(run)) if has_watch_log(run) else ():
+    try:
+        latest = latest_step(read_watch_log(run))
+    except TraceFormatError as error:
+        yield Checked(path=WATCH_LOG, status="unreadable", reason=error.problem)
+        return
+    for last in latest:
         if last.hangs:
             yield Checked(path=WATCH_LOG, status="failed", reason=last.hangs)
 
@@ -141,8 +146,12 @@ def _check_step(root: Path, folder: Path, limits: Limits, ray: str | None) -> It
     elif not manifest.complete:
         said = "; ".join(note for note in manifest.notes if note.startswith(CUT_SHORT))
         yield Checked(path=name, status="cut", reason=said or CUT_SHORT)
-    artifacts = (artifact for worker in manifest.workers for artifact in worker.artifacts)
-    checked = results([_check_where_it_is(folder, one, where, limits, ray) for one in artifacts], ray)
+    calls = [
+        _check_where_it_is(folder, manifest.capture_id, worker.name, artifact, where, limits, ray)
+        for worker in manifest.workers
+        for artifact in worker.artifacts
+    ]
+    checked = results(calls, ray)
     for worker in manifest.workers:
         for artifact, found in zip(worker.artifacts, checked, strict=False):
             if isinstance(found, TraceFormatError):
@@ -157,15 +166,28 @@ def _check_step(root: Path, folder: Path, limits: Limits, ray: str | None) -> It
 
 
 def _check_where_it_is(
-    folder: Path, artifact: Artifact, where: str, limits: Limits, ray: str | None
+    folder: Path,
+    capture_id: str,
+    worker: str,
+    artifact: Artifact,
+    where: str,
+    limits: Limits,
+    ray: str | None,
 ) -> tuple[Callable[[], Checked], list[Source]]:
     """Return the call that checks an artifact on the host that has it, and the file."""
     there = on_other_host(folder, artifact, ray)
     folder = folder.absolute()  # a task has another working directory
-    file = Source(path=folder / artifact.path, lane=artifact.lane, worker="", role="", where=there)
+    file = Source(path=folder / artifact.path, lane=artifact.lane, worker=worker, role="", where=there)
     if there:
-        folder = Path(there.partition(":")[2].removesuffix(artifact.path))
+        return partial(_check_there, there, capture_id, worker, artifact, where, limits), [file]
     return partial(_check_artifact, folder, artifact, where, limits), [file]
+
+
+def _check_there(
+    there: str, capture_id: str, worker: str, artifact: Artifact, where: str, limits: Limits
+) -> Checked:
+    folder = recorded_folder(there, artifact.path, worker, capture_id)
+    return _check_artifact(folder, artifact, where, limits)
 
 
 def _check_artifact(folder: Path, artifact: Artifact, where: str, limits: Limits) -> Checked:

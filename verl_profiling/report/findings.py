@@ -191,13 +191,14 @@ def _stragglers(report: Report) -> Iterator[Finding]:
 
 def _idle_stages(report: Report) -> Iterator[Finding]:
     lanes = [row.name for row in report.workers]
+    called = {span.name for span in report.gantt if span.lane != "controller"}
     for stage in [row for row in report.stages if _is_of(report, row.name)]:
         share = stage.idle_us / _span_us(report)
         text = (
             f"In {stage.name}, all recorded lanes were idle for {_time(stage.idle_us)} "
             f"({share:.0%} of the step)"
         )
-        if any(span.name == stage.name and span.lane != "controller" for span in report.gantt):
+        if stage.name in called:
             text += ", while the loop called workers or received results"
         lost_s = stage.idle_us / 1e6 * len(report.devices)
         yield Finding("idle_stage", f"{text}.", "", lost_s, lanes, share)

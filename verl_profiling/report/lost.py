@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 
 from verl_profiling.manifest import WEIGHT_SYNC, StageSpan
 from verl_profiling.report.capture_rows import VALIDATE
@@ -76,7 +77,8 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
     * ``unexplained``: the rest.
     """
     rollout = step.during(ROLLOUT)
-    own = {name: time_of(lane.stages, name) for name in {span.name for span in lane.stages}}
+    stages = grouped(lane.stages, attrgetter("name"))
+    own = {name: time_of(runs) for name, runs in stages.items()}
     own_time = union(*(spans for name, spans in own.items() if name != ROLLOUT))
     claims = dict.fromkeys(CAUSES, EMPTY)
     claims["weight_sync"] = union(step.during(WEIGHT_SYNC), own.get(WEIGHT_SYNC, EMPTY))
@@ -104,7 +106,7 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
         claims["long_tail"] = intersection(rollout, spans_of([(half_done, all_done)]))
         claims["after_generation"] = intersection(rollout, spans_of([(all_done, step.end_ns)]))
         claims["waiting_for_rollout"] = rollout
-        claims["straggler_wait"] = union(*(_after_stage(lane, name, step) for name in own))
+        claims["straggler_wait"] = union(*_after_stages(stages, lane.source.role, step))
         claims["host_bound"] = union(own_time, lane.host)
     claims["gc"] = lane.pauses
     if lane.on_device:
@@ -176,10 +178,11 @@ def last_aborted(step: Step) -> Iterator[str]:
             yield f"{span.name} took {took}: its last request, {last.id} of {last.worker}, took {after}"
 
 
-def _after_stage(lane: Lane, stage: str, step: Step) -> Spans:
-    """Return the time between the end of each stage on a lane and on the last worker of the role."""
-    peers = [_runs(other.stages, stage) for other in step.lanes if other.source.role == lane.source.role]
-    return until_last(_runs(lane.stages, stage), peers)
+def _after_stages(stages: Mapping[str, list[StageSpan]], role: str, step: Step) -> Iterator[Spans]:
+    """Yield for each stage the time between its end on a lane and on the last worker of the role."""
+    peers = [grouped(other.stages, attrgetter("name")) for other in step.lanes if other.source.role == role]
+    for name, runs in stages.items():
+        yield until_last(runs, [peer.get(name, []) for peer in peers])
 
 
 def until_last(own: list[StageSpan], peers: Iterable[list[StageSpan]]) -> Spans:
@@ -189,10 +192,6 @@ def until_last(own: list[StageSpan], peers: Iterable[list[StageSpan]]) -> Spans:
         (span.end_ns, max(runs[index].end_ns for runs in peers if len(runs) > index))
         for index, span in enumerate(own)
     )
-
-
-def _runs(stages: Iterable[StageSpan], name: str) -> list[StageSpan]:
-    return [span for span in stages if span.name == name]
 
 
 def lost_total(rows: Iterable[DeviceRow], parts: Mapping[str, dict[str, float]]) -> list[LostRow]:

@@ -58,7 +58,7 @@ def render_run(
     """
     links = [quote(page.relative_to(directory).as_posix()) for page in pages]
     steps = [
-        _Step(page_title(report), link, report.span_us / 1e6, stage_seconds(report))
+        _Step(visible(page_title(report)), link, report.span_us / 1e6, stage_seconds(report))
         for report, link in zip(reports, links, strict=True)
     ]
     by_step = {report.step: link for report, link in zip(reports, links, strict=True)}
@@ -121,7 +121,13 @@ def _tables(steps: Sequence[_Step], reports: Sequence[Report]) -> Iterator[str]:
     yield _trend("Stages of each step", steps)
     if any(report.lost for report in reports):
         lost = [step._replace(stages=one.lost_s) for step, one in zip(steps, reports, strict=True)]
-        yield _trend("Lost time of each step", lost, note, lambda name: f"k-{name}", cause_name)
+        yield _trend(
+            "Lost time of each step",
+            lost,
+            note,
+            lambda name: f"k-{name}",
+            cause_name,
+        )
     rows = []
     for step, report in zip(steps, reports, strict=True):
         busy = report.working_share
@@ -160,14 +166,14 @@ def _trend(
         key: Function that returns the colour class of a stage.
         shown: Function that returns the shown name of a stage.
     """
-    names = list(dict.fromkeys(name for step in steps for name in step.stages))
+    names = {name: visible(shown(name)) for step in steps for name in step.stages}
     totals = [sum(step.stages.values()) for step in steps]
     top = axis_top(totals) or 1.0
     every = -(-len(steps) // _MOST_LABELS)
     bars, marks = "", dict[str, str]()
     for index, (step, total) in enumerate(zip(steps, totals, strict=True)):
         parts = sorted(step.stages.items(), key=lambda part: -part[1])
-        lines = [f"{shown(name)} {duration(took)}" for name, took in parts[:_MOST_LINES] if took > 0]
+        lines = [f"{names[name]} {duration(took)}" for name, took in parts[:_MOST_LINES] if took > 0]
         captured = [f"captured: {step.captured}"] if step.captured else []
         said = ", ".join([f"{step.title[:1].lower()}{step.title[1:]}: {duration(total)}", *captured, *lines])
         beyond = total > 1.001 * top  # sums differ in their last digits
@@ -184,13 +190,16 @@ def _trend(
             f'<{tag} class="step"{link} title="{escape(said)}" style="height:{min(total / top, 1):.2%}">'
             f"{f'<u>{mark}</u>' * bool(mark)}{stacked}{label}</{tag}>"
         )
-    legend = "".join(f'<li><i class="{escape(key(n))}"></i><bdi>{escape(shown(n))}</bdi></li>' for n in names)
+    legend = "".join(
+        f'<li><i class="{escape(key(name))}"></i><bdi>{escape(text)}</bdi></li>'
+        for name, text in names.items()
+    )
     legend += "".join(f"<li>{mark} {meaning}</li>" for mark, meaning in marks.items())
     axis = f'<span>{duration(top)}</span><span style="bottom:50%">{duration(top / 2)}</span>'
     drawn = f'<ul class="legend">{legend}</ul><div class="trend">{axis}{bars}</div>'
     rows = []
     for step in steps:
-        times = {shown(name): timed(step.stages.get(name)) for name in names}
+        times = {shown_name: timed(step.stages.get(name)) for name, shown_name in names.items()}
         of_capture = {"captured": named(step.captured)} if step.captured else {}
         rows.append({"took": timed(step.seconds), **times, **of_capture})
     return section(title, drawn + _by_step(title, steps, rows), note)

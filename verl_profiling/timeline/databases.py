@@ -57,7 +57,7 @@ def trace_of_database(path: Path, metadata: Mapping[str, Any]) -> Iterator[bytes
         for event in events:
             yield b"," + msgspec.json.encode(event)
         yield b"]}"
-    except (sqlite3.Error, TypeError, OverflowError) as error:  # SQLite does not check types
+    except (sqlite3.Error, TypeError, OverflowError, UnicodeDecodeError) as error:  # it does not check types
         raise TraceFormatError(path, f"{NO_DATABASE} ({error})") from error
     finally:
         connection.close()

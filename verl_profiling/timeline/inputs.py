@@ -266,6 +266,8 @@ def _source(manifest: Manifest, worker: CaptureResult, artifact: Artifact, path:
         recorded_ns=(artifact.begin_ns - offset_ns, ended_ns),
         stage=artifact.stage,
         where=where,
+        artifact=artifact.path,
+        capture_id=manifest.capture_id,
     )
 
 

@@ -19,7 +19,7 @@ import msgspec
 from isal import isal_zlib
 
 from verl_profiling.errors import TraceFormatError
-from verl_profiling.manifest import Request
+from verl_profiling.manifest import MOST_NESTED, Request
 from verl_profiling.opener import whole_file
 from verl_profiling.timeline.cluster import results
 from verl_profiling.timeline.overlaps import Overlaps
@@ -261,6 +261,7 @@ def linked_log(source: Source, limits: Limits, statuses: LaterStatuses) -> Traje
     """Read one trajectory log; sort parents before children, and drop links between trajectories.
 
     A span without a recorded trajectory becomes a span outside trajectories. Unrecorded parents are left out.
+    Spans below the deepest level (``MOST_NESTED``) are children of the span above that level.
 
     Raises:
         TraceFormatError: The file is not a trajectory log, or cannot be read.
@@ -271,10 +272,14 @@ def linked_log(source: Source, limits: Limits, statuses: LaterStatuses) -> Traje
             log.trajectories[place] = msgspec.structs.replace(trajectory, status=status)
     known = {trajectory.id for trajectory in log.trajectories}
     spans: dict[int, SpanRecord] = {}
+    depths = {NO_SPAN: 0}
     for span in sorted(log.spans, key=lambda span: span.id):
         owner = span.trajectory if span.trajectory in known else NO_SPAN
         around = spans.get(span.parent)
         parent = span.parent if around is not None and around.trajectory == owner else NO_SPAN
+        if depths[parent] == MOST_NESTED:
+            parent = spans[parent].parent
+        depths[span.id] = depths[parent] + 1
         if (owner, parent) != (span.trajectory, span.parent):
             span = msgspec.structs.replace(span, trajectory=owner, parent=parent)
         spans[span.id] = span

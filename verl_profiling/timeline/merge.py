@@ -176,8 +176,8 @@ def _join(
 
 def _unpacked(result: MergeResult) -> MergeResult:
     path = result.path.with_suffix(".json")
-    with igzip.open(result.path) as packed, path.open("wb") as file:
-        shutil.copyfileobj(packed, file, 1 << 20)
+    with opened(result.path) as file, igzip.open(file) as packed, whole_file(path) as unpacked:
+        shutil.copyfileobj(packed, unpacked, 1 << 20)
     return msgspec.structs.replace(result, path=path, bytes=path.stat().st_size)
 
 

@@ -12,6 +12,8 @@ import msgspec
 
 from verl_profiling.identity import step_folder_name
 from verl_profiling.manifest import MAX_NS, CaptureResult, Manifest, Rpc, StageSpan, StepSpan, ToolSpan
+from verl_profiling.opener import named_file
+from verl_profiling.run_files import recorded_folder
 from verl_profiling.timeline.trace import Event, Limits
 from verl_profiling.trajectory_log import LOG_SUFFIX
 
@@ -37,6 +39,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         pids: Ids of the lane's processes in the file; empty for all processes.
         where: ``host:path`` of a file on another host's own file system, which a Ray task reads; ``path`` is
             its path if it were in the step folder.
+        artifact: Path of that file relative to the step folder.
+        capture_id: The capture to which that file belongs.
     """
 
     path: Path
@@ -52,6 +56,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     recorded_ns: tuple[int, int] = (0, 0)
     pids: frozenset[int] = frozenset()
     where: str = ""
+    artifact: str = ""
+    capture_id: str = ""
 
     @property
     def host(self) -> str:
@@ -60,10 +66,15 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def file(self) -> Path:
-        """The file to open, on its host; the uncompressed file if only that exists."""
+        """The file to open, on its host; the uncompressed file if only that exists.
+
+        Raises:
+            TraceFormatError: This run did not record the file on its host.
+        """
         if not self.where:
             return self.path
-        file = Path(self.where.partition(":")[2])
+        folder = recorded_folder(self.where, self.artifact, self.worker, self.capture_id)
+        file = named_file(folder, self.artifact)
         raw = file.with_name(file.name.removesuffix(".gz"))
         return raw if raw.exists() and not file.exists() else file
 

@@ -1,0 +1,196 @@
+"""Folders that others made or may write: nothing outside is opened, written or listed."""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import RunPython
+from drawn_summaries import summary
+from step_folders import build_step
+from test_package import MODULES
+from test_top import write_run
+
+from verl_profiling.watch.sinks import WatchLog
+
+OPENING = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "touch", "connect", "put_file"}
+MOVING = {"shutil.move", "shutil.copy", "shutil.copyfile", "shutil.copytree"}
+NO_FILES = {"webbrowser", "capture", "log", "self.requests", "self._requests"}
+OTHERS = {
+    "cli os.open": "the null device",
+    "clock Path('/proc/sys/kernel/random/boot_id').read_text": "of the kernel",
+    "identity Path(f'/proc/{pid}/stat').read_text": "of the kernel",
+    "watch.hangs Path(f'/proc/{process.pid}/stat').read_text": "of the kernel",
+    "watch.hangs path.read_text": "of the kernel",
+    "memory os.open": "of the kernel",
+    "memory own.read_text": "of the kernel",
+    "memory path.read_text": "of the kernel",
+    "memory (folder / limit).read_text": "of the kernel",
+    "memory (folder / usage).read_text": "of the kernel",
+    "report.html (resources.files('verl_profiling.report') / 'page' / name).read_text": "of the package",
+    "timeline.databases sqlite3.connect": "SQLite opens by name; it is opened and checked right before",
+    "engines.recorder shutil.move": "a folder of torch_npu is renamed; the engine writes it by name",
+    "remote self._fs.put_file": "file systems of fsspec read by name, from a private staging folder",
+}
+"""Calls that open a file by name outside of the module that opens all others, and why."""
+
+
+def test_one_module_opens_the_files_of_a_run() -> None:
+    """Calls of opening functions, but for those that unpack an open file, or open no file."""
+    found = set()
+    for module, path in MODULES.items():
+        calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+        for call in calls if module != "opener" else ():
+            called = ast.unparse(call.func)
+            owner, _, name = called.rpartition(".")
+            is_packed = called in ("gzip.open", "igzip.open") and ast.unparse(call.args[0]) != "path"
+            if called in MOVING or (name in OPENING and owner not in NO_FILES and not is_packed):
+                found.add(f"{module} {called}")
+    assert found == set(OTHERS)
+
+
+COMMANDS = """
+    import os, sys
+    from pathlib import Path
+    from verl_profiling.cli import main
+
+    outside = os.path.realpath(sys.argv[1])
+    opened = []
+
+    def note(event, arguments):
+        if event not in ("open", "os.listdir", "os.scandir") or not isinstance(arguments[0], str):
+            return
+        is_safe = event == "open" and arguments[2] & os.O_NOFOLLOW
+        if not is_safe and os.path.realpath(arguments[0]).startswith(outside):
+            opened.append(arguments[0])
+
+    sys.addaudithook(note)
+    for run in map(Path, sys.argv[2:]):
+        for command in (["check"], ["report", "--save"], ["merge"], ["what-if"], ["diff", run], ["collect"],
+                        ["top", "--once"], ["trigger"], ["report", "--csv", run / "csv"], ["plan"]):
+            place = run / "run.json" if command == ["plan"] else run
+            code = main([command[0], str(place), *map(str, command[1:])])
+            assert code in (0, 1, 2), (command, code)
+    print("opened outside:", sorted(set(opened)))
+"""
+
+
+def watched_run(folder: Path) -> Path:
+    """Build a run with two steps, results of commands, a watch log, and what nsys and hangs leave."""
+    for step in (1, 2):
+        place = build_step(folder, step=step)
+        for name in ("timeline.json.gz", "report.json", "report.html", "actor_rank0.result.json"):
+            (place / name).write_text("precious")
+    write_run(folder)
+    (folder / "index.html").write_text("precious")
+    log = WatchLog(folder)
+    for number in range(3):
+        log(summary(number, {"rollout": 5000 + number}))
+    for name in ("nsys/a.1.ranges.jsonl", "nsys/a.1.nsys-rep", "hangs/loop.json", "requests/0.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_no_command_opens_what_a_folder_full_of_links_leads_to(tmp_path: Path, run_python: RunPython) -> None:
+    """All files, all folders, or some of both by chance: commands end, and nothing outside is opened."""
+    outside, runs = tmp_path / "outside", []
+    for seed in range(4):
+        chance = random.Random(seed)
+        share = (1.0, 1.0, 0.5, 0.3)[seed]
+        theirs = watched_run(outside / str(seed))
+        run = tmp_path / f"run{seed}"
+        shutil.copytree(theirs, run)
+        folders = [path for path in run.iterdir() if path.is_dir() and seed != 0]
+        files = [path for path in run.rglob("*") if path.is_file() and seed != 1]
+        for path in sorted([*files, *folders], key=lambda path: -len(path.parts)):
+            if chance.random() < share and (path.is_file() or seed == 1 or chance.random() < 0.3):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                path.symlink_to(theirs / path.relative_to(run))
+        runs.append(run)
+    before = {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()}
+    assert run_python(COMMANDS, outside, *runs).stdout.splitlines()[-1] == "opened outside: []"
+    assert {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()} == before
+
+
+JOB = """
+    import os, shutil
+    from pathlib import Path
+    from verl_profiling import ProfilingCallback, stage
+    from fleet import TrainWorker
+
+    victim, run = Path("victim").absolute(), Path("run").absolute()
+
+    def lead_away(name):
+        place = run / name
+        shutil.rmtree(place, ignore_errors=True)
+        place.parent.mkdir(exist_ok=True)
+        (run / "new").symlink_to(victim / Path(name).name)
+        (run / "new").rename(place)
+
+    config = {
+        "enable": True, "save_path": "run", "schedule": {"steps": [2, 4, 6]}, "tool": ["torch", "spans"],
+        "watch": {"enable": True, "sinks": ["tensorboard"]}, "after": {"x": {"command": ["echo", "output"]}},
+    }
+    worker = TrainWorker()
+    worker.set_up(config)
+    steps = 0
+    with ProfilingCallback(config) as profiling:
+        profiling.add_workers("actor", worker)
+        for step in range(1, 8):
+            if step == 3:
+                for name in ("watch.jsonl", "tensorboard", "hangs", "requests", "step_000006",
+                             "after/step_000004.x.controller_rank0.log", "run.json"):
+                    lead_away(name)
+            profiling.on_step_begin(step)
+            worker.work()
+            profiling.on_step_end({"loss": 1.0})
+            steps += 1
+    print(steps)
+"""
+
+
+def test_a_job_writes_through_no_link_in_its_folder(tmp_path: Path, run_python: RunPython) -> None:
+    """The loop goes on, and a folder in which everything was led away gets no byte."""
+    victim = tmp_path / "victim"
+    for name in ("tensorboard", "hangs", "requests", "step_000006"):
+        (victim / name).mkdir(parents=True)
+        (victim / name / "manifest.json").write_text("precious")
+    for name in ("watch.jsonl", "step_000004.x.controller_rank0.log", "run.json"):
+        (victim / name).write_text("precious")
+    assert run_python(JOB).stdout.splitlines()[-1] == "7"
+    files = [path for path in victim.rglob("*") if path.is_file()]
+    assert (len(files), {path.read_text() for path in files}) == (7, {"precious"})
+    manifest = json.loads((tmp_path / "run" / "step_000004" / "manifest.json").read_text())
+    assert [worker["status"] for worker in manifest["workers"]] == ["ok"]
+
+
+@pytest.mark.parametrize("kind", ["others may write it", "a link"])
+def test_a_staging_folder_of_others_is_refused(tmp_path: Path, run_python: RunPython, kind: str) -> None:
+    """It is logged with the setting, training goes on, and the folder stays empty."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir(mode=0o700)
+    if kind == "a link":
+        (tmp_path / "staging").symlink_to(theirs)
+    else:
+        theirs.rename(tmp_path / "staging").chmod(0o777)
+    code = """
+        import logging, os
+        from verl_profiling import ProfilingCallback, stage
+        logging.basicConfig(level="WARNING")
+        config = {"enable": True, "tool": "spans", "save_path": "memory://bucket/run",
+                  "schedule": {"steps": [1]}, "remote": {"staging": os.path.abspath("staging")}}
+        with ProfilingCallback(config) as profiling:
+            for step in (1, 2):
+                profiling.on_step_begin(step)
+                profiling.on_step_end()
+        print("done", os.listdir("staging"))
+    """
+    done = run_python(code)
+    assert done.stdout == "done []\n"
+    assert ("set remote.staging" in done.stderr) == (kind != "a link")
+    assert str(tmp_path / "staging") in done.stderr
