@@ -23,7 +23,7 @@ from verl_profiling.manifest import MANIFEST_NAME, Artifact, CaptureResult, Mani
 from verl_profiling.run_files import read_manifest, write_json_atomically
 
 END = 100_000  # us: length of a drawn step, in which each microsecond is known
-FORMS = ("recordings", "window", "count", "cut", "hole", "discrete", "engine")
+FORMS = ("recordings", "window", "count", "cut", "cut threads", "hole", "hole threads", "discrete", "engine")
 
 
 def kernels_between(draw: Random, begin: int, end: int) -> list[dict[str, Any]]:
@@ -68,18 +68,25 @@ class Drawn:
             last = self.draw.randint(kernels[-1]["ts"] + kernels[-1]["dur"], end)
         elif self.form == "recordings":
             ends = kernels[0]["ts"], kernels[-1]["ts"] + kernels[-1]["dur"]
-        lines = trace_of(kernels, (begin, last) if self.draw.random() < 0.5 or last < end else None).split(
-            "\n"
-        )
+        thread = len(kernels) // 2 if self.form.endswith("threads") else 0  # the second one is written first
+        kernels = [*kernels[thread:], *kernels[:thread]]
+        span = (begin, last) if self.draw.random() < 0.5 or last < end else None
+        lines = trace_of(kernels, span).split("\n")
         self.observed[ends[0] : min(ends[1], last)] = True
         first_lost, after = sorted(self.draw.sample(range(2, len(kernels)), 2))
-        if self.form == "cut":
+        if self.form == "cut threads":
+            lines = lines[: self.draw.randint(len(kernels) - thread + 2, len(kernels))]
+            self.observed[:] = False
+        elif self.form == "cut":
             lines = [*lines[: after + 1], lines[after + 1][: self.draw.randint(0, 20)]]
             self.observed[kernels[after - 1]["ts"] + kernels[after - 1]["dur"] :] = False
             kernels = kernels[:after]
-        elif self.form == "hole":
+        elif self.form.startswith("hole"):
             lines[first_lost + 1 : after + 1] = ['{"ph": "X", "cat": ' + "\0" * self.draw.randint(1, 5_000)]
-            self.observed[kernels[first_lost - 1]["ts"] : kernels[after]["ts"]] = False
+            since, until = kernels[first_lost - 1]["ts"], kernels[after]["ts"]
+            lost = np.arange(END) < until if until < since else np.zeros(END, bool)
+            lost[since : None if until < since else until] = True
+            self.observed &= ~lost
             kernels = [*kernels[:first_lost], *kernels[after:]]
         for kernel in kernels:
             self.busy[kernel["ts"] : kernel["ts"] + kernel["dur"]] = True
@@ -138,7 +145,9 @@ def test_outside_of_its_windows_a_lane_has_no_cause_share_or_finding(
         assert {name: row["lost_us"][name] for name in causes} == pytest.approx(causes, abs=1)
     stated = [one for one in report["findings"] if one["rule"] not in ("coverage", "capture", "pause")]
     assert all(one["seconds"] <= idle.sum() / 1e6 + 1e-6 and one["share"] <= 1 for one in stated)
-    assert (code, len(report["coverage"]["missing"])) == ((1, 1) if drawn.form in ("cut", "hole") else (0, 0))
+    assert (code, len(report["coverage"]["missing"])) == (
+        (1, 1) if drawn.form[:3] in ("cut", "hol") else (0, 0)
+    )
     if drawn.form == "recordings":
         assert report["span_us"] == row["span_us"]
     else:

@@ -379,9 +379,8 @@ class _LaneReader:
         """Keep device rows; reduce host rows to the times of work and of blocking calls."""
         on_host = (kinds > UNKNOWN) & (kinds < ITERATION)
         self._works |= bool(on_host.any())
-        extents = self._recordings[-1].of_work
-        extents[False][:] = extended(extents[False], rows.spans[on_host])
-        extents[True][:] = extended(extents[True], rows.spans[kinds <= UNKNOWN])
+        self._recordings[-1].add_work(rows.spans[on_host], on_device=False)
+        self._recordings[-1].add_work(rows.spans[kinds <= UNKNOWN], on_device=True)
         if self._job.between is not None:
             begin_ns, end_ns = self._job.between
             iteration = kinds == ITERATION  # belongs to the step in which it begins

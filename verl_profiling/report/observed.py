@@ -5,7 +5,8 @@ no finding. This module has the only rule on windows, for every mode and every s
 
 * A recording lasts from its begin to its end in the manifest, but no longer than torch's own span, the event
   of category ``Trace``. For example, an engine stops recording by itself after a number of iterations.
-* A file that is cut off shows nothing after the last work that was read.
+* A file that is cut off shows nothing after the last work that was read. It shows nothing at all if its
+  events are not in order of time, because torch writes one thread after the other.
 * Nothing is known of the time between the events on both sides of an unreadable part.
 * In plain traces, each window begins with the first work of the lane and ends with the last, as in
   HolisticTraceAnalysis.
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from verl_profiling.report.intervals import Spans, length, spans_of, subtract, union, within
 
@@ -30,6 +33,8 @@ class Recording:
         limits: Begin and end in the manifest; 0 if unknown.
         of_torch: First begin and last end of torch's own spans; empty without such spans.
         of_work: First begin and last end of work on the host, then of work on devices; empty without work.
+        latest: Latest begin of work on the host and on devices; 0 without work.
+        step_back: Longest time by which an event begins before an earlier one in the file (ns).
         holes: Times that could not be read.
         is_cut_off: Whether the file ended before its last event.
     """
@@ -37,8 +42,18 @@ class Recording:
     limits: tuple[int, int] = (0, 0)
     of_torch: list[int] = field(default_factory=list)
     of_work: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    latest: list[int] = field(default_factory=lambda: [0, 0])
+    step_back: int = 0
     holes: list[tuple[int, int]] = field(default_factory=list)
     is_cut_off: bool = False
+
+    def add_work(self, spans: Spans, *, on_device: bool) -> None:
+        """Extend the recording by events, in the order of the file."""
+        if len(spans):
+            reach = np.maximum.accumulate(np.maximum(spans[:, 0], self.latest[on_device]))
+            self.step_back = max(self.step_back, int((reach - spans[:, 0]).max()))
+            self.latest[on_device] = int(reach[-1])
+            self.of_work[on_device][:] = extended(self.of_work[on_device], spans)
 
     def window(self, *, on_device: bool, is_plain: bool) -> tuple[int, int]:
         """Return the window of the recording, for a lane of a device or of the host."""
@@ -51,7 +66,8 @@ class Recording:
         elif work and is_plain:
             begin_ns, end_ns = work
         if self.is_cut_off:
-            end_ns = min(end_ns, max(work, default=begin_ns))
+            in_order = work and self.step_back <= _NOTICEABLE * (work[1] - work[0])
+            end_ns = min(end_ns, work[1]) if in_order else begin_ns
         return begin_ns, end_ns
 
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Set
 from contextlib import suppress
 from decimal import Context, Decimal, localcontext
 from functools import cache, lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -176,6 +177,7 @@ _IMPOSSIBLE = re.compile(r"Expected `float` [<>]= .* - at `\$\[0\]\.dur`")  # ms
 _SCANNER = json.JSONDecoder()
 _TOLERANT = json.JSONDecoder(parse_constant=lambda name: None)
 _TAIL_BYTES = 1 << 18
+_MOST_OBJECTS = 1000  # to try behind damage, so that nested garbage takes milliseconds
 _MOST_HEAD = 16 << 20
 _MOST_EVENT = 16 << 20
 _MAX_DECIMAL = Decimal(MAX_US)
@@ -453,8 +455,7 @@ class Trace:
             if before + 1 == len(begins_us):
                 waiting = [0]  # the next event is in a later chunk
             else:
-                first, last = sorted(begins_us[before : before + 2])
-                self.holes_ns.append((round(first * 1000), round(last * 1000)))
+                self.holes_ns += _between(*(round(us * 1000) for us in begins_us[before : before + 2]))
         self._gaps, self._last_us = waiting, begins_us[-1]
 
     def _decode_one(self, piece: bytes) -> list[Event]:
@@ -519,9 +520,16 @@ def _last_boundary(buffer: bytes) -> int:
     return 0
 
 
+def _between(before_ns: int, after_ns: int) -> list[tuple[int, int]]:
+    """Return the time between two events in the file; torch writes one thread after the other."""
+    if before_ns <= after_ns:
+        return [(before_ns, after_ns)]
+    return [(-MAX_NS, after_ns), (before_ns, MAX_NS)]  # the end of a thread, and the begin of the next
+
+
 def _next_event(text: bytes, characters: str, position: int) -> int:
     """Return where the first readable event behind a damaged one begins; 0 if there is none."""
-    for brace in _OBJECT.finditer(text, position + 1):
+    for brace in islice(_OBJECT.finditer(text, position + 1), _MOST_OBJECTS):
         with suppress(ValueError, RecursionError):
             if "ph" in _SCANNER.raw_decode(characters, brace.start())[0]:
                 return brace.start()
