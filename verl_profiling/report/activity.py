@@ -226,6 +226,10 @@ class _LaneReader:
             found = ((name, rows if mask.all() else rows.of(mask)) for name, mask in masks)
             lane.is_unknown = self._lost_kernels(rows, graphs)
             return [self._reduced(mine, _ON_DEVICE, replace(lane, accelerator=name)) for name, mine in found]
+        return self._of_host(lane, rows)
+
+    def _of_host(self, lane: Lane, rows: Rows) -> list[Lane]:
+        """Return the lane of a process without device events; none if it did no work."""
         unrecorded = self._job.unrecorded
         lost = f"has no event of {unrecorded}, although the device was in use" if unrecorded else ""
         if self._cut_off and (self._says_device or self._launches):

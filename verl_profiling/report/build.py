@@ -103,7 +103,7 @@ def read_lanes(
         coverage.read += len(found.paths)
         coverage.events += found.events
         coverage.has_stacks |= found.has_stacks
-        notes += [note for note in found.notes if note not in notes]  # lanes may share a file
+        notes += found.notes
         for source in job.sources:
             if on_progress:
                 on_progress(source)
@@ -112,7 +112,7 @@ def read_lanes(
         if not step.lanes:
             problem = "; ".join([*coverage.missing, *notes]) or "holds no trace to report on"
             raise TraceFormatError(inputs.directory, problem)
-    return step, coverage, notes
+    return step, coverage, list(dict.fromkeys(notes))  # lanes may share a file
 
 
 def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None = None) -> Content:

@@ -89,19 +89,25 @@ def check(path: Path, limits: Limits | None = None, ray: str | None = None) -> C
     elif path.is_dir() and ((folders := step_folders(path)) or lost or is_uncaptured(path)):
         checked = lost + [entry for folder in folders for entry in _check_step(path, folder, limits, ray)]
     elif path.is_dir():
-        steps, damaged = plain_steps([path])
-        notes += [note for step in steps for note in step.notes]
-        files = {source.path for step in steps for source in step.files}
-        files |= {Path(error.path) for error in damaged if not Path(error.path).is_dir()}
-        checked = [_check_file(str(file.relative_to(path)), file.resolve(), limits) for file in sorted(files)]
-        for folder, problem in not_analysed(path):
-            checked.append(Checked(path=str(folder.relative_to(path)), status="missing", reason=problem))
+        checked = list(_check_traces(path, limits, notes))
     elif path.exists():
         checked = [_check_file(path.name, path.resolve(), limits)]
     else:
         raise TraceFormatError(path, "no such file or folder")
     ok = all(entry.status in ("ok", "skipped") for entry in checked)
     return visible_text_of(CheckResult(directory=str(path), ok=ok, artifacts=checked, note="\n".join(notes)))
+
+
+def _check_traces(folder: Path, limits: Limits, notes: list[str]) -> Iterator[Checked]:
+    """Check the plain traces in a folder; add the notes on them."""
+    steps, damaged = plain_steps([folder])
+    notes += [note for step in steps for note in step.notes]
+    files = {source.path for step in steps for source in step.files}
+    files |= {Path(error.path) for error in damaged if not Path(error.path).is_dir()}
+    for file in sorted(files):
+        yield _check_file(str(file.relative_to(folder)), file.resolve(), limits)
+    for recording, problem in not_analysed(folder):
+        yield Checked(path=str(recording.relative_to(folder)), status="missing", reason=problem)
 
 
 def _check_run(run: Path) -> Iterator[Checked]:

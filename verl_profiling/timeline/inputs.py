@@ -219,20 +219,29 @@ def _from_manifest(directory: Path, ray: str | None) -> StepInputs:
         if worker.status not in ("ok", "skipped") and not worker.artifacts:
             inputs.absent.append(f"{worker.identity}: {worker.reason or worker.status}")
         for artifact in worker.artifacts:
-            if artifact.status == "skipped":
-                continue
-            path, status, why = located(directory, artifact)
-            where = on_other_host(directory, artifact, ray)
-            files = list(_files_in(path or directory / artifact.path)) if path or where else []
-            found += (_source(manifest, worker, artifact, file, where) for file in files)
-            if path is not None:
-                inputs.absent += [f"{folder} {problem}" for folder, problem in not_analysed(path)]
-            if path is not None or files or (where and artifact.tool != "npu"):
-                continue  # of the files elsewhere, only the traces of torch_npu are read here alone
-            state = "missing" if status == "failed" else status
-            inputs.absent.append(f"{artifact.path} is {state}{f': {why}' if why else ''}")
+            if artifact.status != "skipped":
+                where = on_other_host(directory, artifact, ray)
+                found += _sources_of(inputs, manifest, worker, artifact, where)
     inputs.files = sorted_sources(found)
     return inputs
+
+
+def _sources_of(
+    inputs: StepInputs, manifest: Manifest, worker: CaptureResult, artifact: Artifact, where: str
+) -> list[Source]:
+    """Return the files of an artifact; add what is missing of it to the inputs."""
+    path, status, why = located(inputs.directory, artifact)
+    files: list[Path] = []
+    if path is not None:
+        files += _files_in(path)
+        inputs.absent += [f"{folder} {problem}" for folder, problem in not_analysed(path)]
+    elif where:
+        files += _files_in(inputs.directory / artifact.path)
+    # Of the files elsewhere, only the traces of torch_npu are read here alone.
+    if path is None and not files and (not where or artifact.tool == "npu"):
+        state = "missing" if status == "failed" else status
+        inputs.absent.append(f"{artifact.path} is {state}{f': {why}' if why else ''}")
+    return [_source(manifest, worker, artifact, file, where) for file in files]
 
 
 def _shifted(worker: CaptureResult, offset_ns: int) -> CaptureResult:

@@ -81,22 +81,21 @@ def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceForm
     damaged: list[TraceFormatError] = []
     for path in paths:
         unread = [TraceFormatError(*recording) for recording in not_analysed(path)]
-        damaged += unread
         found = len(unread)
         for file in _files(path):
             try:
                 name = os.path.relpath(file.absolute(), directory.absolute())
-                for number, trace in enumerate(_described(file, name)):
-                    traces[file.resolve(), number] = trace
+                traces |= {(file.resolve(), part.rank): part for part in _described(file, name)}
             except TraceFormatError as error:
                 if path == file:
                     raise
                 if _is_no_trace(file, error.problem):
                     continue
-                damaged.append(TraceFormatError(file, error.problem))
+                unread.append(TraceFormatError(file, error.problem))
             found += 1
         if not found:
             raise TraceFormatError(path, "holds no manifest.json, no step folders and no trace files")
+        damaged += unread
     together = len(paths) > 1 and not any(path.is_dir() for path in paths)
     return list(_steps(directory, _label(paths, directory), list(traces.values()), together)), damaged
 
@@ -207,18 +206,21 @@ def _described(path: Path, name: str) -> list[PlainTrace]:
         is_ranked=rank is not None,
         is_merged=id_in_part != process[2],
     )
-    parts = [
-        msgspec.structs.replace(
-            described,
+    return list(_processes(described, trace.about("processes"))) or [described]
+
+
+def _processes(report: _PlainTrace, processes: Iterable[list[int]]) -> Iterator[_PlainTrace]:
+    """Yield the part of each process in a report of several processes."""
+    host, title, _ = report.process
+    for rank, pids in enumerate(processes):
+        yield msgspec.structs.replace(
+            report,
             rank=rank,
             is_ranked=True,
             pids=frozenset(pids),
-            process=(*process[:2], str(pids[0])),
-            recording=(*described.recording, rank),
+            process=(host, title, str(pids[0])),
+            recording=(*report.recording, rank),
         )
-        for rank, pids in enumerate(trace.about("processes"))
-    ]
-    return parts or [described]
 
 
 def _role(trace: Trace, name: str, process: str, head: list[Event]) -> str:
