@@ -9,6 +9,7 @@ from pathlib import Path
 
 REAL = "real library, CPU"
 CONTRACT = "contract"
+CAPTURES = "real captures"
 
 MODES = ("e2e", "discrete")
 _MIXIN = "any `CaptureMixin`"
@@ -19,6 +20,7 @@ _MEGATRON = "tests.workers.test_megatron::"
 _BY_STAGE = "test_discrete_windows_are_named_by_stage_and_occurrence"
 _NPU = "tests.tools.test_npu.TestRealTorchNpu::"
 _ASCEND = "tests.engines.test_ascend.TestOwnProfilers::"
+_NPU_READ = "tests.timeline.test_databases::test_real_captures_of_npus_are_divided_as_by_torch_npu"
 _MSPROBE = "tests.tools.test_precision.TestRealMsprobe::"
 _VLLM_NSYS = "tests.engines.test_vllm_nsys::test_the_engine_opens_the_ranges_that_nsys_expects"
 _NSYS = "tests.tools.test_nsys.TestUnderRay::"
@@ -58,6 +60,7 @@ CELLS: dict[tuple[str, str], tuple[str, str, str]] = {
         f"{_ASCEND}test_a_window_of_sglang",
         f"{_ASCEND}test_sglang_by_stage_of_the_loop",
     ),
+    ("npu, read", _MIXIN): (CAPTURES, f"{_NPU_READ}[text-5616]", f"{_NPU_READ}[db-3518]"),
     ("precision", _MIXIN): (
         REAL,
         f"{_MSPROBE}test_a_step_holds_what_torch_was_called_with",

@@ -46,7 +46,7 @@ from verl_profiling.report.kinds import (
     parse_iteration,
 )
 from verl_profiling.report.lanes import Lane, Step
-from verl_profiling.report.lost_work import GRAPH_LAUNCH, bounded_ends, lost_kernels
+from verl_profiling.report.lost_work import GRAPH_LAUNCH, THINNEST_NS, bounded_ends, lost_kernels
 from verl_profiling.report.observed import Recording, extended, observed_by
 from verl_profiling.timeline.step import GRAPH_CAPTURE, Source, StepInputs
 from verl_profiling.timeline.trace import NO_ARGS, Event, Limits, Trace
@@ -429,7 +429,7 @@ class _LaneReader:
     def _bounded(self, rows: Rows, graphs: NDArray[np.int64]) -> Rows:
         """Return the rows with impossible ends moved to the next begin on the stream, and note how many."""
         # Copies of NPUs overlap, and so may collectives of several groups.
-        computing = self._kinds_of(rows.keys) == COMPUTE
+        computing = (self._kinds_of(rows.keys) == COMPUTE) & (np.diff(rows.spans)[:, 0] >= THINNEST_NS)
         if not computing.any():
             return rows
         kernels = rows.of(computing)
@@ -447,7 +447,8 @@ class _LaneReader:
 
     def _lost_kernels(self, rows: Rows, graphs: NDArray[np.int64]) -> bool:
         """Return whether graph launches lost kernels, so that the work of the device is unknown."""
-        ordered = rows.of(np.argsort(rows.spans[:, 0], kind="stable"))
+        kernels = rows.of(self._kinds_of(rows.keys) <= COMMUNICATION)
+        ordered = kernels.of(np.argsort(kernels.spans[:, 0], kind="stable"))
         lost = lost_kernels(np.unique(graphs), ordered.launches, ordered.keys)
         if lost:
             self.found.problems.append(

@@ -17,9 +17,11 @@ from verl_profiling.report.intervals import Ints, Spans
 GRAPH_LAUNCH = re.compile(r"GraphLaunch")
 """Part of the names of calls that launch a graph, of CUDA, HIP, and their driver APIs."""
 
+THINNEST_NS = 1_000
+"""Shortest kernel that bounds others: events of no duration lie inside of them (pytorch/kineto issue 136)."""
+
 _LEAST_LAUNCHES = 4  # fewer may all be of different graphs
 _OVERLAP_NS = 100_000  # overlaps of intact traces: at most 43 us (torch on CUDA, ROCm, MTIA)
-_THINNEST_NS = 1_000  # events of no duration lie inside of others (pytorch/kineto issue 136)
 
 
 def lost_kernels(launched: Ints, launches: Ints, keys: NDArray[np.int32]) -> str:
@@ -30,8 +32,8 @@ def lost_kernels(launched: Ints, launches: Ints, keys: NDArray[np.int32]) -> str
 
     Args:
         launched: Numbers of the graph launches.
-        launches: Number of the launch of each event on the device, in order of begin.
-        keys: Name of each event, as a number.
+        launches: Number of the launch of each kernel, in order of begin.
+        keys: Name of each kernel, as a number.
     """
     empty = int((~np.isin(launched, launches)).sum())
     if empty:
@@ -69,7 +71,6 @@ def bounded_ends(spans: Spans, streams: NDArray[np.int32], graphs: Ints) -> Ints
     is_over = np.ones(len(order), np.bool_)
     while is_over.any():  # again, as the next one may have been impossible too
         is_over = is_followed & (end[following] <= end) & (end - next_begin > _OVERLAP_NS)
-        is_over &= end[following] - next_begin >= _THINNEST_NS
         end[is_over] = next_begin[is_over]
     ends: Ints = np.empty_like(end)
     ends[order] = end

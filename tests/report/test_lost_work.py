@@ -1,0 +1,159 @@
+"""Work of devices that a trace lost is unknown, and durations that cannot be are bounded; both are said."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from step_folders import read_events
+
+from verl_profiling.cli import main
+from verl_profiling.report.check import check
+
+DATA = Path(__file__).parents[1] / "data"
+H100 = DATA / "h100" / "vllm" / "step_000004"
+BASE_NS = 1_767_225_600_000_000_000
+Json = dict[str, Any]
+Reports = Callable[[Path], list[Json]]
+
+
+@pytest.fixture
+def reports(capsys: pytest.CaptureFixture[str]) -> Reports:
+    """Return the function that gives what ``report --json`` prints of a path."""
+
+    def of(path: Path) -> list[Json]:
+        capsys.readouterr()
+        main(["report", str(path), "--json"])
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    return of
+
+
+def event(category: str, name: str, stream: int, begin: float, took: object, launch: int = 0) -> Json:
+    on_host = category.endswith("runtime")
+    args = {"correlation": launch} if launch else {"stream": stream}
+    place = {"pid": 4242 if on_host else 0, "tid": stream, "ts": begin, "dur": took}
+    return {"ph": "X", "cat": category, "name": name, **place, "args": args}
+
+
+def saved(path: Path, events: list[Json]) -> Path:
+    path.write_text(json.dumps({"baseTimeNanoseconds": BASE_NS, "traceEvents": events}))
+    return path
+
+
+def graphs(draw: random.Random, loss: str) -> tuple[list[Json], str]:
+    """Draw an engine that replays a few graphs, and lose kernels of them; return what has to be said."""
+    names = [f"kernel_{number}" for number in range(draw.randint(8, 40))]
+    shapes = [draw.sample(names, draw.randint(8, len(names))) for _ in range(draw.randint(1, 3))]
+    call, category = draw.choice([("cudaGraphLaunch", "cuda"), ("hipGraphLaunch", "hip")])
+    launches = draw.randint(7, 30)
+    empty = set(draw.sample(range(launches), draw.randint(1, launches))) if loss == "all" else set()
+    events, now = [event("kernel", "embed", 7, 0.0, 2.0, 1)], 10.0
+    for number in range(launches):
+        launch = 100 + number
+        events.append(event(f"{category}_runtime", call, 1, now, 5.0, launch))
+        kernels = [] if number in empty else shapes[number % len(shapes)]
+        if loss == "some":
+            kernels = sorted(draw.sample(kernels, len(kernels) // 2), key=kernels.index)
+        for name in kernels:
+            events.append(event("kernel", name, 7, now, 3.0, launch))
+            now += 4.0
+        events.append(event("kernel", "sample", 7, now, 2.0, 5_000 + number))
+        now += draw.randint(5, 500)
+    said = f"{len(empty)} of {launches} graph launches have no kernels" if empty else ""
+    return events, "a part of their kernels" if loss == "some" else said
+
+
+def test_the_work_of_a_device_is_unknown_where_graphs_lost_kernels(tmp_path: Path, reports: Reports) -> None:
+    """The launches are counted; the lane has no share, lost time or cause. Whole graphs say nothing."""
+    for seed in range(24):
+        loss = ("none", "all", "some")[seed % 3]
+        events, said = graphs(random.Random(seed), loss)
+        [report] = reports(saved(tmp_path / "rank0.json", events))
+        missing = " ".join(report["coverage"]["missing"])
+        assert (said in missing) if said else not missing, (seed, missing)
+        [worker] = report["workers"]
+        assert (worker["span_us"] > 0) == (not said), seed
+        if said:
+            assert not any(worker["lost_us"].values())
+            assert {finding["rule"] for finding in report["findings"]} <= {"coverage", "missing"}, seed
+
+
+@pytest.mark.parametrize("share", [0.0, 0.65, 1.0])
+def test_real_graphs_that_lost_kernels(tmp_path: Path, reports: Reports, share: float) -> None:
+    """A step on an H100: the device that engine and rank share is unknown; the intact one is known."""
+    step = shutil.copytree(H100, tmp_path / H100.name)
+    trace = step / "rollout0_rank0.torch.json.gz"
+    events = read_events(trace)
+    launches = [e["args"]["correlation"] for e in events if "GraphLaunch" in e.get("name", "")]
+    draw = random.Random(1)
+    for launch in launches:
+        kernels = [e for e in events if e.get("cat") == "kernel" and e["args"].get("correlation") == launch]
+        lost = {id(e) for e in draw.sample(kernels, round(share * len(kernels)))}
+        events = [e for e in events if id(e) not in lost]
+    if share:
+        trace.write_bytes(
+            gzip.compress(json.dumps({"baseTimeNanoseconds": BASE_NS, "traceEvents": events}).encode())
+        )
+    [report] = reports(step)
+    said = [sentence for sentence in report["coverage"]["missing"] if "12 of 12 graph launches" in sentence]
+    assert len(said) == bool(share)
+    assert [row["span_us"] > 0 for row in report["devices"]] == [not share]
+
+
+@pytest.mark.parametrize("path", sorted((DATA / "mi300").glob("*")), ids=lambda path: path.name)
+def test_real_graphs_of_rocm_are_whole(reports: Reports, path: Path) -> None:
+    """No launch of an intact trace is said to lack kernels."""
+    assert "graph launches" not in str(reports(path)[0]["coverage"])
+
+
+def covered_us(spans: list[tuple[float, float]]) -> float:
+    """Return the time that spans cover."""
+    total, reach = 0.0, 0.0
+    for begin, end in sorted(spans):
+        total += max(end - max(begin, reach), 0.0)
+        reach = max(reach, end)
+    return total
+
+
+def impossible(draw: random.Random) -> tuple[list[Json], list[tuple[float, float]], int, int]:
+    """Draw streams with impossible durations: events, true spans, and how many overrun or are endless."""
+    streams, events = draw.sample(range(1, 200), draw.randint(1, 3)), list[Json]()
+    now = 0.0
+    for _ in range(draw.randint(40, 120)):
+        events.append(event("kernel", draw.choice("abc"), draw.choice(streams), now, draw.randint(5, 900)))
+        now += events[-1]["dur"] + draw.randint(1, 50)
+    spans, overruns, endless = list[tuple[float, float]](), 0, 0
+    for index, kernel in enumerate(events):
+        following = [other for other in events[index + 1 :] if other["tid"] == kernel["tid"]]
+        fault = draw.choice(["overrun", "endless", *["none"] * 12])
+        end = kernel["ts"] + kernel["dur"]
+        if fault == "overrun" and following:
+            end = following[0]["ts"]
+            kernel["dur"] = draw.choice([3_400_000, 4_294_967]) - index  # the later, the earlier its end
+            overruns += 1
+        elif fault == "endless" and not following:
+            end = kernel["ts"]
+            kernel["dur"] = draw.choice([-kernel["dur"], -1e15, 1.8446744e16, 2**64 - 1])
+            endless += 1
+        spans.append((kernel["ts"], end))
+    return events, spans, overruns, endless
+
+
+def test_impossible_durations_are_bounded_by_the_stream(tmp_path: Path, reports: Reports) -> None:
+    """Busy time is that of the true ends; counts and seconds are noted, and check finds nothing wrong."""
+    for seed in range(24):
+        events, spans, overruns, endless = impossible(random.Random(seed))
+        path = saved(tmp_path / "rank0.json", events)
+        [report] = reports(path)
+        assert report["workers"][0]["busy_us"] == pytest.approx(covered_us(spans), abs=1e-3), seed
+        notes = " ".join(report["notes"])
+        assert (f"{overruns} kernels run over" in notes) == bool(overruns), (seed, notes)
+        assert (f"{endless} events have a negative or endless duration" in notes) == bool(endless), seed
+        assert check(path).ok
