@@ -209,7 +209,7 @@ def _described(path: Path, name: str) -> list[PlainTrace]:
     return list(_processes(described, trace.about("processes"))) or [described]
 
 
-def _processes(report: _PlainTrace, processes: Iterable[list[int]]) -> Iterator[_PlainTrace]:
+def _processes(report: PlainTrace, processes: Iterable[list[int]]) -> Iterator[PlainTrace]:
     """Yield the part of each process in a report of several processes."""
     host, title, _ = report.process
     for rank, pids in enumerate(processes):
