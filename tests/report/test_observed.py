@@ -19,7 +19,7 @@ from verl_profiling import AsyncProfilingCallback
 from verl_profiling.analysis import open_step
 from verl_profiling.cli import main
 from verl_profiling.identity import WorkerIdentity
-from verl_profiling.manifest import MANIFEST_NAME, Artifact, CaptureResult, Manifest, StageSpan
+from verl_profiling.manifest import MANIFEST_NAME, Artifact, CaptureResult, Device, Manifest, StageSpan
 from verl_profiling.run_files import read_manifest, write_json_atomically
 
 END = 100_000  # us: length of a drawn step, in which each microsecond is known
@@ -267,3 +267,27 @@ def test_waits_are_unknown_where_no_other_rank_has_the_call(tmp_path: Path, seed
     if unnamed or (named and not matched):
         expected = "without the known waits for other ranks" if matched else "waits for other ranks unknown"
     assert expected in text
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_device_is_unknown_while_one_of_its_lanes_works_unseen(tmp_path: Path, seed: int) -> None:
+    """An engine generates outside of its window, and a rank works in a stage that is not recorded."""
+    draw = Random(seed)
+    rollout, update = sorted(draw.sample(range(1, 9), 2))
+    late, early = sorted((draw.uniform(0, rollout), draw.uniform(0, rollout)))
+    begins, ends = (
+        (float(update), 10.0) if draw.random() < 0.5 else (0.0, update + draw.uniform(0, 10 - update))
+    )
+    device = {"devices": [Device(index=3, kind="cuda", uuid="GPU-7")]}
+    served = engine(0, (late, early), recorded=(late, early), **device)
+    stages = [("update_actor", update, 10)]
+    trained = Worker(
+        "actor", kernels=[("gemm", update, 10)], stages=stages, recorded=(begins, ends), **device
+    )
+    report = report_of(tmp_path, [("rollout", 0, rollout), *stages], [served, trained])
+    (row,) = report.devices
+    # Outside of the rollout and the update, no lane works; the rank has to be recorded there.
+    between = max(0.0, min(ends, update) - max(begins, rollout))
+    trains = max(0.0, ends - max(begins, update))
+    assert row.span_us == pytest.approx((early - late + between + trains) * 1e6, abs=1)
+    assert row.busy_us == pytest.approx((early - late + trains) * 1e6, abs=1)

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from verl_profiling.manifest import CaptureResult, Device, Manifest, StageSpan
-from verl_profiling.report.capture_rows import requests
+from verl_profiling.report.capture_rows import VALIDATE, requests
 from verl_profiling.report.columns import RequestRow
 from verl_profiling.report.intervals import (
     EMPTY,
@@ -24,6 +24,7 @@ from verl_profiling.report.intervals import (
     union,
 )
 from verl_profiling.report.kinds import Group
+from verl_profiling.step_summary import ROLLOUT
 from verl_profiling.timeline.step import Source
 
 
@@ -51,6 +52,7 @@ class Lane:
         stages: Runs of the worker's own stages.
         pauses: Spans in which Python's garbage collector stopped the process.
         observed: Time in which the lane is observed (see :mod:`~verl_profiling.report.observed`).
+        unseen: Time in which the lane may have worked, but was not observed.
         device: The device, if known.
         waiting: Spans in which a collective only waited for other ranks; set when the report is computed.
         idle: Idle time by cause; set when the report is computed.
@@ -74,6 +76,7 @@ class Lane:
     stages: Sequence[StageSpan] = ()
     pauses: Spans = field(default_factory=lambda: EMPTY)
     observed: Spans = field(default_factory=lambda: EMPTY)
+    unseen: Spans = field(default_factory=lambda: EMPTY)
     device: Device | None = None
     waiting: Spans = field(default_factory=lambda: EMPTY)
     idle: Mapping[str, Spans] = field(default_factory=dict)
@@ -140,6 +143,8 @@ class Step:
         # Engines compute in other processes than the one that records pauses.
         lane.stages, lane.pauses = worker.stages, EMPTY if lane.is_engine else time_of(worker.pauses)
         lane.device = _device_of(lane, worker)
+        at_work = self.during(ROLLOUT, VALIDATE) if lane.is_engine else time_of(lane.stages)
+        lane.unseen = subtract(intersection(at_work, self.whole), lane.observed)
 
     def worker_of(self, source: Source) -> CaptureResult | None:
         """Return the worker that recorded a trace; replicas on several nodes have several workers."""

@@ -68,10 +68,11 @@ _TURNS = (
 
 
 def _observed(lanes: Sequence[Lane]) -> Spans:
-    """Return the time in which a device is observed: none if any of its lanes is unknown."""
+    """Return the time in which a device is observed: by a lane, while no other lane works unseen."""
     if any(lane.is_unknown for lane in lanes):
         return EMPTY
-    return union(*(lane.observed for lane in lanes))
+    observed = union(*(lane.observed for lane in lanes))
+    return subtract(observed, union(*(lane.unseen for lane in lanes)))
 
 
 def _used(lanes: Sequence[Lane], lost: Mapping[str, Spans]) -> dict[str, Any]:
