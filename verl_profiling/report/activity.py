@@ -253,7 +253,6 @@ class _LaneReader:
         self._groups.add(only_group(trace.metadata.get("distributedInfo")))
         recording = Recording(limits=source.recorded_ns)
         self._recordings.append(recording)
-        self.found.has_stacks |= bool(trace.metadata.get("with_stack"))
         self._said.clear()
         self._tasks.clear()
         self._waiting.clear()
@@ -290,6 +289,7 @@ class _LaneReader:
         """Add events; events without a category are kept until the names of their processes are known."""
         timed = [e for e in events if e.ph == "X" and e.cat not in NO_WORK and e.ts is not None]
         self._add_torch_spans(events, base_ns)
+        self.found.has_stacks |= any(e.cat == "python_function" for e in events)
         if not (self._works or self._has_device):
             self._categories |= {e.cat for e in events if e.ph != "M"}
         known = self._numbers.get
