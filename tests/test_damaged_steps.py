@@ -231,6 +231,21 @@ def test_a_step_that_recorded_nobody_is_a_finding(tmp_path: Path) -> None:
     assert not result.ok
 
 
+@pytest.mark.parametrize("harm", [Path.mkdir, lambda path: path.symlink_to(path.name), os.mkfifo])
+def test_a_watch_log_that_cannot_be_read_costs_its_own_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: Damage
+) -> None:
+    """A folder, links in a circle, or a pipe: each command goes on, and names the log."""
+    step = build_step(tmp_path / "run")
+    harm(step.parent / "watch.jsonl")
+    for command in (["check"], ["report"], ["report", "--save"], ["merge"], ["what-if"], ["diff", step]):
+        code = main([command[0], str(step.parent), *map(str, command[1:])])
+        printed = "".join(capsys.readouterr())
+        assert code in (0, 1), command
+        assert command[0] not in ("check", "report") or "watch.jsonl" in printed, command
+        assert "Traceback" not in printed
+
+
 GROWTH = """
     import os, re, sys
     from pathlib import Path

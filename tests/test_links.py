@@ -194,3 +194,36 @@ def test_a_staging_folder_of_others_is_refused(tmp_path: Path, run_python: RunPy
     assert done.stdout == "done []\n"
     assert ("set remote.staging" in done.stderr) == (kind != "a link")
     assert str(tmp_path / "staging") in done.stderr
+
+
+def test_files_are_no_wider_than_the_folder_of_the_run(tmp_path: Path, run_python: RunPython) -> None:
+    """Nor than the umask allows; drawn modes of folders, and umasks, for jobs and for commands."""
+    code = """
+        import os, random, stat
+        from pathlib import Path
+        from verl_profiling import ProfilingCallback, stage
+        from verl_profiling.cli import main
+
+        for seed in range(8):
+            chance, run = random.Random(seed), Path(f"run{seed}").absolute()
+            mask = chance.choice((0, 0o002, 0o022, 0o027, 0o077))
+            mode = chance.choice((0o700, 0o750, 0o770, 0o755))
+            os.umask(0)
+            run.mkdir(mode)
+            os.umask(mask)
+            config = {"enable": True, "tool": "spans", "save_path": str(run), "schedule": {"steps": [1]},
+                      "watch": {"enable": True, "sinks": ["tensorboard"]}}
+            with ProfilingCallback(config) as profiling:
+                profiling.on_step_begin(1)
+                with profiling.stage("update_actor"):
+                    pass
+                profiling.on_step_end()
+            for command in (["report", str(run), "--save"], ["merge", str(run)]):
+                main(command)
+            paths = [path for path in run.rglob("*")]
+            assert len(paths) > 7, paths
+            for path in paths:
+                wide = stat.S_IMODE(path.stat().st_mode) & 0o077 & ~(mode & ~mask)
+                assert not wide, (path, oct(path.stat().st_mode), oct(mode), oct(mask))
+    """
+    run_python(code)

@@ -26,6 +26,8 @@ from step_folders import build_step, rewrite
 from verl_profiling.capture_request import Trigger
 from verl_profiling.cli import main
 from verl_profiling.commands import EXIT_BAD_INPUT, EXIT_FINDING, EXIT_OK
+from verl_profiling.commands.top import View
+from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import RunInfo
 from verl_profiling.report.check import check
@@ -285,6 +287,27 @@ class TestExitCodes:
 
 class TestLive:
     """In a terminal."""
+
+    def test_a_file_that_fails_once_is_read_again(self, tmp_path: Path) -> None:
+        """The next frame has its new steps; one that fails twice in a row is an error."""
+        write_run(tmp_path)
+        log, path = WatchLog(tmp_path), tmp_path / WATCH_LOG
+        log(summary(1))
+        view = View(tmp_path)
+        view.frame()
+        for number in (2, 3):
+            path.rename(tmp_path / "aside")
+            path.mkdir()
+            view.frame()
+            path.rmdir()
+            (tmp_path / "aside").rename(path)
+            log(summary(number))
+            view.frame()
+            assert view._steps[-1].step == number
+        (tmp_path / "run.json").write_text("{")
+        view.frame()
+        with pytest.raises(TraceFormatError, match=r"run\.json"):
+            view.frame()
 
     @contextmanager
     def top(self, run: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:

@@ -189,7 +189,7 @@ def make_folder(path: Path, *, exist_ok: bool = True) -> None:
     except FileExistsError:
         if not exist_ok:
             raise
-    with _opened_folder(path):
+    with naming(path), _opened_folder(path):
         pass  # neither a link nor a file
 
 
@@ -200,7 +200,7 @@ def make_private_folder(path: Path) -> None:
         OSError: The folder cannot be made, is a link, or others may write or replace its content.
     """
     path.mkdir(0o700, parents=True, exist_ok=True)
-    with _opened_folder(path) as folder:
+    with naming(path), _opened_folder(path) as folder:
         state = os.fstat(folder)
     others_write = state.st_mode & 0o022 and not state.st_mode & stat.S_ISVTX
     if state.st_uid not in (os.getuid(), 0) or others_write:

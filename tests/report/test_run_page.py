@@ -58,12 +58,15 @@ def test_it_says_which_step_is_slowest(steps: list[Report], tmp_path: Path) -> N
 
 def test_hostile_names_stay_text(steps: list[Report], tmp_path: Path) -> None:
     """Of stages and causes, and of the folders that links lead to."""
-    nasty = '</script><img src=x onerror=alert(1)>"&'
+    nasty = '</script><img src=x onerror=alert(1)>"&\x1b[31m\u202e'
     stages = [msgspec.structs.replace(row, name=nasty) for row in steps[3].stages[:1]]
     lost = [msgspec.structs.replace(row, cause=nasty) for row in steps[3].lost]
     reports = [steps[0], msgspec.structs.replace(steps[3], stages=stages, lost=lost)]
     folder = tmp_path / 'a "b" #1?%'
-    elements = Elements(render_run(folder, [folder / "x" / "r.html", folder / '"><img>' / "r.html"], reports))
+    page = render_run(folder, [folder / "x" / "r.html", folder / '"><img>' / "r.html"], reports)
+    elements = Elements(page)
+    assert "\\x1b[31m\\u202e" in page
+    assert not {"\x1b", "\u202e"} & set(page)
     assert "img" not in elements.tags
     assert set(elements.outside) == {"x/r.html", "%22%3E%3Cimg%3E/r.html"}
 

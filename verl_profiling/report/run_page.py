@@ -18,7 +18,7 @@ from verl_profiling.report.tables import Cell, named, stage_class, timed
 from verl_profiling.report.watch_frame import IN_NO_STAGE, captures_so_far, excess, noticed_in, slowest
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.timeline.inputs import how_to_capture
-from verl_profiling.units import duration, visible
+from verl_profiling.units import duration, visible, visible_text_of
 
 RUN_PAGE = "index.html"
 _MOST_BARS = 600
@@ -56,9 +56,10 @@ def render_run(
         watched: Step summaries in the log of the watch, in order.
         hangs: A sentence on the step that hangs; empty if none does.
     """
+    reports = list(map(visible_text_of, reports))
     links = [quote(page.relative_to(directory).as_posix()) for page in pages]
     steps = [
-        _Step(visible(page_title(report)), link, report.span_us / 1e6, stage_seconds(report))
+        _Step(page_title(report), link, report.span_us / 1e6, stage_seconds(report))
         for report, link in zip(reports, links, strict=True)
     ]
     by_step = {report.step: link for report, link in zip(reports, links, strict=True)}
@@ -166,14 +167,14 @@ def _trend(
         key: Function that returns the colour class of a stage.
         shown: Function that returns the shown name of a stage.
     """
-    names = {name: visible(shown(name)) for step in steps for name in step.stages}
+    names = list(dict.fromkeys(name for step in steps for name in step.stages))
     totals = [sum(step.stages.values()) for step in steps]
     top = axis_top(totals) or 1.0
     every = -(-len(steps) // _MOST_LABELS)
     bars, marks = "", dict[str, str]()
     for index, (step, total) in enumerate(zip(steps, totals, strict=True)):
         parts = sorted(step.stages.items(), key=lambda part: -part[1])
-        lines = [f"{names[name]} {duration(took)}" for name, took in parts[:_MOST_LINES] if took > 0]
+        lines = [f"{shown(name)} {duration(took)}" for name, took in parts[:_MOST_LINES] if took > 0]
         captured = [f"captured: {step.captured}"] if step.captured else []
         said = ", ".join([f"{step.title[:1].lower()}{step.title[1:]}: {duration(total)}", *captured, *lines])
         beyond = total > 1.001 * top  # sums differ in their last digits
@@ -190,16 +191,13 @@ def _trend(
             f'<{tag} class="step"{link} title="{escape(said)}" style="height:{min(total / top, 1):.2%}">'
             f"{f'<u>{mark}</u>' * bool(mark)}{stacked}{label}</{tag}>"
         )
-    legend = "".join(
-        f'<li><i class="{escape(key(name))}"></i><bdi>{escape(text)}</bdi></li>'
-        for name, text in names.items()
-    )
+    legend = "".join(f'<li><i class="{escape(key(n))}"></i><bdi>{escape(shown(n))}</bdi></li>' for n in names)
     legend += "".join(f"<li>{mark} {meaning}</li>" for mark, meaning in marks.items())
     axis = f'<span>{duration(top)}</span><span style="bottom:50%">{duration(top / 2)}</span>'
     drawn = f'<ul class="legend">{legend}</ul><div class="trend">{axis}{bars}</div>'
     rows = []
     for step in steps:
-        times = {shown_name: timed(step.stages.get(name)) for name, shown_name in names.items()}
+        times = {shown(name): timed(step.stages.get(name)) for name in names}
         of_capture = {"captured": named(step.captured)} if step.captured else {}
         rows.append({"took": timed(step.seconds), **times, **of_capture})
     return section(title, drawn + _by_step(title, steps, rows), note)

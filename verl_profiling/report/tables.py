@@ -19,7 +19,7 @@ from verl_profiling.report.columns import CauseRow, HelpRow, PathRow
 from verl_profiling.report.lost import CAUSES, cause_name
 from verl_profiling.report.model import OTHER_RANKS, Report, Rollout
 from verl_profiling.report.records import LOOP_LAG, UNKNOWN
-from verl_profiling.units import byte_size, duration, three_digits
+from verl_profiling.units import byte_size, duration, three_digits, visible
 
 _STAGES = (
     *("rollout", "reward", "old_log_prob", "ref_log_prob", "values", "advantage"),
@@ -73,8 +73,9 @@ class Cell(NamedTuple):
 
 
 def named(text: str, link: str = "") -> Cell:
-    """Return the cell of a name with a link."""
-    return Cell(text, text, link)
+    """Return the cell of a name, which may be a stranger's, with a link."""
+    shown = visible(text)
+    return Cell(shown, shown, link)
 
 
 def without_middle(name: str, most: int = 44) -> str:
