@@ -1,4 +1,4 @@
-"""What the watch notices of ten faults in three loops, whom it names, and what the capture says first.
+"""What the watch notices of fourteen faults in three loops, whom it names, and what the capture says first.
 
 Run: ``make watch-judge``. Each cell is a run of a program: ``watch_judge_user.py``, ``watch_judge_ranks.py``
 or ``watch_judge_pipeline.py``. Of the package only public doors are used: the log, ``watch.jsonl``, the
@@ -35,7 +35,7 @@ BLAMING = ("straggler", "long_tail")
 """Findings that name a process as the cause; the lanes of others have only lost time."""
 LIMIT_S = 300
 LONGEST = re.compile(r"watch: step (\d+) .*longest there: (\w+)")
-TOOL = re.compile(r"\btool:\w+")
+SPAN = re.compile(r"\b(?:tool|wait):\w+")
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,13 @@ class Fault:
         name: It, for the table.
         plan: What the loop is told.
         who: Whose fault it is: the begin of the lane's name, by loop; of loops that are left out, nobody's.
+        loops: The loops that can have it.
     """
 
     name: str
     plan: dict[str, Any]
     who: dict[str, str] = field(default_factory=dict)
+    loops: tuple[str, ...] = LOOPS
 
 
 RANK_1 = dict.fromkeys(LOOPS, "actor_rank1")
@@ -91,6 +93,29 @@ FAULTS = (
     ),
     Fault(
         "rank 1 four times as slow in every third step", {"what": "compute 1", "by": 4.0, "every": 3}, RANK_1
+    ),
+    Fault(
+        "rank 1 twice as slow for 16 steps, and again 30 steps later",
+        {"what": "compute 1", "by": 2.0, "until": 31, "again": 61, "steps": 75},
+        RANK_1,
+    ),
+    Fault(
+        "a tool three times as slow, two trajectories at a time",
+        {"what": "tool", "by": 3.0, "tool_s": 0.03, "marked": True, "slots": 2},
+        AGENTS,
+        ("user", "pipeline"),
+    ),
+    Fault(
+        "a tool three times as slow, rollouts longer than the training",
+        {"what": "tool", "by": 3.0, "tool_s": 0.08, "marked": True},
+        AGENTS,
+        ("pipeline",),
+    ),
+    Fault(
+        "scoring four times as slow, step 1.1 times as long",
+        {"what": "reward", "by": 4.0},
+        {"user": "agent_loop_rank", "pipeline": "reward_rank0"},
+        ("user", "pipeline"),
     ),
     Fault("none", {}),
 )
@@ -140,12 +165,18 @@ def verdict(fault: Fault, loop: str, plan: Plan, folder: Path) -> dict[str, Any]
         "meanwhile": bool(plan.hang_s)
         and any(said_in(step, folder) for step in steps if step["step"] == begin),
         "captured": captured is not None,
-        "named": [*(trigger.get("suspects") or longest)[:1], *TOOL.findall(trigger.get("reason", ""))[:1]],
+        "named": [*(trigger.get("suspects") or longest)[:1], *SPAN.findall(trigger.get("reason", ""))[:1]],
         "led": dict(led.most_common()),
         "finding": first_finding(captured) if captured else "",
-        "alarms": sum(step < begin for step in plan.noticed()),
-        "quiet_steps": min(begin, plan.steps + 1) - 1,
+        "again": next((step for step in plan.noticed() if step >= plan.again > 0), None),
+        "alarms": sum(is_quiet(step, plan) for step in plan.noticed()),
+        "quiet_steps": sum(is_quiet(step, plan) for step in range(1, plan.steps + 1)),
     }
+
+
+def is_quiet(step: int, plan: Plan) -> bool:
+    """Return whether a step is before the fault, or after its repair."""
+    return not plan.what or step < plan.begin or plan.until <= step < plan.again
 
 
 def said_in(step: dict[str, Any], folder: Path) -> bool:
@@ -224,7 +255,10 @@ def markdown(found: dict[str, Any]) -> str:
 def noticed(row: dict[str, Any]) -> str:
     """Return when a fault was noticed, as a cell."""
     never = "" if row["fault"] == "none" else "never"
-    return ", ".join(["while it hung"] * row["meanwhile"] + [str(row["noticed"] or never)])
+    times = ["while it hung"] * row["meanwhile"] + [str(row["noticed"] or never)]
+    if "again" in row["fault"]:
+        times.append(f"again {row.get('again') or 'never'}")
+    return ", ".join(times)
 
 
 def is_wrong(row: dict[str, Any]) -> bool:
@@ -257,7 +291,7 @@ def main() -> None:
             os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         for loop in loops:
             for number, fault in enumerate(FAULTS):
-                if re.search(given.fault, fault.name):
+                if re.search(given.fault, fault.name) and loop in fault.loops:
                     folder = (given.keep or Path(temporary)) / f"{loop}-{number}"
                     rows.append(run(fault, loop, folder.absolute(), given.hang_s))
                     print(rows[-1], file=sys.stderr, flush=True)

@@ -67,6 +67,7 @@ class AgentLoop(AgentLoopCaptureMixin):
 
     def __init__(self, plan: Plan, rank: int, engines: list[Any], rater: Any) -> None:
         self.plan, self.rank, self.engines, self.rater = plan, rank, engines, rater
+        self.slot = asyncio.Semaphore(plan.slots or TRAJECTORIES)
         self.init_capture(plan.config(), rank=rank, world_size=LOOPS)
 
     async def roll_out(self, step: int) -> None:
@@ -78,11 +79,16 @@ class AgentLoop(AgentLoopCaptureMixin):
         """Make one trajectory."""
         request_id = f"{step}.{self.rank}.{sample}"
         async with trajectory(group=f"{step}.{self.rank}", sample=sample):
-            for turn in range(2):
-                async with span("generate", request=f"{request_id}.{turn}"):
-                    await self.engines[sample % ENGINES].generate.remote(f"{request_id}.{turn}", step)
-                async with span("tool:search"):
-                    await asyncio.sleep(self.plan.seconds(self.plan.tool_s, step, "tool"))
+            async with span("wait:slot") if self.plan.slots else nullcontext():
+                await self.slot.acquire()
+            try:
+                for turn in range(2):
+                    async with span("generate", request=f"{request_id}.{turn}"):
+                        await self.engines[sample % ENGINES].generate.remote(f"{request_id}.{turn}", step)
+                    async with span("tool:search"):
+                        await asyncio.sleep(self.plan.seconds(self.plan.tool_s, step, "tool"))
+            finally:
+                self.slot.release()
             async with span("reward"):
                 await self.rater.rate.remote(step)
 

@@ -33,6 +33,9 @@ class Plan:
         hang_s: How long it hangs in its first faulty step, instead.
         begin: The first faulty step.
         every: Only every so-manieth step is faulty.
+        until: The step in which it is repaired; 0: never.
+        again: The first step of the same fault after its repair; 0: none.
+        slots: How many trajectories of an agent loop may run at a time; 0: all.
         split: Training ranks mark computing and the all-reduce as stages of their own.
         marked: Whether the trajectories are in a stage of their agent loop; ``None``: as the loop has it.
         tool_s: How long a call of the tool usually takes.
@@ -45,6 +48,9 @@ class Plan:
     hang_s: float = 0.0
     begin: int = 15
     every: int = 1
+    until: int = 0
+    again: int = 0
+    slots: int = 0
     split: bool = False
     marked: bool | None = None
     tool_s: float = 0.01
@@ -53,11 +59,17 @@ class Plan:
     def seconds(self, usual_s: float, step: int, *names: str) -> float:
         """Return how long a piece of work takes in a step; it goes by several names."""
         usual_s *= random.lognormvariate(0, SPREAD)
-        if self.what not in names or step < self.begin or (step - self.begin) % self.every:
+        if self.what not in names or not self.is_faulty(step):
             return usual_s
         if self.hang_s:
             return usual_s + (self.hang_s if step == self.begin else 0.0)
         return usual_s * self.by
+
+    def is_faulty(self, step: int) -> bool:
+        """Return whether the fault is there in a step."""
+        if self.until and self.until <= step and not 0 < self.again <= step:
+            return False
+        return step >= self.begin and (step - self.begin) % self.every == 0
 
     def goes_on(self, step: int) -> bool:
         """Return whether the loop has this step; the last ones wait for a capture that was asked for."""
@@ -67,7 +79,13 @@ class Plan:
 
     def may_be_it(self, step: int) -> bool:
         """Return whether what is noticed in a step may be the fault: a hang is over in the next one."""
-        return bool(self.what) and step >= self.begin and not (self.hang_s and step > self.begin + 1)
+        repaired = self.until and self.until <= step < self.again
+        return (
+            bool(self.what)
+            and step >= self.begin
+            and not repaired
+            and not (self.hang_s and step > self.begin + 1)
+        )
 
     def noticed(self) -> list[int]:
         """Return the steps in which the watch noticed something, as the log says."""

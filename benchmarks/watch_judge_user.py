@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import tempfile
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import ray
@@ -41,6 +42,7 @@ class AgentLoop(AgentLoopCaptureMixin):
     def __init__(self, plan: Plan, engines: list[Any]) -> None:
         self.plan = plan
         self.engines = itertools.cycle(engines)
+        self.slot = asyncio.Semaphore(plan.slots or TRAJECTORIES)
         self.init_capture(plan.config(), rank=0, world_size=1)
 
     async def roll_out(self, step: int) -> None:
@@ -55,15 +57,24 @@ class AgentLoop(AgentLoopCaptureMixin):
     async def play(self, uid: str, sample: int, step: int) -> None:
         """Make one trajectory."""
         async with trajectory(group=uid, sample=sample) as made:
-            for turn in range(2):
-                request_id = f"{uid}.{sample}.{turn}"
-                async with span("generate", request=request_id):
-                    await next(self.engines).generate.remote(request_id, 8 * (1 + sample % 2), step)
-                async with span("tool:search"):
-                    await asyncio.sleep(self.plan.seconds(self.plan.tool_s, step, "tool"))
+            async with span("wait:slot") if self.plan.slots else nullcontext():
+                await self.slot.acquire()
+            try:
+                await self.turns(uid, sample, step)
+            finally:
+                self.slot.release()
             async with span("reward"):
                 await asyncio.sleep(self.plan.seconds(0.003, step, "reward"))
             made.add(turns=2, reward=1.0)
+
+    async def turns(self, uid: str, sample: int, step: int) -> None:
+        """Take two turns."""
+        for turn in range(2):
+            request_id = f"{uid}.{sample}.{turn}"
+            async with span("generate", request=request_id):
+                await next(self.engines).generate.remote(request_id, 8 * (1 + sample % 2), step)
+            async with span("tool:search"):
+                await asyncio.sleep(self.plan.seconds(self.plan.tool_s, step, "tool"))
 
 
 class Trainer(CaptureMixin):
