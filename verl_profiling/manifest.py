@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -41,6 +42,7 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 _MOST_NAMED = 10
+_MOST_METRICS = 10_000  # of one call: a loop has hundreds, and 300,000 held up a hook for half a minute
 MANIFEST_NAME = "manifest.json"
 RUN_NAME = "run.json"
 
@@ -490,6 +492,9 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
         end_ns: End of training; ``None`` during training, and for a killed run.
         never_came: The steps in ``schedule.steps`` that the loop never began.
         not_captured: Reasons why captures could not begin, by step.
+        captured: Names of the step folders of all captures, but for the removed ones.
+        removed: Names of the step folders that ``limits.keep_last`` removed.
+        failed: Files that were not written or uploaded by the end of training: reasons by folder.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -503,6 +508,9 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     end_ns: Ns | None = None
     never_came: list[int] = []
     not_captured: dict[int, str] = {}
+    captured: list[str] = []
+    removed: list[str] = []
+    failed: dict[str, str] = {}
 
     @property
     def is_watched(self) -> bool:
@@ -559,10 +567,13 @@ def finite_numbers(metrics: Mapping[str, Any] | None) -> tuple[dict[str, float],
     numbers: dict[str, float] = {}
     infinite: list[str] = []
     try:
-        entries = list(metrics.items()) if metrics is not None else []
+        entries = list(islice(metrics.items(), _MOST_METRICS + 1)) if metrics is not None else []
     except Exception:
         return {}, [f"the metrics are a {type(metrics).__name__}, no mapping from names to numbers: left out"]
-    for key, value in entries:
+    notes = []
+    if len(entries) > _MOST_METRICS:
+        notes.append(f"metrics after the first {_MOST_METRICS:,} were left out")
+    for key, value in entries[:_MOST_METRICS]:
         if isinstance(value, str | bytes):
             continue
         try:
@@ -574,6 +585,7 @@ def finite_numbers(metrics: Mapping[str, Any] | None) -> tuple[dict[str, float],
         else:
             infinite.append(f"{name} is {number}")
     if not infinite:
-        return numbers, []
+        return numbers, notes
     more = f" and {len(infinite) - _MOST_NAMED} more" if len(infinite) > _MOST_NAMED else ""
-    return numbers, [f"metrics that are not finite were left out: {', '.join(infinite[:_MOST_NAMED])}{more}"]
+    notes.append(f"metrics that are not finite were left out: {', '.join(infinite[:_MOST_NAMED])}{more}")
+    return numbers, notes

@@ -10,6 +10,7 @@ import atexit
 import logging
 import sys
 from collections.abc import Mapping
+from concurrent.futures import wait
 from contextvars import Context
 from functools import partial
 from typing import Any
@@ -229,7 +230,8 @@ class Controller:
         live = self.live
         if live is not None and live.goes_on(step):
             live.go_on(step, policy_version)
-            self._say_begun(live)
+            yield from self._say_begun(live)
+            self._step_begins(live)
             return
         if live is not None:
             logger.warning("step %d begins while step %d is being captured; closing it", step, live.step.step)
@@ -249,7 +251,8 @@ class Controller:
             if live is None:
                 return
             yield from live.start(live.request)
-        self._say_begun(live)
+            yield from self._say_begun(live)
+        self._step_begins(live)
 
     def _end_step(self, live: OpenCapture, metrics: Mapping[str, Any] | None) -> Waits[None]:
         live.keep(metrics)
@@ -318,11 +321,16 @@ class Controller:
         ranks = self.decisions.ranks
         if ranks is not None and not (yield from self._run.share_run(ranks, step)):
             return None
-        run, place = self._run, self._run.place
-        if keep and (why := run.no_room(step, notes)):
+        prepared = self._run.prepare(step, keep, ranks is not None, notes)
+        start_s = self.config.timeouts.start_s
+        yield partial(wait, [prepared], start_s)
+        if not prepared.done():
+            raise TimeoutError(f"the step's folder was not made within timeouts.start_s={start_s:g}")
+        folder, why = prepared.result()
+        if why:
             self.decisions.refused(decision.trigger, why)
             return None
-        folder = run.make(step, keep, shared=ranks is not None)
+        place = self._run.place
         workers = 0
         for target in self.roster.driven(selection):
             workers += len(target.workers)
@@ -357,12 +365,15 @@ class Controller:
         self._set_live(live)
         return live
 
-    def _say_begun(self, live: OpenCapture) -> None:
-        """Write the manifest with expected results, and begin the step after that."""
+    def _say_begun(self, live: OpenCapture) -> Waits[None]:
+        """Write the manifest with expected results."""
         live.begin_step()
         if live.leads:
             live.workers = live.expected()
             self._run.write(live)
+            yield self._run.wait_for_files
+
+    def _step_begins(self, live: OpenCapture) -> None:
         live.begin_step()
         if self.watch is not None:
             live.log.take_over(self.watch.sums, live.step.begin_ns)
@@ -392,7 +403,11 @@ class Controller:
             folder, upload = live.folder, live.request.upload
             if live.leads:
                 live.workers = [*results, *live.others()]
-                manifest = self._run.conclude(live)
+                with live.outside.during("write"):
+                    manifest = self._run.conclude(live)
+                    yield self._run.wait_for_files
+                if why_unwritten := self._run.problem(live):
+                    raise OSError(why_unwritten)
                 steps = ", ".join(map(str, manifest.steps))
                 where = visible(upload.url) if upload else folder
                 logger.info("profiling: step %s captured in %s", steps, where)
@@ -414,6 +429,7 @@ class Controller:
         if live.leads:
             live.workers = live.expected()
             self._run.write(live)
+            self._run.wait_for_files()
 
     def _closed(self) -> None:
         self._set_live(None)
@@ -427,17 +443,13 @@ class Controller:
             return
         self._pass_stages_to(self._watched_stages())
         capture.around = capture.outside.close()
-        try:
-            if len(capture.around) > _PAUSES:
-                self._write_again(capture)
-        except OSError as error:
-            logger.warning(
-                "stages that the loop ran after the last captured step are missing in its manifest: %s", error
-            )
+        if len(capture.around) > _PAUSES:
+            self._write_again(capture)
 
     def _write_again(self, capture: OpenCapture) -> None:
-        if capture.leads and capture is not self.live and capture.folder.is_dir():
+        if capture.leads and capture is not self.live:
             self._run.write(capture)
+            self._run.wait_for_files()
 
     # The end of training, or of the process.
 

@@ -121,7 +121,7 @@ class OpenCapture:
         """
         numbers, notes = finite_numbers(metrics)
         (step or self.step).metrics.update(numbers)
-        self.notes += notes
+        self.notes += [note for note in notes if note not in self.notes]
 
     def manifest(self) -> Manifest:
         """Return the manifest with all that is known of the capture so far."""

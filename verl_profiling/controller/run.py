@@ -15,8 +15,10 @@ import logging
 import os
 import shutil
 import threading
+import time
 import uuid
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -42,6 +44,11 @@ from verl_profiling.watch_log import OLDER_WATCH_LOG, WATCH_LOG
 
 logger = logging.getLogger(__name__)
 
+_TRIES, _AGAIN_S = 5, 1.0
+_WRITE_S = 1.0
+"""Longest wait (s) of a hook for the disk. On a healthy one, files are on disk when the hook returns."""
+
+_SHARE_OF_TIMEOUT = 0.8  # a claim that has no answer leaves time to record elsewhere
 _VERSIONS_OF = (
     "verl-profiling",
     "torch",
@@ -58,7 +65,8 @@ _VERSIONS_OF = (
 class Run:
     """A run: its folder, claimed at the first use, with ``run.json`` and the step folders.
 
-    Methods that write a step folder raise ``OSError`` if that fails.
+    Files are written in the background, as a slow disk must not hold up the loop. A file that cannot be
+    written is tried again; at the end, ``run.json`` names those that are not.
 
     Args:
         config: The settings; ``save_path`` is the run's folder unless another run owns that folder.
@@ -80,7 +88,14 @@ class Run:
         self._recordings: Counter[int] = Counter()
         self._no_room = ""
         self._stored: list[Path] = []
+        self._leaving: list[Path] = []
         self._not_captured: dict[int, str] = {}
+        self._writer = BackgroundWork("files")
+        self._maker = BackgroundWork("steps")  # a new step does not wait for the files of the last one
+        self._unwritten: dict[Path, Callable[[], msgspec.Struct]] = {}
+        self._given_up: dict[Path, Callable[[], msgspec.Struct]] = {}  # until the end of training
+        self._problems: dict[str, str] = {}
+        self._lock = threading.Lock()  # guards info
         ProcessId.current()  # cached, so that no step reads /proc
 
     @property
@@ -100,25 +115,60 @@ class Run:
     # run.json, and uploads.
 
     def amend(self, **fields: object) -> None:
-        """Replace fields of ``run.json``; an error is logged, not raised."""
+        """Replace fields of ``run.json``."""
         if self.info is None:
             return
-        path, self.info = self.path / RUN_NAME, msgspec.structs.replace(self.info, **fields)
-        try:
-            write_json_atomically(path, self.info)
-        except OSError as error:
-            logger.warning("%s cannot be updated: %s", path, error)
+        with self._lock:
+            self.info = info = msgspec.structs.replace(self.info, **fields)
+        self._save(self.path / RUN_NAME, lambda: info)
         self.publish()
 
     def publish(self, folder: Path | None = None) -> None:
         """Upload the run's files and the manifest of a step folder, in the background."""
-        if self.info is None or self.place.url is None:
-            return
+        if self.info is not None and self.place.url is not None:
+            self._writer.submit(partial(self._publish, self.place.url, folder))
+
+    def _publish(self, url: str, folder: Path | None) -> None:
         names = (RUN_NAME, OLDER_WATCH_LOG, WATCH_LOG)
         wanted = [*(self.path / name for name in names), *([folder / MANIFEST_NAME] if folder else ())]
         for path in wanted:
             if path.exists():
-                self.background.submit(partial(self._put, path, self.place.url))
+                self.background.submit(partial(self._put, path, url))
+
+    def _save(self, path: Path, content: Callable[[], msgspec.Struct]) -> None:
+        self._given_up.pop(path, None)
+        self._unwritten[path] = content
+        self._writer.submit(self._write_all)
+
+    def _write_all(self) -> None:
+        """Write what is not written yet; a full disk or a lost connection often lasts only seconds."""
+        for _ in range(_TRIES):
+            written = [self._write(path, self._unwritten.pop(path)) for path in list(self._unwritten)]
+            if all(written):
+                return
+            time.sleep(_AGAIN_S)
+        for path in list(self._unwritten):
+            self._given_up[path] = self._unwritten.pop(path)
+
+    def _write(self, path: Path, content: Callable[[], msgspec.Struct]) -> bool:
+        """Write a file; return ``False`` if that should be tried again."""
+        try:
+            write_json_atomically(path, content())
+        except FileNotFoundError as error:
+            logger.warning("%s is not written, as its folder was removed: %s", path, error)
+        except OSError as error:
+            if path.parent.name not in self._problems:
+                logger.error("%s cannot be written, and will be tried again: %s", path, error)
+            self._problems[path.parent.name] = f"{path.name} cannot be written: {error}"
+            self._unwritten.setdefault(path, content)  # unless there is newer content
+            return False
+        else:
+            self._problems.pop(path.parent.name, None)
+        return True
+
+    def wait_for_files(self) -> None:
+        """Wait until files are written, but no longer than a hook may wait for the disk."""
+        self._writer.drain(_WRITE_S)
 
     def _put(self, path: Path, url: str) -> None:
         try:
@@ -131,12 +181,22 @@ class Run:
                 "%s was not uploaded to %s: %s: %s; the file stays in %s",
                 *(path.name, visible(url), type(error).__name__, visible(str(error)), path.parent),
             )
+            why = f"{path.name} was not uploaded: {type(error).__name__}: {error}"
+            self._problems[path.parent.name] = visible(why)
 
     def drain(self, timeout_s: float) -> None:
-        """Wait for uploads and removals."""
-        if not self.background.drain(timeout_s):
-            where = self.place.url or str(self.path)
-            logger.error("%s: uploads or removals were not done after %g s", visible(where), timeout_s)
+        """Wait for writes, uploads and removals; ``run.json`` lists what failed."""
+        until_s = time.monotonic() + timeout_s
+        for path, content in list(self._given_up.items()):
+            self._save(path, content)
+        written = self._writer.drain(timeout_s)
+        if not self.background.drain(until_s - time.monotonic()) or not written:
+            where = visible(self.place.url or str(self.path))
+            logger.error("%s: writes, uploads or removals were not done after %g s", where, timeout_s)
+        if self._problems:
+            self.amend(failed=dict(self._problems))
+            self._writer.drain(_WRITE_S)
+            self.background.drain(_WRITE_S)
 
     def leave(self) -> None:
         """Delete the local copies of uploaded files; log how to upload the remaining ones."""
@@ -176,13 +236,8 @@ class Run:
                 )
         return self.claimed is not None
 
-    def no_room(self, step: int, notes: list[str]) -> str:
-        """Return why the limits leave no room for a capture, else ``""``; the first refused step is logged.
-
-        Args:
-            step: The step.
-            notes: Gets a note on the refused steps when the limits leave room again.
-        """
+    def _no_room_for(self, step: int, notes: list[str]) -> str:
+        """Return why the limits leave no room, else ``""``; the first refused step is logged."""
         why = self._config.limits.no_room(self.path)
         if why and not self._no_room:
             logger.warning("captures stop at step %d, until there is room: %s", step, why)
@@ -193,51 +248,83 @@ class Run:
             self._no_room = ""
         return why
 
-    def make(self, step: int, keep: bool, shared: bool) -> Path:
-        """Make the folder of a captured step and return its path, which is the same on all ranks.
+    def prepare(self, step: int, keep: bool, shared: bool, notes: list[str]) -> Future[tuple[Path, str]]:
+        """Make the folder of a step in the background.
 
         Args:
             step: The step.
-            keep: ``False`` for a warm-up, for which the path is returned but no folder is made.
+            keep: ``False`` for a warm-up, for which no folder is made.
             shared: Whether another rank may have made the folder already.
+            notes: Gets a note on refused steps when the limits leave room again.
+
+        Returns:
+            The folder, which is the same on all ranks, and why the limits leave no room; empty if they do.
         """
+        prepared: Future[tuple[Path, str]] = Future()
+
+        def work() -> tuple[Path, str]:
+            why = self._no_room_for(step, notes) if keep else ""
+            return (self.path if why else self._make(step, keep, shared)), why
+
+        self._maker.submit(partial(settle, prepared, work))
+        return prepared
+
+    def _make(self, step: int, keep: bool, shared: bool) -> Path:
         self._recordings[step] += keep
         folder = self.path / step_folder_name(step, self._recordings[step])
         if keep:
             make_folder(folder, exist_ok=shared)
+            if self.info is not None:
+                self.amend(captured=[*self.info.captured, folder.name])
         return folder
 
     def write(self, live: OpenCapture) -> Manifest:
         """Write the manifest of an open capture, and return the manifest."""
         manifest = live.manifest()
-        write_json_atomically(live.folder / MANIFEST_NAME, manifest)
+        self._save(live.folder / MANIFEST_NAME, partial(self._content, live, manifest))
         if live.end_ns:
             self.publish(live.folder)
         return manifest
 
-    def conclude(self, live: OpenCapture) -> Manifest:
-        """Write the final manifest of a capture, and remove step folders beyond ``limits.keep_last``.
+    def _content(self, live: OpenCapture, manifest: Manifest) -> Manifest:
+        """Return a manifest with later notes, and with the paths of files on other hosts' disks."""
+        notes, workers = [*manifest.notes, *live.notes], manifest.workers
+        if live.end_ns and self.place.url is None:
+            workers = _located(live.folder, workers, notes)
+        return msgspec.structs.replace(manifest, workers=workers, notes=list(dict.fromkeys(notes)))
 
-        The manifest gets the paths of files on other hosts' disks.
-        """
+    def conclude(self, live: OpenCapture) -> Manifest:
+        """Write the final manifest of a capture, and remove step folders beyond ``limits.keep_last``."""
         keep_last = self._config.limits.keep_last
-        leaving = [] if keep_last is None else self._leaving(live, keep_last)
-        with live.outside.during("write"):
-            if self.place.url is None:
-                live.workers = _located(live.folder, live.workers, live.notes)
-            manifest = self.write(live)
-        for older in leaving:  # renamed at once, and deleted in the background
+        if keep_last is not None:
+            self._writer.submit(partial(self._find_leaving, live, keep_last))
+        manifest = self.write(live)
+        if keep_last is not None:
+            self._writer.submit(self._remove_leaving)
+        return manifest
+
+    def problem(self, live: OpenCapture) -> str:
+        """Return why the manifest of a capture is not written, as far as that is known by now."""
+        return self._problems.get(live.folder.name, "")
+
+    def _remove_leaving(self) -> None:
+        """Rename older step folders at once, and delete them in the background."""
+        names = []
+        for older in self._leaving:
             try:
                 hidden = older.rename(older.with_name(f".{older.name}.removed"))
             except OSError as error:
                 logger.warning("%s cannot be removed: %s", older, error)
             else:
+                names.append(older.name)
                 self.background.submit(partial(shutil.rmtree, hidden))
-        return manifest
+        self._leaving = []
+        if names and self.info is not None:
+            captured = [name for name in self.info.captured if name not in names]
+            self.amend(captured=captured, removed=[*self.info.removed, *names])
 
-    def _leaving(self, live: OpenCapture, keep_last: int) -> list[Path]:
-        """Return older step folders to remove, with a note each; a folder with pending artifacts is kept."""
-        leaving: list[Path] = []
+    def _find_leaving(self, live: OpenCapture, keep_last: int) -> None:
+        """Find older step folders to remove, with a note each; a folder with pending artifacts is kept."""
         self._stored.append(live.folder)
         for older in self._stored[:-keep_last]:
             note = f"{older.name} was removed: limits.keep_last={keep_last}"
@@ -248,13 +335,12 @@ class Run:
                 if strangers := _strangers(older, manifest, self.place.run_id):
                     note = f"{older.name} is kept beyond limits.keep_last: files of others ({strangers})"
                 else:
-                    leaving.append(older)
+                    self._leaving.append(older)
             except (OSError, TraceFormatError) as error:
                 note = f"{older.name} is kept beyond limits.keep_last: {error}"
             self._stored.remove(older)
             logger.info("%s", note)
             live.notes.append(note)
-        return leaving
 
 
 def _located(folder: Path, results: list[CaptureResult], notes: list[str]) -> list[CaptureResult]:
@@ -286,7 +372,9 @@ def is_pending(folder: Path, upload: Upload | None = None) -> bool:
         folder: The folder.
         upload: The upload target of a staging folder; the last upload of a process is its result file.
     """
-    pending = _pending(read_manifest(folder))
+    if not (folder / MANIFEST_NAME).exists() or (manifest := read_manifest(folder)).state == "begun":
+        return True
+    pending = _pending(manifest)
     if upload is not None:
         pending.add(MANIFEST_NAME)
         with suppress(Exception):  # each file system raises errors of its own
@@ -356,13 +444,32 @@ def _claimed(config: ProfilingConfig) -> tuple[RunPlace, RunInfo, bool]:
 
 
 def _claim_remote(config: ProfilingConfig, info: RunInfo) -> tuple[str, bool]:
-    """Claim a folder behind a URL; without an answer in time, use a random subfolder."""
-    answer: Future[tuple[str, bool]] = Future()
-    claim = partial(settle, answer, lambda: _claim(RemoteFolder(config.save_path), info))
+    """Claim a folder behind a URL, with retries; without an answer in time, use a random subfolder."""
+    from tenacity import Retrying, stop_after_delay, wait_exponential
+
+    claimed: Future[tuple[str, bool]] = Future()
+    retry_s = _SHARE_OF_TIMEOUT * config.timeouts.start_s
+    retrying = Retrying(stop=stop_after_delay(retry_s / 2), wait=wait_exponential(0.5, max=5), reraise=True)
+
+    def claim() -> None:
+        problem: Exception | None = None
+        try:
+            place = retrying(_claim, RemoteFolder(config.save_path), info)
+        except Exception as error:  # each file system raises errors of its own
+            problem = error
+        if not claimed.set_running_or_notify_cancel():
+            if problem is None:  # too late: this run records elsewhere by now
+                RemoteFolder(place[0]).remove(RUN_NAME)
+        elif problem is not None:
+            claimed.set_exception(problem)
+        else:
+            claimed.set_result(place)
+
     threading.Thread(target=claim, name="remote-claim", daemon=True).start()
     try:
-        return answer.result(config.timeouts.start_s)
-    except Exception as error:  # each file system raises errors of its own
+        return claimed.result(retry_s)
+    except Exception as error:
+        claimed.cancel()
         url = f"{config.save_path.rstrip('/')}/run_{uuid.uuid4().hex[:8]}"
         why = f"{type(error).__name__}: {str(error) or 'no answer'}"
         message = f"{config.save_path} cannot be claimed now ({why}); this run records into {url}"

@@ -84,7 +84,8 @@ class Watch:
         self.who = LOOP
         self._log: list[Listener] = []
         self.step: StepSummary | None = None
-        self._ended: deque[StepSummary] = deque()
+        self._ended: deque[StepSummary] = deque(maxlen=options.steps)
+        self._left_out = 0
         self._most_ended = min(options.every or inf, options.steps)
         self._is_due = False
         self._next_s = time.monotonic() + LEAST_PAUSE_S
@@ -146,6 +147,7 @@ class Watch:
         if step is None:
             return
         step.end_ns, step.beside = clock.now_ns(), self.beside
+        self._left_out += len(self._ended) == self._ended.maxlen  # the loop is faster than its watch
         self._ended.append(step)
         is_due = len(self._ended) >= self._most_ended or time.monotonic() >= self._next_s
         if is_due and not step.captured:
@@ -186,6 +188,13 @@ class Watch:
                     return
                 self._is_due = False
             steps = [self._ended.popleft() for _ in range(len(self._ended))]
+            left_out, self._left_out = self._left_out, 0
+            if left_out:
+                logger.warning(
+                    "watch: %d steps before step %d have no summary: steps ended faster than they were read",
+                    left_out,
+                    steps[0].step,
+                )
             try:
                 self._summarize(steps)
             except Exception as error:

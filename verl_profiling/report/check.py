@@ -11,7 +11,7 @@ import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import step_folder_name
-from verl_profiling.manifest import CUT_SHORT, MANIFEST_NAME, RUN_NAME, Artifact
+from verl_profiling.manifest import CUT_SHORT, MANIFEST_NAME, RUN_NAME, Artifact, RunInfo
 from verl_profiling.run_files import never_came, read_manifest, read_run, recorded_folder
 from verl_profiling.timeline.cluster import results
 from verl_profiling.timeline.inputs import (
@@ -116,16 +116,16 @@ def _check_run(run: Path) -> Iterator[Checked]:
     except TraceFormatError as error:
         yield Checked(path=RUN_NAME, status="unreadable", reason=error.problem)
         return
-    for step, why in (info.not_captured if info is not None else {}).items():
-        if not (run / step_folder_name(step)).exists():
-            yield Checked(path=RUN_NAME, status="missing", reason=f"step {step} was not captured: {why}")
-    if sentence := never_came(info):
-        yield Checked(path=RUN_NAME, status="missing", reason=sentence)
+    if info is not None:
+        yield from _check_losses(run, info)
     if info is not None and info.end_ns is None and info.over:  # killed, or its disk could not be written
         for step in info.scheduled_steps:
-            if not (run / step_folder_name(step)).exists():
+            name = step_folder_name(step)
+            if name not in info.captured and not (run / name).exists():
                 reason = f"step {step} of schedule.steps has no folder, and training did not end: {info.over}"
                 yield Checked(path=RUN_NAME, status="missing", reason=reason)
+    if sentence := never_came(info):
+        yield Checked(path=RUN_NAME, status="missing", reason=sentence)
     try:
         latest = latest_step(read_watch_log(run))
     except TraceFormatError as error:
@@ -134,6 +134,18 @@ def _check_run(run: Path) -> Iterator[Checked]:
     for last in latest:
         if last.hangs:
             yield Checked(path=WATCH_LOG, status="failed", reason=last.hangs)
+
+
+def _check_losses(run: Path, info: RunInfo) -> Iterator[Checked]:
+    """Yield what ``run.json`` lists and the folder of the run does not hold."""
+    for step, why in info.not_captured.items():
+        if not (run / step_folder_name(step)).exists():
+            yield Checked(path=RUN_NAME, status="missing", reason=f"step {step} was not captured: {why}")
+    for name in info.captured:
+        if "/" not in name and not (run / name).exists():
+            reason = f"{RUN_NAME} lists this capture; its folder was removed, renamed or never uploaded"
+            why = info.failed.get(name, "")
+            yield Checked(path=name, status="missing", reason=f"{reason}: {why}" if why else reason)
 
 
 def _check_step(root: Path, folder: Path, limits: Limits, ray: str | None) -> Iterator[Checked]:

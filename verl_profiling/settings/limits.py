@@ -44,9 +44,7 @@ class Limits:
     def no_room(self, folder: Path) -> str:
         """Return why an existing or planned folder has too little free space; empty if there is enough."""
         try:
-            while not folder.exists() and folder != folder.parent:
-                folder = folder.parent
-            free = shutil.disk_usage(folder).free
+            free = _free_bytes(folder)
         except OSError as error:
             return f"the free space of {folder} cannot be read: {error.strerror}"
         if free >= self.min_free_bytes:
@@ -76,6 +74,14 @@ class Limits:
             f"writing it takes about {byte_size(needed)} more memory, and "
             f"limits.memory_share={self.memory_share:g} of the free {byte_size(available)}{divided} is less"
         )
+
+
+def _free_bytes(folder: Path) -> int:
+    """Return the free space for a folder, which may not exist yet; a folder that exists costs one call."""
+    try:
+        return shutil.disk_usage(folder).free
+    except (FileNotFoundError, NotADirectoryError):
+        return _free_bytes(folder.parent)
 
 
 @dataclass(frozen=True, kw_only=True)
