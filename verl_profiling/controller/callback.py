@@ -45,8 +45,12 @@ _callbacks: WeakSet[_Callback[Any]] = WeakSet()
 
 
 def _leave_to_parent() -> None:
+    """Let callbacks do nothing in a forked child: the captures and the run are those of its parent."""
     for callback in _callbacks:
-        callback.leave_to_parent()
+        controller = callback._controller
+        if controller is not None and controller.begun:
+            controller.leave_to_parent()
+            callback._controller = None
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
@@ -74,12 +78,6 @@ class _Callback(Generic[Returned]):
         self._controller = Controller(self.config) if self.config.enable else None
         self._stages: dict[str, Stage] = {}
         _callbacks.add(self)
-
-    def leave_to_parent(self) -> None:
-        """Do nothing from now on, in a forked child: the captures and the run are those of its parent."""
-        if self._controller is not None and self._controller.begun:
-            self._controller.leave_to_parent()
-            self._controller = None
 
     @abstractmethod
     def _call(
