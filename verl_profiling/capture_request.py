@@ -172,7 +172,8 @@ def _ranks_in(text: str, key: str) -> Iterator[int]:
             low = int(first)
             high = int(last) if dash else low
         except ValueError:
-            raise ConfigError(key, f'{text!r} is not a list of ranks; write e.g. "0,8-15"') from None
+            other = ", or one_per_pp_stage" if key.endswith("ranks") else ""
+            raise ConfigError(key, f'{text!r} is not a list of ranks; write e.g. "0,8-15"{other}') from None
         room -= high - low + 1
         if high < low or room < 0:
             raise ConfigError(key, f'{part.strip()!r} is not a range of ranks; write e.g. "8-15"')

@@ -25,7 +25,7 @@ from contextlib import closing
 from operator import index
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 from weakref import WeakSet
 
 from verl_profiling.capture.stage import Stage, StageSink, replace_in_graphs, stage_in_graph
@@ -325,6 +325,17 @@ class AsyncProfilingCallback(_Callback[Coroutine[Any, Any, None]]):
     ``async with AsyncProfilingCallback(config) as profiling:`` works like ``with`` of
     :class:`ProfilingCallback`. Its hooks are the same, and are awaited.
     """
+
+    def __enter__(self) -> NoReturn:
+        """Refuse ``with``.
+
+        Raises:
+            CaptureStateError: Always, with the remedy.
+        """
+        raise CaptureStateError("AsyncProfilingCallback: its hooks are awaited; write `async with`")
+
+    def __exit__(self, *_: object) -> None:
+        """Never called, but looked for by ``with``."""
 
     async def __aenter__(self) -> AsyncProfilingCallback:
         """See :meth:`ProfilingCallback.__enter__`."""

@@ -14,6 +14,7 @@ from concurrent.futures import wait
 from contextvars import Context
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from verl_profiling import clock
 from verl_profiling.capture.finishing import AfterHooks
@@ -21,7 +22,7 @@ from verl_profiling.capture.protocol import CaptureRequest
 from verl_profiling.capture.stage import OpenStage, SpanLog, record_pauses
 from verl_profiling.controller.decision import Decisions, LoopOrder
 from verl_profiling.controller.open_capture import OpenCapture, whole_version
-from verl_profiling.controller.run import Run, is_pending
+from verl_profiling.controller.run import Run, check_folder, is_pending
 from verl_profiling.controller.spmd import Decision, in_a_line, knows_place, place_of
 from verl_profiling.controller.targets import Roster, Waits
 from verl_profiling.controller.watch import Watch
@@ -45,6 +46,9 @@ TRAINING_ENDED = "training ended inside it"
 
 logger = logging.getLogger(__name__)
 
+_running: WeakSet[Controller] = WeakSet()
+"""The controllers of this process whose loops have begun, and have not ended."""
+
 
 class Controller:
     """The hooks that both callbacks call.
@@ -66,7 +70,9 @@ class Controller:
         self.last: OpenCapture | None = None
         self.run_notes: list[str] = []
         self.roster = Roster(config)
+        check_folder(config)
         self._run = Run(config)
+        self._runs = False
         self._hooks = AfterHooks(config.after)
         self._scheduled = config.schedule.action
         watches = config.watch.enable
@@ -88,6 +94,8 @@ class Controller:
         """
         self.begun = True
         step, policy_version = begun
+        if not self._runs:
+            self._begin(step)
         if self.last is not None and not self.last.around:
             self._end_after()
             clock.follow()
@@ -226,6 +234,25 @@ class Controller:
         if knows_place(self.config, self.roster.targets):  # else the first step does it
             self.decisions.begin(self._run)
 
+    def _begin(self, step: int) -> None:
+        """Log what keeps a loop from captures, when it begins."""
+        self._runs = True
+        if any(other._order.in_step for other in _running):
+            logger.warning(
+                "two callbacks of this process are in a step at the same time, and a process is recorded by "
+                "one: call the hooks of one callback only"
+            )
+        _running.add(self)
+        schedule, last = self.config.schedule, self._last_step
+        if schedule.steps is None and last is not None and step > last:  # listed steps are logged at the end
+            logger.warning(
+                "the loop begins with step %d, and the schedule ends with step %d (%s): nothing is captured; "
+                "steps count from the first start of a resumed run",
+                step,
+                last,
+                schedule.in_words(),
+            )
+
     def _begin_step(self, step: int, policy_version: int | None, decision: Decision | None) -> Waits[None]:
         live = self.live
         if live is not None and live.goes_on(step):
@@ -293,6 +320,8 @@ class Controller:
         After an error in one part, the other parts still run; the first error is raised at the end.
         """
         atexit.unregister(self._exit)
+        self._runs = False
+        _running.discard(self)
         self._order.is_left()
         failed: list[Exception] = []
         for part in (
@@ -397,6 +426,7 @@ class Controller:
         try:
             yield from live.stop()
             results = live.results()
+            self.roster.check_results(results, live.stages, live.decision.selection)
             if live.ranks is not None:
                 notes = [*self.roster.notes, *live.notes]
                 live.stages, results = live.ranks.joined(live.stages, results, notes, why)

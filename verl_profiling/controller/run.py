@@ -32,7 +32,7 @@ from verl_profiling.capture.finishing import BackgroundWork
 from verl_profiling.controller.open_capture import OpenCapture
 from verl_profiling.controller.spmd import Ranks, RunPlace
 from verl_profiling.controller.targets import Waits, settle
-from verl_profiling.errors import TraceFormatError
+from verl_profiling.errors import ConfigError, TraceFormatError
 from verl_profiling.identity import ProcessId, safe_name, step_folder_name
 from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, CaptureResult, Manifest, RunInfo
 from verl_profiling.opener import make_folder, make_private_folder, remove_file
@@ -400,6 +400,26 @@ def _strangers(folder: Path, manifest: Manifest, run_id: str) -> str:
     begins = (*(f"{name}." for name in names), *(artifact.path for artifact in artifacts))
     found = [path.name for path in folder.iterdir()]
     return ", ".join(sorted(name for name in found if not name.lstrip(".").startswith(begins))[:3])
+
+
+def check_folder(config: ProfilingConfig) -> None:
+    """Try whether the folder of the settings can be made and written, where it is local; leave nothing.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    if config.is_remote:
+        return
+    folder = config.local_folder
+    try:
+        missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+        probe = missing[-1] if missing else folder / f".{uuid.uuid4().hex}"
+        make_folder(probe)
+        with suppress(OSError):  # another rank may use it by now
+            probe.rmdir()
+    except OSError as error:
+        problem = f"{folder} cannot be written ({error.strerror}); choose another folder"
+        raise ConfigError("save_path", problem) from error
 
 
 def _claimed(config: ProfilingConfig) -> tuple[RunPlace, RunInfo, bool]:

@@ -25,6 +25,7 @@ from verl_profiling.capture.protocol import CaptureRequest
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity, safe_name
+from verl_profiling.manifest import CaptureResult, StageSpan
 from verl_profiling.settings.config import ProfilingConfig
 from verl_profiling.tools import TOOLS
 
@@ -55,7 +56,8 @@ class Worker:
 
     def __init__(self, target: Target, number: int) -> None:
         self.target, self.number = target, number
-        self.identity = WorkerIdentity(
+        self._is_checked = False
+        self._identity = WorkerIdentity(
             role=target.roles[0],
             rank=number,
             replica=number if target.is_rollout else None,
@@ -64,6 +66,24 @@ class Worker:
             pid=0,
         )
         self.last_call: Future[Any] | None = None
+
+    @property
+    def identity(self) -> WorkerIdentity:
+        """The identity; a reply with another role than that of ``add_workers`` is logged once."""
+        return self._identity
+
+    @identity.setter
+    def identity(self, identity: WorkerIdentity) -> None:
+        self._identity = identity
+        if identity.role not in self.target.roles and not self._is_checked:
+            self._is_checked = True
+            logger.warning(
+                "%s was added as %r: its settings and files are those of %r; pass the same role to "
+                "add_workers and to init_capture",
+                identity,
+                self.target.roles[0],
+                identity.role,
+            )
 
 
 class Call:
@@ -342,6 +362,7 @@ class Roster:
         self.most_s = inf
         self.config = config
         self._is_checked = False
+        self._said: set[str] = set()
 
     def add(self, role: str, workers: Any, loop: asyncio.AbstractEventLoop | None) -> None:
         """Register the workers of a role, and replace its earlier workers; known workers get a further role.
@@ -449,6 +470,43 @@ class Roster:
             if text not in self.notes:
                 logger.warning("%s", text)
         self.notes = found
+
+    def check_results(
+        self,
+        results: Iterable[CaptureResult],
+        stages: Iterable[StageSpan],
+        selection: CaptureSelection | None,
+    ) -> None:
+        """Log once what a captured step shows about settings: workers with others, stages that nothing marks.
+
+        Args:
+            results: The results of the workers.
+            stages: The stages of the loop.
+            selection: The selection of the capture.
+        """
+        marked = {span.name for span in stages}
+        for result in results:
+            marked |= {span.name for span in result.stages}
+            own = self.config.for_role(result.identity.role, selection)
+            recorded = f"{result.mode} with {' and '.join(result.tools)}"
+            is_other = result.mode != own.mode or not {*result.tools} <= {*own.tool_names}
+            if is_other and result.status != "skipped":
+                self._say(
+                    f"{result.name} recorded {recorded}, and the callback's settings for the role are "
+                    f"{own.mode} with {' and '.join(own.tool_names)}; pass the same settings to init_capture"
+                )
+        named = [("select.stages", self.config.select.stages)]
+        named += [(f"roles.{role}.stages", override.stages) for role, override in self.config.roles.items()]
+        for key, names in named:
+            for name in {*(names or ())} - marked:
+                self._say(
+                    f"{key}: nothing marked the stage {name!r} in the step; {choices_hint(name, marked)}"
+                )
+
+    def _say(self, warning: str) -> None:
+        if warning not in self._said:
+            self._said.add(warning)
+            logger.warning("%s", warning)
 
     def finish(self, hooks_s: float) -> Waits[None]:
         """Wait for compression and hooks of workers, before Ray ends the workers."""

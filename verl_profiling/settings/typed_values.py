@@ -110,7 +110,16 @@ def _problem(error: str, value: Any, options: tuple[Any, ...]) -> str:
         return f"must be {_BOUNDS[bound[1]]} {bound[2].removesuffix('.0')}, is {value}"
     lists = [option for option in options if typing.get_origin(option) in (tuple, list)]
     if isinstance(value, str) and str not in options and lists:
+        first, _, last = value.partition("-")
+        if first.isdecimal() and last.isdecimal():
+            value = (
+                f"{first}, {int(first) + 1}, ..., {last}"
+                if int(last) > int(first) + 1
+                else f"{first}, {last}"
+            )
         return f"{error}; write a list: [{value}]"
+    if isinstance(value, int | float) and str in options:
+        return f'{error}; write it with quotation marks: "{value}"'
     for option in options:
         for literal in (option, *typing.get_args(option)):
             if typing.get_origin(literal) is Literal:

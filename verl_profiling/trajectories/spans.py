@@ -192,7 +192,7 @@ def trajectory(group: object = "", sample: int | str | None = None, **facts: Any
     return Trajectory(TRAJECTORY, "", facts, group=group, sample=sample) if _kept else _IDLE
 
 
-def span(name: str, /, *, request: str = "", **facts: Any) -> Span:
+def span(name: str, /, request: str = "", **facts: Any) -> Span:
     """Return a named part of a trajectory or process, to be used with ``with`` or ``async with``.
 
     Args:

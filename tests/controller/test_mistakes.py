@@ -1,0 +1,141 @@
+"""Mistakes of users: each is said once, at once, with its key and what to do."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_profiling import (
+    AsyncProfilingCallback,
+    ConfigError,
+    ProfilingCallback,
+    ProfilingConfig,
+    span,
+    stage,
+)
+from verl_profiling.capture.session import Session
+from verl_profiling.errors import CaptureStateError
+from verl_profiling.workers import CaptureMixin
+
+NAMES = ("update_actor", "update_critic", "old_log_prob", "reward", "values", "embed")
+
+
+class Worker(CaptureMixin):
+    def __init__(self, settings: dict[str, Any], role: str) -> None:
+        self.init_capture(settings, role=role, rank=0, world_size=1)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_worker_that_contradicts_the_callback_is_logged_once(
+    seed: int, tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another role, other settings, a selected stage that nothing marks; and nothing is said without one."""
+    chance = random.Random(seed)
+    steps = sorted(chance.sample(range(1, 6), 3))
+    marked, absent = chance.sample(NAMES, 2)
+    role, other = chance.sample(("actor", "critic", "judge"), 2)
+    mistakes = {mistake for mistake in ("role", "settings", "stage") if chance.random() < 0.5}
+    config: dict[str, Any] = {
+        "enable": True,
+        "tool": "spans",
+        "mode": chance.choice(("e2e", "discrete")),
+        "schedule": {"steps": steps},
+        "save_path": str(tmp_path / "run"),
+        "select": {"stages": [marked, *([absent] if "stage" in mistakes else [])]},
+    }
+    of_worker = dict(config)
+    if "settings" in mistakes:
+        of_worker["mode"] = "e2e" if config["mode"] == "discrete" else "discrete"
+    worker = Worker(of_worker, role)
+    with ProfilingCallback(config) as profiling:
+        profiling.add_workers(other if "role" in mistakes else role, [worker])
+        for step in range(1, 7):
+            profiling.on_step_begin(step)
+            with stage(marked):
+                pass
+            profiling.on_step_end()
+    said = warnings(caplog)
+    expected = {
+        "role": f"was added as {other!r}",
+        "settings": "pass the same settings to init_capture",
+        "stage": f"select.stages: nothing marked the stage {absent!r}",
+    }
+    for mistake, text in expected.items():
+        assert sum(text in message for message in said) == (mistake in mistakes), (mistake, said)
+    assert len(said) == len(mistakes)
+
+
+@pytest.mark.parametrize("deep", [1, 3])
+def test_a_folder_that_cannot_be_written_is_tried_when_the_callback_is_made(
+    deep: int, tmp_path: Path
+) -> None:
+    """A good one is not left behind."""
+    (tmp_path / "file").touch()
+    good, bad = (tmp_path.joinpath(name, *"abc"[:deep]) for name in ("new", "file"))
+    ProfilingCallback({"enable": True, "save_path": str(good)})
+    assert not (tmp_path / "new").exists()
+    for given in (str(bad), "/proc/nothing"):
+        with pytest.raises(ConfigError, match=r"save_path: .* cannot be written \(.*choose another folder"):
+            ProfilingCallback({"enable": True, "save_path": given})
+        ProfilingCallback({"enable": False, "save_path": given})
+
+
+def test_two_callbacks_in_one_step_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One after the other is no mistake."""
+    config = {"enable": True, "schedule": {"steps": [9]}, "save_path": str(tmp_path)}
+    for apart in (True, False):
+        first, second = ProfilingCallback(config), ProfilingCallback(config)
+        for step in (1, 2):
+            first.on_step_begin(step)
+            if apart:
+                first.on_step_end()
+            second.on_step_begin(step)
+            second.on_step_end()
+            if not apart:
+                first.on_step_end()
+        first.on_train_end()
+        second.on_train_end()
+        assert sum("call the hooks of one callback only" in one for one in warnings(caplog)) == (not apart)
+
+
+async def test_with_and_async_with_are_told_apart(tmp_path: Path) -> None:
+    config = {"enable": True, "save_path": str(tmp_path)}
+    with pytest.raises(CaptureStateError, match="write `async with`"), AsyncProfilingCallback(config):
+        pass
+
+
+def test_cycles_before_the_first_step_are_said_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run that resumes at step 500 has no cycle left."""
+    cycles = {"skip_first": 10, "wait": 2, "active": 1, "repeat": 4}
+    with ProfilingCallback({"enable": True, "schedule": cycles, "save_path": str(tmp_path)}) as profiling:
+        profiling.on_step_begin(500)
+        assert "begins with step 500, and the schedule ends with step 22" in warnings(caplog)[0]
+        profiling.on_step_end()
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ({"schedule": {"steps": "2-3"}}, r"schedule\.steps: .*write a list: \[2, 3\]"),
+        ({"schedule": {"steps": "2-9"}}, r"schedule\.steps: .*write a list: \[2, 3, \.\.\., 9\]"),
+        ({"select": {"ranks": "one_per_node"}}, r"select\.ranks: .*0,8-15\", or one_per_pp_stage"),
+        ({"run_id": 12}, 'run_id: .*quotation marks: "12"'),
+    ],
+)
+def test_a_setting_of_another_form_has_a_remedy_that_works(given: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        ProfilingConfig.from_any({"enable": True, **given})
+
+
+def test_the_request_of_a_span_may_be_its_second_argument() -> None:
+    assert span("generate", "r5") is span("generate", request="r5")
