@@ -37,6 +37,17 @@ def asked_of(step: Step, calls: Sequence[Calls]) -> tuple[Asked | None, list[Sus
     trigger = manifest.trigger if manifest is not None else Trigger()
     if manifest is None or (trigger.kind == "schedule" and not (trigger.sign or trigger.request)):
         return None, []
+    peers, rows = _compared(trigger, step)
+    last, waited_s = "", 0.0
+    if trigger.stage or trigger.sign in ("slow_step", "leader"):
+        is_of_all = bool(trigger.sign) and not trigger.suspects
+        last, waited_s = last_to(trigger.stage, step, calls, _OF_A_STAGE_OF_ALL if is_of_all else _SMALL)
+    fields = {**msgspec.structs.asdict(trigger), "peers": peers, "only": _recorded_stages(trigger, step)}
+    return Asked(**fields, when=local_time(manifest.begin_ns), last=last, waited_s=waited_s), rows
+
+
+def _compared(trigger: Trigger, step: Step) -> tuple[list[str], list[SuspectRow]]:
+    """Return the names of the peers, and the rows of the suspects; other captured workers may be peers."""
     suspects = list(_named(trigger.suspects[:_MOST_SUSPECTS], step))
     roles, suspected = {one.role for one in suspects}, {one.worker for one in suspects}
     others = [w.name for w in step.workers if w.identity.role in roles and w.name not in suspected]
@@ -46,15 +57,13 @@ def asked_of(step: Step, calls: Sequence[Calls]) -> tuple[Asked | None, list[Sus
     for suspect in suspects:
         if beside := [p for p in peers if p.role == suspect.role and p.worker != suspect.worker]:
             rows += _suspect_rows(suspect, beside, trigger.stage)
-    when = local_time(manifest.begin_ns)
-    last, waited_s = "", 0.0
-    if trigger.stage or trigger.sign in ("slow_step", "leader"):
-        is_of_all = bool(trigger.sign) and not trigger.suspects
-        last, waited_s = last_to(trigger.stage, step, calls, _OF_A_STAGE_OF_ALL if is_of_all else _SMALL)
+    return [peer.name for peer in peers], rows
+
+
+def _recorded_stages(trigger: Trigger, step: Step) -> list[str]:
+    """Return the stages of a capture that is limited to a stage; empty for other captures."""
     recorded = {artifact.stage for worker in step.workers for artifact in worker.artifacts if artifact.stage}
-    only = [trigger.stage, *sorted(recorded - {trigger.stage})] if trigger.stage and recorded else []
-    fields = {**msgspec.structs.asdict(trigger), "peers": [peer.name for peer in peers], "only": only}
-    return Asked(**fields, when=when, last=last, waited_s=waited_s), rows
+    return [trigger.stage, *sorted(recorded - {trigger.stage})] if trigger.stage and recorded else []
 
 
 def _named(names: Sequence[str], step: Step) -> Iterator[_Process]:

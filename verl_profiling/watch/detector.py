@@ -90,11 +90,7 @@ class Detector:
     def _slow(self, summary: StepSummary) -> Suspicion | None:
         """Return a suspicion if the step, or one of its stages, has become slow."""
         options, times = self._options, summary.exposed_s
-        self._seldom |= {stage for stage in times if stage and 2 * self._often[stage] < len(self._ran)}
-        if len(self._ran) == options.window:
-            self._often.subtract(self._ran.popleft())
-        self._ran.append([*times])
-        self._often.update(times.keys())
+        self._count(times)
         step, took = self._step, summary.seconds - sum(times.get(stage, 0.0) for stage in self._seldom)
         amount = step.measure(took, options.slow_step, LEAST_S)
         matters_s = max(MATTERS * step.past.usual, LEAST_S)
@@ -111,9 +107,7 @@ class Detector:
         news = [stage for stage, one in every.items() if one.add(amounts[stage] / among)]
         usual_stages = {stage: one for stage, one in every.items() if stage not in self._seldom}
         if not news and not is_slow_step:
-            is_long = step.score > 0 and step.excess >= max(LONG_S, LONG * step.past.usual)
-            since, self._since_long = self._since_long, 1 if is_long else self._since_long + 1
-            is_first = is_long and since >= options.window
+            is_first = self._is_long()
             return self._slow_step(usual_stages, summary, is_over=True) if is_first else None
         worst = max(news, key=lambda stage: every[stage].excess, default=None)
         if worst is not None and not (is_slow_step and every[worst].excess < step.excess / 2):
@@ -121,6 +115,21 @@ class Detector:
             took_what = f"step {summary.step}: {where} took {duration(every[worst].value)} of the step, "
             return self._suspicion("slow_stage", worst, every[worst], summary, took_what)
         return self._slow_step(usual_stages, summary)
+
+    def _count(self, times: Mapping[str, float]) -> None:
+        """Count the stages that run in a step; those of less than half of the steps are seldom."""
+        self._seldom |= {stage for stage in times if stage and 2 * self._often[stage] < len(self._ran)}
+        if len(self._ran) == self._options.window:
+            self._often.subtract(self._ran.popleft())
+        self._ran.append([*times])
+        self._often.update(times.keys())
+
+    def _is_long(self) -> bool:
+        """Return whether the step alone is much longer, as the first one in a window."""
+        step = self._step
+        is_long = step.score > 0 and step.excess >= max(LONG_S, LONG * step.past.usual)
+        since, self._since_long = self._since_long, 1 if is_long else self._since_long + 1
+        return is_long and since >= self._options.window
 
     def _slow_step(
         self, stages: Mapping[str, Series], summary: StepSummary, is_over: bool = False
