@@ -105,8 +105,8 @@ test-vllm test-sglang test-megatron test-npu test-trl test-areal:
 test-hta: .venv-hta/.ready ## Run the tests that hold the report's figures against HolisticTraceAnalysis
 	.venv-hta/bin/python -m pytest tests/report/test_hta.py $(PYTEST_ARGS)
 
-test-soak: .venv/.ready ## Run thousands of captures and random faults (half an hour) [SOAK_SEED=...]
-	.venv/bin/python -m pytest -m soak $(PYTEST_ARGS)
+test-soak: .venv/.ready ## Run thousands of captures, random faults, deaths and flaky stores, and print the table (half an hour) [SOAK_SEED=...]
+	.venv/bin/python -m pytest -m soak tests/soak $(PYTEST_ARGS)
 
 test-fuzz: .venv/.ready ## Try 22,000 damaged and hostile inputs, and print the table (minutes) [FUZZ_SEED=...]
 	.venv/bin/python -m pytest -m fuzz tests/fuzz $(PYTEST_ARGS)

@@ -60,9 +60,9 @@ def train_on_flaky_store(folder: Path, seed: int) -> dict[str, bool]:
     FlakyStore.pseudo_dirs[:] = [""]
     FlakyStore.share, FlakyStore.left = draw.choice((0.1, 0.3, 0.6)), draw.choice((1, 5, 1_000))
     process_session().reset()
-    config = {
+    config: dict[str, Any] = {
         "enable": True,
-        "save_path": "flaky://bucket/run",
+        "save_path": f"flaky://bucket{seed}/run",
         "tool": "spans",
         "remote": {"staging": str(folder / "staging"), "retry_s": 2},
         "timeouts": {"start_s": 5, "finish_s": 10},
@@ -75,7 +75,7 @@ def train_on_flaky_store(folder: Path, seed: int) -> dict[str, bool]:
             callback.on_step_begin(step)
             callback.on_step_end({"loss": 0.5})
     FlakyStore.left = 0
-    store, path = fsspec.core.url_to_fs("flaky://bucket/run")
+    store, path = fsspec.core.url_to_fs(config["save_path"])
     store.get(path, str(folder / "copy"), recursive=True)
     runs = [path.parent for path in (folder / "copy").rglob("run.json")]
     waits = [path.name for path in (folder / "staging").rglob("*") if path.is_file()]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.soak.flaky_store import train_on_flaky_store
+from tests.soak.test_fault_run import remove_unfinished
 
 ROOT = Path(__file__).parents[2]
 SEED = int(os.environ.get("SOAK_SEED") or random.SystemRandom().randrange(2**31))
@@ -40,6 +41,7 @@ def test_deaths_long_loops_and_flaky_stores(tmp_path: Path, capsys: pytest.Captu
     deaths = lines("deaths", tmp_path / "deaths", SEED)
     [long] = lines("long_loop", tmp_path / "long", 10_000, 200)
     stores = [train_on_flaky_store(tmp_path / f"store{number}", SEED + number) for number in range(STORES)]
+    remove_unfinished(tmp_path)
     wrong = sum(death["called_ok_and_is_not"] for death in deaths)
     named = sum(not death["check_ok"] for death in deaths)
     arrived = sum(store["arrived"] for store in stores)
@@ -59,6 +61,7 @@ def test_deaths_long_loops_and_flaky_stores(tmp_path: Path, capsys: pytest.Captu
     assert len(deaths) == 70
     assert wrong == 0, deaths
     assert long["ok"], long
-    assert (long["captured"], long["threads"], long["descriptors"]) == (100, 0, 0), long
+    assert long["captured"] == 100, long
+    assert max(long["threads"], long["descriptors"]) <= 0, long
     assert long["rss_bytes"] < 8 << 20, long
     assert lost == 0, stores

@@ -89,6 +89,8 @@ class Run:
         self._no_room = ""
         self._stored: list[Path] = []
         self._leaving: list[Path] = []
+        self._captured: list[str] = []
+        self._removed: list[str] = []
         self._not_captured: dict[int, str] = {}
         self._writer = BackgroundWork("files")
         self._maker = BackgroundWork("steps")  # a new step does not wait for the files of the last one
@@ -115,11 +117,12 @@ class Run:
     # run.json, and uploads.
 
     def amend(self, **fields: object) -> None:
-        """Replace fields of ``run.json``."""
+        """Replace fields of ``run.json``, and list the captures so far."""
         if self.info is None:
             return
         with self._lock:
-            self.info = info = msgspec.structs.replace(self.info, **fields)
+            lists = {"captured": [*self._captured], "removed": [*self._removed]}
+            self.info = info = msgspec.structs.replace(self.info, **lists, **fields)
         self._save(self.path / RUN_NAME, lambda: info)
         self.publish()
 
@@ -176,6 +179,7 @@ class Run:
             if self._sent.get(path) != written_ns:
                 RemoteFolder(url).put(path, path.relative_to(self.path).as_posix(), self.place.retry_s)
                 self._sent[path] = written_ns
+            self._problems.pop(path.parent.name, None)
         except Exception as error:  # each file system raises errors of its own
             logger.error(
                 "%s was not uploaded to %s: %s: %s; the file stays in %s",
@@ -274,8 +278,8 @@ class Run:
         folder = self.path / step_folder_name(step, self._recordings[step])
         if keep:
             make_folder(folder, exist_ok=shared)
-            if self.info is not None:
-                self.amend(captured=[*self.info.captured, folder.name])
+            self._captured.append(folder.name)
+            self.amend()
         return folder
 
     def write(self, live: OpenCapture) -> Manifest:
@@ -309,19 +313,18 @@ class Run:
 
     def _remove_leaving(self) -> None:
         """Rename older step folders at once, and delete them in the background."""
-        names = []
         for older in self._leaving:
             try:
                 hidden = older.rename(older.with_name(f".{older.name}.removed"))
             except OSError as error:
                 logger.warning("%s cannot be removed: %s", older, error)
             else:
-                names.append(older.name)
+                self._captured.remove(older.name)
+                self._removed.append(older.name)
                 self.background.submit(partial(shutil.rmtree, hidden))
+        if self._leaving:
+            self.amend()
         self._leaving = []
-        if names and self.info is not None:
-            captured = [name for name in self.info.captured if name not in names]
-            self.amend(captured=captured, removed=[*self.info.removed, *names])
 
     def _find_leaving(self, live: OpenCapture, keep_last: int) -> None:
         """Find older step folders to remove, with a note each; a folder with pending artifacts is kept."""
