@@ -69,6 +69,7 @@ def _run(command: str, path: Path, folder: Path) -> int:
     name, options = {
         "merge": ("merge", ["-j", "1"]),
         "report": ("report", ["--save"]),
+        "top": ("top", ["--once"]),
     }.get(command, (command, []))
     return main([name, str(path), *second, *options])
 

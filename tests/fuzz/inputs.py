@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import step_folders
+from drawn_summaries import summary
 from step_folders import Recording, build_step, with_facts
 
 from tests.fuzz.mutations import garble_bytes, garble_json
@@ -21,6 +22,7 @@ from verl_profiling.analysis import open_step
 from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import Artifact, CaptureResult, Manifest, RunInfo
 from verl_profiling.run_files import read_manifest, write_json_atomically, write_result
+from verl_profiling.watch.sinks import WatchLog
 
 __all__ = ["INPUTS", "Input", "build"]
 
@@ -108,6 +110,9 @@ INPUTS = {
     "result": Input(f"{_SOUND}/actor_rank0.result.json", "sound", _STEP, _change_text),
     "requests": Input(f"{_SOUND}/manifest.json", _SOUND, _STEP, _change_requests),
     "run.json": Input("run/run.json", _RUN, (*_STEP, "collect"), _change_text),
+    "watch log": Input(
+        "run/watch.jsonl", _RUN, ("check", "report", "diff", "analysis", "top"), _change_notes
+    ),
     "begun manifest": Input("run/step_000013/manifest.json", _RUN, _STEP, _change_text),
     "nsys manifest": Input("run/step_000012/manifest.json", _RUN, ("collect",), _change_text),
     "nsys notes": Input("run/nsys/host.1.ranges.jsonl", _RUN, ("collect",), _change_notes),
@@ -136,6 +141,9 @@ def build(folder: Path) -> None:
     process = ProcessId.current()
     run = RunInfo(run_id="run", begin_ns=manifest.begin_ns, process=process, config={}, versions={})
     write_json_atomically(folder / "run" / "run.json", run)
+    log = WatchLog(folder / "run")
+    for number in range(12, 16):
+        log(summary(number, {"rollout": 5000, "update_actor": 3000 + number}))
     nsys = folder / "run" / "nsys"
     nsys.mkdir()
     note = {"number": 1, "folder": step.name, "artifact": promised.path, "begin_ns": manifest.begin_ns}
