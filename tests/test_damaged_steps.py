@@ -23,7 +23,7 @@ from verl_profiling.identity import ProcessId
 from verl_profiling.manifest import MANIFEST_NAME, RUN_NAME, NsysRange, RunInfo, StageSpan
 from verl_profiling.report.check import check
 from verl_profiling.run_files import read_manifest, write_json_atomically
-from verl_profiling.trajectory_log import LoopRecord, SpanRecord, TrajectoryLog, TrajectoryRecord
+from verl_profiling.trajectory_log import Block, LoopRecord, SpanRecord, TrajectoryLog, TrajectoryRecord
 
 Damage = Callable[[Path], object]
 
@@ -259,7 +259,9 @@ GROWTH = """
 """
 
 
-@pytest.mark.parametrize("kind", ["spans in a chain", "stages of the loop", "stages of a worker"])
+@pytest.mark.parametrize(
+    "kind", ["spans in a chain", "spans that block", "stages of the loop", "stages of a worker"]
+)
 def test_what_is_nested_takes_memory_for_itself_alone(
     tmp_path: Path, run_python: RunPython, kind: str
 ) -> None:
@@ -276,9 +278,22 @@ def test_what_is_nested_takes_memory_for_itself_alone(
     elif kind == "stages of a worker":
         rewrite_worker(step, "actor_rank0", stages=stages)
     else:
-        spans = [SpanRecord(at, 0, at - 1, *part, 7, 0, False, "", {}) for at, part in enumerate(parts)]
+        blocks = []
+        if kind == "spans that block":
+            times = [
+                range(begin_ns + 10_000 * at, begin_ns + 10_000 * at + 9_999, 3_333) for at in range(count)
+            ]
+            parts = [
+                (name, begin, middle) for (name, *_), (begin, middle, *_) in zip(parts, times, strict=True)
+            ]
+            blocks = [Block(0, middle, end, at, "t", "") for at, (_, middle, end, *_) in enumerate(times)]
+            end_ns = times[-1][-1]
+        parents = [-1 if blocks else at - 1 for at in range(count)]
+        spans = [SpanRecord(at, 0, parents[at], *part, 7, 0, False, "", {}) for at, part in enumerate(parts)]
         whole = TrajectoryRecord(0, "g", 0, begin_ns, end_ns, "done", 0, "", {})
-        log = TrajectoryLog(lane="agent_loop_rank0", begin_ns=begin_ns, end_ns=end_ns, spans=spans)
+        log = TrajectoryLog(
+            lane="agent_loop_rank0", begin_ns=begin_ns, end_ns=end_ns, spans=spans, blocks=blocks
+        )
         log.loops, log.trajectories = [LoopRecord(0, 7, "loop")], [whole]
         add_log(step, log)
     before, after = map(int, run_python(GROWTH, plain, step).stderr.splitlines()[-2:])

@@ -665,7 +665,7 @@ class _Parts:
         self._records, self._served = records, served
         self._queued = _queued(records, served)
         self._around: list[list[tuple[int, tuple[str, int]]]] = []  # end and call of each span and all around
-        self._took, spans = defaultdict[str, list[int]](list), records.spans
+        took, spans = defaultdict[str, list[int]](list), records.spans
         for owner, name, begin, end, parent in _rows(
             spans.trajectory, spans.name, spans.begin, spans.end, spans.parent
         ):
@@ -673,7 +673,8 @@ class _Parts:
             own = records.trajectories[owner] if owner >= 0 else None
             if own is None or not (own.cut_begin and begin == own.begin_ns):
                 self._around[-1] = [*self._around[-1], (end, (records.names[name], end - begin))]
-                self._took[records.names[name]].append(end - begin)
+                took[records.names[name]].append(end - begin)
+        self._mean_ns = {name: round(sum(times) / len(times)) for name, times in took.items()}
         self._blocks = defaultdict[int, list[tuple[int, int]]](list)
         blocks = records.blocks
         for loop, begin, what in sorted(_rows(blocks.loop, blocks.begin, blocks.what)):
@@ -684,8 +685,7 @@ class _Parts:
         kind, own_calls = self._records.names[cause], self._around[span] if span >= 0 else []
         if kind == LOOP_LAG and (place := bisect_left(self._blocks[loop], (end,))):
             blocker = self._records.blockers[self._blocks[loop][place - 1][1]][1]
-            took = self._took[blocker]
-            mean_ns = round(sum(took) / max(len(took), 1))
+            mean_ns = self._mean_ns.get(blocker, 0)
             return LAG_BY + blocker, ((blocker, mean_ns),) if mean_ns else ()
         return kind, tuple(call for until, call in own_calls if until > begin)
 

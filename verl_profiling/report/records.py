@@ -31,6 +31,7 @@ from verl_profiling.report.intervals import (
     Sharing,
     Spans,
     length,
+    spans_of,
     subtract,
     time_of,
     union,
@@ -434,14 +435,18 @@ def _with_lag(waits: Pieces, blocks: Blocks) -> Pieces:
     low, high = np.maximum(since[last], waits.begin), np.minimum(until, waits.end)
     is_late = (loop[last] == waits.loop) & (waits.end <= until + DRAIN_NS) & (low < high)
     late = np.flatnonzero(is_late)
-    own = defaultdict[int, list[tuple[int, ...]]](list)
+    blocked = defaultdict[int, list[tuple[int, int]]](list)
     for owner, *block in zip(
         *(c.tolist() for c in (blocks.trajectory, blocks.begin, blocks.end)), strict=True
     ):
-        own[owner].append(tuple(block))
-    holes = [
-        (row, *hole) for row, owner in enumerate(waits.owner[late].tolist()) for hole in own.get(owner, ())
-    ]
+        blocked[owner].append(tuple(block))
+    own = {owner: spans_of(pairs) for owner, pairs in blocked.items()}
+    holes: list[tuple[int, ...]] = []
+    for place, owner in enumerate(waits.owner[late].tolist()):
+        spans = own.get(owner, EMPTY)
+        first = np.searchsorted(spans[:, 1], low[late[place]])
+        beyond = np.searchsorted(spans[:, 0], high[late[place]])
+        holes += [(place, *hole) for hole in spans[first:beyond].tolist()]
     row, begin, end = without(low[late], high[late], *np.array(holes, dtype=np.int64).reshape(-1, 3).T)
     lag = waits.of(late[row], begin=begin, end=end, cause=np.full(len(row), _NUMBERS[LOOP_LAG]))
     left, begin, end = without(waits.begin[late], waits.end[late], row, begin, end)
