@@ -137,6 +137,16 @@ def test_each_process_of_an_export_is_a_lane_with_all_its_work(
     assert not report["coverage"]["missing"]
 
 
+def test_processes_that_a_header_cannot_have_are_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A header of a stranger is an error with the file's name, as any other damage."""
+    about = {"processes": [5], "notes": 7}
+    (tmp_path / "x.json").write_text(json.dumps({"verl_profiling": about, "traceEvents": [{"ph": "i"}]}))
+    assert main(["report", str(tmp_path / "x.json")]) == 2
+    assert "x.json: lists no processes" in capsys.readouterr().err
+
+
 @pytest.fixture
 def captures(tmp_path: Path) -> Path:
     """Two ranks of one script on Ascend 910, as text and as database."""

@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -209,16 +210,20 @@ def _described(path: Path, name: str) -> list[PlainTrace]:
     return list(_processes(described, trace.about("processes"))) or [described]
 
 
-def _processes(report: PlainTrace, processes: Iterable[list[int]]) -> Iterator[PlainTrace]:
-    """Yield the part of each process in a report of several processes."""
+def _processes(report: PlainTrace, listed: list[Any]) -> Iterator[PlainTrace]:
+    """Yield the part of each process in a report of several processes, which its header lists."""
     host, title, _ = report.process
+    try:
+        processes = msgspec.convert(listed, list[list[int]])
+    except msgspec.ValidationError as error:
+        raise TraceFormatError(report.path, f"lists no processes in its header ({error})") from error
     for rank, pids in enumerate(processes):
         yield msgspec.structs.replace(
             report,
             rank=rank,
             is_ranked=True,
             pids=frozenset(pids),
-            process=(host, title, str(pids[0])),
+            process=(host, title, str(pids)),
             recording=(*report.recording, rank),
         )
 
