@@ -53,8 +53,9 @@ def test_deaths_long_loops_and_flaky_stores(tmp_path: Path, capsys: pytest.Captu
             f"| a loop dies in ten ways, in seven phases | {len(deaths)} | `check` names {named} of them; "
             f"the others lost nothing | {wrong} called whole |\n"
             f"| 10,000 watched steps, 200 captures, `keep_last` 100 | 1 | {long['captured']} captures, "
-            f"{long['seconds']:.0f} s | {long['threads']} threads, {long['descriptors']} descriptors and "
-            f"{max(0, long['rss_bytes']) >> 20} MiB more in the second half |\n"
+            f"{long['seconds']:.0f} s | {max(0, long['threads'])} threads, "
+            f"{max(0, long['descriptors'])} descriptors and {max(0, long['rss_bytes']) >> 20} MiB more "
+            "in the second half |\n"
             f"| stores that refuse, cut, hang up or are down | {STORES} | {arrived} runs arrived whole; "
             f"the others are named | {lost} lost without a word |"
         )
