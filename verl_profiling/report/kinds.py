@@ -221,7 +221,6 @@ NO_WORK = frozenset(
 ) - {"user_annotation", *_QUEUES}
 """Categories of events that are no busy time."""
 
-_OPERATORS = ("cpu_op", "Operator")
 _LAUNCH = re.compile(r"Launch|runFunction|EnqueueKernel")
 # MTIA gives copies, waits and control tasks the category of kernels; names: HTA's ``types.py`` and traces.
 _MTIA = "mtia_ccp_events"
@@ -253,7 +252,7 @@ def is_launch(category: str, name: str) -> bool:
     """Return whether an event is a host call that enqueues work on a device."""
     if category in _QUEUES:
         return True
-    return meaning_of(category) == "host" and category not in _OPERATORS and bool(_LAUNCH.search(name))
+    return meaning_of(category) == "host" and category != "cpu_op" and bool(_LAUNCH.search(name))
 
 
 # Process names in an NPU trace, from msprof's parser (github.com/kali20gakki/msprof,

@@ -30,12 +30,8 @@ class Category(NamedTuple):
 
 
 CATEGORIES = (
-    # pytorch/kineto: libkineto/include/ActivityType.h; of older torch,
-    # tb_plugin/torch_tb_profiler/profiler/trace.py of commit be239c04
+    # pytorch/kineto: libkineto/include/ActivityType.h
     Category(("kernel",), "CUDA, ROCm, XPU, HPU, PrivateUse1", "kernel"),
-    Category(("gpu_memcpy", "gpu_memset"), "CUDA, ROCm, XPU, PrivateUse1", "copy"),
-    Category(("Kernel",), "CUDA, older torch (seen: 1.9)", "kernel"),
-    Category(("Memcpy", "Memset"), "CUDA, older torch (seen: 1.9)", "copy"),
     # facebookresearch/HolisticTraceAnalysis: hta/common/types.py
     Category(("mtia_ccp_events",), "MTIA", "kernel"),
     Category(
@@ -48,20 +44,16 @@ CATEGORIES = (
     Category(("mtia_insight", "mtia_counters"), "MTIA", "on device, no work"),
     Category(("hardware_counters",), "CUDA", "on device, no work"),
     Category(("cpu_op",), "every torch", "host"),
-    Category(("Operator", "Runtime"), "older torch (seen: 1.9)", "host"),
-    Category(("cuda_runtime", "cuda_driver"), "CUDA, ROCm", "host"),
-    Category(("xpu_runtime", "xpu_driver"), "XPU", "host"),
     Category(("hpu_op",), "HPU", "host"),  # HabanaAI/gaudi-pytorch-bridge
-    Category(("mtia_runtime", "glow_runtime"), "MTIA, Glow", "host"),
-    Category(("privateuse1_runtime", "privateuse1_driver"), "PrivateUse1", "host"),
-    # Cambricon/torch_mlu: third_party/kineto_mlu/libkineto/src/ActivityType.cpp
-    Category(("*_memcpy", "*_memset"), "any other vendor, as MLU", "copy"),
-    Category(("*_runtime", "*_driver"), "any other vendor, as MLU", "host"),
+    # MLU: Cambricon/torch_mlu, third_party/kineto_mlu/libkineto/src/ActivityType.cpp
+    Category(("*_memcpy", "*_memset"), "CUDA, ROCm, XPU, PrivateUse1, any other vendor, as MLU", "copy"),
+    Category(
+        ("*_runtime", "*_driver"), "CUDA, ROCm, XPU, MTIA, PrivateUse1, any other vendor, as MLU", "host"
+    ),
     Category(
         ("*_user_annotation", "*_sync", "*_profiler_range"), "any other vendor, as MLU", "on device, no work"
     ),
     Category(("collective_comm",), "XPU", "collective on the host"),
-    Category(("Communication",), "older torch (not seen here)", "collective on the host"),
     Category(
         ("user_annotation", "python_function", "Python", "cpu_instant_event", "overhead", "Trace"),
         "every torch",
