@@ -25,7 +25,7 @@ from verl_profiling.watch_log import has_watch_log
 UNWRITTEN = f"holds no {MANIFEST_NAME}: the loop ended before the begin of the capture"
 _TIMES = ("begin_ns", "end_ns", "unix_ns", "arrival_ns", "scheduled_ns", "first_token_ns", "last_token_ns")
 _PARTS_WITH_TIMES = ("stages", "pauses", "tool_spans", "requests", "artifacts", "anchors")
-_STEP_FOLDER = re.compile(r"step_(\d+)(?:\.(\d+))?")
+_STEP_FOLDER = re.compile(r"step_\d+(?:\.\d+)?")
 
 
 def find_steps(path: Path) -> list[StepInputs]:
@@ -69,7 +69,8 @@ def steps_of(
             except TraceFormatError as error:
                 damaged.append(error)
     traces, unreadable = plain_steps(plain)
-    found, damaged = [*steps.values(), *traces], [*damaged, *unreadable]
+    found = [*steps.values(), *traces]
+    damaged += unreadable
     if not found:
         raise damaged[0]
     for step in found:
@@ -174,11 +175,10 @@ def how_to_capture(run: Path) -> str:
 
 def step_folders(run: Path) -> list[Path]:
     """Return the step folders of a run folder, by step number and then by number of the recording."""
-    found = []
-    for child in run.iterdir() if run.is_dir() else ():
-        if (match := _STEP_FOLDER.fullmatch(child.name)) and child.is_dir():
-            found.append((int(match[1]), int(match[2] or 1), child))
-    return [folder for _, _, folder in sorted(found)]
+    if not run.is_dir():
+        return []
+    named = (child for child in run.iterdir() if _STEP_FOLDER.fullmatch(child.name) and child.is_dir())
+    return sorted(named, key=lambda folder: numbered(folder.name))
 
 
 def located(directory: Path, artifact: Artifact) -> tuple[Path | None, Any, str]:

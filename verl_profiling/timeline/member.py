@@ -412,44 +412,50 @@ def lay_out(
         log: The log, from :func:`linked_log`.
         is_wanted: Function that returns whether a record is selected.
     """
-    groups: dict[tuple[str, int], list[list[Any]]] = {}  # by name and loop: a record with its spans
-    loops = {loop.id: loop.name for loop in reversed(log.loops)}
-    for block in sorted(log.blocks, key=lambda block: block.loop):
-        key = f"loop {loops.get(block.loop) or block.loop} blocked", block.loop
-        groups.setdefault(key, []).append([block])
-    trajectories: dict[int, list[Any]] = {one.id: [one] for one in log.trajectories}
-    outside: dict[int, list[Any]] = {}  # by the id of each span outside trajectories
-    groups["trajectories", 0], groups["spans", 0] = list(trajectories.values()), []
-    for span in log.spans:
-        if span.trajectory != NO_SPAN:
-            trajectories[span.trajectory].append(span)
-        elif span.parent != NO_SPAN:
-            outside[span.id] = outside[span.parent]
-            outside[span.id].append(span)
-        else:
-            outside[span.id] = [span]
-            groups["spans", 0].append(outside[span.id])
     names: list[str] = []
     placed: list[tuple[_Record, int]] = []
-    for (name, _), owners in groups.items():
-        found = [nested for records in owners if (nested := _nested(*records, is_wanted=is_wanted))]
-        spans = [(min(r.begin_ns for r in of), max(r.end_ns for r in of)) for of, _ in found]
+    for name, owners in _groups(log):
+        nested = [_nested(*records, is_wanted=is_wanted) for records in owners]
+        parts = [(records, below) for records, below in nested if records]
+        spans = [(min(r.begin_ns for r in records), max(r.end_ns for r in records)) for records, _ in parts]
         packed = packed_rows(spans)
         heights = [0] * (max(packed, default=-1) + 1)
-        for row, (_, below) in zip(packed, found, strict=True):
+        for row, (_, below) in zip(packed, parts, strict=True):
             heights[row] = max(heights[row], max(below) + 1)
         firsts = list(accumulate(heights, initial=len(names)))
-        for row, (of, below) in zip(packed, found, strict=True):
-            placed += zip(of, [firsts[row] + place for place in below], strict=True)
+        for row, (records, below) in zip(packed, parts, strict=True):
+            placed += [(record, firsts[row] + place) for record, place in zip(records, below, strict=True)]
         for number, height in enumerate(heights):
             named = name if len(heights) == 1 else f"{name} {number}"
             names += [named if part == 1 else f"{named}.{part}" for part in range(1, height + 1)]
     return names, placed
 
 
+def _groups(log: TrajectoryLog) -> Iterator[tuple[str, list[list[Any]]]]:
+    """Yield the groups of rows: a name, and lists of a record with the spans below it."""
+    loops = {loop.id: loop.name for loop in reversed(log.loops)}
+    blocks: dict[int, list[list[Any]]] = {}
+    for block in sorted(log.blocks, key=lambda block: block.loop):
+        blocks.setdefault(block.loop, []).append([block])
+    for loop, blocked in blocks.items():
+        yield f"loop {loops.get(loop) or loop} blocked", blocked
+    trajectories: dict[int, list[Any]] = {one.id: [one] for one in log.trajectories}
+    outside: list[list[Any]] = []
+    around: dict[int, list[Any]] = {}  # by the id of each span
+    for span in log.spans:
+        records = around.get(span.parent, trajectories.get(span.trajectory))
+        if records is None:
+            records = []
+            outside.append(records)
+        records.append(span)
+        around[span.id] = records
+    yield "trajectories", list(trajectories.values())
+    yield "spans", outside
+
+
 def _nested(
     head: Any, *spans: SpanRecord, is_wanted: Callable[[_Record], bool]
-) -> tuple[list[Any], list[int]] | None:
+) -> tuple[list[Any], list[int]]:
     """Return a record and its spans, as far as selected, with row numbers below the row of the record.
 
     A span with an unselected parent counts as a child of the record.
@@ -460,4 +466,4 @@ def _nested(
     rows = nested_rows(found, lambda span, around: around is by_id.get(span.parent, head))
     if is_wanted(head):
         return found, rows
-    return (wanted, rows[1:]) if wanted else None
+    return wanted, rows[1:]

@@ -39,6 +39,7 @@ from verl_profiling.timeline.processes import (
     STAGES_TID,
     Slice,
     controller_events,
+    metadata,
     name_process,
     path_events,
     request_events,
@@ -199,10 +200,10 @@ def _plan(
     last = max(lanes.values(), default=LANE_PIDS)
     for number, worker in enumerate(workers, 1):
         pids.setdefault(worker.name, last + number * LANE_PIDS)
-    requests = requests_by_id(inputs.manifest) if inputs.manifest and inputs.logs else {}
+    requests = requests_by_id(inputs.manifest) if inputs.manifest else {}
     places = {
         (request.id, request.begin_ns): (pids[worker.name] + REQUESTS_PID, row + 1)
-        for worker in (workers if inputs.logs else ())
+        for worker in workers
         for request, row in zip(worker.requests, request_rows(worker), strict=True)
         if keep.holds(request.begin_ns, request.end_ns)
     }
@@ -263,8 +264,7 @@ def _opening(inputs: StepInputs, plan: list[MemberJob], pids: dict[str, int], ba
     for worker, pid in pids.items():
         if pid in used:
             events += name_process(pid, titles.get(worker, worker))
-            first = msgspec.Raw(b'{"sort_index":-1}')
-            events.append(Event("M", name="thread_sort_index", pid=pid, tid=STAGES_TID, args=first))
+            events.append(metadata("thread_sort_index", pid, STAGES_TID, {"sort_index": -1}))
     return events
 
 

@@ -14,7 +14,7 @@ from itertools import count
 import msgspec
 import numpy as np
 
-from verl_profiling.timeline.processes import name_thread
+from verl_profiling.timeline.processes import metadata
 from verl_profiling.timeline.trace import Event
 
 _FIRST_TID = 1 << 24  # above the rows of stages
@@ -80,7 +80,7 @@ class Overlaps:
         for ((pid, tid), level), new_tid in self._tids.items():
             title = of_thread.get(("thread_name", pid, tid))
             name = title.said("name") if title else f"thread {tid}"
-            yield name_thread(pid, new_tid, f"{name} ({level + 1})")
+            yield metadata("thread_name", pid, new_tid, {"name": f"{name} ({level + 1})"})
             if index := of_thread.get(("thread_sort_index", pid, tid)):
                 yield msgspec.structs.replace(index, tid=new_tid)
 

@@ -85,8 +85,8 @@ def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceForm
         found = len(unread)
         for file in _files(path):
             try:
-                name = os.path.relpath(file.absolute(), directory.absolute())
-                traces |= {(file.resolve(), part.rank): part for part in _described(file, name)}
+                for part in _described(file, os.path.relpath(file, directory)):
+                    traces[file.resolve(), part.rank] = part
             except TraceFormatError as error:
                 if path == file:
                     raise
@@ -97,7 +97,7 @@ def plain_steps(paths: Sequence[Path]) -> tuple[list[StepInputs], list[TraceForm
         if not found:
             raise TraceFormatError(path, "holds no manifest.json, no step folders and no trace files")
         damaged += unread
-    together = len(paths) > 1 and not any(path.is_dir() for path in paths)
+    together = not any(path.is_dir() for path in paths)
     return list(_steps(directory, _label(paths, directory), list(traces.values()), together)), damaged
 
 
@@ -149,7 +149,7 @@ def _label(paths: Sequence[Path], directory: Path) -> str:
     """Return the part of result names for a selection of traces; empty for a whole folder."""
     if len(paths) == 1 and paths[0].is_dir():
         return ""
-    names = {os.path.relpath(path.absolute(), directory.absolute()) for path in paths}
+    names = {os.path.relpath(path, directory) for path in paths}
     return short_label("+".join(_TRACE_SUFFIX.sub("", name) for name in sorted(names)))
 
 

@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import TypeVar
 
 import msgspec
@@ -56,10 +55,9 @@ _Span = TypeVar("_Span", bound=StageSpan | TrajectoryRecord | SpanRecord)
 
 def name_process(pid: int, name: str) -> list[Event]:
     """Return the metadata that names a process (at most 120 characters) and sorts it by its id."""
-    named = msgspec.Raw(_ENCODER.encode({"name": shortened(name)}))
     return [
-        Event("M", name="process_name", pid=pid, tid=0, args=named),
-        Event("M", name="process_sort_index", pid=pid, tid=0, args=msgspec.Raw(b'{"sort_index":%d}' % pid)),
+        metadata("process_name", pid, 0, {"name": shortened(name)}),
+        metadata("process_sort_index", pid, 0, {"sort_index": pid}),
     ]
 
 
@@ -70,16 +68,15 @@ def shortened(name: str) -> str:
 
 def name_row(pid: int, row: int, name: str) -> list[Event]:
     """Return the metadata that names and sorts a row; trajectories and requests have rows, not threads."""
-    order = msgspec.Raw(b'{"sort_index":%d}' % row)
     return [
-        name_thread(pid, row + 1, shortened(name)),
-        Event("M", name="thread_sort_index", pid=pid, tid=row + 1, args=order),
+        metadata("thread_name", pid, row + 1, {"name": shortened(name)}),
+        metadata("thread_sort_index", pid, row + 1, {"sort_index": row}),
     ]
 
 
-def name_thread(pid: int | str | None, tid: int, name: str) -> Event:
-    """Return the metadata that names a thread."""
-    return Event("M", name="thread_name", pid=pid, tid=tid, args=msgspec.Raw(_ENCODER.encode({"name": name})))
+def metadata(kind: str, pid: int | str | None, tid: int, about: Mapping[str, object]) -> Event:
+    """Return metadata of a process or thread: its name, or its place among the others."""
+    return Event("M", name=kind, pid=pid, tid=tid, args=msgspec.Raw(_ENCODER.encode(about)))
 
 
 def draw(
@@ -256,7 +253,7 @@ class Processes:
                 said.setdefault(new, {}).setdefault(word, event.said(word)[:_NAME_LENGTH])
         if self._marked:
             self._titles.setdefault(self._pid, self._title)
-            events.append(name_thread(self._pid, _PROFILER_TID, "profiler"))
+            events.append(metadata("thread_name", self._pid, _PROFILER_TID, {"name": "profiler"}))
         for new, words in said.items():
             if named := " ".join(dict.fromkeys(filter(None, words.values()))):
                 self._titles[new] = f"{self._title} {named}"
@@ -281,15 +278,15 @@ def controller_events(manifest: Manifest, pids: Mapping[str, int], base_ns: int)
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
     """
     events: list[Event] = []
-    stages: dict[str, list[Event]] = {}  # drawn, by process
+    stages: list[Event] = []
     named: set[tuple[str, int]] = set()
     for who, tid, title, category, part in _from_manifest(manifest):
         if (who, tid) not in named:
             named.add((who, tid))
-            events.append(name_thread(pids[who], tid, title))
+            events.append(metadata("thread_name", pids[who], tid, {"name": title}))
         drawn = draw(base_ns, pids[who], tid, category, *part)
-        (stages.setdefault(who, []) if category == "stage" else events).append(drawn)
-    return [*events, *chain.from_iterable(stages.values()), *_arrows(stages)]
+        (stages if category == "stage" else events).append(drawn)
+    return [*events, *stages, *_arrows(stages, pids[CONTROLLER])]
 
 
 Slice = tuple[str, int, int, Mapping[str, object]]
@@ -324,19 +321,20 @@ def _from_manifest(manifest: Manifest) -> Iterator[_Drawn]:
             yield worker.name, TOOL_TID, "tool", "capture", (title, tool.begin_ns, tool.end_ns, of)
 
 
-def _arrows(stages: dict[str, list[Event]]) -> list[Event]:
+def _arrows(stages: list[Event], controller: int) -> list[Event]:
     """Return arrows from the controller's stages to the workers' stages of the same name inside them.
 
     If several stages of the controller with this name are open, the arrow starts at the latest.
+
+    Args:
+        stages: Slices of the stages.
+        controller: Process id of the controller.
     """
     arrows: list[Event] = []
     opened: dict[str, list[Event]] = {}  # by name
-    both = [
-        (span, worker == CONTROLLER) for worker, spans in stages.items() for span in spans if span.ph == "X"
-    ]
-    for span, is_cause in sorted(both, key=lambda one: (one[0].ts or 0.0, not one[1])):
+    for span in sorted(stages, key=lambda span: (span.ts or 0.0, span.pid != controller)):
         causes = opened.setdefault(span.name, [])
-        if is_cause:
+        if span.pid == controller:
             causes.append(span)
             continue
         while causes and (causes[-1].ts or 0.0) + (causes[-1].dur or 0.0) < (span.ts or 0.0):

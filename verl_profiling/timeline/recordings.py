@@ -7,7 +7,7 @@ folder of torch_npu.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -22,12 +22,15 @@ WORD = r"(?<![a-z0-9])"
 NUMBER = r"[\[=_-]?(\d{1,9})"
 """Regular expression of the number of a word in a name: ``rank3``, ``rank[3]``, ``step=3``."""
 
-_APART_NS = 1_000_000_000  # ranks begin to record within milliseconds of each other
+_APART_S = 1.0  # ranks begin to record within milliseconds of each other
 _DATA_RANK = re.compile(f"{WORD}dp(?:[_-]?rank)?{NUMBER}", re.IGNORECASE)
 _LAST_NUMBER = re.compile(r"(\d{1,5})(?=\D*$)")
 
 Process = tuple[str, str, str]
 """Host, name and id of a process; empty if unknown."""
+
+_Numbers = dict[Process, int]
+"""Numbers of processes in order, from 0 on."""
 
 
 class PlainTrace(Source, frozen=True, kw_only=True):
@@ -84,8 +87,7 @@ def ranked_by_number(traces: list[PlainTrace]) -> list[PlainTrace]:
     series: dict[str, dict[int, PlainTrace]] = {}
     for trace in traces:
         if not trace.is_ranked and (number := _LAST_NUMBER.search(trace.name)):
-            shared = trace.name[: number.start()] + trace.name[number.end() :]
-            series.setdefault(shared, {})[int(number[1])] = trace
+            series.setdefault(_LAST_NUMBER.sub("", trace.name), {})[int(number[1])] = trace
     ranks: dict[Path, int] = {}
     for numbered in series.values():
         processes = {trace.process for trace in numbered.values()}
@@ -96,15 +98,15 @@ def ranked_by_number(traces: list[PlainTrace]) -> list[PlainTrace]:
 
 def in_lanes(traces: list[PlainTrace]) -> list[Source]:
     """Give each process a lane of its own; a further one of the same rank gets e.g. ``actor_rank0.2``."""
-    owners: dict[tuple[object, ...], list[Process]] = {}
+    owners: dict[tuple[object, ...], _Numbers] = {}
     result: list[Source] = []
     for trace in sorted(_by_engine(traces), key=lambda trace: (not trace.is_ranked, trace.name)):
-        processes = owners.setdefault((trace.role, trace.replica, trace.rank), [])
-        if trace.process not in processes:
-            processes.append(trace.process)
-        worker = f"{trace.role}_rank{trace.rank}" if trace.replica is None else f"{trace.role}{trace.replica}"
-        lane = worker if trace.replica is None else f"{worker}_rank{trace.rank}"
-        if number := processes.index(trace.process):
+        processes = owners.setdefault((trace.role, trace.replica, trace.rank), {})
+        worker = lane = f"{trace.role}_rank{trace.rank}"
+        if trace.replica is not None:
+            worker = f"{trace.role}{trace.replica}"
+            lane = f"{worker}_rank{trace.rank}"
+        if number := processes.setdefault(trace.process, len(processes)):
             lane = f"{lane}.{number + 1}"
         result.append(msgspec.structs.replace(trace, worker=worker, lane=lane))
     return sorted_sources(result)
@@ -116,28 +118,26 @@ def _by_engine(traces: list[PlainTrace]) -> list[PlainTrace]:
     Each engine counts its ranks from 0, so several processes of one rank are of several engines: of those in
     the names (``dp1``), else of the first, the second, and so on by name.
     """
-    ranks: dict[int, list[Process]] = {}
+    ranks: dict[int, _Numbers] = {}
     for trace in traces:
         if trace.is_ranked and _lacks_replica(trace):
-            processes = ranks.setdefault(trace.rank, [])
-            if trace.process not in processes:
-                processes.append(trace.process)
+            processes = ranks.setdefault(trace.rank, {})
+            processes.setdefault(trace.process, len(processes))
     is_repeated = any(len(processes) > 1 for processes in ranks.values())
-    return [_of_engine(one, ranks if is_repeated else {}) if _lacks_replica(one) else one for one in traces]
+    result = []
+    for trace in traces:
+        if _lacks_replica(trace):
+            replica: int | None = 0
+            if is_repeated and trace.is_ranked:
+                named = number_in(trace.name, _DATA_RANK)
+                replica = ranks[trace.rank][trace.process] if named is None else named
+            trace = msgspec.structs.replace(trace, replica=replica)
+        result.append(trace)
+    return result
 
 
 def _lacks_replica(trace: PlainTrace) -> bool:
     return trace.role == ROLLOUT_ROLE and trace.replica is None
-
-
-def _of_engine(trace: PlainTrace, ranks: Mapping[int, list[Process]]) -> PlainTrace:
-    """Return a trace with its replica; ``ranks`` has the processes of each rank, if engines share ranks."""
-    replica: int | None = 0
-    if ranks and trace.is_ranked:
-        replica = number_in(trace.name, _DATA_RANK)
-        if replica is None:
-            replica = ranks[trace.rank].index(trace.process)
-    return msgspec.structs.replace(trace, replica=replica)
 
 
 def clock_notes(traces: list[PlainTrace]) -> Iterator[str]:
@@ -147,10 +147,10 @@ def clock_notes(traces: list[PlainTrace]) -> Iterator[str]:
         if host := trace.process[0]:
             roles.setdefault(trace.role, {}).setdefault(host, trace.begin_ns)
     for role, begins in roles.items():
-        (first, first_ns), *_, (last, last_ns) = (*begins.items(), *begins.items())
-        if last_ns - first_ns > _APART_NS:
-            apart = duration((last_ns - first_ns) / 1e9)
+        first, last = next(iter(begins)), next(reversed(begins))
+        apart_s = (begins[last] - begins[first]) / 1e9
+        if apart_s > _APART_S:
             yield (
-                f"{role}: recordings of {last} begin {apart} after those of {first}; "
+                f"{role}: recordings of {last} begin {duration(apart_s)} after those of {first}; "
                 "without a manifest, clocks of hosts are not corrected"
             )

@@ -11,7 +11,16 @@ from pathlib import Path
 import msgspec
 
 from verl_profiling.identity import step_folder_name
-from verl_profiling.manifest import MAX_NS, CaptureResult, Manifest, Rpc, StageSpan, StepSpan, ToolSpan
+from verl_profiling.manifest import (
+    MAX_NS,
+    Artifact,
+    CaptureResult,
+    Manifest,
+    Rpc,
+    StageSpan,
+    StepSpan,
+    ToolSpan,
+)
 from verl_profiling.opener import named_file
 from verl_profiling.run_files import recorded_folder
 from verl_profiling.timeline.trace import Event, Limits
@@ -39,7 +48,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         pids: Ids of the lane's processes in the file; empty for all processes.
         where: ``host:path`` of a file on another host's own file system, which a Ray task reads; ``path`` is
             its path if it were in the step folder.
-        artifact: Path of that file relative to the step folder.
+        artifact: Path of the artifact of that file, relative to the step folder.
         capture_id: The capture to which that file belongs.
     """
 
@@ -193,11 +202,9 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
 
     def holds(self, begin_ns: int, end_ns: int) -> bool:
         """Return whether a span (unix ns on the controller's clock) is kept."""
-        windows = self.windows_ns
-        is_long = end_ns - begin_ns >= self.min_us * 1000
-        return is_long and (
-            not windows or any(begin_ns < last and end_ns >= first for first, last in windows)
-        )
+        took_ns = end_ns - begin_ns
+        is_long = took_ns >= self.min_us * 1000
+        return is_long and (not self.windows_ns or _overlaps(begin_ns, took_ns, self.windows_ns))
 
     def select(self, events: list[Event], base_ns: int) -> list[Event]:
         """Return the selected events.
@@ -214,8 +221,8 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
         return events
 
 
-def _overlaps(ts: float, dur: float, windows: list[tuple[float, float]]) -> bool:
-    return any(ts < end and ts + dur >= begin for begin, end in windows)
+def _overlaps(begin: float, took: float, windows: Iterable[tuple[float, float]]) -> bool:
+    return any(begin < last and begin + took >= first for first, last in windows)
 
 
 def one_by_one(inputs: StepInputs) -> list[StepInputs]:
@@ -242,11 +249,13 @@ def _in_order(spans: Sequence[StepSpan]) -> bool:
 
 def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
     span, *later = whole.step_spans[index:]
-    begin_ns, end_ns, next_ns = span.begin_ns, span.end_ns, later[0].begin_ns if later else MAX_NS
+    begin_ns, end_ns = span.begin_ns, span.end_ns
+    since_ns = begin_ns if index else 0
+    next_ns = later[0].begin_ns if later else MAX_NS
 
     def drives(begun: ToolSpan | Rpc) -> bool:
         """Return whether a tool span or RPC belongs to this step: the last before it, else the first."""
-        return (not index or begin_ns <= begun.begin_ns) and begun.begin_ns < next_ns
+        return since_ns <= begun.begin_ns < next_ns
 
     def clipped(stages: Iterable[StageSpan]) -> list[StageSpan]:
         parts = ((stage, max(stage.begin_ns, begin_ns), min(stage.end_ns, end_ns)) for stage in stages)
@@ -258,7 +267,10 @@ def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
 
     def is_outside(stage: StageSpan) -> bool:
         """Return whether a stage ran before the first step, or between this step and the next."""
-        return (not index and stage.end_ns <= begin_ns) or end_ns <= stage.begin_ns < next_ns
+        return since_ns < stage.end_ns <= begin_ns or end_ns <= stage.begin_ns < next_ns
+
+    def is_of_step(artifact: Artifact) -> bool:
+        return not artifact.end_ns or (artifact.begin_ns < end_ns and artifact.end_ns > begin_ns)
 
     def part_of(worker: CaptureResult) -> CaptureResult:
         return msgspec.structs.replace(
@@ -268,11 +280,7 @@ def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
             pauses=clipped(worker.pauses),
             tool_spans=list(filter(drives, worker.tool_spans)),
             requests=[request for request in worker.requests if begin_ns < request.end_ns <= end_ns],
-            artifacts=[
-                one
-                for one in worker.artifacts
-                if not one.end_ns or (one.begin_ns < end_ns and one.end_ns > begin_ns)
-            ],
+            artifacts=list(filter(is_of_step, worker.artifacts)),
         )
 
     around = sorted((*whole.outside, *whole.stages), key=lambda stage: stage.begin_ns)
@@ -292,21 +300,12 @@ def _of_step(inputs: StepInputs, whole: Manifest, index: int) -> StepInputs:
         workers=list(map(part_of, whole.workers)),
         metrics=span.metrics,
     )
-    recorded = [
-        (worker.name, inputs.directory / artifact.path.removesuffix(".gz"))
-        for worker in manifest.workers
-        for artifact in worker.artifacts
-    ]
+    recorded = {(worker.name, artifact.path) for worker in manifest.workers for artifact in worker.artifacts}
     return msgspec.structs.replace(
         inputs,
         step=span.step,
         manifest=manifest,
         capture=whole,
-        files=[
-            file
-            for file in inputs.files
-            if file.is_log
-            or any(file.worker == name and str(file.path).startswith(str(path)) for name, path in recorded)
-        ],
+        files=[file for file in inputs.files if file.is_log or (file.worker, file.artifact) in recorded],
         label=step_folder_name(span.step),
     )

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator, Set
 from contextlib import suppress
 from decimal import Context, Decimal, localcontext
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -102,7 +102,8 @@ class Blocks:
                 if head == MAGIC:
                     content = trace_of_database(self.path, {})
                 else:
-                    content = self._gzip(file) if head.startswith(_GZIP_MAGIC) else self._plain(file)
+                    is_gzip = head.startswith(_GZIP_MAGIC)
+                    content = self._gzip(file) if is_gzip else iter(partial(file.read, BLOCK_BYTES), b"")
                 for block in content:
                     if self.position + len(block) > self._limit:
                         most = f"the limit of {self._limit:,} bytes of content"
@@ -112,10 +113,6 @@ class Blocks:
                     yield block
         except OSError as error:
             raise TraceFormatError(self.path, f"cannot be read ({error.strerror or error})") from error
-
-    def _plain(self, file: BinaryIO) -> Iterator[bytes]:
-        while block := file.read(BLOCK_BYTES):
-            yield block
 
     def _gzip(self, file: BinaryIO) -> Iterator[bytes]:
         member = isal_zlib.decompressobj(wbits=31)
@@ -308,7 +305,6 @@ class Trace:
                 continue
             wanted = size
             self._drop(_past_separator(self._buffer, used))
-            closed, self._ended = self._ended, self._ended or last
             events = self._on_base(events)
             self._add_holes(events)
             if self._pids:
@@ -319,7 +315,7 @@ class Trace:
             if not self._ended and (reached := self._limits.reached(self.events)):
                 self._stop(self._consumed, reached)
                 return
-        self._finish(closed)
+        self._finish()
 
     def notes(self) -> Iterator[str]:
         """Yield notes on the content, of its writer and on what was read so far."""
@@ -333,7 +329,7 @@ class Trace:
         values = said.get(key) if isinstance(said, dict) else None
         return values if isinstance(values, list) else []
 
-    def _finish(self, closed: bool) -> None:
+    def _finish(self) -> None:
         """Read the rest of the file after the events, and warn if the file is incomplete."""
         end = b""
         while self._buffer or self._fill(1):
@@ -343,7 +339,7 @@ class Trace:
             self._warn(self._consumed, f"skipped {self.skipped:,} invalid events in all")
         if self._blocks.damage:
             self._stop(self._blocks.position, self._blocks.damage)
-        elif closed and end != (b"}" if self._is_object else b"]"):
+        elif not self.truncated and end != (b"}" if self._is_object else b"]"):
             self._stop(self._consumed, "the file is cut off after its events")
 
     def _read_header(self) -> dict[str, Any]:
@@ -490,7 +486,7 @@ class Trace:
         self.skipped += count
 
     def _stop(self, offset: int, reason: str) -> None:
-        self.truncated = True
+        self._ended = self.truncated = True
         self._warn(offset, reason)
 
     def _warn(self, offset: int, message: str) -> None:
