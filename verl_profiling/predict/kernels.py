@@ -218,7 +218,7 @@ def _replayed(
         for name in kernels
     }
     assumed = Counter({_KEPT: sum(one.kind == kinds.COMMUNICATION for one in works)})
-    after = _graph(content, assumed)
+    after = _Order(content, assumed).after
     ends: dict[_Event, int] = {}
     begun, instants, moved_ns = dict[int, int](), [_NEVER], [0]
     for node in sorted(after, key=lambda node: (node.begin_ns, node.kind in _WORKS)):
@@ -241,97 +241,137 @@ def _replayed(
     return _Found(took_ns, kernels, set(collectives), content.categories, bool(after), assumed)
 
 
-def _graph(content: _Content, assumed: Counter[str]) -> dict[_Event, list[tuple[_Event, int]]]:
-    """Return what each call and kernel waits for, with the least time between both (ns).
-
-    It is empty for a trace without launches.
+class _Order:
+    """The order of the calls and kernels of a trace; empty for a trace without launches.
 
     Args:
         content: The trace.
         assumed: Number of edges by the assumption that they rest on; those of the trace are added.
+
+    Attributes:
+        after: Nodes that each node follows, with the least time between both (ns).
     """
-    works, calls = content.works, content.calls
-    call_of = {one.correlation: one for one in reversed(calls) if one.correlation >= 0}
-    launches = [call_of.get(one.correlation) for one in works]
-    lags = [one.begin_ns - call.begin_ns for one, call in zip(works, launches, strict=True) if call]
-    least_ns = min((lag for lag in lags if lag >= 0), default=0)
-    after = defaultdict[_Event, list[tuple[_Event, int]]](list, {one: [] for one in works})
-    launched = defaultdict[int, list[int]](list)
-    streams: dict[_Row, tuple[int, list[int], list[int]]] = {}  # first work, launches and ends so far
-    for row, numbers in groupby(range(len(works)), lambda at: works[at].row):
-        mine = list(numbers)
-        begins = accumulate((call.begin_ns if (call := launches[at]) else 0 for at in mine), max)
-        streams[row] = mine[0], list(begins), list(accumulate((works[at].end_ns for at in mine), max))
-        for before, at in pairwise(mine):
-            after[works[at]].append((works[before], min(works[at].begin_ns - works[before].end_ns, 0)))
-        for at in mine:
-            if (call := launches[at]) and call.begin_ns <= works[at].begin_ns:
-                launched[call.correlation].append(at)
-                after[works[at]].append((_instant(call.row, call.begin_ns), least_ns))
-    if not launched:
-        return {}
-    assumed[_UNLAUNCHED] += len(works) - sum(map(len, launched.values()))
 
-    def last(call: _Event, until_ns: int, own: _Row | None = None) -> list[int]:
-        """Return the work before ``until_ns`` that a call waits for; ``own`` is the stream that waits."""
-        said = content.waits.get(call.correlation, {})
+    def __init__(self, content: _Content, assumed: Counter[str]) -> None:
+        self.after = defaultdict[_Event, list[tuple[_Event, int]]](list)
+        self._content = content
+        self._works = content.works
+        self._assumed = assumed
+        self._call_of = {one.correlation: one for one in reversed(content.calls) if one.correlation >= 0}
+        self._started = defaultdict[int, list[int]](list)  # numbers of works by the correlation of the call
+        self._streams: dict[_Row, tuple[int, list[int], list[int]]] = {}
+        launches = dict[int, _Event]()
+        for at, work in enumerate(self._works):
+            call = self._call_of.get(work.correlation)
+            if call and call.begin_ns <= work.begin_ns:
+                launches[at] = call
+                self._started[call.correlation].append(at)
+        if launches:
+            assumed[_UNLAUNCHED] += len(self._works) - len(launches)
+            self._follow_streams(launches)
+            self._follow_launches(launches)
+            self._follow_works()
+            self._follow_threads()
+
+    def _instant(self, row: _Row, ns: int) -> _Event:
+        """Return the node of an instant of a thread."""
+        node = _Event(row, ns, ns, -1, "", kinds.HOST)
+        self.after[node] += []
+        return node
+
+    def _follow_streams(self, launches: Mapping[int, _Event]) -> None:
+        """Let works follow each other; keep the first, all launches and all ends so far of each stream."""
+        works = self._works
+        for row, numbers in groupby(range(len(works)), lambda at: works[at].row):
+            mine = list(numbers)
+            begins = (launches[at].begin_ns if at in launches else 0 for at in mine)
+            ends = (works[at].end_ns for at in mine)
+            self._streams[row] = mine[0], list(accumulate(begins, max)), list(accumulate(ends, max))
+            self.after[works[mine[0]]] += []
+            for before, at in pairwise(mine):
+                self.after[works[at]].append(
+                    (works[before], min(works[at].begin_ns - works[before].end_ns, 0))
+                )
+
+    def _follow_launches(self, launches: Mapping[int, _Event]) -> None:
+        """Let works follow their launches, with the shortest time that one of them took."""
+        least_ns = min(self._works[at].begin_ns - call.begin_ns for at, call in launches.items())
+        for at, call in launches.items():
+            self.after[self._works[at]].append((self._instant(call.row, call.begin_ns), least_ns))
+
+    def _follow_works(self) -> None:
+        """Let calls and streams wait for works."""
+        pending = defaultdict[_Row, list[_Event]](list)  # waits of streams before the next launch
+        for call in self._content.calls:
+            started = self._started.get(call.correlation, [])
+            waited = self._waited(call, started)
+            if waited:
+                self._instant(call.row, call.begin_ns)
+                self.after[self._instant(call.row, call.end_ns)] += [(work, 0) for work in waited]
+            if "StreamWaitEvent" in call.name:
+                pending[call.row].append(call)
+            elif started:
+                work = self._works[started[0]]
+                for wait in pending.pop(call.row, []):
+                    said = self._content.waits.get(wait.correlation, {})
+                    if said.get("stream", work.row[1]) == work.row[1]:
+                        before = self._last(wait, work.begin_ns, work.row)
+                        self.after[work] += [(one, 0) for one in before]
+                    else:
+                        pending[call.row].append(wait)
+
+    def _waited(self, call: _Event, started: Sequence[int]) -> list[_Event]:
+        """Return the works that a call waits for; ``started`` are those that it launches."""
+        waited = list[_Event]()
+        for at in started:
+            work = self._works[at]
+            if work.kind == kinds.MEMORY and work.end_ns < call.end_ns:
+                waited.append(work)
+            left = at - _QUEUE  # the work that leaves the queue
+            if left >= self._streams[work.row][0] and call.begin_ns < self._works[left].end_ns < call.end_ns:
+                waited.append(self._works[left])
+                self._assumed[_FULL] += 1
+        return waited + self._last(call, call.end_ns) if "Synchronize" in call.name else waited
+
+    def _last(self, call: _Event, until_ns: int, own: _Row | None = None) -> list[_Event]:
+        """Return the works before ``until_ns`` that a call waits for; ``own`` is the stream that waits."""
+        said = self._content.waits.get(call.correlation, {})
         named = (said.get("pid"), said.get("wait_on_stream", said.get("stream")))
-        record = call_of.get(said.get("wait_on_cuda_event_record_corr_id", -1), call)
-        found = []
-        for row in [named] if named in streams else streams.keys() - {own}:
-            first, launch_ns, end_ns = streams[row]
-            at = first + min(bisect_left(launch_ns, record.begin_ns), bisect_right(end_ns, until_ns)) - 1
-            found += [at] if at >= first and works[at].begin_ns < until_ns else []
-        if named in streams or _WAITS_FOR_ALL.search(call.name):
-            return found
-        assumed[_STREAM_WAITS if own else _HOST_WAITS] += bool(found)
-        return sorted(found, key=lambda at: works[at].end_ns)[-1:]
+        record = self._call_of.get(said.get("wait_on_cuda_event_record_corr_id", -1), call)
+        is_named = named in self._streams
+        last = list[_Event]()
+        for row in [named] if is_named else self._streams.keys() - {own}:
+            first, launch_ns, end_ns = self._streams[row]
+            count = min(bisect_left(launch_ns, record.begin_ns), bisect_right(end_ns, until_ns))
+            if count and self._works[first + count - 1].begin_ns < until_ns:
+                last.append(self._works[first + count - 1])
+        if is_named or _WAITS_FOR_ALL.search(call.name):
+            return last
+        self._assumed[_STREAM_WAITS if own else _HOST_WAITS] += bool(last)
+        return sorted(last, key=lambda work: work.end_ns)[-1:]
 
-    instants = {_instant(call.row, call.begin_ns) for call in launches if call}
-    pending: defaultdict[_Row, list[_Event]] = defaultdict(list)
-    for call in calls:
-        started = launched.get(call.correlation, [])
-        waited = [at for at in started if works[at].kind == kinds.MEMORY and works[at].end_ns < call.end_ns]
-        full = [at - _QUEUE for at in started if at - _QUEUE >= streams[works[at].row][0]]
-        full = [at for at in full if call.begin_ns < works[at].end_ns < call.end_ns]
-        assumed[_FULL] += len(full)
-        waited += full + (last(call, call.end_ns) if "Synchronize" in call.name else [])
-        if waited:
-            ends = _instant(call.row, call.end_ns)
-            instants |= {_instant(call.row, call.begin_ns), ends}
-            after[ends] += [(works[at], 0) for at in waited]
-        if "StreamWaitEvent" in call.name:
-            pending[call.row].append(call)
-        elif started:
-            at, stream = started[0], works[started[0]].row[1]
-            for wait in pending.pop(call.row, []):
-                if content.waits.get(wait.correlation, {}).get("stream", stream) == stream:
-                    after[works[at]] += [
-                        (works[one], 0) for one in last(wait, works[at].begin_ns, works[at].row)
-                    ]
-                else:
-                    pending[call.row].append(wait)
-    turns = list(_turns({row: union(*content.active[row]) for row in {one.row for one in instants}}))
-    assumed[_TURNS] += len(turns)
-    in_order = pairwise(sorted(instants.union(*turns), key=lambda one: (str(one.row), one.begin_ns)))
-    for earlier, one in (*turns, *(pair for pair in in_order if pair[0].row == pair[1].row)):
-        after[one].append((earlier, 0))
-    return {one: [] for one in instants.union(*turns)} | after
+    def _follow_threads(self) -> None:
+        """Let instants follow each other in their thread, and where a thread takes its turn."""
+        rows = {node.row for node in self.after if node.kind not in _WORKS}
+        for end, begin in _turns({row: union(*self._content.active[row]) for row in rows}):
+            self.after[self._instant(*begin)].append((self._instant(*end), 0))
+            self._assumed[_TURNS] += 1
+        instants = [node for node in self.after if node.kind not in _WORKS]
+        for earlier, node in pairwise(sorted(instants, key=lambda node: (str(node.row), node.begin_ns))):
+            if earlier.row == node.row:
+                self.after[node].append((earlier, 0))
 
 
-def _instant(row: _Row, ns: int) -> _Event:
-    return _Event(row, ns, ns, -1, "", kinds.HOST)
-
-
-def _turns(active: Mapping[_Row, Spans]) -> Iterator[tuple[_Event, _Event]]:
+def _turns(active: Mapping[_Row, Spans]) -> Iterator[tuple[tuple[_Row, int], tuple[_Row, int]]]:
     """Yield hand-overs between threads: the end of a call, and the begin of one in a thread that was idle."""
     for row, spans in active.items():
-        idle_since = [_NEVER, *spans[:-1, 1].tolist()]
-        for since_ns, begin_ns in zip(idle_since, spans[:, 0].tolist(), strict=True):
-            found = []
+        idle_ns = _NEVER
+        for begin_ns, end_ns in spans.tolist():
+            last = row, idle_ns
             for other, calls in active.items():
                 at = int(np.searchsorted(calls[:, 1], begin_ns)) - 1
-                if other != row and at >= 0 and calls[at, 0] > since_ns:
-                    found.append(_instant(other, int(calls[at, 1])))
-            for end in sorted(found, key=lambda one: one.begin_ns)[-1:]:
-                yield end, _instant(row, begin_ns)
+                if other != row and at >= 0 and calls[at, 0] > idle_ns and calls[at, 1] > last[1]:
+                    last = other, int(calls[at, 1])
+            if last[0] != row:
+                yield last, (row, begin_ns)
+            idle_ns = end_ns
