@@ -310,63 +310,32 @@ def graph_of(content: Content) -> Graph:
         content: Everything that was read of the step.
     """
     step, records, served = content.step, content.records, content.served
-    error_ns = max((clock.error_ns for clock in step.manifest.clocks), default=0) if step.manifest else 0
-    of_loop = [worker for worker in step.workers if step.manifest and step.manifest.runs_the_loop(worker)]
-    who, role = next(((one.name, one.identity.role) for one in of_loop), (LOOP, ""))
-    root = _Run(who, role, "", step.begin_ns, step.end_ns)
-    stages = list(_stages(who, role, step.stages, root))
     graph = Graph(step.begin_ns, step.end_ns)
     graph.engines = {worker.name for worker in step.workers if worker.identity.replica is not None}
-    beside = _beside(root, stages, graph.assumed)
-    of_workers, loose = _runs_of_workers(step, root, [worker.name for worker in of_loop])
-    _add_lanes(graph, step, len(of_workers) + len(loose))
-    if step.manifest is None:  # plain traces have no stages: each lane is one run
-        for lane in step.lanes:
-            if len(lane.busy):
-                times = int(lane.busy[0, 0]), int(lane.busy[-1, 1])
-                of_workers[lane.name].append(_Run(lane.name, lane.source.role, "", *times))
+    loop = _Loop(step, graph)
+    of_workers = loop.runs_of_workers(step)
+    _add_lanes(graph, step, len(of_workers) + len(loop.loose))
     runs = list(chain.from_iterable(of_workers.values()))
-    loose += _called(root, stages, runs, error_ns, graph.assumed)
+    loop.call(runs)
     limits = list(limits_of(records, content.pieces))
     rollouts = [*_trajectories(records, content.pieces, served, limits), *_requests(step, served.values())]
-    loose += _rolled_out(root, stages, of_workers, rollouts, error_ns, graph.assumed)
-    later = [run.begin_ns for run in runs if run.name == ROLLOUT and run.end_ns >= root.end_ns]
+    loop.roll_out(of_workers, rollouts)
+    later = [run.begin_ns for run in runs if run.name == ROLLOUT and run.end_ns >= step.end_ns]
     later += [one.begin_ns for one in records.trajectories if one.cut_end]
     later += [since_ns for worker in step.workers for since_ns in worker.pending_since_ns]
-    carried = list(_carried(root, stages, beside, later, graph))
-    for early, mark, _ in carried:
-        loose += [mark, *(work for work in early if work.who == ROLLOUT)]  # the others are there
-        graph.assumed[_STEADY] += 1
-    polled = [found for stage in stages for found in _polled(stage)]
+    carried = loop.carried(later)
+    polled = [wait for stage in loop.stages for wait in _polled(stage)]
     builder = _Builder(graph, content.calls, _process_of(step))
-    builder.build(root, loose)
+    builder.build(loop.root, loop.loose)
     _add_polls(graph, polled)
-    _add_carried(builder, root, carried)
+    _add_carried(builder, loop.root, carried)
     graph.cut = {run.exit for run in rollouts if run.is_cut}
-    goes_on = any(ns < root.end_ns for ns in later) or any(run.end_ns >= root.end_ns for run in rollouts)
+    goes_on = any(ns < step.end_ns for ns in later) or any(run.end_ns >= step.end_ns for run in rollouts)
     graph.whole = not (goes_on or graph.carried or graph.unknown)
     _add_waits(graph, limits)
     graph.close()
-    _mark_capture(graph, step, who)
+    _mark_capture(graph, step, loop.root.who)
     return graph
-
-
-def _runs_of_workers(
-    step: Step, root: _Run, of_loop: Sequence[str]
-) -> tuple[defaultdict[str, list[_Run]], list[_Run]]:
-    """Return the outermost stages by worker, and whole ranks of the loop's program, which nobody calls."""
-    of_workers, ranks = defaultdict[str, list[_Run]](list), list[_Run]()
-    for worker in step.workers:
-        if worker.name in of_loop:
-            continue
-        whole = _Run(worker.name, worker.identity.role, "", root.begin_ns, root.end_ns)
-        list(_stages(worker.name, whole.role, worker.stages, whole))
-        if of_loop and whole.role == root.role:
-            whole.end_ns = max((run.end_ns for run in whole.inner), default=root.begin_ns)
-            ranks.append(whole)
-        else:
-            of_workers[worker.name] += whole.inner
-    return of_workers, ranks
 
 
 def _process_of(step: Step) -> Callable[[Lane], str]:
@@ -423,68 +392,176 @@ def _mark_capture(graph: Graph, step: Step, who: str) -> None:
     spans = np.array([(one.begin_ns, one.end_ns) for one in own], np.int64).reshape(-1, 2)
     for one, capture_ns in zip(own, overlaps(spans, capture_time(step)).tolist(), strict=True):
         one.capture_ns = capture_ns
-        one.kind = CAPTURE if 2 * capture_ns > one.end_ns - one.begin_ns else one.kind
+        one.kind = CAPTURE if 2 * capture_ns > one.recorded_ns else one.kind
 
 
-def _beside(root: _Run, stages: Sequence[_Run], assumed: Counter[str]) -> list[_Run]:
-    """Let stages wait for those that they are named after; return stages that the step does not wait for.
-
-    Such a stage goes on when the step ends, beside stages that the step waits for.
-    """
-    by_wait: defaultdict[str, list[_Run]] = defaultdict(list)
-    for stage in stages:
-        by_wait[WAIT + stage.name].append(stage)
-    for stage in stages:
-        awaited = [run for run in by_wait.get(stage.name, ()) if run.ends_in(stage)]
-        if awaited:
-            stage.waits += awaited
-            assumed[_AWAITED] += 1
-    ended = [run for run in root.waits if run.end_ns < root.end_ns]
-    found = []
-    for run in root.waits:
-        others = (one.row != run.row and one.end_ns > run.begin_ns for one in ended)
-        found += [run] if run.end_ns >= root.end_ns and any(others) else []
-    root.waits = [run for run in root.waits if run not in found]
-    return found
-
-
-def _carried(
-    root: _Run, stages: Sequence[_Run], beside: Sequence[_Run], later: Sequence[int], graph: Graph
-) -> Iterator[tuple[list[_Run], _Run, _Run]]:
-    """Find the work that began in the last step, like work that begins in this step and goes on.
+class _Loop:
+    """The stages of the loop, and the runs that they call and wait for.
 
     Args:
-        root: The step.
-        stages: Stages of the loop.
-        beside: Those that go on after the step.
-        later: Begins of work that goes on after the step.
+        step: The step.
         graph: The graph, which gets sentences.
 
-    Yields:
-        The work, the begin of the next work, and the stage that waits.
+    Attributes:
+        root: The step.
+        stages: The stages.
+        loose: Runs that no stage calls.
     """
-    steady = False
-    for stage in stages:
-        early = [one for one in stage.waits if one.begin_ns <= root.begin_ns and one.who != root.who]
-        if stage.name != ROLLOUT or stage in beside or (stage.waits and not early):
-            continue
-        next_ns = min((ns for ns in later if ns >= stage.end_ns), default=root.end_ns)
-        if next_ns == root.end_ns:
-            waits = "waits for work that began before the step" if early else "waits for nothing recorded"
-            graph.unknown.append(f"{stage.name} {waits}, so a change is not applied to all that it waits for")
-            continue
-        if not early:
-            early = [_before(root, stage.end_ns)]
-            stage.waits += early
-        steady = True
-        yield early, _mark(root, next_ns), stage
-    for stage in () if steady else beside:
-        waiting = [one for one in stages if one.name == WAIT + ROLLOUT and one.end_ns <= stage.begin_ns]
-        if stage.name == ROLLOUT and waiting and stage.waits and not later:
-            early_ns = root.end_ns - max(one.end_ns for one in stage.waits)
-            yield [_before(root, root.begin_ns - early_ns)], _mark(root, stage.begin_ns), waiting[-1]
-        elif stage.name == ROLLOUT:
-            graph.unknown.append("rollout goes on after the step, so a change is not applied to all of it")
+
+    def __init__(self, step: Step, graph: Graph) -> None:
+        manifest = step.manifest
+        self._workers = [one for one in step.workers if manifest and manifest.runs_the_loop(one)]
+        who, role = next(((one.name, one.identity.role) for one in self._workers), (LOOP, ""))
+        self.root = _Run(who, role, "", step.begin_ns, step.end_ns)
+        self.stages = list(_stages(who, role, step.stages, self.root))
+        self.loose = list[_Run]()
+        self._graph = graph
+        self._error_ns = max((clock.error_ns for clock in manifest.clocks), default=0) if manifest else 0
+        self._wait_by_name()
+        ended = [run for run in self.root.waits if run.end_ns < step.end_ns]
+        # Stages that go on when the step ends, beside stages that the step waits for.
+        self._beside = [
+            run
+            for run in self.root.waits
+            if run.end_ns >= step.end_ns
+            and any(one.row != run.row and one.end_ns > run.begin_ns for one in ended)
+        ]
+        self.root.waits = [run for run in self.root.waits if run not in self._beside]
+
+    def _wait_by_name(self) -> None:
+        """Let stages wait for those that they are named after."""
+        by_wait = defaultdict[str, list[_Run]](list)
+        for stage in self.stages:
+            by_wait[WAIT + stage.name].append(stage)
+        for stage in self.stages:
+            awaited = [run for run in by_wait.get(stage.name, ()) if run.ends_in(stage)]
+            if awaited:
+                stage.waits += awaited
+                self._graph.assumed[_AWAITED] += 1
+
+    def runs_of_workers(self, step: Step) -> dict[str, list[_Run]]:
+        """Return the outermost stages by worker; whole ranks of the loop's program are called by nobody."""
+        of_workers = dict[str, list[_Run]]()
+        for worker in step.workers:
+            if worker in self._workers:
+                continue
+            whole = _Run(worker.name, worker.identity.role, "", step.begin_ns, step.end_ns)
+            list(_stages(worker.name, whole.role, worker.stages, whole))
+            if self._workers and whole.role == self.root.role:
+                whole.end_ns = max((run.end_ns for run in whole.inner), default=step.begin_ns)
+                self.loose.append(whole)
+            else:
+                of_workers.setdefault(worker.name, []).extend(whole.inner)
+        if step.manifest is None:  # plain traces have no stages: each lane is one run
+            for lane in step.lanes:
+                if len(lane.busy):
+                    times = int(lane.busy[0, 0]), int(lane.busy[-1, 1])
+                    of_workers[lane.name] = [_Run(lane.name, lane.source.role, "", *times)]
+        return of_workers
+
+    def call(self, runs: Iterable[_Run]) -> None:
+        """Let stages call and wait for the runs of workers: those of their name, then those inside them."""
+        named = defaultdict[str, list[_Run]](list)
+        for stage in self.stages:
+            named[stage.name].append(stage)
+        others = list[_Run]()
+        for run in runs:
+            same = [stage for stage in named[run.name] if stage.holds(run, self._error_ns)]
+            same = same or [stage for stage in named[run.name] if run.ends_in(stage)]
+            if same:
+                self._join(run, same, _SAME_NAME).called = True
+            else:
+                others.append(run)
+        for run in others:
+            inside = self._around(run)
+            if inside or not self._is_beside(run):
+                self._join(run, inside, _INSIDE if inside else _OUTSIDE)
+            else:
+                self.loose.append(run)
+
+    def roll_out(self, of_workers: Mapping[str, Sequence[_Run]], runs: Iterable[_Run]) -> None:
+        """Let stages wait for trajectories and requests."""
+        rollouts = [stage for stage in self.stages if stage.name in (ROLLOUT, VALIDATE)]
+        waiting = [stage for stage in self.stages if stage.name == WAIT + ROLLOUT]
+        waiting = [stage for stage in waiting if all(one.name != ROLLOUT for one in stage.waits)]
+        for run in runs:
+            homes = [stage for stage in of_workers.get(run.who, ()) if stage.holds(run, self._error_ns)]
+            homes = homes or [stage for stage in rollouts if run.ends_in(stage)] or self._around(run)
+            if run.end_ns >= self.root.end_ns or (not homes and self._is_beside(run)):
+                self.loose.append(run)
+                continue
+            for stage in waiting:  # for a rollout that never ends
+                if run.ends_in(stage):
+                    stage.waits.append(run)
+            self._join(run, homes, _ROLLOUT)
+
+    def _around(self, run: _Run) -> list[_Run]:
+        """Return the stages around a run that have no stage of a worker with their name."""
+        return [stage for stage in self.stages if stage.holds(run, self._error_ns) and not stage.called]
+
+    def _is_beside(self, run: _Run) -> bool:
+        return any(stage.begin_ns < run.end_ns and run.begin_ns < stage.end_ns for stage in self.stages)
+
+    def _join(self, run: _Run, homes: Sequence[_Run], rule: str) -> _Run:
+        """Let the shortest stage, else the step, wait for a run; return it. It calls runs inside."""
+        home = min(homes, key=lambda stage: stage.end_ns - stage.begin_ns, default=self.root)
+        self._graph.assumed[rule] += 1
+        home.waits.append(run)
+        if home.holds(run, self._error_ns):
+            run.clip(home.begin_ns, home.end_ns)
+            home.inner.append(run)
+        else:
+            run.around = (home.name,)
+            self.loose.append(run)
+        return home
+
+    def carried(self, later: Sequence[int]) -> list[tuple[list[_Run], _Run, _Run]]:
+        """Return the work that began in the last step, like work that begins in this step and goes on.
+
+        Args:
+            later: Begins of work that goes on after the step.
+
+        Returns:
+            The work, the begin of the next work, and the stage that waits.
+        """
+        carried = list(self._ended(later)) or list(self._going_on(later))
+        for early, mark, _ in carried:
+            self._graph.assumed[_STEADY] += 1
+            self.loose += [mark, *(work for work in early if work.who == ROLLOUT)]  # the others are there
+        return carried
+
+    def _ended(self, later: Sequence[int]) -> Iterator[tuple[list[_Run], _Run, _Run]]:
+        """Yield the work for which a rollout waits that ends in the step."""
+        root = self.root
+        for stage in self.stages:
+            early = [one for one in stage.waits if one.begin_ns <= root.begin_ns and one.who != root.who]
+            if stage.name != ROLLOUT or stage in self._beside or (stage.waits and not early):
+                continue
+            next_ns = min((ns for ns in later if ns >= stage.end_ns), default=root.end_ns)
+            if next_ns == root.end_ns:
+                waits = "waits for work that began before the step" if early else "waits for nothing recorded"
+                sentence = f"{stage.name} {waits}, so a change is not applied to all that it waits for"
+                self._graph.unknown.append(sentence)
+                continue
+            if not early:
+                early = [_before(root, stage.end_ns)]
+                stage.waits += early
+            yield early, _mark(root, next_ns), stage
+
+    def _going_on(self, later: Sequence[int]) -> Iterator[tuple[list[_Run], _Run, _Run]]:
+        """Yield the work that is like that of a rollout which goes on after the step."""
+        root = self.root
+        waits = [stage for stage in self.stages if stage.name == WAIT + ROLLOUT]
+        for stage in self._beside:
+            if stage.name != ROLLOUT:
+                continue
+            waiting = [one for one in waits if one.end_ns <= stage.begin_ns]
+            if waiting and stage.waits and not later:
+                early_ns = root.end_ns - max(one.end_ns for one in stage.waits)
+                yield [_before(root, root.begin_ns - early_ns)], _mark(root, stage.begin_ns), waiting[-1]
+            else:
+                sentence = "rollout goes on after the step, so a change is not applied to all of it"
+                self._graph.unknown.append(sentence)
 
 
 def _before(root: _Run, end_ns: int) -> _Run:
@@ -515,79 +592,6 @@ def _stages(who: str, role: str, spans: Iterable[StageSpan], around: _Run) -> It
             yield run
 
 
-def _join(run: _Run, home: _Run, error_ns: int) -> bool:
-    """Let a run be waited for, and called if it begins inside; return whether it is called."""
-    inside = home.holds(run, error_ns)
-    if inside:
-        run.clip(home.begin_ns, home.end_ns)
-        home.inner.append(run)
-    else:
-        run.around = (home.name,)
-    home.waits.append(run)
-    return inside
-
-
-def _inside(run: _Run, stages: Iterable[_Run], error_ns: int) -> list[_Run]:
-    return [stage for stage in stages if stage.holds(run, error_ns) and not stage.called]
-
-
-def _is_beside(run: _Run, stages: Iterable[_Run]) -> bool:
-    return any(stage.begin_ns < run.end_ns and run.begin_ns < stage.end_ns for stage in stages)
-
-
-def _called(
-    root: _Run, stages: Sequence[_Run], runs: Iterable[_Run], error_ns: int, assumed: Counter[str]
-) -> Iterator[_Run]:
-    """Let the loop's stages call and wait for the runs of workers; yield the runs that are not called."""
-    named: defaultdict[str, list[_Run]] = defaultdict(list)
-    for stage in stages:
-        named[stage.name].append(stage)
-    others = []
-    for run in runs:
-        same = [stage for stage in named[run.name] if stage.holds(run, error_ns)]
-        same = same or [stage for stage in named[run.name] if run.ends_in(stage)]
-        if not same:
-            others.append(run)
-            continue
-        home = min(same, key=_length)
-        home.called = True
-        assumed[_SAME_NAME] += 1
-        if not _join(run, home, error_ns):
-            yield run
-    for run in others:
-        inside = _inside(run, stages, error_ns)
-        if inside or not _is_beside(run, stages):
-            assumed[_INSIDE if inside else _OUTSIDE] += 1
-            _join(run, min(inside, key=_length, default=root), error_ns)
-        else:
-            yield run
-
-
-def _rolled_out(
-    root: _Run,
-    stages: Sequence[_Run],
-    of_workers: Mapping[str, Sequence[_Run]],
-    runs: Iterable[_Run],
-    error_ns: int,
-    assumed: Counter[str],
-) -> Iterator[_Run]:
-    """Let stages wait for trajectories and requests; yield those that are not called by a stage."""
-    rollouts = [stage for stage in stages if stage.name in (ROLLOUT, VALIDATE)]
-    waiting = [stage for stage in stages if stage.name == WAIT + ROLLOUT]
-    waiting = [stage for stage in waiting if all(one.name != ROLLOUT for one in stage.waits)]
-    for run in runs:
-        homes = [stage for stage in of_workers.get(run.who, ()) if stage.holds(run, error_ns)]
-        homes = homes or [stage for stage in rollouts if run.ends_in(stage)] or _inside(run, stages, error_ns)
-        if run.end_ns >= root.end_ns or (not homes and _is_beside(run, stages)):
-            yield run
-            continue
-        assumed[_ROLLOUT] += 1
-        for stage in waiting:  # for a rollout that never ends
-            stage.waits += [run] if run.ends_in(stage) else []
-        if not _join(run, min(homes, key=_length, default=root), error_ns):
-            yield run
-
-
 def _polled(stage: _Run) -> Iterator[tuple[_Run, int, int]]:
     """Let a stage that polls wait for the others, and then for the next poll, in place of all its polls.
 
@@ -608,10 +612,6 @@ def _polled(stage: _Run) -> Iterator[tuple[_Run, int, int]]:
         for runs in (stage.inner, stage.waits):
             runs[:] = [one for one in runs if one not in between] + [run]
         yield run, end_ns - period_ns * len(sleeps), period_ns
-
-
-def _length(run: _Run) -> int:
-    return run.end_ns - run.begin_ns
 
 
 def _queued(records: Records, served: Mapping[int, Request]) -> dict[int, int]:
@@ -787,20 +787,20 @@ class _Builder:
             self.add(run, ends[place - 1][1] if place else -1, run.around, -1)
         last: dict[object, int] = {}
         for run in sorted(self.runs, key=lambda run: (run.begin_ns, run.end_ns)):
-            before = last.get(run.row)
+            if run.row in last:
+                self.link(last[run.row], run.entry)
             if run.row is not None:
-                self.link(before, run.entry)
-                if before is None or found[run.exit].end_ns >= found[before].end_ns:
-                    last[run.row] = run.exit
+                before = last.get(run.row, run.exit)
+                last[run.row] = max(run.exit, before, key=lambda at: found[at].end_ns)
         for at, run in self.joins:
             self.link(run.exit, at)
             if run.pieces and VALIDATE not in found[at].within:
                 graph.tails.setdefault(at, []).append(run.exit)
 
-    def link(self, before: int | None, after: int) -> None:
+    def link(self, before: int, after: int) -> None:
         """Add an edge between two segments if their times permit it."""
         found = self.graph.segments
-        if before is not None and before >= 0 and found[before].end_ns <= found[after].begin_ns:
+        if before >= 0 and found[before].end_ns <= found[after].begin_ns:
             found[after].after.append(before)
 
     def add(self, run: _Run, caller: int, around: tuple[str, ...], part: int) -> None:
