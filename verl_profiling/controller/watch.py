@@ -39,6 +39,12 @@ logger = logging.getLogger(__name__)
 LOOP = RankUse(lane="controller", role="controller")
 """The process that runs the loop."""
 
+MOST_WAITING = 1_000
+"""Ended steps that wait for their summary, at most, unless ``watch.steps`` is more: some megabytes.
+
+A loop of short steps ends hundreds of them before the watch's thread gets the interpreter.
+"""
+
 LEAST_PAUSE_S = 1.0
 """Time (s) after which the workers are read, even if fewer steps than ``watch.every`` have ended."""
 
@@ -84,7 +90,7 @@ class Watch:
         self.who = LOOP
         self._log: list[Listener] = []
         self.step: StepSummary | None = None
-        self._ended: deque[StepSummary] = deque(maxlen=options.steps)
+        self._ended: deque[StepSummary] = deque(maxlen=max(options.steps, MOST_WAITING))
         self._left_out = 0
         self._most_ended = min(options.every or inf, options.steps)
         self._is_due = False
