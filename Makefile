@@ -265,13 +265,13 @@ $(PEERS)/.ready: .venv/.ready requirements/instructions.txt
 watch-faults: .venv/.ready ## Put faults into running loops, and print what the watch notices (an hour)
 	.venv/bin/python benchmarks/watch_faults.py
 
-watch-judge: .venv/.ready ## Print what the watch notices of ten faults in three loops, and whom it names (a quarter of an hour)
+watch-judge: .venv/.ready ## Print what the watch notices of fourteen faults in three loops, and whom it names (twenty minutes)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/watch_judge.py
 
 idle-judge: .venv/.ready ## Hold who waits for whom against a stopwatch (a minute)
 	.venv/bin/python -m pytest -s -q tests/watch/test_idle.py -k "controller_with or one_step_off or one_process"
 
-hang-judge: .venv/.ready ## Put hangs into running loops, and print what the watch says of them (a quarter of an hour)
+hang-judge: .venv/.ready ## Put hangs into running loops, and print what the watch says of them (half an hour)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/hang_judge.py
 
 what-if-judge: .venv/.ready .venv-vllm/.ready .venv-verl/.ready ## Hold predictions of what-if against real runs (half an hour)
