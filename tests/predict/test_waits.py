@@ -157,6 +157,21 @@ def test_a_wait_is_no_work(tmp_path: Path, seed: int, capsys: pytest.CaptureFixt
     assert "wait:" not in explained
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_calls_that_take_no_time_have_no_limit(tmp_path: Path, seed: int) -> None:
+    """Calls of microseconds behind pauses of the trajectory's own code, as a tokenizer's in real verl."""
+    drawn = random.Random(seed)
+    log = DrawnLog(end=3.0)
+    for _ in range(drawn.randint(4, 20)):
+        call = drawn.uniform(0.2, 1.5)
+        log.trajectory(0.1, 2.0, ("generate", 0.1, 0.15), ("tokenize", call, call + drawn.uniform(0, 1e-4)))
+    drawn_inputs(tmp_path, [("rollout", 0, 2.1), ("update_actor", 2.1, 2.4)], [], 2.4)
+    log.add_to(tmp_path)
+    report = open_step(tmp_path).report()
+    assert report.coverage.missing == []
+    assert report.critical_path
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_ranks_that_may_wait_for_each_other_make_an_interval(tmp_path: Path, seed: int) -> None:
     """Drawn ranks do unequal work and leave the stage together; what each of them did is not recorded."""

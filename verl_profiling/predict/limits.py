@@ -159,7 +159,7 @@ def _explained(since: Ints, begin: Ints, end: Ints) -> tuple[float, int]:
     released = np.sort(end)
     holders = np.arange(1, len(begin) + 1) - np.searchsorted(released, begin + _ERROR_NS, "right")
     slots = int(holders.max())
-    if slots >= len(begin):
+    if not 0 < slots < len(begin):  # none: the calls are shorter than the error
         return 0.0, slots
     free = np.concatenate((since[:slots], released[:-slots]))
     left = (begin - np.maximum(since, free)).clip(0)
