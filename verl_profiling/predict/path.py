@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
@@ -131,6 +131,15 @@ def replay(
     return Replay(graph, after, run.edges, took_ns, delay_ns, run.end_ns, alike, run.order)
 
 
+def followers_of(after: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the segments that follow each segment, from those that it follows."""
+    followers = [list[int]() for _ in after]
+    for at, before in enumerate(after):
+        for one in before:
+            followers[one].append(at)
+    return followers
+
+
 class _Schedule:
     """The times of one replay: each segment ends after its edges, its delay and the slot that it waits for.
 
@@ -174,10 +183,8 @@ class _Schedule:
         """Play all segments in order of time, as each of them may free a slot for another one."""
         graph = self._graph
         self._place = {at: number for number, at in enumerate(graph.order)}
-        self._following, self._behind = [list[int]() for _ in self._after], [list[int]() for _ in self._after]
-        for at, before in enumerate(self._after):
-            for one in before:
-                self._following[one].append(at)
+        self._following = followers_of(self._after)
+        self._behind = defaultdict[int, list[int]](list)
         for at, one in graph.behind.items():
             self._behind[one].append(at)
         self._missing = [len(before) + (at in graph.behind) for at, before in enumerate(self._after)]

@@ -8,6 +8,7 @@ requests anew, also with the recorded number of replicas, and each runs until it
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from verl_profiling.errors import ConfigError
 from verl_profiling.predict.graph import Graph
-from verl_profiling.predict.path import Replay
+from verl_profiling.predict.path import Replay, followers_of
 from verl_profiling.report.capture_rows import VALIDATE
 
 Floats = NDArray[np.float64]
@@ -56,6 +57,11 @@ class Served(NamedTuple):
     end_ns: int
     since_ns: int
     tokens: int
+
+    @property
+    def ats(self) -> list[int]:
+        """Numbers of all its segments in the engine."""
+        return [*self.queue, *self.segments]
 
 
 class Engines(NamedTuple):
@@ -324,7 +330,6 @@ class _Replica:
         made: Iterations since the begin of the step.
         running: Iteration at which each running request ends, and its number.
         waiting: Number and work of the requests in the queue.
-        version: Number of changes so far.
         spent_ns: Time by the number of running requests.
     """
 
@@ -335,7 +340,6 @@ class _Replica:
     made: float = 0.0
     running: list[tuple[float, int]] = field(default_factory=list)
     waiting: deque[tuple[int, float]] = field(default_factory=deque)
-    version: int = 0
 
     def advance(self, now_ns: float) -> None:
         """Go on to a time."""
@@ -343,117 +347,114 @@ class _Replica:
             self.made += (now_ns - self.now_ns) / self.seconds[len(self.running)]
             self.spent_ns[len(self.running)] += now_ns - self.now_ns
         self.now_ns = now_ns
-        self.version += 1
-
-    def begin(self) -> Iterator[int]:
-        """Begin requests of the queue, as long as there are slots; yield their numbers."""
-        while self.waiting and len(self.running) < self.slots:
-            number, work = self.waiting.popleft()
-            heappush(self.running, (self.made + work, number))
-            yield number
 
     def next_ns(self) -> float:
-        """Return the time at which the next running request ends."""
+        """Return the time at which the next running request ends; infinite without one."""
+        if not self.running:
+            return math.inf
         return self.now_ns + (self.running[0][0] - self.made) * self.seconds[len(self.running)]
-
-
-_ENDED, _ARRIVED, _NEXT = range(3)  # events: of a segment, of a request, of a replica
 
 
 class Simulation:
     """One step as segments with their order; the requests are served by simulated replicas.
 
     Args:
-        took_ns: Duration of each segment with the recorded replicas.
-        delay_ns: Delay before each segment.
-        after: Edges to each segment.
-        served: The requests.
-        slots: Most requests that a replica runs at once.
-        spent_ns: Time by the number of running requests, to which all replicas and replays add.
+        recorded: The step with the recorded replicas.
+        engines: The engines of the step.
+        replicas: Number of replicas.
+        curve: Time of an iteration by the number of running requests.
+        order: Numbers of the clients, by their first requests, for round robin; else, a request goes to the
+            replica with the fewest requests.
+        spent_ns: Time by the number of running requests, to which all replicas add.
+
+    Attributes:
+        took_ns: Duration of each segment.
     """
 
     def __init__(
         self,
-        took_ns: Sequence[float],
-        delay_ns: Sequence[float],
-        after: Sequence[Sequence[int]],
-        served: Sequence[Served],
-        slots: int,
-        spent_ns: Floats,
-    ) -> None:
-        self._took_ns, self._delay_ns, self._after, self._served = took_ns, delay_ns, after, served
-        self._slots, self._spent_ns = slots, spent_ns
-        self._owner = {at: number for number, one in enumerate(served) for at in (*one.queue, *one.segments)}
-        self._followers: list[list[int]] = [[] for _ in took_ns]
-        for at, before in enumerate(after):
-            for one in before:
-                self._followers[one].append(at)
-
-    def replay(
-        self,
+        recorded: Replay,
+        engines: Engines,
         replicas: int,
         curve: Floats,
-        work: Sequence[float],
         order: Sequence[int] | None,
-    ) -> list[float]:
-        """Return the duration of each segment.
-
-        Args:
-            replicas: Number of replicas.
-            curve: Time of an iteration by the number of running requests.
-            work: Iterations of each request.
-            order: Numbers of the clients, by their first requests, for round robin; else, a
-                request goes to the replica with the fewest requests.
-        """
-        delay_ns, after, served = self._delay_ns, self._after, self._served
-        found, seconds = list(self._took_ns), curve.tolist()
-        owner, left = self._owner, list(map(len, after))
-        engines = [_Replica(seconds, self._slots, self._spent_ns) for _ in range(replicas)]
-        clients: dict[object, int] = {}
-        arrived, begun = [0.0] * len(served), [0.0] * len(served)
-        events: list[tuple[float, int, int, int]] = []
-
-        def ready(at: int, now_ns: float) -> None:
-            now_ns += delay_ns[at]
-            if at not in owner:
-                heappush(events, (now_ns + found[at], _ENDED, at, 0))
-            elif at == (*served[owner[at]].queue, *served[owner[at]].segments)[0]:
-                heappush(events, (now_ns, _ARRIVED, owner[at], 0))
-
-        for at, count in enumerate(left):
-            if not count:
-                ready(at, 0.0)
-        while events:
-            now_ns, event, number, version = heappop(events)
-            ended: list[int] = []
-            if event == _ENDED:
-                ended = [number]
+        spent_ns: Floats,
+    ) -> None:
+        self.took_ns = list[float](recorded.took_ns)
+        self._recorded = recorded
+        self._served = engines.served
+        self._work = engines.work(curve, recorded.took_ns)
+        self._order = order
+        seconds = curve.tolist()
+        self._replicas = [_Replica(seconds, engines.slots, spent_ns) for _ in range(replicas)]
+        self._next = self._replicas[0]  # the replica whose next request ends first
+        self._clients = dict[object, int]()
+        self._arrived_ns = dict[int, float]()
+        self._begun_ns = dict[int, float]()
+        self._owner = {at: number for number, one in enumerate(engines.served) for at in one.ats}
+        self._followers = followers_of(recorded.after)
+        self._left = list(map(len, recorded.after))
+        self._events = list[tuple[float, bool, int]]()  # time, whether it is an arrival, request or segment
+        for at, before in enumerate(recorded.after):
+            if not before:
+                self._begin(at, 0.0)
+        while self._events or self._next.running:
+            if self._events and self._events[0][0] <= self._next.next_ns():
+                now_ns, is_arrival, number = heappop(self._events)
+                if is_arrival:
+                    self._arrive(number, now_ns)
+                else:
+                    self._end(number, now_ns)
             else:
-                place = number
-                if event == _ARRIVED:
-                    arrived[number] = now_ns
-                    turn = clients.setdefault(served[number].client, len(clients))
-                    sizes = [len(engine.running) + len(engine.waiting) for engine in engines]
-                    place = order[turn] % replicas if order is not None else sizes.index(min(sizes))
-                    engines[place].waiting.append((number, work[number]))
-                elif version != engines[number].version:
-                    continue
-                engine = engines[place]
-                engine.advance(now_ns)
-                if event == _NEXT:
-                    _, number = heappop(engine.running)
-                    ended = [*served[number].queue, *served[number].segments]
-                    _divide(served[number], begun[number] - arrived[number], now_ns - begun[number], found)
-                for new in engine.begin():
-                    begun[new] = now_ns
-                if engine.running:
-                    heappush(events, (engine.next_ns(), _NEXT, place, engine.version))
-            for at in ended:
-                for follower in self._followers[at]:
-                    left[follower] -= 1
-                    if not left[follower]:
-                        ready(follower, now_ns)
-        return found
+                self._finish(self._next)
+
+    def _begin(self, at: int, ready_ns: float) -> None:
+        """Begin a segment; those of a request begin together."""
+        now_ns = ready_ns + self._recorded.delay_ns[at]
+        number = self._owner.get(at)
+        if number is None:
+            heappush(self._events, (now_ns + self.took_ns[at], False, at))
+        elif at == self._served[number].ats[0]:
+            heappush(self._events, (now_ns, True, number))
+
+    def _end(self, at: int, now_ns: float) -> None:
+        """Begin the segments that waited for this one alone."""
+        for follower in self._followers[at]:
+            self._left[follower] -= 1
+            if not self._left[follower]:
+                self._begin(follower, now_ns)
+
+    def _arrive(self, number: int, now_ns: float) -> None:
+        """Send a request to a replica."""
+        self._arrived_ns[number] = now_ns
+        turn = self._clients.setdefault(self._served[number].client, len(self._clients))
+        if self._order is None:
+            replica = min(self._replicas, key=lambda one: len(one.running) + len(one.waiting))
+        else:
+            replica = self._replicas[self._order[turn] % len(self._replicas)]
+        replica.advance(now_ns)
+        replica.waiting.append((number, self._work[number]))
+        self._begin_requests(replica)
+
+    def _finish(self, replica: _Replica) -> None:
+        """End the running request of a replica that ends first."""
+        replica.advance(replica.next_ns())
+        _, number = heappop(replica.running)
+        now_ns = replica.now_ns
+        begun_ns = self._begun_ns[number]
+        queued_ns = begun_ns - self._arrived_ns[number]
+        _divide(self._served[number], queued_ns, now_ns - begun_ns, self.took_ns)
+        self._begin_requests(replica)
+        for at in self._served[number].ats:
+            self._end(at, now_ns)
+
+    def _begin_requests(self, replica: _Replica) -> None:
+        """Begin requests in the queue of a replica, as long as there are slots."""
+        while replica.waiting and len(replica.running) < replica.slots:
+            number, work = replica.waiting.popleft()
+            heappush(replica.running, (replica.made + work, number))
+            self._begun_ns[number] = replica.now_ns
+        self._next = min(self._replicas, key=_Replica.next_ns)
 
 
 def _divide(one: Served, queued_ns: float, run_ns: float, found: list[float]) -> None:
@@ -470,4 +471,4 @@ def _divide(one: Served, queued_ns: float, run_ns: float, found: list[float]) ->
         found[at] *= factor
     for at in one.queue:
         found[at] = 0.0
-    found[(*one.queue, *one.segments)[0]] += queued_ns
+    found[one.ats[0]] += queued_ns

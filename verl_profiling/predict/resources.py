@@ -87,18 +87,17 @@ def _on_replicas(recorded: Replay, replicas: int, assumed: list[str], notes: lis
         notes: Sentences on extrapolation, which get more.
     """
     engines = fitted(recorded, replicas)
-    most = len(engines.served)
     random = np.random.default_rng(0)
-    orders = [None, range(most), *(random.permutation(most).tolist() for _ in range(_ORDERS))]
-    spent_ns, found = np.zeros(most + 1), []
-    step = recorded.took_ns, recorded.delay_ns, recorded.after  # with slots as recorded
-    simulation = Simulation(*step, engines.served, engines.slots, spent_ns)
-    for curve, tried in zip(engines.curves, (orders[:2], orders[:1], orders), strict=True):
-        work = engines.work(curve, recorded.took_ns)
-        found.append([simulation.replay(replicas, curve, work, order) for order in tried])
+    clients = range(len(engines.served))
+    orders = [None, clients, *(random.permutation(clients).tolist() for _ in range(_ORDERS))]
+    low, likely, high = engines.curves
+    spent_ns = np.zeros(len(clients) + 1)
+    steps = list[Replay]()
+    for curve, tried in ((likely, orders[:1]), (low, orders[:2]), (high, orders)):
+        for order in tried:
+            took_ns = Simulation(recorded, engines, replicas, curve, order, spent_ns).took_ns
+            whole_ns = list(map(round, took_ns))
+            steps.append(replay(recorded.graph, whole_ns, recorded.delay_ns, recorded.given))
     assumed += engines.assumed()
     notes += engines.notes(spent_ns)
-    return [
-        replay(recorded.graph, list(map(round, ns)), recorded.delay_ns, recorded.given)
-        for ns in (*found[1], *found[0], *found[2])
-    ]
+    return steps
