@@ -177,18 +177,15 @@ def compare(
         logged: Steps in the watch's log of A and of B.
         explained: Change of the step by part (s), and its noise (s).
     """
-    sides = (before, after) if before and after else ((), ())
-    left, right = ([dict(_numbers_of(report)) for report in side] for side in sides)
-    _join(left, right)
-    keys = dict.fromkeys(key for numbers in (*left, *right) for key in numbers)
-    changes = [_change(key, left, right) for key in keys]
-    if all(logged):
-        past, now = ([_of_watch(step) for step in side] for side in logged)
-        changes += [_change(key, past, now) for key in dict.fromkeys(chain.from_iterable((*past, *now)))]
+    changes: list[Change] = []
     if before and after:
-        changes += _parts(
-            next(change for change in changes if change.kind == "step"), explained, before, after
-        )
+        left, right = ([dict(_numbers_of(report)) for report in side] for side in (before, after))
+        _join(left, right)
+        changes = _changes(left, right)
+        changes += _parts(changes[0], explained, before, after)
+    if all(logged):
+        past, now = ([_keyed("watch", seconds_of(step)) for step in side] for side in logged)
+        changes += _changes(past, now)
     order = list(_TITLES)
     changes.sort(key=lambda one: (order.index(one.kind), one.name == UNEXPLAINED, -abs(one.change_s)))
     logs = (len(logged[0]), len(logged[1]))
@@ -223,13 +220,10 @@ def _by_stage(
     step: Change, before: Sequence[Report], after: Sequence[Report]
 ) -> Mapping[str, tuple[float, float]]:
     """Return the change of each outermost stage of the loop, and its noise (s); the rest is unexplained."""
-    left, right = ([stage_seconds(report) for report in side] for side in (before, after))
-    parts: dict[str, tuple[float, float]] = {}
-    for name in dict.fromkeys(chain.from_iterable((*left, *right))):
-        seconds = [[stages.get(name, 0.0) for stages in side] for side in (left, right)]
-        noise_s = max((max(values) - min(values)) / 2 for values in seconds)
-        parts[name] = (median(seconds[1]) - median(seconds[0]), noise_s)
-    rest_s = step.change_s - sum(change_s for change_s, _ in parts.values())
+    left, right = ([_keyed("stage", stage_seconds(report)) for report in side] for side in (before, after))
+    stages = _changes(left, right)
+    rest_s = step.change_s - sum(stage.change_s for stage in stages)
+    parts = {stage.name: (stage.change_s, stage.noise_s or 0.0) for stage in stages}
     return parts | {UNEXPLAINED: (rest_s, step.noise_s or 0.0)}
 
 
@@ -246,7 +240,7 @@ def _join(*sides: list[dict[_Key, float]]) -> None:
 
 
 def _numbers_of(report: Report) -> Iterator[tuple[_Key, float]]:
-    yield ("step", "step"), report.span_us / 1e6
+    yield ("step", STEP), report.span_us / 1e6  # the first one
     for kind, rows in (("stage", report.stages), ("outside", report.outside)):
         yield from (((kind, row.name), row.duration_us / 1e6) for row in rows)
     yield from ((("worker", row.name), row.busy_us / 1e6) for row in report.workers)
@@ -259,8 +253,13 @@ def _numbers_of(report: Report) -> Iterator[tuple[_Key, float]]:
     yield from ((("kernel", name), seconds) for name, seconds in kernels.items())
 
 
-def _of_watch(step: StepSummary) -> dict[_Key, float]:
-    return {("watch", name): seconds for name, seconds in seconds_of(step).items()}
+def _keyed(kind: str, seconds: Mapping[str, float]) -> dict[_Key, float]:
+    return {(kind, name): number for name, number in seconds.items()}
+
+
+def _changes(before: list[dict[_Key, float]], after: list[dict[_Key, float]]) -> list[Change]:
+    """Return the change of each number that a step of either side has."""
+    return [_change(key, before, after) for key in dict.fromkeys(chain(*before, *after))]
 
 
 def _change(key: _Key, before: list[dict[_Key, float]], after: list[dict[_Key, float]]) -> Change:
