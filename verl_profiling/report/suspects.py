@@ -177,32 +177,37 @@ def _suspect_rows(suspect: _Process, peers: Sequence[_Process], stage: str) -> I
     """Yield each quantity of a suspect with the median of its peers; small times are left out."""
     only = peers[0].name if len(peers) == 1 else ""
     blank = SuspectRow(suspect=suspect.name, peers=only, kind="stage", name="", value=0.0, peer_value=None)
-    names = dict.fromkeys([*([stage] if stage else []), *suspect.outermost]) or [""]
+    names = [name for name in dict.fromkeys([stage, *suspect.outermost]) if name] or [""]
     worked = {name: seconds for name in names if (seconds := suspect.worked_s(name)) is not None}
     of_peers = [{n: one.worked_s(n) for n in names if one.ran(n) == suspect.ran(n)} for one in peers]
-    rows = _beside(blank, worked, of_peers)
+    rows = _beside(blank, "stage", worked, of_peers)
     alike = [peer for peer in peers if peer.lanes and peer.ran(stage) == suspect.ran(stage)]
-    parts = [peer.parts_s(stage) for peer in alike]
-    rows += _beside(msgspec.structs.replace(blank, kind="time"), suspect.parts_s(stage), parts)
+    rows += _beside(blank, "time", suspect.parts_s(stage), [peer.parts_s(stage) for peer in alike])
     if suspect.lanes and alike:
-        where = stage if any(one.kernels_s(stage) for one in (suspect, *alike)) else ""
-        found = [one.kernels_s(where) for one in (suspect, *alike)]
-        own, *theirs = ({**dict.fromkeys(chain(*found), 0.0), **of} for of in found)
-        kernels = _beside(msgspec.structs.replace(blank, kind="kernel"), own, theirs)
+        own, *theirs = _kernels((suspect, *alike), stage)
+        kernels = _beside(blank, "kernel", own, theirs)
         kernels.sort(key=lambda row: -abs(row.difference or 0.0))
         rows += [row for row in kernels[:_KERNELS] if row.difference]
     least_s = _SMALL * suspect.step.span_ns / 1e9
     yield from (row for row in rows if max(row.value, row.peer_value or 0.0) >= least_s)
-    requests = msgspec.structs.replace(blank, kind="request")
-    yield from _beside(requests, suspect.requests_s(), [peer.requests_s() for peer in peers])
-    memory = msgspec.structs.replace(blank, kind="memory", unit="bytes")
-    yield from _beside(memory, suspect.peaks(stage), [peer.peaks(stage) for peer in peers])
+    yield from _beside(blank, "request", suspect.requests_s(), [peer.requests_s() for peer in peers])
+    memory = msgspec.structs.replace(blank, unit="bytes")
+    yield from _beside(memory, "memory", suspect.peaks(stage), [peer.peaks(stage) for peer in peers])
+
+
+def _kernels(processes: Sequence[_Process], stage: str) -> list[dict[str, float]]:
+    """Return the self time by kernel of each process, in the stage if any kernel ran there (s)."""
+    of_stage = [process.kernels_s(stage) for process in processes]
+    seconds = of_stage if any(of_stage) else [process.kernels_s("") for process in processes]
+    names = dict.fromkeys(chain(*seconds), 0.0)
+    return [names | of_process for of_process in seconds]
 
 
 def _beside(
-    blank: SuspectRow, own: Mapping[str, float], peers: Sequence[Mapping[str, float | None]]
+    blank: SuspectRow, kind: str, own: Mapping[str, float], peers: Sequence[Mapping[str, float | None]]
 ) -> list[SuspectRow]:
     """Return a row for each number of a suspect, with the median of the peers that have the number."""
+    blank = msgspec.structs.replace(blank, kind=kind)
     rows = []
     for name, value in own.items():
         known = [number for of in peers if (number := of.get(name)) is not None]
