@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import pairwise
 from math import exp, log, sqrt
 from statistics import median
@@ -41,6 +42,7 @@ def noticed_from(ratio: float, spread: float) -> float:
     return max(ratio, exp(_least(ratio, spread) + _full(spread) / _SOON + _CHANCE * spread))
 
 
+@dataclass
 class _Change:
     """A change that was detected, and the past before it.
 
@@ -52,9 +54,11 @@ class _Change:
         steps_left: Steps until the change counts as the new usual; ``None`` while it goes on.
     """
 
-    def __init__(self, before: list[float], usual: float, level: float, shifts: list[float]) -> None:
-        self.before, self.usual, self.level, self.shifts = before, usual, level, shifts
-        self.steps_left: int | None = None
+    before: list[float]
+    usual: float
+    level: float
+    shifts: list[float]
+    steps_left: int | None = None
 
 
 class Past:
@@ -68,15 +72,13 @@ class Past:
         usual: Median of the durations in the window.
     """
 
-    def __init__(self, window: int, durations: Iterable[float] = (), matters_s: float = 0.0) -> None:
+    def __init__(self, window: int) -> None:
         self.before: list[float] = []
         self.usual = 0.0
         self._values: deque[float] = deque(maxlen=window + _LATEST)
         self._shifts: deque[float] = deque(maxlen=_LONG_PAST * window)
         self._enough = max(3, window // 2)
         self._change: _Change | None = None
-        for value in durations:
-            self.join(value, matters_s)
 
     def join(self, value: float, matters_s: float) -> None:
         """Add the duration of a step; variation of very short durations is ignored."""

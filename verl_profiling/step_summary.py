@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from struct import iter_unpack
@@ -276,23 +277,17 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     def add_up(self) -> None:
         """Set ``memory``, ``spans`` and ``counts`` to the sums over the processes."""
         roles: dict[str, RoleMemory] = {}
-        has_spans = False
+        counts = Counter[str]()
         for process in (*self.loop, *self.workers):
-            role = roles.get(process.role)
-            if role is None:
-                role = roles[process.role] = RoleMemory(role=process.role, processes=0)
+            role = roles.setdefault(process.role, RoleMemory(role=process.role, processes=0))
             role.processes += 1
-            peak_bytes, held_bytes = process.peak_bytes, process.held_bytes
-            if peak_bytes is not None and (role.peak_bytes is None or peak_bytes > role.peak_bytes):
-                role.lane, role.peak_bytes = process.lane, peak_bytes
-            if held_bytes is not None and (role.held_bytes is None or held_bytes > role.held_bytes):
-                role.held_bytes = held_bytes
-            has_spans = has_spans or bool(process.spans)
-            if process.counts:
-                for name, value in process.counts.items():
-                    self.counts = self.counts | {name: self.counts.get(name, 0.0) + value}
+            if (process.peak_bytes or 0) > (role.peak_bytes or 0):
+                role.lane, role.peak_bytes = process.lane, process.peak_bytes
+            role.held_bytes = max(process.held_bytes or 0, role.held_bytes or 0) or None
+            counts.update(process.counts or {})
+        self.counts = dict(counts)
         self.memory = [*roles.values()]
-        self.spans = _spans([*self.loop, *self.workers]) if has_spans else []
+        self.spans = _spans([*self.loop, *self.workers])
 
 
 def _spans(processes: Sequence[RankUse]) -> list[SpanTotal]:

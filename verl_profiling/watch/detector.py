@@ -25,7 +25,6 @@ from verl_profiling.watch.exposed import alone_ns, standings
 from verl_profiling.watch.span_past import (
     GENERATE,
     NEWS,
-    GrownSpan,
     SpanKey,
     SpanPast,
     by_role,
@@ -107,8 +106,9 @@ class Detector:
         news = [stage for stage, one in every.items() if one.add(amounts[stage] / among)]
         usual_stages = {stage: one for stage, one in every.items() if stage not in self._seldom}
         if not news and not is_slow_step:
-            is_first = self._is_long()
-            return self._slow_step(usual_stages, summary, is_over=True) if is_first else None
+            if not self._is_long():
+                return None
+            return msgspec.structs.replace(self._slow_step(usual_stages, summary), is_over=True)
         worst = max(news, key=lambda stage: every[stage].excess, default=None)
         if worst is not None and not (is_slow_step and every[worst].excess < step.excess / 2):
             where = f"stage {worst}" if worst else "the time in no stage"
@@ -131,9 +131,7 @@ class Detector:
         since, self._since_long = self._since_long, 1 if is_long else self._since_long + 1
         return is_long and since >= self._options.window
 
-    def _slow_step(
-        self, stages: Mapping[str, Series], summary: StepSummary, is_over: bool = False
-    ) -> Suspicion:
+    def _slow_step(self, stages: Mapping[str, Series], summary: StepSummary) -> Suspicion:
         """Return the suspicion of a slow step, in the stage that grew most."""
         step = self._step
         most = max(stages, key=lambda stage: stages[stage].excess, default="")
@@ -141,8 +139,7 @@ class Detector:
         grown_s = stages[most].excess if stages else 0.0
         grew = f", by {duration(grown_s)} in {where}" if grown_s > 0 else ""
         took_what = f"step {summary.step} took {duration(step.value)}{grew}: "
-        found = self._suspicion("slow_step", most, step, summary, took_what)
-        return msgspec.structs.replace(found, is_over=is_over)
+        return self._suspicion("slow_step", most, step, summary, took_what)
 
     def _suspicion(
         self, sign: Sign, stage: str, series: Series, summary: StepSummary, took: str
@@ -202,10 +199,10 @@ class Detector:
         """Return the suspicion, with the spans in its reason that grew along with its stage, or the loop."""
         totals = by_role(summary)
         grown = self._grown(found, totals, summary)
-        named = [span.sentence for span in grown[:_MOST_SPANS_NAMED]]
+        named = [*grown.values()][:_MOST_SPANS_NAMED]
         if grown:
             named += self._spans.longer(totals)
-            found = _by_growth(found, summary, [span.key for span in grown], totals)
+            found = _by_growth(found, summary, [*grown], totals)
         own = self._stages.get("")
         if own and not (found.stage or named) and 2e-9 * alone_ns(summary) >= own.value + own.past.usual:
             named = ["meanwhile no process was in a stage, so the loop's own code took the time"]
@@ -214,12 +211,13 @@ class Detector:
 
     def _grown(
         self, found: Suspicion, totals: dict[SpanKey, SpanTotal], summary: StepSummary
-    ) -> list[GrownSpan]:
+    ) -> dict[SpanKey, str]:
         """Return the spans that grew by at least half of the excess, of roles that worked in the stage.
 
         Roles without stages count if only engines, the loop or other roles with spans worked. A trajectory is
         returned only if none of its spans is. In a weight sync, a generation counts only if it ran there.
         """
+        excess_ns = (found.value - found.median) * 1e9
         working = standings(summary).get(found.stage, [])
         at_work = {lane for standing in working for lane in standing.lanes}
         ran = {name for standing in working for name in standing.ran}
@@ -227,13 +225,12 @@ class Detector:
         busy = [use for use in processes if use.lane in at_work]
         waits = all(use.has_spans or use in summary.loop or use.role == ROLLOUT_ROLE for use in busy)
         roles = {use.role for use in (processes if waits else busy)}
-        grown = [
-            span
-            for span in self._spans.grown(totals, (found.value - found.median) * 1e9 / 2)
-            if span.key[0] in roles
-            and (found.stage != WEIGHT_SYNC or span.key[1] in ran or span.key[1].startswith(WEIGHT_SYNC))
-        ]
-        return [span for span in grown if span.key[1] != TRAJECTORY] or grown
+        grown = {
+            (role, name): sentence
+            for (role, name), sentence in self._spans.grown(totals, excess_ns / 2).items()
+            if role in roles and (found.stage != WEIGHT_SYNC or name in ran or name.startswith(WEIGHT_SYNC))
+        }
+        return {key: grown[key] for key in grown if key[1] != TRAJECTORY} or grown
 
     def _slow_span(self, slow: list[SpanKey], summary: StepSummary) -> Suspicion:
         """Return the suspicion of the span whose calls took most of the additional time."""

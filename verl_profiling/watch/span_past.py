@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from functools import partial
 from statistics import median
-from typing import NamedTuple
 
 from verl_profiling.identity import ROLLOUT_ROLE
 from verl_profiling.manifest import GC, WAIT, WEIGHT_SYNC
@@ -28,20 +27,6 @@ GENERATE = "generate"
 
 SpanKey = tuple[str, str]
 """Role of the processes, and name of the spans."""
-
-
-class GrownSpan(NamedTuple):
-    """A span whose total grew in a step.
-
-    Attributes:
-        key: Role and name.
-        more_ns: Growth of the total (ns).
-        sentence: Totals and calls, with the usual ones.
-    """
-
-    key: SpanKey
-    more_ns: float
-    sentence: str
 
 
 class SpanPast:
@@ -79,20 +64,23 @@ class SpanPast:
         amount = series.measure(total.seconds / total.runs, self._options.slow_span, matters_s)
         return series.add(_OF_A_STAGE * amount)
 
-    def grown(self, totals: dict[SpanKey, SpanTotal], enough_ns: float) -> list[GrownSpan]:
-        """Return the spans whose totals grew by so much; the largest growth first, trajectories last."""
-        grown = []
+    def grown(self, totals: dict[SpanKey, SpanTotal], enough_ns: float) -> dict[SpanKey, str]:
+        """Return the spans whose totals grew by so much, with their usual totals as sentences.
+
+        The largest growth is first, and trajectories are last.
+        """
+        rows = []
         for key, total in totals.items():
             past = self._past_of(key)
             usual_ns, runs = median(one.duration_ns for one in past), median(one.runs for one in past)
             more_ns = total.duration_ns - usual_ns
             if more_ns >= enough_ns and total.duration_ns > NEWS * usual_ns and not key[1].startswith(WAIT):
                 sentence = (
-                    f"{key[1]} of {key[0]} took {duration(total.duration_ns / 1e9)} in {calls(total.runs)}, "
+                    f"{key[1]} of {key[0]} took {duration(total.seconds)} in {calls(total.runs)}, "
                     f"usually {duration(usual_ns / 1e9)} in {calls(runs)}"
                 )
-                grown.append(GrownSpan(key, more_ns, sentence))
-        return sorted(grown, key=lambda span: (span.key[1] == TRAJECTORY, -span.more_ns))
+                rows.append((key[1] == TRAJECTORY, -more_ns, key, sentence))
+        return {key: sentence for *_, key, sentence in sorted(rows)}
 
     def longer(self, totals: dict[SpanKey, SpanTotal]) -> list[str]:
         """Return sentences on trajectories with more tokens than usual."""

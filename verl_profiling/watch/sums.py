@@ -126,7 +126,6 @@ class StageSums:
 
     Args:
         most: Number of ended stages that are kept.
-        memory: Returns the peak and the current memory of the process, in bytes.
 
     Attributes:
         spans: Sums of the process's trajectories and spans.
@@ -134,12 +133,11 @@ class StageSums:
         tokens: Functions whose value changes when an engine makes a token: the engine makes progress.
     """
 
-    def __init__(self, most: int, memory: Callable[[], tuple[int, int]] = process_memory) -> None:
+    def __init__(self, most: int) -> None:
         self.spans = SpanSums()
         self._ended: deque[tuple[str, int, int, int, int]] = deque(maxlen=most)
         self.open: dict[int, Begun] = {}
         self.tokens: list[Callable[[], object]] = []
-        self._memory = memory
         self._measured_ns, self._measured_after = 0, ""
         self._since_ns = clock.now_ns()
 
@@ -151,7 +149,7 @@ class StageSums:
         waited_ns = abs(end_ns - self._measured_ns)  # the clock may be set back
         pause_ns = PAUSE_NS if name == self._measured_after else 10 * PAUSE_NS
         if end_ns - begin_ns >= LONG_NS or waited_ns >= pause_ns:
-            peak, held = self._memory()
+            peak, held = process_memory()
             self._measured_ns, self._measured_after = end_ns, name
         self._ended.append((name, begin_ns, max(begin_ns, end_ns), peak, held))
 
