@@ -83,11 +83,10 @@ def render_run(
 
 def _noticed(watched: Sequence[StepSummary], reports: Sequence[Report], links: Sequence[str]) -> str:
     """Return a table of the anomalies that the watch noticed, with the capture or the reason for none."""
-    captures = {
-        asked.noticed: named(page_title(report), link)
-        for report, link in zip(reports, links, strict=True)
-        if (asked := report.asked) is not None
-    }
+    captures = {}
+    for report, link in zip(reports, links, strict=True):
+        if report.asked is not None:
+            captures[report.asked.noticed] = named(page_title(report), link)
     rows = []
     for anomaly, why in noticed_in(watched):
         capture = captures.get(anomaly.noticed, named(f"not captured: {why}" if why else "not captured"))
@@ -174,12 +173,17 @@ def _trend(
     bars, marks = "", dict[str, str]()
     for index, (step, total) in enumerate(zip(steps, totals, strict=True)):
         parts = sorted(step.stages.items(), key=lambda part: -part[1])
-        lines = [f"{shown(name)} {duration(took)}" for name, took in parts[:_MOST_LINES] if took > 0]
-        captured = [f"captured: {step.captured}"] if step.captured else []
-        said = ", ".join([f"{step.title[:1].lower()}{step.title[1:]}: {duration(total)}", *captured, *lines])
-        beyond = total > 1.001 * top  # sums differ in their last digits
-        mark = "▼" if step.captured else "▲" if beyond else ""
-        marks |= {"▼": "captured"} if mark == "▼" else {"▲": "beyond the axis"} if mark else {}
+        said = [f"{step.title[:1].lower()}{step.title[1:]}: {duration(total)}"]
+        mark = ""
+        if step.captured:
+            mark = "▼"
+            marks[mark] = "captured"
+            said.append(f"captured: {step.captured}")
+        elif total > 1.001 * top:  # sums differ in their last digits
+            mark = "▲"
+            marks[mark] = "beyond the axis"
+        said += [f"{shown(name)} {duration(took)}" for name, took in parts[:_MOST_LINES] if took > 0]
+        text = ", ".join(said)
         label = f"<b>{escape(step.title.removeprefix('Step '))}</b>" * (index % every == 0)
         stacked = "".join(
             f'<i class="{escape(key(name))}" style="flex:{_FLEX * step.stages[name]:.3g}"></i>'
@@ -188,7 +192,7 @@ def _trend(
         )
         tag, link = ("a", f' href="{escape(step.link)}"') if step.link else ("div", "")
         bars += (
-            f'<{tag} class="step"{link} title="{escape(said)}" style="height:{min(total / top, 1):.2%}">'
+            f'<{tag} class="step"{link} title="{escape(text)}" style="height:{min(total / top, 1):.2%}">'
             f"{f'<u>{mark}</u>' * bool(mark)}{stacked}{label}</{tag}>"
         )
     legend = "".join(f'<li><i class="{escape(key(n))}"></i><bdi>{escape(shown(n))}</bdi></li>' for n in names)
@@ -197,9 +201,11 @@ def _trend(
     drawn = f'<ul class="legend">{legend}</ul><div class="trend">{axis}{bars}</div>'
     rows = []
     for step in steps:
-        times = {shown(name): timed(step.stages.get(name)) for name in names}
-        of_capture = {"captured": named(step.captured)} if step.captured else {}
-        rows.append({"took": timed(step.seconds), **times, **of_capture})
+        row = {"took": timed(step.seconds)}
+        row |= {shown(name): timed(step.stages.get(name)) for name in names}
+        if step.captured:
+            row["captured"] = named(step.captured)
+        rows.append(row)
     return section(title, drawn + _by_step(title, steps, rows), note)
 
 
