@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,12 +29,8 @@ NO_DATABASE = "is not an export of Nsight Systems, nor a database of torch_npu"
 _Json = dict[str, Any]
 
 
-def trace_of_database(path: Path, metadata: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yield a Chrome trace: its header, then one event at a time.
-
-    Args:
-        path: The database.
-        metadata: Plain values for ``verl_profiling`` in the header.
+def trace_of_database(path: Path) -> Iterator[bytes]:
+    """Yield a Chrome trace: its header, one event at a time, and its end.
 
     Raises:
         TraceFormatError: The file is no database of Nsight Systems or torch_npu.
@@ -49,13 +45,11 @@ def trace_of_database(path: Path, metadata: Mapping[str, Any]) -> Iterator[bytes
     try:
         database = _Database(connection)
         header, events = _of_npu(database) if "STRING_IDS" in database.tables else _of_nsys(database)
-        header["verl_profiling"] = {**metadata, **header["verl_profiling"]}
         yield msgspec.json.encode({**header, "traceEvents": []})[:-2]
-        first = next(events, None)
-        if first is not None:
-            yield msgspec.json.encode(first)
+        separator = b""
         for event in events:
-            yield b"," + msgspec.json.encode(event)
+            yield separator + msgspec.json.encode(event)
+            separator = b","
         yield b"]}"
     except (sqlite3.Error, TypeError, OverflowError, UnicodeDecodeError) as error:  # it does not check types
         raise TraceFormatError(path, f"{NO_DATABASE} ({error})") from error
@@ -74,11 +68,6 @@ class _Database:
     def columns(self, table: str) -> list[str]:
         """Return the names of a table's columns."""
         return [name for _, name, *_ in self.select(f'PRAGMA table_info("{table}")')]
-
-    def count(self, table: str, condition: str = "1") -> int:
-        """Return the number of rows."""
-        rows: int = self.select(f'SELECT COUNT(*) FROM "{table}" WHERE {condition}').fetchone()[0]
-        return rows
 
     def first(self, query: str) -> int:
         """Return the only value of a query, a time or a number; 0 without a row."""
@@ -133,7 +122,7 @@ _TIMED = "start IS NOT NULL AND end IS NOT NULL"
 _OPERATOR = re.compile(r"(.+?), (?:seq|op_id) = ")  # torch.autograd.profiler.emit_nvtx
 _FIRST_SHARED = 1_000  # above the numbers of devices, below those of Linux processes in a timeline's lane
 
-_Devices = dict[tuple[int | None, int], int]
+_Devices = dict[tuple[int, int], int]
 """Process id in the trace, by process and device."""
 
 
@@ -143,8 +132,7 @@ def _of_nsys(database: _Database) -> tuple[_Json, Iterator[_Json]]:
     devices = _devices(database)
     parts: dict[int, list[int]] = {}
     for (process, _), pid in devices.items():
-        if process is not None:
-            parts.setdefault(process, [process]).append(pid)
+        parts.setdefault(process, [process]).append(pid)
     about: _Json = {"notes": list(_left_out(database))}
     header: _Json = {"verl_profiling": about, "baseTimeNanoseconds": start_ns}
     if len(parts) > 1:
@@ -167,18 +155,13 @@ def _process_of(number: int) -> int:
 def _devices(database: _Database) -> _Devices:
     """Return ids for the devices of each process; processes that share a device have different ids."""
     used: set[tuple[int, int]] = set()
-    pids: _Devices = {}
     for table in _DEVICE_TABLES:
-        if table in database.tables:
-            owner = "globalPid" if "globalPid" in database.columns(table) else "NULL"
-            for device, number in database.select(f"SELECT DISTINCT deviceId, {owner} FROM {table}"):
-                pids[None, device] = device
-                if number is not None:
-                    used.add((device, _process_of(number)))
-    shared: set[int] = set()
+        if table in database.tables and "globalPid" in database.columns(table):
+            processes = f"SELECT DISTINCT deviceId, globalPid FROM {table} WHERE globalPid IS NOT NULL"
+            used |= {(device, _process_of(number)) for device, number in database.select(processes)}
+    pids: _Devices = {}
     for device, process in sorted(used):
-        pids[process, device] = _FIRST_SHARED + len(pids) if device in shared else device
-        shared.add(device)
+        pids[process, device] = _FIRST_SHARED + len(pids) if device in pids.values() else device
     return pids
 
 
@@ -186,13 +169,14 @@ def _left_out(database: _Database) -> Iterator[str]:
     """Yield notes on rows without a begin or end, and on tables of activity that are not read."""
     for name, table in _TABLES.items():
         if name in database.tables:
-            rows = database.count(name, f"{table.condition} AND NOT ({_TIMED})")
+            untimed = f"{table.condition} AND NOT ({_TIMED})"
+            rows = database.first(f"SELECT COUNT(*) FROM {name} WHERE {untimed}")
             if rows:
                 yield f"{rows:,} rows of {name} have no begin or no end, and are left out"
     unread = []
     for name in database.tables:
         if name not in _TABLES and {"start", "timestamp"} & set(database.columns(name)):
-            rows = database.count(name)
+            rows = database.first(f'SELECT COUNT(*) FROM "{name}"')
             if rows:
                 unread.append(f"{name} ({rows:,})")
     if unread:
@@ -209,11 +193,9 @@ def _nsys_events(database: _Database, name: str, devices: _Devices) -> Iterator[
         event: _Json = {"ph": "X", "name": str(title), "cat": table.category}
         event |= {"ts": begin / 1000, "dur": (end - begin) / 1000}
         args = {"device": device, "stream": stream, "correlation": correlation, "bytes": size}
-        args = {key: value for key, value in args.items() if value is not None}
-        if args:
-            event["args"] = args
+        event["args"] = {key: value for key, value in args.items() if value is not None}
         if thread is None:
-            owner = None if process is None else _process_of(process)
+            owner = 0 if process is None else _process_of(process)
             event |= {"pid": devices.get((owner, device), device), "tid": stream}
         else:
             event |= {"pid": _process_of(thread), "tid": thread & 0xFFFFFF}
@@ -277,7 +259,7 @@ def _of_npu(database: _Database) -> tuple[_Json, Iterator[_Json]]:
         start_ns = database.first("SELECT startTimeNs FROM SESSION_TIME_INFO")
     if "TASK" in database.tables:
         device = database.first("SELECT deviceId FROM TASK")
-    header: _Json = {"verl_profiling": {}, "baseTimeNanoseconds": start_ns}
+    header: _Json = {"baseTimeNanoseconds": start_ns}
     if "RANK_DEVICE_MAP" in database.tables:
         header["distributedInfo"] = {"rank": database.first("SELECT rankId FROM RANK_DEVICE_MAP")}
     read = [query for query in _NPU_TABLES if set(query.tables) <= set(database.tables)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from io import BufferedWriter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 from isal import igzip
@@ -88,21 +88,20 @@ def read_ranges(folder: Path) -> tuple[dict[Path, list[NsysRange]], list[Collect
     """
     found, damaged = {}, []
     for path in sorted(folder.glob(f"*{NOTES_SUFFIX}")):
+        name = f"{NSYS_FOLDER}/{path.name}"
         latest: dict[int, NsysRange] = {}
         try:
             lines = read_small(path).splitlines()
         except OSError as error:
-            problem = f"cannot be read: {error.strerror}"
-            damaged.append(Collected(f"{NSYS_FOLDER}/{path.name}", "damaged", problem))
+            damaged.append(Collected(name, "damaged", f"cannot be read: {error.strerror}"))
             continue
         for line in lines:
             try:
                 noted = msgspec.json.decode(line, type=NsysRange)
+                latest[noted.number] = noted
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 problem = f"a line is incomplete, and its range is lost: {error}"
-                damaged.append(Collected(f"{NSYS_FOLDER}/{path.name}", "damaged", problem))
-                continue
-            latest[noted.number] = noted
+                damaged.append(Collected(name, "damaged", problem))
         output = path.with_name(path.name.removesuffix(NOTES_SUFFIX))
         found[output] = sorted(latest.values(), key=lambda noted: noted.number)
     return found, damaged
@@ -143,7 +142,7 @@ def _fetch(run: Path, noted: NsysRange, report: Path | None, export: bool) -> It
     if database.is_file():
         trace = target.with_suffix(".nsys.json.gz")
         try:
-            events = convert_nsys(database, trace, {"range": noted.number})
+            events = convert_nsys(database, trace)
         except TraceFormatError as error:
             yield Collected(f"{noted.folder}/{trace.name}", "damaged", str(error))
             return
@@ -163,6 +162,7 @@ def _entered(
     folder: Path, noted: NsysRange, file: Path | None, reason: str, events: int | None = None
 ) -> Collected:
     """Add the artifact of a range, or the converted trace, to the step's manifest, if there is one."""
+    status: Literal["ok", "truncated"] = "truncated" if reason else "ok"
     workers = read_manifest(folder).workers if (folder / MANIFEST_NAME).exists() else []
     for worker in workers:
         artifacts = {artifact.path: artifact for artifact in worker.artifacts}
@@ -172,7 +172,7 @@ def _entered(
         entry = msgspec.structs.replace(
             known,
             path=known.path if file is None else file.name,
-            status="pending" if file is None else "truncated" if reason else "ok",
+            status="pending" if file is None else status,
             reason=reason,
             bytes=None if file is None else file.stat().st_size,
             events=events,
@@ -180,23 +180,23 @@ def _entered(
             end_ns=noted.end_ns or known.end_ns,
         )
         listed = list({**artifacts, entry.path: entry}.values())
-        status, why = worst_status(listed)
-        if worker.status == "failed":  # a failed worker stays failed, whatever its reports
-            status, why = worker.status, worker.reason
-        result = msgspec.structs.replace(worker, artifacts=listed, status=status, reason=why)
+        result = msgspec.structs.replace(worker, artifacts=listed)
+        if worker.status != "failed":  # a failed worker stays failed, whatever its reports
+            worst, why = worst_status(listed)
+            result = msgspec.structs.replace(result, status=worst, reason=why)
         if result != worker:
             write_result(folder, result)
-    path = f"{noted.folder}/{noted.artifact if file is None else file.name}"
-    return Collected(path, "missing" if file is None else "truncated" if reason else "ok", reason)
+    if file is None:
+        return Collected(f"{noted.folder}/{noted.artifact}", "missing", reason)
+    return Collected(f"{noted.folder}/{file.name}", status, reason)
 
 
-def convert_nsys(database: Path, output: Path, metadata: Mapping[str, Any]) -> int:
+def convert_nsys(database: Path, output: Path) -> int:
     """Write a compressed Chrome trace of an exported report; return the number of its events.
 
     Args:
         database: The SQLite file.
         output: The trace, ending in ``.json.gz``.
-        metadata: Plain values kept under ``verl_profiling`` in the trace.
 
     Raises:
         TraceFormatError: The file is not an export of Nsight Systems.
@@ -208,7 +208,7 @@ def convert_nsys(database: Path, output: Path, metadata: Mapping[str, Any]) -> i
         igzip.open(file, "wb", compresslevel=1) as packed,
         BufferedWriter(packed, 1 << 18) as buffered,
     ):
-        for piece in trace_of_database(database, metadata):
+        for piece in trace_of_database(database):
             buffered.write(piece)
             count += 1
     return count - 2  # header and end are no events
