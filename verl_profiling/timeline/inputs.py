@@ -231,12 +231,11 @@ def _sources_of(
 ) -> list[Source]:
     """Return the files of an artifact; add what is missing of it to the inputs."""
     path, status, why = located(inputs.directory, artifact)
+    place = inputs.directory / artifact.path if where else path
     files: list[Path] = []
-    if path is not None:
-        files += _files_in(path)
-        inputs.absent += [f"{folder} {problem}" for folder, problem in not_analysed(path)]
-    elif where:
-        files += _files_in(inputs.directory / artifact.path)
+    if place is not None:
+        files += _files_in(place)
+        inputs.absent += [f"{folder} {problem}" for folder, problem in not_analysed(place)]
     # Of the files elsewhere, only the traces of torch_npu are read here alone.
     if path is None and not files and (not where or artifact.tool == "npu"):
         state = "missing" if status == "failed" else status

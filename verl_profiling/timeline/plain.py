@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -187,12 +187,18 @@ def _described(path: Path, name: str) -> list[PlainTrace]:
     head = next(chunks, [])
     if not head and not trace.metadata:
         raise TraceFormatError(path, NO_TRACE)
-    rank = _rank(trace, _npu_folder(path), name)
-    process = _process(trace, head, path, is_ranked=rank is not None)
-    role = _role(trace, name, process[1], head)
-    first = list(islice(_timed(head, chunks), _SAME_EVENTS))
-    begin_us = first[0].ts or 0.0 if first else 0.0
-    id_in_part = _MERGED_PID.sub("", process[2])
+    folder = _npu_folder(path)
+    rank = _rank(trace, folder, name)
+    host, title, pid = _process(trace, head, path, is_ranked=rank is not None)
+    role = _role(trace, name, title, head)
+    timed = (
+        (event.name, trace.base_ns + round(event.ts * 1000), event.dur)
+        for events in chain([head], chunks)
+        for event in events
+        if event.ts is not None and event.ph != "M"
+    )
+    first = list(islice(timed, _SAME_EVENTS))
+    pid_in_part = _MERGED_PID.sub("", pid)
     described = PlainTrace(
         path=path,
         lane="",
@@ -200,12 +206,12 @@ def _described(path: Path, name: str) -> list[PlainTrace]:
         role=role,
         rank=rank or 0,
         replica=number_in(name, _REPLICA) if role == ROLLOUT_ROLE else None,
-        begin_ns=trace.base_ns + round(begin_us * 1000),
-        process=(*process[:2], id_in_part),
+        begin_ns=first[0][1] if first else trace.base_ns,
+        process=(host, title, pid_in_part),
         name=name,
-        recording=_recording(path, id_in_part, first, trace.base_ns),
+        recording=(folder,) if folder else (pid_in_part, *first),
         is_ranked=rank is not None,
-        is_merged=id_in_part != process[2],
+        is_merged=pid_in_part != pid,
     )
     return list(_processes(described, trace.about("processes"))) or [described]
 
@@ -238,14 +244,6 @@ def _role(trace: Trace, name: str, process: str, head: list[Event]) -> str:
     is_named = bool(_ENGINE_PROCESS.search(process)) or "vllm_version" in trace.metadata
     is_engine = is_named or any(ENGINE_ITERATION.match(event.name) for event in head)
     return ROLLOUT_ROLE if is_engine else "worker"
-
-
-def _recording(path: Path, pid: str, first: Iterable[Event], base_ns: int) -> tuple[object, ...]:
-    """Return a value that is equal in files with the same recording, whatever their names and formats."""
-    if of_npu := _npu_folder(path):
-        return (of_npu,)
-    events = ((event.name, base_ns + round((event.ts or 0.0) * 1000), event.dur) for event in first)
-    return (pid, *events)
 
 
 def _npu_folder(path: Path) -> Path | None:
@@ -289,9 +287,3 @@ def _named_process(head: list[Event]) -> tuple[str, str]:
             return event.said("name"), str(event.pid)
     pids = (str(event.pid) for event in head if event.ph == "X" and not is_on_device(event))
     return "", next(pids, "")
-
-
-def _timed(head: list[Event], chunks: Iterable[list[Event]]) -> Iterator[Event]:
-    """Yield the events with a time."""
-    for events in chain([head], chunks):
-        yield from (event for event in events if event.ts is not None and event.ph != "M")
