@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
-from isal import isal_zlib
+from isal import igzip
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MOST_NESTED, Request
@@ -107,32 +107,19 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     is_readable: bool = True
 
 
-def compressor() -> Any:
-    """Return a fast gzip compressor for one member (isal level 1)."""
-    return isal_zlib.compressobj(1, wbits=31)
+def packed(file: BinaryIO) -> igzip.IGzipFile:
+    """Return a file whose content becomes one gzip member of another file, written fast (isal level 1)."""
+    return igzip.IGzipFile(fileobj=file, mode="wb", compresslevel=1, mtime=0)
 
 
-class MemberFile:
-    """Writes events as one gzip member, with a comma before each event."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._gzip = compressor()
-        self._file = file
-
-    def __enter__(self) -> MemberFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.write(self._gzip.flush())
-
-    def write(self, events: Iterable[Event]) -> int:
-        """Write events in batches of 4,096; return their number, without metadata."""
-        left, count = iter(events), 0
-        while batch := list(islice(left, _BATCH)):
-            self._file.write(self._gzip.compress(b",\n"))
-            self._file.write(self._gzip.compress(memoryview(_utf8(_ENCODER.encode(batch)))[1:-1]))
-            count += sum(event.ph != "M" for event in batch)
-        return count
+def write_events(events: Iterable[Event], file: igzip.IGzipFile) -> int:
+    """Write events in batches of 4,096, with a comma before each; return their number, without metadata."""
+    left, count = iter(events), 0
+    while batch := list(islice(left, _BATCH)):
+        file.write(b",\n")
+        file.write(memoryview(_utf8(_ENCODER.encode(batch)))[1:-1])
+        count += sum(event.ph != "M" for event in batch)
+    return count
 
 
 def write_member(job: MemberJob) -> Member:
@@ -156,7 +143,7 @@ def _write_trace(job: MemberJob, overlaps: Overlaps, visit: Callable[[list[Event
     processes = Processes(job.pid, job.source.title, job.lane_index)
     written = left_out = 0
     problems = []
-    with whole_file(job.output) as output, MemberFile(output) as file:
+    with whole_file(job.output) as output, packed(output) as file:
         try:
             for events in trace.chunks():
                 if not processes.known:
@@ -167,11 +154,11 @@ def _write_trace(job: MemberJob, overlaps: Overlaps, visit: Callable[[list[Event
                 timed = _relocate(kept, processes, base_ns - job.base_ns, job.index)
                 written += len(timed)
                 visit(timed)
-                file.write(timed)
+                write_events(timed, file)
         except TraceFormatError as error:
             problems.append(error.problem)
         names = processes.names()
-        file.write(chain(names, overlaps.names(names)))
+        write_events(chain(names, overlaps.names(names)), file)
     problems += trace.warnings
     return Member(path=job.source.path, events=written, left_out=left_out, problems=problems)
 
@@ -299,8 +286,9 @@ def write_log_member(job: MemberJob) -> Member:
     counters = job.keep.select(list(drawn.counters()), job.base_ns)
     names = name_process(drawn.pid, f"{job.source.title} trajectories")
     rows = (event for row, name in enumerate(drawn.rows) for event in name_row(drawn.pid, row, name))
-    with whole_file(job.output) as output, MemberFile(output) as file:
-        written = file.write(chain(names, rows, drawn.slices(), drawn.arrows(), counters))
+    events = chain(names, rows, drawn.slices(), drawn.arrows(), counters)
+    with whole_file(job.output) as output, packed(output) as file:
+        written = write_events(events, file)
     return Member(
         path=job.source.path,
         events=written,

@@ -25,10 +25,10 @@ from verl_profiling.opener import move_file, opened, scratch_folder, whole_file
 from verl_profiling.timeline.cluster import results
 from verl_profiling.timeline.member import (
     Member,
-    MemberFile,
     MemberJob,
-    compressor,
+    packed,
     statuses_of,
+    write_events,
     write_log_member,
     write_member,
 )
@@ -146,8 +146,8 @@ def _join(
     left_out = sum(member.left_out for member in members)
     events = sum(member.events for member in members) + sum(event.ph != "M" for event in opening)
     with whole_file(path) as timeline:
-        timeline.write(_gzip(_header(base_ns) + b",\n".join(map(msgspec.json.encode, opening))))
-        with MemberFile(timeline) as requests:
+        with packed(timeline) as part:
+            part.write(msgspec.json.encode({**_header(base_ns), "traceEvents": opening})[:-2])
             path_slices: list[Event] = []
             try:
                 path_slices = path_events(critical_path(), base_ns)
@@ -158,13 +158,14 @@ def _join(
             for drawn in chain([path_slices], requests_of):
                 kept = keep.select(drawn, base_ns)
                 left_out += len(drawn) - len(kept)
-                events += requests.write(kept)
+                events += write_events(kept, part)
         for job, member in zip(plan, members, strict=True):
             if member.is_readable:
                 with opened(job.output) as member_file:
                     shutil.copyfileobj(member_file, timeline, 1 << 20)
                 job.output.unlink()
-        timeline.write(_gzip(b"\n]}\n"))
+        with packed(timeline) as end:
+            end.write(b"\n]}\n")
     return MergeResult(
         path=path,
         bytes=path.stat().st_size,
@@ -177,8 +178,8 @@ def _join(
 
 def _unpacked(result: MergeResult) -> MergeResult:
     path = result.path.with_suffix(".json")
-    with opened(result.path) as file, igzip.open(file) as packed, whole_file(path) as unpacked:
-        shutil.copyfileobj(packed, unpacked, 1 << 20)
+    with opened(result.path) as file, igzip.open(file) as content, whole_file(path) as unpacked:
+        shutil.copyfileobj(content, unpacked, 1 << 20)
     return msgspec.structs.replace(result, path=path, bytes=path.stat().st_size)
 
 
@@ -268,19 +269,13 @@ def _opening(inputs: StepInputs, plan: list[MemberJob], pids: dict[str, int], ba
     return events
 
 
-def _header(base_ns: int) -> bytes:
-    head = {
+def _header(base_ns: int) -> dict[str, object]:
+    return {
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
         TIMELINE_MARK: SCHEMA_VERSION,
         "baseTimeNanoseconds": base_ns,
     }
-    return msgspec.json.encode(head)[:-1] + b',"traceEvents":[\n'
-
-
-def _gzip(data: bytes) -> bytes:
-    gzip = compressor()
-    return bytes(gzip.compress(data) + gzip.flush())
 
 
 def stage_windows(inputs: StepInputs, names: Iterable[str]) -> tuple[tuple[int, int], ...]:

@@ -109,8 +109,10 @@ def read_ranges(folder: Path) -> tuple[dict[Path, list[NsysRange]], list[Collect
 
 def _finished_report(output: Path, number: int, of: int) -> Path | None:
     """Return the existing report of a range; Nsight Systems does not number a single report."""
-    names = [f"{output.name}.{number}{REPORT}", *([f"{output.name}{REPORT}"] if of == 1 else [])]
-    return next(filter(_is_there, map(output.with_name, names)), None)
+    report = output.with_name(f"{output.name}.{number}{REPORT}")
+    if of == 1 and not _is_there(report):
+        report = output.with_name(f"{output.name}{REPORT}")
+    return report if _is_there(report) else None
 
 
 def _is_there(path: Path) -> bool:

@@ -358,7 +358,7 @@ def path_events(path: Iterable[Slice], base_ns: int) -> list[Event]:
         base_ns: Unix nanoseconds of ``ts == 0`` in the timeline.
     """
     slices = [draw(base_ns, _PATH_PID, 1, "critical path", *part) for part in path]
-    return [*(name_process(_PATH_PID, "critical path") if slices else ()), *slices]
+    return [*name_process(_PATH_PID, "critical path"), *slices] if slices else []
 
 
 def requests_by_id(manifest: Manifest) -> dict[str, list[Request]]:
@@ -388,7 +388,7 @@ def joined(
     found = {}
     for number, id, begin, end in spans:
         served = requests.get(id, [])
-        place = bisect_left(served, begin, key=_begin) if len(served) > 1 else 0
+        place = bisect_left(served, begin, key=_begin)
         near = served[max(place - 1, 0) : place + 1]
         common = ((min(one.end_ns, end) - max(one.begin_ns, begin), at) for at, one in enumerate(near))
         overlap, best = max(common, default=(-1, 0))
