@@ -167,7 +167,7 @@ class Baseline:
 
         Args:
             changes: The changes.
-            chains: Segments of the graph joined into chains, which replay faster with the same result.
+            chains: The graph with joined segments, which replays faster with the same result.
             waits: Factor of the waits for something unknown.
 
         Raises:

@@ -48,24 +48,23 @@ class Replay(NamedTuple):
 
 
 class Chains(NamedTuple):
-    """A graph in which segments that only follow each other are one segment.
+    """A graph in which the last one of segments that only follow each other stands for all of them.
 
     Attributes:
-        graph: The graph; its replay takes as long as that of the whole graph.
-        of: Number of the chain of each segment of the whole graph.
-        first: The first segment of each chain.
+        graph: The graph without the other segments in its order; its replay takes as long as that of the
+            whole graph.
+        first: The first segment of the chain of each segment.
     """
 
     graph: Graph
-    of: Ints
     first: Ints
 
     def times(self, took_ns: Sequence[int], delay_ns: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return the duration of each chain, and the delay before it, from those of all segments."""
         delays = np.array(delay_ns)
+        whole = np.bincount(self.first, np.array(took_ns) + delays)
         first = delays[self.first]
-        whole = np.bincount(self.of, np.array(took_ns) + delays)
-        return (whole - first).astype(np.int64).tolist(), first.tolist()
+        return (whole[self.first] - first).astype(np.int64).tolist(), first.tolist()
 
 
 class _Queue(NamedTuple):
@@ -187,12 +186,12 @@ class _Schedule:
         self._behind = defaultdict[int, list[int]](list)
         for at, one in graph.behind.items():
             self._behind[one].append(at)
-        self._missing = [len(before) + (at in graph.behind) for at, before in enumerate(self._after)]
+        self._missing = {at: len(self._after[at]) + (at in graph.behind) for at in graph.order}
         self._entered_ns = dict[int, int]()
         self._queues = {one.queue: _Queue(deque([None]), deque()) for one in graph.segments}
         self._queues |= {name: _Queue(deque([None] * slots), deque()) for name, slots in graph.slots.items()}
         self._events: list[tuple[int, int, int, bool]] = []  # time, place, segment, whether it frees slots
-        for at, count in enumerate(self._missing):
+        for at, count in self._missing.items():
             if not count:
                 self._enter(at)
         while self._events:
@@ -201,7 +200,7 @@ class _Schedule:
                 self._release(at, now_ns)
             else:
                 self._arrive(at, now_ns)
-        if len(self.order) < len(graph.segments):
+        if len(self.order) < len(graph.order):
             raise ConfigError("what-if", "limits of concurrency wait for each other, so the step has no end")
 
     def _arrive(self, at: int, now_ns: int) -> None:
@@ -251,36 +250,26 @@ class _Schedule:
 
 
 def chains_of(graph: Graph) -> Chains:
-    """Return a graph in which segments that only follow each other are one segment.
+    """Return a graph in which the last one of segments that only follow each other stands for all of them.
 
     Segments with a queue, a release, a poll, or carried work, and ends of a rollout, stay apart.
     """
-    found, of, first = graph.segments, [0] * len(graph.segments), list[int]()
-    followers = Counter(chain.from_iterable(one.after for one in found))
-    apart = {at for at, one in enumerate(found) if one.queue or one.releases}
+    segments = list(graph.segments)
+    followers = Counter(chain.from_iterable(one.after for one in segments))
+    apart = {at for at, one in enumerate(segments) if one.queue or one.releases}
     apart |= {*graph.polls, *graph.tails, *(one.segment for one in graph.carried)}
     ends = {graph.last, *(poll.after for poll in graph.polls.values()), *(one.mark for one in graph.carried)}
     ends |= apart.union(*graph.tails.values())
+    first, joined = list(range(len(segments))), set[int]()
     for at in graph.order:
-        before = found[at].after
+        before = graph.segments[at].after
         if len(before) == 1 and followers[before[0]] == 1 and at not in apart and before[0] not in ends:
-            of[at] = of[before[0]]
-        else:
-            of[at] = len(first)
-            first.append(at)
-    chains = replace(
-        graph,
-        segments=[replace(found[at], after=[of[before] for before in found[at].after]) for at in first],
-        last=of[graph.last],
-        order=list(range(len(first))),
-        delay_ns=[graph.delay_ns[at] for at in first],
-        behind={of[at]: of[before] for at, before in graph.behind.items()},
-        tails={of[at]: [of[last] for last in lasts] for at, lasts in graph.tails.items()},
-        cut=set(),
-        carried=[one._replace(segment=of[one.segment], mark=of[one.mark]) for one in graph.carried],
-        polls={of[at]: poll._replace(after=of[poll.after]) for at, poll in graph.polls.items()},
-    )
-    return Chains(chains, np.array(of), np.array(first))
+            first[at] = first[before[0]]
+            joined.add(before[0])
+            segments[at] = replace(segments[at], after=segments[before[0]].after)
+            segments[before[0]] = replace(segments[before[0]], after=[])
+    order = [at for at in graph.order if at not in joined]
+    return Chains(replace(graph, segments=segments, order=order), np.array(first))
 
 
 def critical_path(replayed: Replay, last: int | None = None) -> list[PathPart]:
