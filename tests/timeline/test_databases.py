@@ -119,7 +119,7 @@ def test_each_process_of_an_export_is_a_lane_with_all_its_work(
     export = Export(random.Random(seed))
     database = export.write(tmp_path / "rollout.sqlite")
     if seed % 2:
-        convert_nsys(database, tmp_path / "rollout.nsys.json.gz")
+        convert_nsys(database, tmp_path / "rollout.nsys.json.gz", {})
         assert "same recording" in reports(tmp_path)[0]["notes"][0]  # a folder with both counts it once
         database = tmp_path / "rollout.nsys.json.gz"
     [report] = reports(database)

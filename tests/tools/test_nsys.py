@@ -295,7 +295,7 @@ def build_export(path: Path, start_ns: int = 1_700_000_000_123_456_789) -> None:
 def test_an_export_becomes_a_trace(tmp_path: Path) -> None:
     """Kernels, copies, CUDA calls and NVTX ranges, on the wall clock to the nanosecond."""
     build_export(tmp_path / "report.sqlite")
-    assert convert_nsys(tmp_path / "report.sqlite", tmp_path / "trace.json.gz") == 5
+    assert convert_nsys(tmp_path / "report.sqlite", tmp_path / "trace.json.gz", {"range": 1}) == 5
     trace = Trace(tmp_path / "trace.json.gz")
     events = {event.name: event for chunk in trace.chunks() for event in chunk}
     assert not trace.warnings
@@ -317,5 +317,5 @@ def test_what_is_no_export_is_refused(tmp_path: Path) -> None:
 
     (tmp_path / "report.sqlite").write_bytes(b"no database")
     with pytest.raises(TraceFormatError, match=r"report\.sqlite.*is not an export of Nsight Systems"):
-        convert_nsys(tmp_path / "report.sqlite", tmp_path / "trace.json.gz")
+        convert_nsys(tmp_path / "report.sqlite", tmp_path / "trace.json.gz", {})
     assert [path.name for path in tmp_path.iterdir()] == ["report.sqlite"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,8 +29,12 @@ NO_DATABASE = "is not an export of Nsight Systems, nor a database of torch_npu"
 _Json = dict[str, Any]
 
 
-def trace_of_database(path: Path) -> Iterator[bytes]:
+def trace_of_database(path: Path, metadata: Mapping[str, Any]) -> Iterator[bytes]:
     """Yield a Chrome trace: its header, one event at a time, and its end.
+
+    Args:
+        path: The database.
+        metadata: Plain values for ``verl_profiling`` in the header.
 
     Raises:
         TraceFormatError: The file is no database of Nsight Systems or torch_npu.
@@ -45,6 +49,7 @@ def trace_of_database(path: Path) -> Iterator[bytes]:
     try:
         database = _Database(connection)
         header, events = _of_npu(database) if "STRING_IDS" in database.tables else _of_nsys(database)
+        header["verl_profiling"] = {**metadata, **header["verl_profiling"]}
         yield msgspec.json.encode({**header, "traceEvents": []})[:-2]
         separator = b""
         for event in events:
@@ -259,7 +264,7 @@ def _of_npu(database: _Database) -> tuple[_Json, Iterator[_Json]]:
         start_ns = database.first("SELECT startTimeNs FROM SESSION_TIME_INFO")
     if "TASK" in database.tables:
         device = database.first("SELECT deviceId FROM TASK")
-    header: _Json = {"baseTimeNanoseconds": start_ns}
+    header: _Json = {"verl_profiling": {}, "baseTimeNanoseconds": start_ns}
     if "RANK_DEVICE_MAP" in database.tables:
         header["distributedInfo"] = {"rank": database.first("SELECT rankId FROM RANK_DEVICE_MAP")}
     read = [query for query in _NPU_TABLES if set(query.tables) <= set(database.tables)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import BufferedWriter
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from isal import igzip
@@ -144,7 +144,7 @@ def _fetch(run: Path, noted: NsysRange, report: Path | None, export: bool) -> It
     if database.is_file():
         trace = target.with_suffix(".nsys.json.gz")
         try:
-            events = convert_nsys(database, trace)
+            events = convert_nsys(database, trace, {"range": noted.number})
         except TraceFormatError as error:
             yield Collected(f"{noted.folder}/{trace.name}", "damaged", str(error))
             return
@@ -193,12 +193,13 @@ def _entered(
     return Collected(f"{noted.folder}/{file.name}", status, reason)
 
 
-def convert_nsys(database: Path, output: Path) -> int:
+def convert_nsys(database: Path, output: Path, metadata: Mapping[str, Any]) -> int:
     """Write a compressed Chrome trace of an exported report; return the number of its events.
 
     Args:
         database: The SQLite file.
         output: The trace, ending in ``.json.gz``.
+        metadata: Plain values kept under ``verl_profiling`` in the trace.
 
     Raises:
         TraceFormatError: The file is not an export of Nsight Systems.
@@ -210,7 +211,7 @@ def convert_nsys(database: Path, output: Path) -> int:
         igzip.open(file, "wb", compresslevel=1) as packed,
         BufferedWriter(packed, 1 << 18) as buffered,
     ):
-        for piece in trace_of_database(database):
+        for piece in trace_of_database(database, metadata):
             buffered.write(piece)
             count += 1
     return count - 2  # header and end are no events

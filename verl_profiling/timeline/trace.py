@@ -100,7 +100,7 @@ class Blocks:
                 head = file.read(len(MAGIC))
                 file.seek(0)
                 if head == MAGIC:
-                    content = trace_of_database(self.path)
+                    content = trace_of_database(self.path, {})
                 else:
                     is_gzip = head.startswith(_GZIP_MAGIC)
                     content = self._gzip(file) if is_gzip else iter(partial(file.read, BLOCK_BYTES), b"")
