@@ -135,8 +135,7 @@ def percent(spans: Spans, begin_ns: int, end_ns: int) -> list[int]:
 
 def requests_running(step: Step) -> list[RunningRow]:
     """Return the mean number of unfinished requests of each replica, per part of the step."""
-    workers = step.capture.workers if step.capture else []
-    served = ((worker.name, request) for worker in workers for request in worker.requests)
+    served = ((worker.name, request) for worker in step.of_capture for request in worker.requests)
     rows = []
     for (replica, name), of in sorted(grouped(served, lambda one: (one[1].replica, one[0])).items()):
         spans = np.array([(one.begin_ns, one.end_ns) for _, one in of], np.int64)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, reduce
-from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,12 @@ import numpy as np
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.manifest import MANIFEST_NAME, WEIGHT_SYNC, Manifest, Request
 from verl_profiling.report import anatomy, capture_rows, collectives, lost, numbers
-from verl_profiling.report.activity import LaneTraces, lane_job, read_lane
+from verl_profiling.report.activity import LaneJob, LaneTraces, lane_job, read_lane
 from verl_profiling.report.findings import find
-from verl_profiling.report.intervals import EMPTY, intersection, length
-from verl_profiling.report.lanes import Step
+from verl_profiling.report.intervals import EMPTY, Spans, grouped, intersection, length
+from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.model import Coverage, Report
-from verl_profiling.report.records import Pieces, Records, pieces_of
+from verl_profiling.report.records import Explanation, Pieces, Records, pieces_of
 from verl_profiling.report.rollout_section import requests_of, rollout_of
 from verl_profiling.report.suspects import asked_of
 from verl_profiling.step_summary import StepSummary
@@ -73,41 +74,21 @@ def read_lanes(
     Raises:
         TraceFormatError: There is neither a manifest nor a readable trace.
     """
-    manifest, step = inputs.manifest, Step(inputs.manifest, inputs.capture)
-    unfinished = [f"{inputs.title} {inputs.unfinished}"] if inputs.unfinished else []
-    coverage = Coverage(missing=[*unfinished, *inputs.absent])
+    step, coverage = Step(inputs.manifest, inputs.capture), _expected(inputs)
     notes = [f"counted as communication by the option: {pattern}" for pattern in inputs.communication]
     notes += inputs.notes
-    if manifest is not None:
-        promised = (artifact for worker in manifest.workers for artifact in worker.artifacts)
-        expected = [artifact.lane for artifact in promised if artifact.status != "skipped"]
-        known = {source.lane for source in inputs.files}
-        coverage.expected = len(expected)
-        coverage.lanes = [lane for lane in dict.fromkeys(expected) if lane not in known]
-    lanes = [list(group) for _, group in groupby(inputs.sources, lambda one: one.lane)]
-    apart = [one for group in lanes for one in group if one.host != group[0].host]
-    coverage.missing += [f"{one.path.name} is on another host than the lane's other traces" for one in apart]
-    jobs = [lane_job([one for one in group if one not in apart], step, inputs) for group in lanes]
+    jobs = list(_jobs(inputs, step, coverage))
     read = results([(partial(read_lane, job), job.sources) for job in jobs], inputs.ray)
-    for job, found in zip(jobs, read, strict=True):
-        name = job.sources[0].lane
-        if isinstance(found, TraceFormatError):
-            lost_files = [str(TraceFormatError(one.path, found.problem)) for one in job.sources]
-            found = LaneTraces(problems=lost_files)
-        for lane in found.lanes:
-            step.add(lane)
-        is_unrecorded = job.unrecorded and found.lanes and found.lanes[0].is_unknown
-        coverage.unrecorded += [name] if is_unrecorded else []
-        coverage.lanes += [name] if found.problems else []
-        coverage.missing += found.problems
-        coverage.read += len(found.paths)
-        coverage.events += found.events
-        coverage.has_stacks |= found.has_stacks
-        notes += found.notes
-        for source in job.sources:
-            if on_progress:
+    for job, traces in zip(jobs, read, strict=True):
+        if isinstance(traces, TraceFormatError):
+            problems = [str(TraceFormatError(source.path, traces.problem)) for source in job.sources]
+            traces = LaneTraces(problems=problems)
+        _add(traces, job, step, coverage)
+        notes += traces.notes
+        if on_progress:
+            for source in job.sources:
                 on_progress(source)
-    if manifest is None:
+    if inputs.manifest is None:
         coverage.expected = coverage.read
         if not step.lanes:
             problem = "; ".join([*coverage.missing, *notes]) or "holds no trace to report on"
@@ -115,11 +96,53 @@ def read_lanes(
     return step, coverage, list(dict.fromkeys(notes))  # lanes may share a file
 
 
+def _expected(inputs: StepInputs) -> Coverage:
+    """Return what the manifest promises, and what of it is missing."""
+    coverage = Coverage(missing=list(inputs.absent))
+    if inputs.unfinished:
+        coverage.missing.insert(0, f"{inputs.title} {inputs.unfinished}")
+    there = {source.lane for source in inputs.files}
+    for worker in inputs.manifest.workers if inputs.manifest else []:
+        for artifact in worker.artifacts:
+            if artifact.status != "skipped":
+                coverage.expected += 1
+                if artifact.lane not in {*there, *coverage.lanes}:
+                    coverage.lanes.append(artifact.lane)
+    return coverage
+
+
+def _jobs(inputs: StepInputs, step: Step, coverage: Coverage) -> Iterator[LaneJob]:
+    """Yield the inputs for each lane: its traces on one host."""
+    for sources in grouped(inputs.sources, attrgetter("lane")).values():
+        here = [source for source in sources if source.host == sources[0].host]
+        coverage.missing += [
+            f"{source.path.name} is on another host than the lane's other traces"
+            for source in sources
+            if source not in here
+        ]
+        yield lane_job(here, step, inputs)
+
+
+def _add(traces: LaneTraces, job: LaneJob, step: Step, coverage: Coverage) -> None:
+    """Add the traces of a lane to the step, and to what was read of it."""
+    name = job.sources[0].lane
+    for lane in traces.lanes:
+        step.add(lane)
+    if job.unrecorded and any(lane.is_unknown for lane in traces.lanes):
+        coverage.unrecorded.append(name)
+    if traces.problems:
+        coverage.lanes.append(name)
+    coverage.missing += traces.problems
+    coverage.read += len(traces.paths)
+    coverage.events += traces.events
+    coverage.has_stacks |= traces.has_stacks
+
+
 def read_step(inputs: StepInputs, on_progress: Callable[[Source], None] | None = None) -> Content:
     """Read the traces and logs of one step; arguments and errors are those of :func:`read_lanes`."""
     step, coverage, notes = read_lanes(inputs, on_progress)
     calls, unmatched = collectives.matched_calls(step)
-    counts: capture_rows.Counts = {}
+    counts: capture_rows.Counts = defaultdict(list)
     records = Records(_read_trajectories(inputs, coverage, counts), step.begin_ns, step.end_ns)
     served = requests_of(records, inputs.manifest) if inputs.manifest else {}
     pieces, of_processes = pieces_of(records, served)
@@ -143,7 +166,6 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         inputs: The step.
         content: Everything that was read of it.
     """
-    manifest, capture = inputs.manifest, inputs.capture or inputs.manifest
     step, calls, notes = content.step, content.calls, content.notes
     tail = numbers.rollout_tail(step)
     waits = collectives.waits(calls)
@@ -155,34 +177,18 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
     rollout, explanation = rollout_of(
         step, content.records, content.served, content.pieces, content.of_processes
     ) or (None, None)
-    parts: dict[str, dict[str, float]] = {}
-    if explanation is not None:
-        for cause in lost.BEHIND_TRAJECTORIES:
-            window = np.concatenate((EMPTY, *(causes[cause] for _, causes in devices)))
-            parts[cause] = explanation.of(window)
-    synced = lost.sync_parts(step, (lanes for lanes, _ in devices))
-    if synced.keys() - {WEIGHT_SYNC}:
-        parts["weight_sync"] = synced
     nobody = [lane.idle["other_stages"] for lane in step.lanes]
     asked, suspects = asked_of(step, calls)
     engines = [numbers.engine_row(lane, step) for lane in step.lanes if lane.is_engine]
     of_manifest: dict[str, Any] = {}
-    if manifest is not None and capture is not None:
+    if inputs.manifest is not None:
         replicas = capture_rows.replica_rows(step.requests)
         ended_early = [*capture_rows.unfinished_requests(replicas), *lost.last_aborted(step)]
-        notes = [*_notes(manifest, step, inputs.capture), *ended_early, *notes]
-        of_manifest = {
-            "policy_version": manifest.policy_version,
-            "complete": manifest.complete,
-            "clocks": [clock for clock in manifest.clocks if clock.samples],
-            "metrics": manifest.metrics,
-            "measures": [row for worker in manifest.workers for row in capture_rows.measures_of(worker)],
-            "costs": capture_rows.costs(manifest),
-            "replicas": replicas,
-            "running": anatomy.requests_running(step),
-            "outside": anatomy.outside_rows(manifest),
-            "timeline_begin_ns": step.begin_ns - zero_ns(capture.begin_ns),
-        }
+        notes = [*_notes(inputs.manifest, step, inputs.capture), *ended_early, *notes]
+        of_manifest = _of_manifest(inputs.manifest, step)
+        of_manifest["replicas"] = replicas
+        zero = zero_ns((inputs.capture or inputs.manifest).begin_ns)
+        of_manifest["timeline_begin_ns"] = step.begin_ns - zero
     report = Report(
         **of_manifest,
         directory=str(inputs.directory),
@@ -197,13 +203,13 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         collectives=collectives.collective_rows(calls),
         unmatched_us=sum(map(length, collectives.unmatched(step, calls).values())) / 1000,
         kernels=numbers.kernels(step),
-        lost=lost.lost_total(device_rows, parts),
+        lost=lost.lost_total(device_rows, _parts(step, devices, explanation)),
         throughput=numbers.throughput(step, engines, len(devices)),
         gantt=list(anatomy.gantt(step)),
         findings=[],
         coverage=content.coverage,
         notes=notes,
-        captured=manifest is not None,
+        captured=inputs.manifest is not None,
         rollout=rollout,
         devices=device_rows,
         asked=asked,
@@ -215,18 +221,47 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
     return visible_text_of(find(report))
 
 
+def _parts(
+    step: Step, devices: list[tuple[list[Lane], Mapping[str, Spans]]], explanation: Explanation | None
+) -> dict[str, dict[str, float]]:
+    """Return the parts (s) of causes of idle time that are divided further."""
+    parts = {}
+    if explanation is not None:
+        for cause in lost.BEHIND_TRAJECTORIES:
+            window = np.concatenate((EMPTY, *(causes[cause] for _, causes in devices)))
+            parts[cause] = explanation.of(window)
+    synced = lost.sync_parts(step, (lanes for lanes, _ in devices))
+    if synced.keys() - {WEIGHT_SYNC}:
+        parts["weight_sync"] = synced
+    return parts
+
+
+def _of_manifest(manifest: Manifest, step: Step) -> dict[str, Any]:
+    """Return the fields of the report that plain traces lack."""
+    return {
+        "policy_version": manifest.policy_version,
+        "complete": manifest.complete,
+        "clocks": [clock for clock in manifest.clocks if clock.samples],
+        "metrics": manifest.metrics,
+        "measures": [row for worker in manifest.workers for row in capture_rows.measures_of(worker)],
+        "costs": capture_rows.costs(manifest),
+        "running": anatomy.requests_running(step),
+        "outside": anatomy.outside_rows(manifest),
+    }
+
+
 def _read_trajectories(
     inputs: StepInputs, coverage: Coverage, counts: capture_rows.Counts
 ) -> Iterator[tuple[Source, TrajectoryLog]]:
     """Yield the trajectory logs, one in memory at a time; add to ``coverage`` and ``counts``."""
     for source, log, problems in read_logs(inputs):
         coverage.missing += problems
-        coverage.lanes += [source.lane] if problems else []
+        if problems:
+            coverage.lanes.append(source.lane)
         if log is not None:
             coverage.read += 1
             for one in log.counts:
-                said = counts.setdefault((source.lane, one.name), [])
-                said.append((one.at_ns - source.offset_ns, one.value))
+                counts[source.lane, one.name].append((one.at_ns - source.offset_ns, one.value))
             yield source, log
 
 
@@ -244,10 +279,9 @@ def _notes(manifest: Manifest, step: Step, capture: Manifest | None) -> list[str
 
     Notes of a continuous capture do not belong to a single step.
     """
-    noted = [*manifest.notes, *(note for worker in manifest.workers for note in worker.notes)]
-    if (more := len(noted) - _MOST_NOTES) > 0:
-        noted[_MOST_NOTES:] = [f"{more:,} more notes are in {MANIFEST_NAME}"]
+    notes = [*manifest.notes, *(note for worker in manifest.workers for note in worker.notes)]
+    if (more := len(notes) - _MOST_NOTES) > 0:
+        notes[_MOST_NOTES:] = [f"{more:,} more notes are in {MANIFEST_NAME}"]
     if capture is not None:
-        noted = [f"of the whole capture, {step_list(capture.steps)}: {note}" for note in noted]
-    told = [*noted, *capture_rows.clock_notes(manifest)]
-    return [*told, *lost.unlogged_requests(step)]
+        notes = [f"of the whole capture, {step_list(capture.steps)}: {note}" for note in notes]
+    return [*notes, *capture_rows.clock_notes(manifest), *lost.unlogged_requests(step)]

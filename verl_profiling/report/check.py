@@ -11,7 +11,7 @@ import msgspec
 
 from verl_profiling.errors import TraceFormatError
 from verl_profiling.identity import step_folder_name
-from verl_profiling.manifest import CUT_SHORT, MANIFEST_NAME, RUN_NAME, Artifact, RunInfo
+from verl_profiling.manifest import CUT_SHORT, MANIFEST_NAME, RUN_NAME, Artifact, Manifest, RunInfo
 from verl_profiling.run_files import never_came, read_manifest, read_run, recorded_folder
 from verl_profiling.timeline.cluster import results
 from verl_profiling.timeline.inputs import (
@@ -85,9 +85,12 @@ def check(path: Path, limits: Limits | None = None, ray: str | None = None) -> C
     lost = list(_check_run(path))
     notes = [how_to_capture(path)] if is_uncaptured(path) else []
     if is_step(path):
-        checked = list(_check_step(path, path, limits, ray))
+        checked = list(_check_step(path, limits, ray))
     elif path.is_dir() and ((folders := step_folders(path)) or lost or is_uncaptured(path)):
-        checked = lost + [entry for folder in folders for entry in _check_step(path, folder, limits, ray)]
+        checked = lost
+        for folder in folders:
+            for entry in _check_step(folder, limits, ray):
+                checked.append(msgspec.structs.replace(entry, path=f"{folder.name}/{entry.path}"))
     elif path.is_dir():
         checked = list(_check_traces(path, limits, notes))
     elif path.exists():
@@ -118,12 +121,6 @@ def _check_run(run: Path) -> Iterator[Checked]:
         return
     if info is not None:
         yield from _check_losses(run, info)
-    if info is not None and info.end_ns is None and info.over:  # killed, or its disk could not be written
-        for step in info.scheduled_steps:
-            name = step_folder_name(step)
-            if name not in info.captured and not (run / name).exists():
-                reason = f"step {step} of schedule.steps has no folder, and training did not end: {info.over}"
-                yield Checked(path=RUN_NAME, status="missing", reason=reason)
     if sentence := never_came(info):
         yield Checked(path=RUN_NAME, status="missing", reason=sentence)
     try:
@@ -144,73 +141,75 @@ def _check_losses(run: Path, info: RunInfo) -> Iterator[Checked]:
     for name in info.captured:
         if "/" not in name and not (run / name).exists():
             reason = f"{RUN_NAME} lists this capture; its folder was removed, renamed or never uploaded"
-            why = info.failed.get(name, "")
-            yield Checked(path=name, status="missing", reason=f"{reason}: {why}" if why else reason)
+            if why := info.failed.get(name, ""):
+                reason += f": {why}"
+            yield Checked(path=name, status="missing", reason=reason)
+    if info.end_ns is None and info.over:  # killed, or its disk could not be written
+        for step in info.scheduled_steps:
+            name = step_folder_name(step)
+            if name not in info.captured and not (run / name).exists():
+                reason = f"step {step} of schedule.steps has no folder, and training did not end: {info.over}"
+                yield Checked(path=RUN_NAME, status="missing", reason=reason)
 
 
-def _check_step(root: Path, folder: Path, limits: Limits, ray: str | None) -> Iterator[Checked]:
-    where = "" if folder == root else f"{folder.name}/"
-    name = f"{where}{MANIFEST_NAME}"
+def _check_step(folder: Path, limits: Limits, ray: str | None) -> Iterator[Checked]:
+    """Check a step folder; paths are relative to it."""
     if not (folder.is_symlink() or (folder / MANIFEST_NAME).exists()):
-        yield Checked(path=name, status="missing", reason=f"{folder.name} {UNWRITTEN}")
+        yield Checked(path=MANIFEST_NAME, status="missing", reason=f"{folder.name} {UNWRITTEN}")
         return
     try:
         manifest = read_manifest(folder)
     except TraceFormatError as error:
-        yield Checked(path=name, status="unreadable", reason=error.problem)
+        yield Checked(path=MANIFEST_NAME, status="unreadable", reason=error.problem)
         return
     if reason := unfinished(manifest):
-        yield Checked(path=name, status="begun", reason=reason)
+        yield Checked(path=MANIFEST_NAME, status="begun", reason=reason)
     elif not manifest.complete:
         said = "; ".join(note for note in manifest.notes if note.startswith(CUT_SHORT))
-        yield Checked(path=name, status="cut", reason=said or CUT_SHORT)
+        yield Checked(path=MANIFEST_NAME, status="cut", reason=said or CUT_SHORT)
+    yield from _check_workers(folder, manifest, limits, ray)
+    if not manifest.workers:
+        reason = "; ".join(("no worker was captured", *manifest.notes))
+        yield Checked(path=MANIFEST_NAME, status="empty", reason=reason)
+
+
+def _check_workers(folder: Path, manifest: Manifest, limits: Limits, ray: str | None) -> Iterator[Checked]:
     calls = [
-        _check_where_it_is(folder, manifest.capture_id, worker.name, artifact, where, limits, ray)
+        _check_where_it_is(folder, manifest.capture_id, worker.name, artifact, limits, ray)
         for worker in manifest.workers
         for artifact in worker.artifacts
     ]
     checked = results(calls, ray)
     for worker in manifest.workers:
-        for artifact, found in zip(worker.artifacts, checked, strict=False):
-            if isinstance(found, TraceFormatError):
-                found = Checked(path=where + artifact.path, status="missing", reason=found.problem)
-            yield found
+        for artifact, entry in zip(worker.artifacts, checked, strict=False):
+            if isinstance(entry, TraceFormatError):
+                entry = Checked(path=artifact.path, status="missing", reason=entry.problem)
+            yield entry
         explained = any(artifact.status not in ("ok", "pending", "skipped") for artifact in worker.artifacts)
         if worker.status not in ("ok", "skipped") and not explained:  # it died, for one
-            yield Checked(path=f"{where}{worker.name}", status=worker.status, reason=worker.reason)
-    if not manifest.workers:
-        reason = "; ".join(("no worker was captured", *manifest.notes))
-        yield Checked(path=name, status="empty", reason=reason)
+            yield Checked(path=worker.name, status=worker.status, reason=worker.reason)
 
 
 def _check_where_it_is(
-    folder: Path,
-    capture_id: str,
-    worker: str,
-    artifact: Artifact,
-    where: str,
-    limits: Limits,
-    ray: str | None,
+    folder: Path, capture_id: str, worker: str, artifact: Artifact, limits: Limits, ray: str | None
 ) -> tuple[Callable[[], Checked], list[Source]]:
     """Return the call that checks an artifact on the host that has it, and the file."""
     there = on_other_host(folder, artifact, ray)
     folder = folder.absolute()  # a task has another working directory
     file = Source(path=folder / artifact.path, lane=artifact.lane, worker=worker, role="", where=there)
     if there:
-        return partial(_check_there, there, capture_id, worker, artifact, where, limits), [file]
-    return partial(_check_artifact, folder, artifact, where, limits), [file]
+        return partial(_check_there, there, capture_id, worker, artifact, limits), [file]
+    return partial(_check_artifact, folder, artifact, limits), [file]
 
 
-def _check_there(
-    there: str, capture_id: str, worker: str, artifact: Artifact, where: str, limits: Limits
-) -> Checked:
+def _check_there(there: str, capture_id: str, worker: str, artifact: Artifact, limits: Limits) -> Checked:
     folder = recorded_folder(there, artifact.path, worker, capture_id)
-    return _check_artifact(folder, artifact, where, limits)
+    return _check_artifact(folder, artifact, limits)
 
 
-def _check_artifact(folder: Path, artifact: Artifact, where: str, limits: Limits) -> Checked:
-    """Read one artifact of a step folder completely; ``where`` is the prefix of its shown name."""
-    name = where + artifact.path
+def _check_artifact(folder: Path, artifact: Artifact, limits: Limits) -> Checked:
+    """Read one artifact of a step folder completely."""
+    name = artifact.path
     if artifact.status == "skipped":
         return Checked(path=name, status="skipped", reason=artifact.reason)
     path, status, reason = located(folder, artifact)

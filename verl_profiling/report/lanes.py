@@ -113,18 +113,19 @@ class Step:
 
     Attributes:
         manifest: The manifest, if there is one.
-        capture: Manifest of the whole capture, which may have further steps.
         begin_ns: Begin of the step.
         end_ns: End of the step.
         whole: Time of the step; without a manifest, the time in which any lane is observed.
         workers: The results of all workers.
+        of_capture: The same of the whole capture, which may have further steps.
         lanes: The readable lanes.
     """
 
     def __init__(self, manifest: Manifest | None, capture: Manifest | None = None) -> None:
+        capture = capture or manifest
         self.manifest = manifest
-        self.capture = capture or manifest
         self.workers = list(manifest.workers) if manifest else []
+        self.of_capture = list(capture.workers) if capture else []
         self.begin_ns, self.end_ns = (manifest.begin_ns, manifest.end_ns) if manifest else (0, 0)
         self.whole = spans_of([(self.begin_ns, self.end_ns)])
         self.lanes: list[Lane] = []
@@ -194,15 +195,16 @@ class Step:
 
         Requests from before the log may run all the time.
         """
-        parts: dict[str, list[tuple[int, int]]] = {"queued": [], "running": []}
-        for worker in self.capture.workers if self.capture else []:
+        queued: list[tuple[int, int]] = []
+        running: list[tuple[int, int]] = []
+        for worker in self.of_capture:
             if worker.identity.replica == replica:
-                parts["running"] += [(since_ns, self.end_ns) for since_ns in worker.pending_since_ns]
+                running += [(since_ns, self.end_ns) for since_ns in worker.pending_since_ns]
             for request in worker.requests:
                 if request.replica == replica:
                     for name, begin_ns, end_ns in request.parts():
-                        parts["queued" if name == "queued" else "running"].append((begin_ns, end_ns))
-        return subtract(spans_of(parts["queued"]), spans_of(parts["running"]))
+                        (queued if name == "queued" else running).append((begin_ns, end_ns))
+        return subtract(spans_of(queued), spans_of(running))
 
     def during(self, *names: str) -> Spans:
         """Return the time in which the controller was in one of these stages; without names, in any stage."""
@@ -215,7 +217,7 @@ class Step:
             worker.identity.replica
             for worker in self.workers
             if worker.identity.replica is not None
-            and min(worker.pending_since_ns, default=self.end_ns) < self.end_ns
+            and any(since_ns < self.end_ns for since_ns in worker.pending_since_ns)
         ]
 
     @cached_property
@@ -226,14 +228,13 @@ class Step:
         taken as theirs.
         """
         runs: dict[int, list[tuple[int, int]]] = {}
-        for worker in self.capture.workers if self.capture else []:
+        for worker in self.of_capture:
             if worker.requests_logged and worker.identity.replica is not None:
-                runs.setdefault(worker.identity.replica, [])
-            for one in worker.requests:
-                runs.setdefault(one.replica, []).append((one.begin_ns, one.end_ns))
-            if worker.pending_since_ns and worker.identity.replica is not None:
-                runs[worker.identity.replica].append((worker.pending_since_ns[0], self.end_ns))
-        served = {replica: spans_of(found) for replica, found in runs.items()}
+                open_runs = [(since_ns, self.end_ns) for since_ns in worker.pending_since_ns]
+                runs.setdefault(worker.identity.replica, []).extend(open_runs)
+            for request in worker.requests:
+                runs.setdefault(request.replica, []).append((request.begin_ns, request.end_ns))
+        served = {replica: spans_of(pairs) for replica, pairs in runs.items()}
         for lane in self.lanes:
             if (replica := lane.source.replica) in served:
                 outside = ~holding(served[replica], lane.iterations[:, 0])

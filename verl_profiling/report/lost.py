@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from verl_profiling.manifest import WEIGHT_SYNC, StageSpan
@@ -19,6 +19,7 @@ from verl_profiling.report.intervals import (
     subtract,
     time_of,
     union,
+    within,
 )
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.model import OTHER_RANKS, Tail
@@ -90,11 +91,11 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
         work, held = working_spans(lane, step, ROLLOUT), EMPTY
         if len(work):
             first, last = int(work[0, 0]), int(work[-1, 1])
-            held = intersection(rollout, spans_of([(last, all_done)]))  # requests come back
+            held = within(rollout, last, all_done)  # requests come back
             if tail is not None and tail.last_replica != lane.source.replica:
                 claims["long_tail"], held = held, EMPTY
-            claims["after_generation"] = intersection(rollout, spans_of([(max(last, all_done), step.end_ns)]))
-            claims["waiting_for_rollout"] = intersection(rollout, spans_of([(step.begin_ns, first)]))
+            claims["after_generation"] = within(rollout, max(last, all_done), step.end_ns)
+            claims["waiting_for_rollout"] = within(rollout, step.begin_ns, first)
         generating = working_spans(lane, step, ROLLOUT, VALIDATE)
         if (replica := lane.source.replica) in step.served:
             claims["no_requests"] = subtract(union(rollout, generating), step.served[replica])
@@ -103,8 +104,8 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
         claims["host_bound"] = union(generating, own_time, held)
     else:
         rollout = subtract(rollout, own_time)  # in an asynchronous loop, ranks work beside it
-        claims["long_tail"] = intersection(rollout, spans_of([(half_done, all_done)]))
-        claims["after_generation"] = intersection(rollout, spans_of([(all_done, step.end_ns)]))
+        claims["long_tail"] = within(rollout, half_done, all_done)
+        claims["after_generation"] = within(rollout, all_done, step.end_ns)
         claims["waiting_for_rollout"] = rollout
         claims["straggler_wait"] = union(*_after_stages(stages, lane.source.role, step))
         claims["host_bound"] = union(own_time, lane.host)
@@ -143,15 +144,13 @@ def sync_parts(step: Step, devices: Iterable[Sequence[Lane]]) -> dict[str, float
     An instant belongs to the innermost stage of the device's own process; else of the controller, else of
     another process, for which all others wait.
     """
-    own = {worker.name: _inside_sync(worker.stages) for worker in step.workers}
-    shared = [
-        *_inside_sync(step.stages),
-        *_inside_sync([span for worker in step.workers for span in worker.stages]),
-    ]
+    shared = _inside_sync(step.stages)
+    shared += _inside_sync([span for worker in step.workers for span in worker.stages])
     found = Counter[str]()
     for lanes in devices:
         window = union(*(lane.idle["weight_sync"] for lane in lanes))
-        for name, spans in (*(part for lane in lanes for part in own.get(lane.source.worker, [])), *shared):
+        own = [part for lane in lanes for part in _inside_sync(lane.stages)]
+        for name, spans in own + shared:
             found[name] += length(intersection(window, spans))
             window = subtract(window, spans)
         found[WEIGHT_SYNC] += length(window)
@@ -185,23 +184,21 @@ def _after_stages(stages: Mapping[str, list[StageSpan]], role: str, step: Step) 
         yield until_last(runs, [peer.get(name, []) for peer in peers])
 
 
-def until_last(own: list[StageSpan], peers: Iterable[list[StageSpan]]) -> Spans:
+def until_last(own: list[StageSpan], peers: Collection[list[StageSpan]]) -> Spans:
     """Return the time between the end of each run of a stage and the end of this run on the last peer."""
-    peers = list(peers)
     return spans_of(
         (span.end_ns, max(runs[index].end_ns for runs in peers if len(runs) > index))
         for index, span in enumerate(own)
     )
 
 
-def lost_total(rows: Iterable[DeviceRow], parts: Mapping[str, dict[str, float]]) -> list[LostRow]:
+def lost_total(rows: Sequence[DeviceRow], parts: Mapping[str, dict[str, float]]) -> list[LostRow]:
     """Sum the lost seconds of all devices by cause; shares are of their observed time.
 
     Args:
         rows: The devices.
         parts: Parts of the causes (s).
     """
-    rows = list(rows)
     observed = sum(row.span_us for row in rows) or 1.0
     # To the nanosecond: what rounding leaves has no cause.
     totals = {cause: round(sum(row.lost_us[cause] for row in rows), 3) for cause in (*CAUSES, OTHER_RANKS)}
