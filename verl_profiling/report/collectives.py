@@ -67,9 +67,9 @@ class Calls(NamedTuple):
     name: str
     group: Group
     lanes: list[Lane]
-    runs: NDArray[np.int64]
-    cost: NDArray[np.int64]
-    last: NDArray[np.intp]
+    runs: Ints
+    cost: Ints
+    last: Ints
 
     @property
     def is_whole(self) -> bool:
@@ -119,7 +119,7 @@ def _engines(lanes: list[Lane], size: int) -> list[list[Lane]]:
     return [lanes] if 1 < len(lanes) <= (size or len(lanes)) else []
 
 
-def _left_together(of_lanes: Sequence[Spans], error_ns: int, is_one_clock: bool) -> NDArray[np.int64]:
+def _left_together(of_lanes: Sequence[Spans], error_ns: int, is_one_clock: bool) -> Ints:
     """Return the runs of the calls that all ranks left together, shape (ranks, calls, 2).
 
     The nth runs of all ranks are one call, unless their ends say otherwise: a profiler that began one call
@@ -152,7 +152,7 @@ def _recorded_by_all(of_lanes: Sequence[Spans]) -> int:
     return min(int(((first <= runs[:, 1]) & (runs[:, 1] <= last)).sum()) for runs in of_lanes)
 
 
-def _by_end(of_lanes: Sequence[Spans]) -> NDArray[np.int64]:
+def _by_end(of_lanes: Sequence[Spans]) -> Ints:
     """Return the runs of all ranks whose ends are the nearest to each other, shape (ranks, calls, 2)."""
     by_end = [runs[np.argsort(runs[:, 1], kind="stable")] for runs in of_lanes]
     fewest = min(by_end, key=len)
@@ -170,7 +170,7 @@ def _nearest(ends: Ints, times: Ints) -> Ints:
     return np.where(times - ends[before] < ends[after] - times, before, after)
 
 
-def _is_call(runs: NDArray[np.int64], error_ns: int) -> NDArray[np.bool_]:
+def _is_call(runs: Ints, error_ns: int) -> NDArray[np.bool_]:
     """Return which matched runs are one call: side by side, with ends nearer than half of the longest."""
     enter, leave = runs[:, :, 0], runs[:, :, 1]
     is_beside = leave.min(axis=0) + error_ns >= enter.max(axis=0)
@@ -180,36 +180,35 @@ def _is_call(runs: NDArray[np.int64], error_ns: int) -> NDArray[np.bool_]:
 
 def waits(calls: Iterable[Calls]) -> dict[Lane, Spans]:
     """Return the time in which each rank waited in any collective."""
-    found: defaultdict[Lane, list[Spans]] = defaultdict(list)
-    for one in calls:
-        for rank, lane in enumerate(one.lanes):
-            found[lane].append(one.waiting(rank))
-    return {lane: union(*spans) for lane, spans in found.items()}
+    return _by_lane((lane, one.waiting(rank)) for one in calls for rank, lane in enumerate(one.lanes))
 
 
-def _runs_of(calls: Iterable[Calls]) -> Mapping[Lane, list[Spans]]:
-    """Return the runs of calls by lane."""
-    found: defaultdict[Lane, list[Spans]] = defaultdict(list)
-    for one in calls:
-        for lane, runs in zip(one.lanes, one.runs, strict=True):
-            found[lane].append(runs)
-    return found
+def _in_calls(calls: Iterable[Calls]) -> dict[Lane, Spans]:
+    """Return the time in which each rank was in any call."""
+    return _by_lane(run for one in calls for run in zip(one.lanes, one.runs, strict=True))
+
+
+def _by_lane(parts: Iterable[tuple[Lane, Spans]]) -> dict[Lane, Spans]:
+    spans: defaultdict[Lane, list[Spans]] = defaultdict(list)
+    for lane, part in parts:
+        spans[lane].append(part)
+    return {lane: union(*of_lane) for lane, of_lane in spans.items()}
 
 
 def unmatched(step: Step, calls: Iterable[Calls]) -> dict[Lane, Spans]:
     """Return the observed communication of each lane outside of matched calls, whose waits are unknown."""
-    matched = _runs_of(calls)
+    matched = _in_calls(calls)
     return {
-        lane: intersection(subtract(lane.communication, union(*matched[lane])), lane.observed)
+        lane: intersection(subtract(lane.communication, matched.get(lane, EMPTY)), lane.observed)
         for lane in step.lanes
     }
 
 
 def _perhaps_waiting(step: Step, calls: Iterable[Calls]) -> dict[Lane, Spans]:
     """Return the known waits in collectives, and exposed communication that may be a wait."""
-    told = _runs_of(one for one in calls if one.is_whole)
+    whole = _in_calls(one for one in calls if one.is_whole)
     return {
-        lane: union(lane.waiting, subtract(lane.communication, union(lane.compute, *told[lane])))
+        lane: union(lane.waiting, subtract(lane.communication, union(lane.compute, whole.get(lane, EMPTY))))
         for lane in step.lanes
     }
 

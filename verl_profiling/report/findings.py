@@ -82,7 +82,8 @@ def _is_recorded(finding: Finding, report: Report) -> bool:
 
 
 def _is_of(report: Report, stage: str) -> bool:
-    return report.asked is None or not report.asked.only or stage in report.asked.only
+    only = report.asked.only if report.asked else []
+    return not only or stage in only
 
 
 def _names_no_culprit(finding: Finding, report: Report) -> bool:
@@ -90,8 +91,9 @@ def _names_no_culprit(finding: Finding, report: Report) -> bool:
 
     Such a finding suggests to record more, or is about CPUs without operators.
     """
-    vague = ("unexplained", "between_stages", *(() if _on_devices(report) else ("host_bound",)))
-    return finding.rule in vague or finding.advice == _MARK_MORE
+    if finding.rule == "host_bound":
+        return not _on_devices(report)
+    return finding.rule in ("unexplained", "between_stages") or finding.advice == _MARK_MORE
 
 
 def _is_of_suspects(finding: Finding, report: Report) -> bool:
@@ -148,7 +150,7 @@ def _unrecorded(report: Report) -> Iterator[Finding]:
 def _capture(report: Report) -> Iterator[Finding]:
     """Yield the time of the calls that start and stop the capture."""
     for stage in report.stages:
-        if stage.name == CAPTURE_CALLS and stage.share >= FINDINGS["capture"]:
+        if stage.name == CAPTURE_CALLS:
             text = (
                 f"Starting and stopping the capture took {_time(stage.duration_us)} of the step "
                 f"({stage.share:.0%}); steps without a capture do not spend this time."
@@ -400,20 +402,24 @@ def _last_trajectories(report: Report, rollout: Rollout) -> Iterator[Finding]:
 
 def _one_cause(report: Report, rollout: Rollout) -> Iterator[Finding]:
     """Yield the largest cause but waits, an engine's own work, and lag that :func:`_blocked` reports."""
-    of_engines = ("decode", "generate", "prefill", "first token")
-    said = (*of_engines, BEFORE, UNEXPLAINED, *((LOOP_LAG,) if _loops_are_blocked(report, rollout) else ()))
-    causes = [row for row in rollout.causes if not row.validate and not row.cause.startswith(WAIT)]
-    for row in [row for row in causes if row.cause not in said][:1]:
-        calls = next((call for call in rollout.calls if call.name == row.cause), None)
-        each = calls and (
-            f" ({calls.calls:,} calls, p50 {duration(calls.p50_s)}, p99 {duration(calls.p99_s)})"
-        )
+    left_out = ["decode", "generate", "prefill", "first token", BEFORE, UNEXPLAINED]
+    if _loops_are_blocked(report, rollout):
+        left_out.append(LOOP_LAG)
+    for row in rollout.causes:
+        if row.validate or row.cause.startswith(WAIT) or row.cause in left_out:
+            continue
+        each = ""
+        for calls in rollout.calls:
+            if calls.name == row.cause:
+                each = f" ({calls.calls:,} calls, p50 {duration(calls.p50_s)}, p99 {duration(calls.p99_s)})"
+                break
         text = (
             f"{row.share:.0%} of the trajectories' time ({duration(row.seconds)}) is "
-            f"{_called(row.cause)}{each or ''}."
+            f"{_called(row.cause)}{each}."
         )
         seconds = row.share * rollout.wall_s
         yield Finding("trajectory_cause", text, _ADVICE.get(row.cause, ""), seconds, share=row.share)
+        return
 
 
 def _for_nothing(report: Report, rollout: Rollout) -> Iterator[Finding]:
@@ -505,14 +511,28 @@ _IDLE = {  # sentence and advice of causes that need no more
 }
 _FIRST: tuple[_Rule, ...] = (_comes_last, _in_no_stage, _unrecorded, _missing)
 _RANKED: tuple[_Rule, ...] = (
-    *(_of_trajectories, _stragglers, _idle_stages, _tail, _slow_replica, _after_generation),
-    *(_idle, _host_bound, _unexplained, _communication),
+    _of_trajectories,
+    _stragglers,
+    _idle_stages,
+    _tail,
+    _slow_replica,
+    _after_generation,
+    _idle,
+    _host_bound,
+    _unexplained,
+    _communication,
 )
 _LAST: tuple[_Rule, ...] = (_capture, _pause)
 
 _STAGES = {
-    **dict.fromkeys(("loop_blocked", "last_trajectories", "trajectory_cause", "polling"), ROLLOUT),
-    **dict.fromkeys(("trajectories_for_nothing", "slow_replica", "long_tail", "no_requests"), ROLLOUT),
+    "loop_blocked": ROLLOUT,
+    "last_trajectories": ROLLOUT,
+    "trajectory_cause": ROLLOUT,
+    "polling": ROLLOUT,
+    "trajectories_for_nothing": ROLLOUT,
+    "slow_replica": ROLLOUT,
+    "long_tail": ROLLOUT,
+    "no_requests": ROLLOUT,
     "after_generation": ROLLOUT,
     "weight_sync": WEIGHT_SYNC,
     "between_stages": "",

@@ -155,16 +155,18 @@ class Sharing:
     """Divides each instant equally among the spans of one owner that are open at that instant.
 
     Args:
-        owner: Owner of each span.
         begin: Begin of each span (ns).
         end: End of each span (ns).
+        owner: Owner of each span; ``None`` if all have the same.
         hidden: Time of owner 0 that belongs to no span.
     """
 
-    def __init__(self, owner: Ints, begin: Ints, end: Ints, hidden: Spans = EMPTY) -> None:
+    def __init__(self, begin: Ints, end: Ints, owner: Ints | None = None, hidden: Spans = EMPTY) -> None:
+        if owner is None:
+            owner = np.zeros_like(begin)
         axes = Axes(int(owner.max(initial=0)) + 1, begin, end, hidden.reshape(-1))
         spans = axes.put(owner, begin, end)
-        holes = axes.put(np.zeros(len(hidden), dtype=np.int64), hidden[:, 0], hidden[:, 1])
+        holes = axes.put(np.zeros_like(hidden[:, 0]), hidden[:, 0], hidden[:, 1])
         edges = np.sort(np.concatenate((spans.reshape(-1), holes.reshape(-1))))
         edges = edges[np.append(True, np.diff(edges) > 0)] if len(edges) else edges  # faster than np.unique
         self._places = np.searchsorted(edges, spans)

@@ -78,13 +78,11 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
     * ``unexplained``: the rest.
     """
     rollout = step.during(ROLLOUT)
-    stages = grouped(lane.stages, attrgetter("name"))
-    own = {name: time_of(runs) for name, runs in stages.items()}
-    own_time = union(*(spans for name, spans in own.items() if name != ROLLOUT))
+    own_time = time_of(span for span in lane.stages if span.name != ROLLOUT)
     claims = dict.fromkeys(CAUSES, EMPTY)
-    claims["weight_sync"] = union(step.during(WEIGHT_SYNC), own.get(WEIGHT_SYNC, EMPTY))
+    claims["weight_sync"] = time_of([*step.stages, *lane.stages], WEIGHT_SYNC)
     half_done = all_done = step.end_ns
-    if tail is not None and len(rollout):
+    if tail is not None:
         ends_us = (tail.median_finish_us, tail.last_finish_us)
         half_done, all_done = (int(rollout[0, 0]) + round(us * 1000) for us in ends_us)
     if lane.is_engine:
@@ -107,7 +105,7 @@ def lost_by_cause(lane: Lane, step: Step, tail: Tail | None) -> dict[str, Spans]
         claims["long_tail"] = within(rollout, half_done, all_done)
         claims["after_generation"] = within(rollout, all_done, step.end_ns)
         claims["waiting_for_rollout"] = rollout
-        claims["straggler_wait"] = union(*_after_stages(stages, lane.source.role, step))
+        claims["straggler_wait"] = union(*_after_stages(lane, step))
         claims["host_bound"] = union(own_time, lane.host)
     claims["gc"] = lane.pauses
     if lane.on_device:
@@ -177,11 +175,12 @@ def last_aborted(step: Step) -> Iterator[str]:
             yield f"{span.name} took {took}: its last request, {last.id} of {last.worker}, took {after}"
 
 
-def _after_stages(stages: Mapping[str, list[StageSpan]], role: str, step: Step) -> Iterator[Spans]:
+def _after_stages(lane: Lane, step: Step) -> Iterator[Spans]:
     """Yield for each stage the time between its end on a lane and on the last worker of the role."""
-    peers = [grouped(other.stages, attrgetter("name")) for other in step.lanes if other.source.role == role]
-    for name, runs in stages.items():
-        yield until_last(runs, [peer.get(name, []) for peer in peers])
+    role = [peer for peer in step.lanes if peer.source.role == lane.source.role]
+    runs = {peer: grouped(peer.stages, attrgetter("name")) for peer in role}
+    for name, own in runs[lane].items():
+        yield until_last(own, [stages.get(name, []) for stages in runs.values()])
 
 
 def until_last(own: list[StageSpan], peers: Collection[list[StageSpan]]) -> Spans:

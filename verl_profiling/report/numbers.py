@@ -32,18 +32,19 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from verl_profiling.report.anatomy import percent
 from verl_profiling.report.capture_rows import VALIDATE
-from verl_profiling.report.columns import DeviceRow, EngineRow, KernelRow, RequestRow, WorkerRow
+from verl_profiling.report.columns import DeviceRow, EngineRow, KernelRow, WorkerRow
 from verl_profiling.report.intervals import (
     EMPTY,
     Spans,
     covered_before,
+    grouped,
     holding,
     intersection,
     length,
@@ -60,9 +61,19 @@ from verl_profiling.report.observed import misses
 
 _TOKEN_METRICS = ("perf/total_num_tokens", "total_num_tokens", "tokens")
 _TURNS = (
-    *("weight_sync", "straggler_wait", "gc", "host_blocked", "host_bound"),
-    *("no_requests", "queued", "long_tail", "after_generation", "waiting_for_rollout"),
-    *("other_stages", "between_stages", "unexplained"),
+    "weight_sync",
+    "straggler_wait",
+    "gc",
+    "host_blocked",
+    "host_bound",
+    "no_requests",
+    "queued",
+    "long_tail",
+    "after_generation",
+    "waiting_for_rollout",
+    "other_stages",
+    "between_stages",
+    "unexplained",
 )
 """The causes of idle time in order of precedence among the lanes of a device."""
 
@@ -164,23 +175,26 @@ def engine_row(lane: Lane, step: Step) -> EngineRow:
     took, prefill = iterations[:, 1] - iterations[:, 0], iterations[:, 2] != 0
     scheduled = Iteration(*(_sum_if_known(column) for column in iterations[:, 2:].T.tolist()))
     rollout, work = step.during(ROLLOUT), working_spans(lane, step, ROLLOUT)
-    is_seen = len(rollout) > 0 and len(work) > 0
-    before = within(rollout, step.begin_ns, int(work[0, 0])) if is_seen else EMPTY
-    begins = is_seen and not misses(lane.observed, before, rollout)
-    ends = is_seen and not _misses_end(lane, step)
+    queueing_us = finish_us = None
+    if len(rollout) and len(work):
+        begin_ns, first_ns, last_ns = int(rollout[0, 0]), int(work[0, 0]), int(work[-1, 1])
+        if not misses(lane.observed, within(rollout, begin_ns, first_ns), rollout):
+            queueing_us = (first_ns - begin_ns) / 1000
+        if not _misses_end(lane, step):
+            finish_us = (last_ns - begin_ns) / 1000
     tokens = _tokens(lane, step, scheduled)
     prompt, new, again = (None if count == UNKNOWN_TOKENS else count for count in tokens)
     return EngineRow(
         name=lane.name,
         replica=lane.source.replica or 0,
-        queueing_us=int(work[0, 0] - rollout[0, 0]) / 1000 if begins else None,
+        queueing_us=queueing_us,
         iterations=len(iterations),
         prefill_us=int(took[prefill].sum()) / 1000,
         decode_us=int(took[~prefill].sum()) / 1000,
         prefill_tokens=prompt,
         decode_tokens=new,
         again_tokens=again,
-        finish_us=int(work[-1, 1] - rollout[0, 0]) / 1000 if ends else None,
+        finish_us=finish_us,
     )
 
 
@@ -220,7 +234,8 @@ def rollout_tail(step: Step) -> Tail | None:
     """
     rollout = step.during(ROLLOUT)
     requests = [row for row in step.requests if not (row.failed or row.validate)]
-    ends = _request_ends(step, requests) if requests else _iteration_ends(step)
+    ends = [(row.replica, step.begin_ns + round(row.end_us * 1000)) for row in requests]
+    ends = ends or _iteration_ends(step)
     if not len(rollout) or not ends:
         return None
     ends += [(replica, int(rollout[-1, 1])) for replica in step.pending]
@@ -239,11 +254,6 @@ def rollout_tail(step: Step) -> Tail | None:
         response_tokens=_percentiles([float(row.response_tokens) for row in requests]),
         last_tokens=max((row.end_us, row.response_tokens) for row in requests)[1] if requests else 0,
     )
-
-
-def _request_ends(step: Step, requests: Sequence[RequestRow]) -> list[tuple[int, int]]:
-    """Return the replica and the end (ns) of each request."""
-    return [(row.replica, step.begin_ns + round(row.end_us * 1000)) for row in requests]
 
 
 def _iteration_ends(step: Step) -> list[tuple[int, int]]:
@@ -284,16 +294,18 @@ def kernels(step: Step) -> list[KernelRow]:
     ]
 
 
-def _tokens_of(engines: Iterable[EngineRow]) -> float:
-    """Return the tokens of all iterations; 0 if any number is unknown."""
-    tokens = [count for row in engines for count in (row.prefill_tokens, row.decode_tokens)]
+def _tokens_of(step: Step, engines: Sequence[EngineRow]) -> float:
+    """Return the tokens of all iterations; 0 if any number, or a part of the rollout, is unknown."""
+    rollout = step.during(ROLLOUT)
+    if any(misses(lane.observed, rollout, rollout) for lane in step.lanes if lane.is_engine):
+        return 0.0
+    first_ranks = {row.replica: row for row in reversed(engines)}.values()
+    tokens = [count for row in first_ranks for count in (row.prefill_tokens, row.decode_tokens)]
     return float(sum(count or 0 for count in tokens)) * (None not in tokens)
 
 
 def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput | None:
     """Return the throughput, from the loop's metrics, else from requests, else from engine iterations.
-
-    Iterations do not count if the recording of an engine misses a part of the rollout.
 
     Args:
         step: The step.
@@ -302,14 +314,10 @@ def throughput(step: Step, engines: list[EngineRow], devices: int) -> Throughput
     """
     metrics = step.manifest.metrics if step.manifest else {}
     requests = [row for row in step.requests if not row.validate]
-    first_ranks = {row.replica: row for row in reversed(engines)}.values()
-    rollout = step.during(ROLLOUT)
-    if any(misses(lane.observed, rollout, rollout) for lane in step.lanes if lane.is_engine):
-        first_ranks = {}.values()
     counted = (
         *((metrics[name], f"metric {name}") for name in _TOKEN_METRICS if name in metrics),
         (float(sum(r.prompt_tokens + r.response_tokens for r in requests)), "requests, each with its prompt"),
-        (_tokens_of(first_ranks), "engine iterations"),
+        (_tokens_of(step, engines), "engine iterations"),
     )
     tokens, source = next(((count, source) for count, source in counted if count), (0.0, ""))
     seconds = step.span_ns / 1e9
@@ -330,14 +338,14 @@ def shared_devices(step: Step) -> list[list[Lane]]:
     Lanes share a device if they have the same device UUID, or else the same host and device number. A lane
     without both has a device of its own.
     """
-    uuids = {lane.device.place: lane.device.uuid for lane in step.lanes if lane.device and lane.device.uuid}
-    found: dict[object, list[Lane]] = {}
-    for number, lane in enumerate(step.lanes):
+    devices = [lane.device for lane in step.lanes if lane.device is not None]
+    uuids = {device.place: device.uuid for device in devices if device.place and device.uuid}
+
+    def device_of(lane: Lane) -> object:
         device = lane.device
-        uuid = (device.uuid or (uuids.get(device.place) if device.place else "")) if device else ""
-        key = uuid or (device.place if device else "") or number
-        found.setdefault(key, []).append(lane)
-    return list(found.values())
+        return (device and (device.uuid or uuids.get(device.place) or device.place)) or lane
+
+    return list(grouped(step.lanes, device_of).values())
 
 
 def lost_of_device(lanes: Sequence[Lane]) -> Mapping[str, Spans]:

@@ -16,7 +16,7 @@ is an upper bound, unless the engine's request ended inside the block.
 from __future__ import annotations
 
 from array import array
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,7 +31,6 @@ from verl_profiling.report.intervals import (
     Sharing,
     Spans,
     length,
-    spans_of,
     subtract,
     time_of,
     union,
@@ -435,18 +434,18 @@ def _with_lag(waits: Pieces, blocks: Blocks) -> Pieces:
     low, high = np.maximum(since[last], waits.begin), np.minimum(until, waits.end)
     is_late = (loop[last] == waits.loop) & (waits.end <= until + DRAIN_NS) & (low < high)
     late = np.flatnonzero(is_late)
-    blocked = defaultdict[int, list[tuple[int, int]]](list)
-    for owner, *block in zip(
-        *(c.tolist() for c in (blocks.trajectory, blocks.begin, blocks.end)), strict=True
-    ):
-        blocked[owner].append(tuple(block))
-    own = {owner: spans_of(pairs) for owner, pairs in blocked.items()}
-    holes: list[tuple[int, ...]] = []
-    for place, owner in enumerate(waits.owner[late].tolist()):
-        spans = own.get(owner, EMPTY)
-        first = np.searchsorted(spans[:, 1], low[late[place]])
-        beyond = np.searchsorted(spans[:, 0], high[late[place]])
-        holes += [(place, *hole) for hole in spans[first:beyond].tolist()]
+    # The blocks by a trajectory itself are no lag of its waits.
+    axes = Axes(int(waits.owner.max(initial=0)) + 1, blocks.begin, blocks.end, low[late], high[late])
+    own = union(axes.put(blocks.trajectory, blocks.begin, blocks.end))
+    mine = axes.put(waits.owner[late], low[late], high[late])
+    _, since, until = axes.take(own)
+    first = np.searchsorted(own[:, 1], mine[:, 0]).tolist()
+    beyond = np.searchsorted(own[:, 0], mine[:, 1]).tolist()
+    holes = [
+        (place, since[hole], until[hole])
+        for place, rows in enumerate(map(range, first, beyond))
+        for hole in rows
+    ]
     row, begin, end = without(low[late], high[late], *np.array(holes, dtype=np.int64).reshape(-1, 3).T)
     lag = waits.of(late[row], begin=begin, end=end, cause=np.full(len(row), _NUMBERS[LOOP_LAG]))
     left, begin, end = without(waits.begin[late], waits.end[late], row, begin, end)
@@ -478,12 +477,12 @@ class Explanation:
         self._levels: list[tuple[Ints, Sharing]] = []
         taken = EMPTY
         for pieces in (trajectories, processes):
-            self._levels.append((pieces.cause, _sharing(pieces.begin, pieces.end, taken)))
+            self._levels.append((pieces.cause, Sharing(pieces.begin, pieces.end, hidden=taken)))
             taken = union(taken, np.stack((pieces.begin, pieces.end), axis=1))
         for number, spans in enumerate((*inner.values(), requests), start=len(trajectories.causes)):
             left = subtract(spans, taken)
-            cause = np.full(len(left), number, dtype=np.int64)
-            self._levels.append((cause, _sharing(left[:, 0], left[:, 1], EMPTY)))
+            cause = np.full(len(left), number)
+            self._levels.append((cause, Sharing(left[:, 0], left[:, 1])))
             taken = union(taken, left)
 
     def of(self, window: Spans) -> dict[str, float]:
@@ -497,7 +496,3 @@ class Explanation:
             took += np.bincount(cause, weights=sharing.shares(window), minlength=len(self._names))
         took[self._names.index(UNEXPLAINED)] += length(window) - took.sum()
         return ranked(self._names, took)
-
-
-def _sharing(begin: Ints, end: Ints, hidden: Spans) -> Sharing:
-    return Sharing(np.zeros(len(begin), dtype=np.int64), begin, end, hidden)

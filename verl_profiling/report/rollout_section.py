@@ -76,7 +76,7 @@ def rollout_of(
     training = np.flatnonzero(validate == 0)
     whole = [number for number in training if not (found[number].cut_begin or found[number].cut_end)]
     p50, p99 = percentiles((end - begin)[whole] / 1e9, 50, 99)
-    shares = Sharing(pieces.owner, pieces.begin, pieces.end).shares()
+    shares = Sharing(pieces.begin, pieces.end, pieces.owner).shares()
     window = step.during(ROLLOUT)
     if not len(window):
         window = spans_of([(int(begin.min(initial=step.end_ns)), int(end.max(initial=0)))])
@@ -282,21 +282,26 @@ def _status_rows(records: Records) -> list[StatusRow]:
 
 def _failure_rows(trajectories: Sequence[Trajectory]) -> list[FailureRow]:
     """Return the errors of failed and cancelled trajectories, the most frequent first, validation last."""
-    examples: dict[tuple[bool, str, str, str], list[str]] = defaultdict(list)
-    for one in trajectories:
-        if one.failed_in is not None:
-            error = shortened(" ".join(one.said.error.split()))
-            key = (one.validate, one.said.status, error, one.failed_in)
-            sample = "" if one.said.sample is None else f"/{one.said.sample}"
-            examples[key].append(shortened(f"{one.said.group}{sample}"))
-    return [
-        FailureRow(
-            validate=validate, status=status, error=error, trajectories=len(of), example=of[0], span=span
+    failed = [one for one in trajectories if one.failed_in is not None]
+    errors = grouped(failed, lambda one: (one.validate, one.said.status, _error(one), one.failed_in or ""))
+    rows = []
+    for (validate, status, error, span), of in sorted(errors.items()):
+        first = of[0].said
+        sample = "" if first.sample is None else f"/{first.sample}"
+        row = FailureRow(
+            validate=validate,
+            status=status,
+            error=error,
+            trajectories=len(of),
+            example=shortened(f"{first.group}{sample}"),
+            span=span,
         )
-        for (validate, status, error, span), of in sorted(
-            examples.items(), key=lambda item: (item[0][0], -len(item[1]), item[0])
-        )
-    ]
+        rows.append(row)
+    return sorted(rows, key=lambda row: (row.validate, -row.trajectories))
+
+
+def _error(trajectory: Trajectory) -> str:
+    return shortened(" ".join(trajectory.said.error.split()))
 
 
 def _versions(records: Records, served: Mapping[int, Request], trained: int | None) -> dict[str, Any]:
@@ -363,7 +368,7 @@ def _last_trajectories(numbers: Ints, begin: Ints, end: Ints, pieces: Pieces) ->
     size = int(gain[: max(len(ends) // 2, 1)].argmax()) + 1
     since, until = int(done[size - 1]), int(ends[-1])
     tail = pieces.of(np.flatnonzero(np.isin(pieces.owner, numbers[order[-size:]])))
-    sharing = Sharing(np.zeros_like(tail.owner), tail.begin, tail.end)
+    sharing = Sharing(tail.begin, tail.end)
     parts = tail.seconds(sharing.shares(np.array([[since, until]])))
     seconds = (until - since) / 1e9
     if (rest := seconds - sum(parts.values())) > 1e-9:

@@ -125,7 +125,8 @@ def waits(summary: StepSummary | None) -> Iterator[str]:
     if summary is None:
         return
     rates = summary.rates
-    made, taken = rates.get("samples_per_s"), rates.get("samples_taken_per_s")
+    made = rates.get("samples_per_s", 0.0)
+    taken = rates.get("samples_taken_per_s") or made
     sides = (
         ("trainer", summary.trainer_idle, ROLLOUT, "generation makes", made, "training could take", taken),
         ("rollout", summary.rollout_idle, TRAINING, "training takes", taken, "generation could make", made),
@@ -133,17 +134,17 @@ def waits(summary: StepSummary | None) -> Iterator[str]:
     for side, idle, other, does, rate, could, own in sides:
         if idle is not None and idle.share >= _LEAST_WAIT:
             sentence = f"{side} waits {idle.share:.0%}, mostly: {idle.cause or 'in no stage'}"
-            if idle.cause == other and (rate or made):
-                sentence = f"{side} waits {idle.share:.0%}: {does} {_number(rate or made or 0)} samples/s"
-                sentence += (
-                    f", {could} {_number((own or made or 0) / (1 - idle.share))}" if idle.share < 1 else ""
-                )
+            if idle.cause == other and rate:
+                sentence = f"{side} waits {idle.share:.0%}: {does} {_number(rate)} samples/s"
+                if idle.share < 1:
+                    sentence += f", {could} {_number(own / (1 - idle.share))}"
             yield sentence
     if summary.tokens or summary.taken or summary.taken_tokens or summary.counts:
         parts = []
         for flow, names in _FLOWS.items():
-            known = [f"{_number(rates[name])} {what}/s" for name, what in names.items() if name in rates]
-            parts += [f"{flow} {', '.join(known)}"] if known else []
+            said = [f"{_number(rates[name])} {what}/s" for name, what in names.items() if name in rates]
+            if said:
+                parts.append(f"{flow} {', '.join(said)}")
         yield "; ".join([*parts, *(f"{name} {_number(value)}" for name, value in summary.counts.items())])
 
 

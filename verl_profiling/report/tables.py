@@ -22,8 +22,16 @@ from verl_profiling.report.records import LOOP_LAG, UNKNOWN
 from verl_profiling.units import byte_size, duration, three_digits, visible
 
 _STAGES = (
-    *("rollout", "reward", "old_log_prob", "ref_log_prob", "values", "advantage"),
-    *("update_critic", "update_actor", "update_weights", "validate"),
+    "rollout",
+    "reward",
+    "old_log_prob",
+    "ref_log_prob",
+    "values",
+    "advantage",
+    "update_critic",
+    "update_actor",
+    "update_weights",
+    "validate",
 )
 _OTHERS = 6  # colours of other names
 _CAUSE_KEYS = {
