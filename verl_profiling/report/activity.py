@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import compress, count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -67,6 +67,9 @@ _COVERS = ("compute", "communication", "memory", "unrecognised")
 _ON_DEVICE, _ON_HOST = (COMPUTE, COMMUNICATION, MEMORY, UNKNOWN), (HOST, HOST_COMMUNICATION)
 
 
+Keys: TypeAlias = NDArray[np.int32]
+
+
 class Key(NamedTuple):
     """Name, process, thread and process group of events."""
 
@@ -80,8 +83,8 @@ class Rows(NamedTuple):
     """Events of a lane as columns: spans, numbers of the keys, numbers of the launches (0: none)."""
 
     spans: Spans
-    keys: NDArray[np.int32]
-    launches: NDArray[np.int64]
+    keys: Keys
+    launches: Ints
 
     def of(self, wanted: NDArray[Any]) -> Rows:
         """Return the selected rows."""
@@ -170,8 +173,7 @@ class _LaneReader:
         self._kinds, self._blocks_from = array("b", [NOTHING]), array("q", [0])
         self._correlates = array("b", [False])
         self._launches_graph = array("b", [False])
-        self._graphs = [np.empty(0, np.int64)]  # launches of graphs
-        self._calls: list[NDArray[np.int64]] = []  # launches, and their begins
+        self._calls = [np.empty((3, 0), np.int64)]  # launches, their begins, and whether they launch graphs
         self._numbers: dict[tuple[object, ...], int] = {}
         self._rows: list[Rows] = []  # device rows; until a device event is found, host rows
         self._host: list[Spans] = []
@@ -205,7 +207,8 @@ class _LaneReader:
             self._note(f"not understood, so not counted as iterations of the engine: {names}")
         rows = _joined(self._rows)
         self._rows.clear()
-        graphs = np.concatenate(self._graphs)
+        calls = np.concatenate(self._calls, axis=1)
+        graphs = calls[0, calls[2] > 0]
         if self._has_device:
             rows = self._bounded(rows, graphs)
         devices = self._devices(rows)
@@ -294,15 +297,13 @@ class _LaneReader:
             self._categories |= {e.cat for e in events if e.ph != "M"}
         known = self._numbers.get
         keys = np.array([known((e.cat, e.name, e.pid, e.tid)) or self._number(e) for e in timed], np.int32)
-        if (counted := keys != _IGNORED).sum() < len(keys):
-            keys, timed = keys[counted], list(compress(timed, counted.tolist()))
-        rows, kinds = (
-            Rows(to_spans(timed, base_ns), keys, self._launches_of(timed, keys)),
-            self._kinds_of(keys),
-        )
+        counted = keys != _IGNORED
+        keys, timed = keys[counted], list(compress(timed, counted.tolist()))
+        rows = Rows(to_spans(timed, base_ns), keys, self._launches_of(timed, keys))
+        kinds = self._kinds_of(keys)
         calls = rows.of((rows.launches > 0) & (kinds > UNKNOWN))
-        self._calls.append(np.stack((calls.launches, calls.spans[:, 0])))
-        self._graphs.append(calls.launches[np.frombuffer(self._launches_graph, np.bool_)[calls.keys]])
+        of_graphs = np.frombuffer(self._launches_graph, np.bool_)[calls.keys]
+        self._calls.append(np.stack((calls.launches, calls.spans[:, 0], of_graphs)))
         self._has_device |= bool((kinds < UNKNOWN).any())
         task = kinds == NOTHING
         if task.any():
@@ -316,7 +317,7 @@ class _LaneReader:
         recording = self._recordings[-1]
         recording.of_torch = extended(recording.of_torch, to_spans(spans, base_ns))
 
-    def _launches_of(self, events: Sequence[Event], keys: NDArray[np.int32]) -> NDArray[np.int64]:
+    def _launches_of(self, events: Sequence[Event], keys: Keys) -> Ints:
         """Return the number that a device's event shares with the host call which launched it, else 0."""
         found = np.zeros(len(events), np.int64)
         for place in np.flatnonzero(np.frombuffer(self._correlates, np.bool_)[keys]).tolist():
@@ -426,7 +427,7 @@ class _LaneReader:
             owners[name] += known.get(pid) or unknown[pid]
         return owners
 
-    def _bounded(self, rows: Rows, graphs: NDArray[np.int64]) -> Rows:
+    def _bounded(self, rows: Rows, graphs: Ints) -> Rows:
         """Return the rows with impossible ends moved to the next begin on the stream, and note how many."""
         # Copies of NPUs overlap, and so may collectives of several groups.
         computing = (self._kinds_of(rows.keys) == COMPUTE) & (np.diff(rows.spans)[:, 0] >= THINNEST_NS)
@@ -445,7 +446,7 @@ class _LaneReader:
         spans[computing, 1] -= cut_ns
         return rows._replace(spans=spans)
 
-    def _lost_kernels(self, rows: Rows, graphs: NDArray[np.int64]) -> bool:
+    def _lost_kernels(self, rows: Rows, graphs: Ints) -> bool:
         """Return whether graph launches lost kernels, so that the work of the device is unknown."""
         kernels = rows.of(self._kinds_of(rows.keys) <= COMMUNICATION)
         ordered = kernels.of(np.argsort(kernels.spans[:, 0], kind="stable"))
@@ -456,7 +457,7 @@ class _LaneReader:
             )
         return bool(lost)
 
-    def _threads(self) -> NDArray[np.int32]:
+    def _threads(self) -> Keys:
         """Return the number of the thread, or of the stream, of each key."""
         threads = defaultdict[tuple[object, object], int](count().__next__)
         return np.array([threads[key.pid, key.tid] for key in self._keys], np.int32)
@@ -471,9 +472,8 @@ class _LaneReader:
         """
         only = next(iter(self._groups)) if len(self._groups) == 1 else None
         kind_of_row = self._kinds_of(rows.keys)
-        covers: dict[str, Any] = {}
-        for name, kind in zip(_COVERS, kinds, strict=False):
-            covers[name] = union(rows.spans[kind_of_row == kind])
+        of_kinds = zip(_COVERS, kinds, strict=False)
+        covers: Any = {name: union(rows.spans[kind_of_row == kind]) for name, kind in of_kinds}
         called: dict[tuple[str, Group], list[int]] = defaultdict(list)  # numbers of keys
         runs = rows.of(kind_of_row == kinds[1])
         runs = runs.of(np.argsort(runs.spans[:, 0], kind="stable"))
@@ -501,15 +501,16 @@ class _LaneReader:
         stages = np.where(inside, at, len(edges))
         places, inverse = np.unique(stages * len(self._keys) + rows.keys, return_inverse=True)
         totals = zip(places.tolist(), np.bincount(inverse).tolist(), np.bincount(inverse, own), strict=True)
-        found: dict[tuple[str, str], tuple[int, int]] = {}
+        ops: dict[tuple[str, str], tuple[int, int]] = {}
+        names = [*(stage.name for stage in self._stages), ""]
         for place, calls, self_ns in totals:
             stage, number = divmod(place, len(self._keys))
-            name = (self._stages[stage].name if stage < len(edges) else "", self._keys[number].name)
-            before = found.get(name, (0, 0))  # a stage may run twice
-            found[name] = (before[0] + calls, before[1] + int(self_ns))
-        return found
+            name = (names[stage], self._keys[number].name)
+            before = ops.get(name, (0, 0))  # a stage may run twice
+            ops[name] = (before[0] + calls, before[1] + int(self_ns))
+        return ops
 
-    def _launched(self, rows: Rows) -> NDArray[np.int64]:
+    def _launched(self, rows: Rows) -> Ints:
         """Return when the host launched each event (unix ns); without a recorded launch, its begin."""
         calls = np.concatenate(self._calls, axis=1)
         calls = calls[:, np.argsort(calls[0])]
@@ -517,7 +518,7 @@ class _LaneReader:
         found = np.append(calls[0], -1)[place] == rows.launches
         return np.where(found, np.append(calls[1], 0)[place], rows.spans[:, 0])
 
-    def _kinds_of(self, keys: NDArray[np.int32]) -> NDArray[np.int8]:
+    def _kinds_of(self, keys: Keys) -> NDArray[np.int8]:
         kinds: NDArray[np.int8] = np.frombuffer(self._kinds, np.int8)[keys]
         return kinds
 

@@ -187,8 +187,8 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         notes = [*_notes(inputs.manifest, step, inputs.capture), *ended_early, *notes]
         of_manifest = _of_manifest(inputs.manifest, step)
         of_manifest["replicas"] = replicas
-        zero = zero_ns((inputs.capture or inputs.manifest).begin_ns)
-        of_manifest["timeline_begin_ns"] = step.begin_ns - zero
+        capture = inputs.capture or inputs.manifest
+        of_manifest["timeline_begin_ns"] = step.begin_ns - zero_ns(capture.begin_ns)
     report = Report(
         **of_manifest,
         directory=str(inputs.directory),

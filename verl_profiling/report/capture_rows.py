@@ -79,7 +79,8 @@ def per_token_us(request: Request) -> float | None:
 def clock_notes(manifest: Manifest) -> Iterator[str]:
     """Yield a note for each worker whose host's clock was set, or slewed by NTP, during the capture."""
     for worker in manifest.workers:
-        for first, last in [(worker.anchors[0], worker.anchors[-1])] if worker.anchors else ():
+        if worker.anchors:
+            first, last = worker.anchors[0], worker.anchors[-1]
             passed_ns = last.monotonic_ns - first.monotonic_ns
             set_ns = last.unix_ns - first.unix_ns - passed_ns
             if abs(set_ns) > max(_SET_CLOCK_NS, _SET_CLOCK_SHARE * passed_ns):
@@ -186,10 +187,9 @@ def _replica_row(requests: list[RequestRow]) -> ReplicaRow:
 
 def _cache_hit_share(requests: list[RequestRow]) -> float | None:
     """Return the cached share (0 to 1) of prompt tokens, over requests whose cached tokens are known."""
-    told = [
-        (min(request.cached_tokens, request.prompt_tokens), request.prompt_tokens)
-        for request in requests
-        if request.cached_tokens is not None
-    ]
-    prompts = sum(length for _, length in told)
-    return sum(cached for cached, _ in told) / prompts if prompts else None
+    prompts = cached = 0
+    for request in requests:
+        if request.cached_tokens is not None:
+            prompts += request.prompt_tokens
+            cached += min(request.cached_tokens, request.prompt_tokens)
+    return cached / prompts if prompts else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from html import escape
@@ -116,11 +117,11 @@ def _group(role: str, lanes: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the lanes of a role, and the begin and end of each run of a stage on the lanes."""
     runs: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for lane in lanes:
-        seen: dict[int, int] = {}
+        seen = Counter[int]()
         for span in lane["spans"]:
             stage = span["stage"]
-            runs.setdefault((stage, seen.get(stage, 0)), []).append(span)
-            seen[stage] = seen.get(stage, 0) + 1
+            runs.setdefault((stage, seen[stage]), []).append(span)
+            seen[stage] += 1
     loaded = [lane for lane in lanes if lane["load"]]
     return {
         "role": role,

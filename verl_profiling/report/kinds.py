@@ -224,7 +224,7 @@ NO_WORK = frozenset(
 _LAUNCH = re.compile(r"Launch|runFunction|EnqueueKernel")
 # MTIA gives copies, waits and control tasks the category of kernels; names: HTA's ``types.py`` and traces.
 _MTIA = "mtia_ccp_events"
-_MTIA_COPY = re.compile(r"dma")
+_MTIA_COPY = "dma"
 _MTIA_CONTROL = re.compile(
     r"job_exe|packet|cpum_exe_subgraph|collective_subgraph_execution|runFunction|event_(?:wait|record)$"
 )
@@ -239,8 +239,10 @@ def kind_of(category: str, name: str, communicates: Callable[[str], bool]) -> in
         communicates: Returns whether the kernel of a given name communicates.
     """
     kind = _KINDS.get(meaning_of(category), NOTHING)
-    if category == _MTIA and (_MTIA_CONTROL.match(name) or _MTIA_COPY.match(name)):
-        return NOTHING if _MTIA_CONTROL.match(name) else MEMORY
+    if category == _MTIA and _MTIA_CONTROL.match(name):
+        return NOTHING
+    if category == _MTIA and name.startswith(_MTIA_COPY):
+        return MEMORY
     if kind == COMPUTE and communicates(name):
         return COMMUNICATION
     if (kind == HOST or category == "user_annotation") and name.startswith(HOST_COLLECTIVES):
@@ -290,14 +292,15 @@ def task_kind(name: str, task_type: str) -> int:
     """
     if name.endswith(_COLLECTIVE_KERNELS):
         return NOTHING
-    for told in (task_type, name if _TYPE_NAME.fullmatch(name) else ""):
+    is_type = bool(_TYPE_NAME.fullmatch(name))
+    for told in (task_type, name if is_type else ""):
         if _COMPUTING.search(told):
             return COMPUTE
         if _COPYING.search(told):
             return MEMORY
         if _WAITING.search(told):
             return NOTHING
-    is_operator = bool(task_type) and name != task_type and not _TYPE_NAME.fullmatch(name)
+    is_operator = bool(task_type) and name != task_type and not is_type
     return COMPUTE if is_operator else NOTHING
 
 
