@@ -223,7 +223,8 @@ class _LaneReader:
         )
         if self._job.sources[0].role == GRAPH_CAPTURE:
             self._note("recorded while graphs were captured, when launches run nothing: no busy or idle time")
-            return [replace(lane, is_unknown=True)]
+            lane.is_unknown = True
+            return [lane]
         if devices:
             masks = ((name, np.isin(rows.keys, mine)) for name, mine in devices.items())
             found = ((name, rows if mask.all() else rows.of(mask)) for name, mask in masks)
@@ -240,14 +241,16 @@ class _LaneReader:
         if lost:
             files = ", ".join(self._cut_off or [path.name for path in self.found.paths])
             self.found.problems.append(f"{files} {lost}, so the work of the device is unknown")
-            return [replace(lane, is_unknown=True)]
+            lane.is_unknown = True
+            return [lane]
         if not self._works:
             self._without_work()
             return []
         if self._launches:
             self._note("kernels were launched, but none was recorded")
         rows = rows.of(self._kinds_of(rows.keys) > UNKNOWN)
-        return [self._reduced(rows, _ON_HOST, replace(lane, on_device=False))]
+        lane.on_device = False
+        return [self._reduced(rows, _ON_HOST, lane)]
 
     def _read(self, source: Source) -> None:
         """Read one trace."""

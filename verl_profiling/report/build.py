@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -17,7 +17,7 @@ from verl_profiling.manifest import MANIFEST_NAME, WEIGHT_SYNC, Manifest, Reques
 from verl_profiling.report import anatomy, capture_rows, collectives, lost, numbers
 from verl_profiling.report.activity import LaneJob, LaneTraces, lane_job, read_lane
 from verl_profiling.report.findings import find
-from verl_profiling.report.intervals import EMPTY, Spans, grouped, intersection, length
+from verl_profiling.report.intervals import EMPTY, Spans, common, grouped, length
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.model import Coverage, Report
 from verl_profiling.report.records import Explanation, Pieces, Records, pieces_of
@@ -177,7 +177,7 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
     rollout, explanation = rollout_of(
         step, content.records, content.served, content.pieces, content.of_processes
     ) or (None, None)
-    nobody = [lane.idle["other_stages"] for lane in step.lanes]
+    nobody = common([lane.idle["other_stages"] for lane in step.lanes])
     asked, suspects = asked_of(step, calls)
     engines = [numbers.engine_row(lane, step) for lane in step.lanes if lane.is_engine]
     of_manifest: dict[str, Any] = {}
@@ -195,7 +195,7 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         name=inputs.name or ("" if inputs.step is not None else inputs.title),
         step=inputs.step,
         span_us=step.span_ns / 1000,
-        stages=anatomy.anatomy(step, reduce(intersection, nobody) if nobody else EMPTY),
+        stages=anatomy.anatomy(step, nobody),
         workers=[numbers.worker_row(lane, step, inputs.directory) for lane in step.lanes],
         engines=engines,
         tail=tail,

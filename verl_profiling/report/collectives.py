@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import reduce
 from itertools import chain
 from statistics import median
 from typing import Any, NamedTuple
@@ -34,6 +33,7 @@ from verl_profiling.report.intervals import (
     EMPTY,
     Ints,
     Spans,
+    common,
     holding,
     intersection,
     length,
@@ -275,14 +275,12 @@ def stragglers(step: Step, calls: Iterable[Calls]) -> list[StragglerRow]:
     rows: list[StragglerRow] = []
     for role in dict.fromkeys(worker.identity.role for worker in step.workers):
         stages: dict[str, dict[str, list[StageSpan]]] = {}  # by stage, then worker
-        waited: dict[str, tuple[Spans, ...]] = {}  # by all lanes of a worker: surely, and perhaps
+        waited: dict[str, tuple[Spans, Spans]] = {}  # by all lanes of a worker: surely, and perhaps
         for worker in (worker for worker in step.workers if worker.identity.role == role):
             lanes = [lane for lane in step.lanes if lane.source.worker == worker.name]
-            surely, most = [lane.waiting for lane in lanes], [perhaps[lane] for lane in lanes]
-            waited[worker.name] = tuple(reduce(intersection, of) if of else EMPTY for of in (surely, most))
-            observed[worker.name] = reduce(
-                intersection, (lane.observed for lane in lanes), step.whole if lanes else EMPTY
-            )
+            surely = common([lane.waiting for lane in lanes])
+            waited[worker.name] = surely, common([perhaps[lane] for lane in lanes])
+            observed[worker.name] = common([lane.observed for lane in lanes])
             for span in worker.stages:
                 stages.setdefault(span.name, {}).setdefault(worker.name, []).append(span)
         for stage, runs in stages.items():
@@ -293,7 +291,7 @@ def stragglers(step: Step, calls: Iterable[Calls]) -> list[StragglerRow]:
 
 
 def _rows(
-    stage: str, role: str, runs: dict[str, list[StageSpan]], waited: Mapping[str, tuple[Spans, ...]]
+    stage: str, role: str, runs: dict[str, list[StageSpan]], waited: Mapping[str, tuple[Spans, Spans]]
 ) -> Iterator[StragglerRow]:
     worked, surely, waited_ns = {}, {}, 0
     for name, own in runs.items():

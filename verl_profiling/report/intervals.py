@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -71,6 +72,11 @@ def _where(least: int, spans: Spans, holes: Spans = EMPTY) -> Spans:
 def intersection(spans: Spans, other: Spans) -> Spans:
     """Return the overlap of two sets of spans."""
     return crowded([spans, other]) if len(spans) and len(other) else EMPTY
+
+
+def common(sets: Sequence[Spans]) -> Spans:
+    """Return the time in all of the sets; none without a set."""
+    return reduce(intersection, sets) if sets else EMPTY
 
 
 def holding(spans: Spans, instants: Ints) -> NDArray[np.bool_]:
