@@ -100,9 +100,10 @@ def _in_turn(graphs: Sequence[Graph], changes: Mapping[str, _Changes]) -> dict[s
 def _noise_s(graphs: Sequence[Graph], units: _Units, recorded_s: Sequence[float], part: str) -> float:
     """Return half the range over the steps of the excess that a part causes in each of them (s)."""
     usual: _Changes = []
-    for (name, _), found in units.items():
-        for step in range(len(graphs)) if name == part else ():
-            usual += _replaced([unit for unit in found if unit.step == step], found)
+    for (name, _), of_part in units.items():
+        if name == part:
+            for step in range(len(graphs)):
+                usual += _replaced([unit for unit in of_part if unit.step == step], of_part)
     excess = list(map(sub, recorded_s, _spans_s(graphs, usual)))
     return float(max(excess) - min(excess)) / 2
 

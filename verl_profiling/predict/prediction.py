@@ -260,24 +260,21 @@ def _helps(baseline: Baseline, found: Replay, changes: Changes) -> list[HelpRow]
     for stage, words, more in _candidates(baseline, found):
         both = changes.with_more(more)
         predicted_ns = baseline.replay(both, chains).span_ns
-        change, share = predicted_ns - span_ns, (predicted_ns - span_ns) / max(span_ns, 1)
+        share = (predicted_ns - span_ns) / max(span_ns, 1)
+        if share >= -_LEAST_SHARE:
+            continue
         row = HelpRow(
             change=words,
             option=" ".join(option for option in both.options() if option not in changes.options()),
             stage=stage,
             predicted_us=predicted_ns / 1000,
-            difference_us=change / 1000,
+            difference_us=(predicted_ns - span_ns) / 1000,
             difference_share=share,
             hours_a_day=-share * baseline.graph.lanes * 24,
             unit="GPU-hours" if baseline.graph.on_device else "lane-hours",
         )
-        rows += [row] if share < -_LEAST_SHARE else []
+        rows.append(row)
     return sorted(rows, key=lambda row: row.difference_us)
-
-
-def _factor(found: Replay, at: int) -> float:
-    """Return how many times as long as recorded a segment takes."""
-    return found.took_ns[at] / max(found.graph.segments[at].recorded_ns, 1)
 
 
 def _path_rows(replayed: Replay, is_idle_known: bool) -> list[PathRow]:
@@ -307,7 +304,8 @@ def _idle_us(replayed: Replay, at: int) -> float | None:
     if one.kind != WORK or one.who not in graph.idle:
         return None
     idle_ns = length(within(graph.idle[one.who], one.begin_ns, one.end_ns))
-    return idle_ns / 1000 * _factor(replayed, at)
+    factor = replayed.took_ns[at] / max(one.recorded_ns, 1)  # as if the idle share stayed
+    return idle_ns / 1000 * factor
 
 
 def _slack_rows(replayed: Replay) -> list[SlackRow]:
