@@ -40,7 +40,7 @@ def test_a_worker_that_contradicts_the_callback_is_logged_once(
     """Another role, other settings, a selected stage that nothing marks; and nothing is said without one."""
     chance = random.Random(seed)
     steps = sorted(chance.sample(range(1, 6), 3))
-    marked, absent = chance.sample(NAMES, 2)
+    marked, absent = (f"{name}_{seed}" for name in chance.sample(NAMES, 2))
     role, other = chance.sample(("actor", "critic", "judge"), 2)
     mistakes = {mistake for mistake in ("role", "settings", "stage") if chance.random() < 0.5}
     config: dict[str, Any] = {
@@ -71,6 +71,35 @@ def test_a_worker_that_contradicts_the_callback_is_logged_once(
     for mistake, text in expected.items():
         assert sum(text in message for message in said) == (mistake in mistakes), (mistake, said)
     assert len(said) == len(mistakes)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_correct_loop_is_told_nothing(
+    seed: int, tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Stages of other steps than the captured ones, roles without workers, and roles that share a process."""
+    chance = random.Random(seed)
+    roles = chance.sample(("actor", "critic", "judge", "reward"), 3)
+    late, often = (f"{name}_{seed}" for name in chance.sample(NAMES, 2))
+    config = {
+        "enable": True,
+        "tool": "spans",
+        "schedule": {"steps": sorted(chance.sample(range(1, 6), 3))},
+        "save_path": str(tmp_path / "run"),
+        "select": {"stages": [late, often]},
+        "roles": {roles[0]: {"stages": [late]}, roles[2]: {"enable": False, "stages": ["never"]}},
+    }
+    workers = {role: Worker(config, role) for role in roles}
+    with ProfilingCallback(config) as profiling:
+        for role in chance.sample(roles, 3):
+            profiling.add_workers(role, [workers[role]])
+        for step in range(1, 8):
+            profiling.on_step_begin(step)
+            for name in (often, late) if step > 5 else (often,):
+                with stage(name):
+                    pass
+            profiling.on_step_end()
+    assert warnings(caplog) == []
 
 
 @pytest.mark.parametrize("deep", [1, 3])

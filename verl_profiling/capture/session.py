@@ -319,4 +319,9 @@ def stage(name: str) -> Stage:
         return _stages.setdefault(made.name, made)
 
 
+def named_stages() -> set[str]:
+    """Return the names of all stages that code of this process has made, in whichever step they are."""
+    return {*_stages}
+
+
 replace_in_graphs(stage, stage_in_graph)

@@ -22,6 +22,7 @@ import msgspec
 
 from verl_profiling import clock
 from verl_profiling.capture.protocol import CaptureRequest
+from verl_profiling.capture.session import named_stages
 from verl_profiling.capture_request import CaptureSelection
 from verl_profiling.errors import ConfigError, choices_hint
 from verl_profiling.identity import ROLLOUT_ROLE, WorkerIdentity, safe_name
@@ -56,8 +57,7 @@ class Worker:
 
     def __init__(self, target: Target, number: int) -> None:
         self.target, self.number = target, number
-        self._is_checked = False
-        self._identity = WorkerIdentity(
+        self.identity = WorkerIdentity(
             role=target.roles[0],
             rank=number,
             replica=number if target.is_rollout else None,
@@ -66,24 +66,6 @@ class Worker:
             pid=0,
         )
         self.last_call: Future[Any] | None = None
-
-    @property
-    def identity(self) -> WorkerIdentity:
-        """The identity; a reply with another role than that of ``add_workers`` is logged once."""
-        return self._identity
-
-    @identity.setter
-    def identity(self, identity: WorkerIdentity) -> None:
-        self._identity = identity
-        if identity.role not in self.target.roles and not self._is_checked:
-            self._is_checked = True
-            logger.warning(
-                "%s was added as %r: its settings and files are those of %r; pass the same role to "
-                "add_workers and to init_capture",
-                identity,
-                self.target.roles[0],
-                identity.role,
-            )
 
 
 class Call:
@@ -339,6 +321,10 @@ def _identity_of(worker: Any) -> str | int:
     return str(worker._actor_id.hex()) if _is_actor(worker) else id(worker)
 
 
+def _process_of(identity: WorkerIdentity) -> tuple[str, str, int]:
+    return identity.host, identity.namespace, identity.pid
+
+
 def _future_of(answer: Any) -> Future[Any]:
     future: Future[Any] = answer.future() if hasattr(answer, "future") else settle(Future(), lambda: answer)
     return future
@@ -363,6 +349,8 @@ class Roster:
         self.config = config
         self._is_checked = False
         self._said: set[str] = set()
+        self._recorded: set[str] = set()  # roles that recorded in a capture
+        self._marked: set[str] = set()  # stages in the captures
 
     def add(self, role: str, workers: Any, loop: asyncio.AbstractEventLoop | None) -> None:
         """Register the workers of a role, and replace its earlier workers; known workers get a further role.
@@ -477,39 +465,72 @@ class Roster:
         stages: Iterable[StageSpan],
         selection: CaptureSelection | None,
     ) -> None:
-        """Log once what a captured step shows about settings: workers with others, stages that nothing marks.
+        """Log once which workers have another role or other settings; collect the roles and stages.
 
         Args:
             results: The results of the workers.
             stages: The stages of the loop.
             selection: The selection of the capture.
         """
-        marked = {span.name for span in stages}
+        self._check_roles()
+        self._marked |= {span.name for span in stages}
         for result in results:
-            marked |= {span.name for span in result.stages}
+            if result.status == "skipped":
+                continue
+            self._recorded |= {result.identity.role, *result.roles}
+            self._marked |= {span.name for span in result.stages}
             own = self.config.for_role(result.identity.role, selection)
-            recorded = f"{result.mode} with {' and '.join(result.tools)}"
-            is_other = result.mode != own.mode or not {*result.tools} <= {*own.tool_names}
-            if is_other and result.status != "skipped":
+            if result.mode != own.mode or not {*result.tools} <= {*own.tool_names}:
                 self._say(
-                    f"{result.name} recorded {recorded}, and the callback's settings for the role are "
-                    f"{own.mode} with {' and '.join(own.tool_names)}; pass the same settings to init_capture"
+                    f"{result.name} recorded {result.mode} with {' and '.join(result.tools)}, and the "
+                    f"callback's settings for the role are {own.mode} with {' and '.join(own.tool_names)}",
+                    "pass the same settings to init_capture",
                 )
-        named = [("select.stages", self.config.select.stages)]
-        named += [(f"roles.{role}.stages", override.stages) for role, override in self.config.roles.items()]
+
+    def _check_roles(self) -> None:
+        """Log workers that replied with another role than that of ``add_workers``.
+
+        Roles that share a process reply with one role, under which one of them was added.
+        """
+        workers = [worker for target in self.targets for worker in target.workers]
+        processes = {
+            (role, _process_of(worker.identity)) for worker in workers for role in worker.target.roles
+        }
+        for worker in workers:
+            identity = worker.identity
+            if (identity.role, _process_of(identity)) not in processes:
+                self._say(
+                    f"{identity} was added as {worker.target.roles[0]!r}",
+                    f"its settings and files are those of {identity.role!r}; pass the same role to "
+                    "add_workers and to init_capture",
+                )
+
+    def _check_stages(self) -> None:
+        """Log selected stages that nothing is known of, in roles that recorded.
+
+        A stage that code of this process names may be in other steps than the captured ones.
+        """
+        marked = self._marked | named_stages()
+        named = [("select.stages", self.config.select.stages)] if self._recorded else []
+        for role, override in self.config.roles.items():
+            if role in self._recorded:
+                named.append((f"roles.{role}.stages", override.stages))
         for key, names in named:
             for name in {*(names or ())} - marked:
                 self._say(
-                    f"{key}: nothing marked the stage {name!r} in the step; {choices_hint(name, marked)}"
+                    f"{key}: nothing marked the stage {name!r} in a captured step",
+                    choices_hint(name, marked),
                 )
 
-    def _say(self, warning: str) -> None:
-        if warning not in self._said:
-            self._said.add(warning)
-            logger.warning("%s", warning)
+    def _say(self, problem: str, remedy: str) -> None:
+        """Log a problem once."""
+        if problem not in self._said:
+            self._said.add(problem)
+            logger.warning("%s; %s", problem, remedy)
 
     def finish(self, hooks_s: float) -> Waits[None]:
         """Wait for compression and hooks of workers, before Ray ends the workers."""
+        self._check_stages()
         timeouts = self.config.timeouts
         with_hooks = {role for hook in self.config.after.values() for role in hook.roles}
         targets = [one for one in self.targets if one in self.owing or with_hooks & {*one.roles}]
