@@ -233,6 +233,11 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
     waits: str = ""
 
     @property
+    def processes(self) -> list[RankUse]:
+        """The processes of the loop, then those of workers."""
+        return self.loop + self.workers
+
+    @property
     def duration_ns(self) -> int:
         """Duration of the step; 0 if the clock was set back meanwhile."""
         return max(0, self.end_ns - self.begin_ns)
@@ -278,7 +283,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
         """Set ``memory``, ``spans`` and ``counts`` to the sums over the processes."""
         roles: dict[str, RoleMemory] = {}
         counts = Counter[str]()
-        for process in (*self.loop, *self.workers):
+        for process in self.processes:
             role = roles.setdefault(process.role, RoleMemory(role=process.role, processes=0))
             role.processes += 1
             if (process.peak_bytes or 0) > (role.peak_bytes or 0):
@@ -287,7 +292,7 @@ class StepSummary(msgspec.Struct, kw_only=True, omit_defaults=True):
             counts.update(process.counts or {})
         self.counts = dict(counts)
         self.memory = [*roles.values()]
-        self.spans = _spans([*self.loop, *self.workers])
+        self.spans = _spans(self.processes)
 
 
 def _spans(processes: Sequence[RankUse]) -> list[SpanTotal]:

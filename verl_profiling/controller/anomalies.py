@@ -69,7 +69,7 @@ class Anomalies:
                 self._detector.is_named(named, summary)
                 logger.warning("watch: %s", named.reason)
                 summary.noticed = named.trigger()
-                self._uses = {use.lane: use for use in (*summary.loop, *summary.workers)}
+                self._uses = {use.lane: use for use in summary.processes}
         found = self._detector.observe(summary)
         if found is None:
             return
@@ -87,7 +87,7 @@ class Anomalies:
                 logger.warning("watch: it takes the place of the anomaly of step %s", noticed.noticed)
             self._noticed, self._waits = found, ""
             self._noticed_s, self._listened = time.monotonic(), 0
-            self._uses = {use.lane: use for use in (*summary.loop, *summary.workers)}
+            self._uses = {use.lane: use for use in summary.processes}
 
     def step_begins(self, step: int) -> None:
         """Record the begin of a step; called for every step, also inside a capture of several steps."""

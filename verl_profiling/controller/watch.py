@@ -231,7 +231,7 @@ class Watch:
         has_workers = bool(self.roster.targets)
         for step in steps:
             step.add_up()
-            summary = with_lateness(step) if requested or reads_recorders else step
+            summary = with_lateness(step)
             summary.earlier = self.summaries[-1].workers if self.summaries else []
             runs = StepRuns(summary)
             summary.exposed = exposed(summary, has_workers, runs)

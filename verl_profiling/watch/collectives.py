@@ -91,7 +91,7 @@ def with_lateness(summary: StepSummary) -> StepSummary:
     The lateness of the last process to enter is its entry minus the entry before, in the stage of its entry.
     Only groups of all processes of a role count: another process may have been later.
     """
-    processes = (*summary.loop, *summary.workers)
+    processes = summary.processes
     if not any(use.collectives for use in processes):
         return summary
     late: dict[str, Counter[str]] = {}
@@ -159,9 +159,8 @@ class RecorderReading:
 
     def follow(self, summary: StepSummary) -> None:
         """Update the choice by the exposed times of a step."""
-        processes = (*summary.loop, *summary.workers)
         if self.due:
-            complete = any(use.late_ns is not None for use in processes)
+            complete = any(use.late_ns is not None for use in summary.processes)
             self.exist |= complete
             self._left, self._tries = self._left - complete, self._tries - 1
             if not (self._left and self._tries):

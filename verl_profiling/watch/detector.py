@@ -72,9 +72,10 @@ class Detector:
         if summary.captured:
             return None
         slow = self._slow(summary)
-        slow_spans = self._spans.join(by_role(summary), summary)
+        totals = by_role(summary)
+        slow_spans = self._spans.join(totals, summary)
         if slow is None and slow_spans:
-            slow = self._slow_span(slow_spans, summary)
+            slow = self._slow_span(slow_spans, totals, summary)
         if slow is not None and not slow.is_over:  # a slowdown of several series is detected once
             for series in (self._step, *self._stages.values(), *self._spans.series.values()):
                 series.notice()
@@ -221,10 +222,9 @@ class Detector:
         working = standings(summary).get(found.stage, [])
         at_work = {lane for standing in working for lane in standing.lanes}
         ran = {name for standing in working for name in standing.ran}
-        processes = (*summary.loop, *summary.workers)
-        busy = [use for use in processes if use.lane in at_work]
+        busy = [use for use in summary.processes if use.lane in at_work]
         waits = all(use.has_spans or use in summary.loop or use.role == ROLLOUT_ROLE for use in busy)
-        roles = {use.role for use in (processes if waits else busy)}
+        roles = {use.role for use in (summary.processes if waits else busy)}
         grown = {
             (role, name): sentence
             for (role, name), sentence in self._spans.grown(totals, excess_ns / 2).items()
@@ -232,9 +232,11 @@ class Detector:
         }
         return {key: grown[key] for key in grown if key[1] != TRAJECTORY} or grown
 
-    def _slow_span(self, slow: list[SpanKey], summary: StepSummary) -> Suspicion:
+    def _slow_span(
+        self, slow: list[SpanKey], totals: Mapping[SpanKey, SpanTotal], summary: StepSummary
+    ) -> Suspicion:
         """Return the suspicion of the span whose calls took most of the additional time."""
-        totals, every = by_role(summary), self._spans.series
+        every = self._spans.series
         has_trajectories = {role for role, name in totals if name == TRAJECTORY}
         # Agent loops wait for the process that does the work, if it has a span of that name.
         doing = [key for key in slow if key[0] not in has_trajectories] or slow
@@ -242,9 +244,11 @@ class Detector:
         (role, name), series = key, every[key]
         took = f"step {summary.step}: {name} of {role} took {duration(series.value)} a call, "
         found = self._suspicion("slow_span", "", series, summary, took)
-        has_span = [use for use in summary.workers if any(total.name == name for total in use.spans)]
-        lanes = [use.lane for use in summary.workers if use.role == worker_role(name)]
-        lanes = lanes or [use.lane for use in has_span if use.role == role]
+        lanes = [use.lane for use in summary.workers if use.role == worker_role(name)] or [
+            use.lane
+            for use in summary.workers
+            if use.role == role and any(total.name == name for total in use.spans)
+        ]
         return _with_span(msgspec.structs.replace(found, span=name, everyone=lanes), summary, role, name)
 
     def _growing(self, summary: StepSummary) -> Suspicion | None:
@@ -255,7 +259,7 @@ class Detector:
         """
         least, window = self._options.memory, self._options.window
         grown: list[tuple[float, RankUse]] = []
-        for use in (*summary.loop, *summary.workers):
+        for use in summary.processes:
             held = self._held.setdefault(use.lane, deque(maxlen=window + 1))
             size = use.held_bytes or (held[-1] if held else 0)
             if use.held_bytes and held and size <= held[-1]:
@@ -270,7 +274,7 @@ class Detector:
             return None
         share, most = max(grown, key=lambda each: each[0])
         history = [*dict.fromkeys(self._held[most.lane])]
-        alike = [use.lane for use in (*summary.loop, *summary.workers) if use.role == most.role]
+        alike = [use.lane for use in summary.processes if use.role == most.role]
         growth = {lane: self._held[lane][-1] - self._held[lane][0] for lane in alike}
         for lane in alike:
             self._held[lane].clear()

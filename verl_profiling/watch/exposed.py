@@ -111,7 +111,7 @@ def standings(summary: StepSummary) -> dict[str, list[Standing]]:
 
 def alone_ns(summary: StepSummary) -> float:
     """Return the time of a step in which no process was in a stage (ns); 0 for a loop of several ranks."""
-    processes = [*summary.loop, *summary.workers]
+    processes = summary.processes
     runs = _runs_of(processes, summary.begin_ns, [0] * len(processes), {})
     busy_ns = float(runs.within(0, summary.duration_ns).own_time().length.sum())
     return summary.duration_ns - busy_ns if len(summary.loop) == 1 else 0.0

@@ -36,7 +36,7 @@ def made_in(summary: StepSummary) -> tuple[int, int]:
 
     Without trajectories, the first number is of engine requests.
     """
-    spans = [(use.role, one) for use in (*summary.loop, *summary.workers) for one in use.spans]
+    spans = [(use.role, one) for use in summary.processes for one in use.spans]
     requests = sum(one.runs for role, one in spans if role == ROLLOUT_ROLE and one.name == _GENERATE)
     made = [one for _, one in spans if one.name == TRAJECTORY]
     return sum(one.runs for one in made) or requests, sum(one.tokens for one in made)

@@ -34,7 +34,7 @@ def values_of(summary: StepSummary) -> dict[str, float]:
 
     A stage without a clear leader has no ``leader_rank``, because a slowest rank by chance means nothing.
     """
-    ranks = {process.lane: process.rank for process in (*summary.loop, *summary.workers)}
+    ranks = {process.lane: process.rank for process in summary.processes}
     values = {f"{PREFIX}step_s": summary.seconds}
     for row in summary.exposed:
         stage = f"{PREFIX}{row.name or _IN_NO_STAGE}"

@@ -106,7 +106,7 @@ def is_wait(name: str) -> bool:
 def by_role(summary: StepSummary) -> dict[SpanKey, SpanTotal]:
     """Return the totals of the spans of all processes of a role."""
     totals: dict[SpanKey, SpanTotal] = {}
-    for process in (*summary.loop, *summary.workers):
+    for process in summary.processes:
         for total in process.spans:
             key = process.role, total.name
             totals[key] = totals[key] + total if key in totals else total
