@@ -190,7 +190,6 @@ class Series:
         """Add the evidence of the step; return whether a change is now detected."""
         if self._is_noticed:
             self._end_if_over()
-        is_slow = self._is_noticed or amount > 0
         self.score = max(0.0, _KEPT * self.score + max(-_OF_A_QUIET_STEP, amount))
         # Noise is evidence, too, but is no return of the last change.
         may_be_back = self._is_noticed or 2 * self.excess >= self._last_excess
@@ -201,7 +200,7 @@ class Series:
         if not (self.score or self._is_noticed):
             self._slow = self._suspected = 0
             self._open.clear()
-        if is_slow:
+        if self._is_noticed or amount > 0:
             self._slow += 1
             self._open.append(self.value)
         if self._is_noticed:
