@@ -58,9 +58,6 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     children = _children()
     outputs = Path("outputs/profiling").exists()
     yield
-    # A loop that a test leaves in a step is none that runs beside the next test's.
-    if controller := sys.modules.get("verl_profiling.controller.controller"):
-        controller._running.clear()
     process_session().stop("no such capture", finish_s=30)
     assert _after_a_while(leaks) == []
     assert _after_a_while(lambda: [str(child) for child in _children() - children]) == []

@@ -117,22 +117,28 @@ def test_a_folder_that_cannot_be_written_is_tried_when_the_callback_is_made(
         ProfilingCallback({"enable": False, "save_path": given})
 
 
-def test_two_callbacks_in_one_step_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One after the other is no mistake."""
+@pytest.mark.parametrize("order", ["apart", "nested", "died", "again"])
+def test_two_callbacks_in_one_step_are_logged_once(
+    order: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One after the other is no mistake, also where the first loop died in a step and runs again."""
     config = {"enable": True, "schedule": {"steps": [9]}, "save_path": str(tmp_path)}
-    for apart in (True, False):
-        first, second = ProfilingCallback(config), ProfilingCallback(config)
-        for step in (1, 2):
-            first.on_step_begin(step)
-            if apart:
-                first.on_step_end()
-            second.on_step_begin(step)
-            second.on_step_end()
-            if not apart:
-                first.on_step_end()
-        first.on_train_end()
-        second.on_train_end()
-        assert sum("call the hooks of one callback only" in one for one in warnings(caplog)) == (not apart)
+    first, second = ProfilingCallback(config), ProfilingCallback(config)
+    first.on_step_begin(1)
+    if order == "apart":
+        first.on_step_end()
+    for step in (1, 2):
+        second.on_step_begin(step)
+        second.on_step_end()
+    for step in {"nested": (2,), "again": (2, 3)}.get(order, ()):
+        if order == "nested":
+            first.on_step_end()
+        first.on_step_begin(step)
+        first.on_step_end()
+    second.on_train_end()
+    first.on_train_end()
+    shared = sum("call the hooks of one callback only" in message for message in warnings(caplog))
+    assert shared == (order == "nested")
 
 
 async def test_with_and_async_with_are_told_apart(tmp_path: Path) -> None:

@@ -143,9 +143,7 @@ class Controller:
 
     def on_step_end(self, metrics: Mapping[str, Any] | None) -> Waits[None] | None:
         """End the step, and close the capture unless it covers the next step too."""
-        if not self._order.in_step:
-            self._order.step_without_begin()
-        self._order.in_step = False
+        self._order.step_ends()
         if self.watch is not None:
             self.watch.takes(metrics)
             self._end_watched_step(self.watch)
@@ -237,11 +235,8 @@ class Controller:
     def _begin(self, step: int) -> None:
         """Log what keeps a loop from captures, when it begins."""
         self._runs = True
-        if any(other._order.in_step for other in _running):
-            logger.warning(
-                "two callbacks of this process are in a step at the same time, and a process is recorded by "
-                "one: call the hooks of one callback only"
-            )
+        for other in _running:
+            other._order.is_shared = other._order.in_step
         _running.add(self)
         schedule, last = self.config.schedule, self._last_step
         if schedule.steps is None and last is not None and step > last:  # listed steps are logged at the end

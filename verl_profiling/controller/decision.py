@@ -226,6 +226,7 @@ class LoopOrder:
     Attributes:
         in_step: Whether a step has begun and not ended.
         in_rollout: Whether generation has begun and not ended.
+        is_shared: Whether another callback's loop began in this step; if the step then ends, both loops run.
         steps: The first and the last step that the loop began; empty before the first one.
     """
 
@@ -233,6 +234,7 @@ class LoopOrder:
         self.steps: list[int] = []
         self.in_step = False
         self.in_rollout = False
+        self.is_shared = False
         self._newest: int | None = None
         self._rises = True
         self._captured: set[int] = set()
@@ -254,6 +256,7 @@ class LoopOrder:
                 *(step, self._newest),
             )
         self.in_step, self._newest = True, step
+        self.is_shared = False
         if self.steps:
             self.steps[1] = step
         else:
@@ -261,9 +264,16 @@ class LoopOrder:
         if captured:
             self._captured.add(step)
 
-    def step_without_begin(self) -> None:
-        """Warn of the end of a step without a begin."""
-        self._say("on_step_end without on_step_begin: nothing ends; call on_step_begin(step) first")
+    def step_ends(self) -> None:
+        """Record the end of a step; warn of one without a begin, and of one in which another loop began."""
+        if not self.in_step:
+            self._say("on_step_end without on_step_begin: nothing ends; call on_step_begin(step) first")
+        elif self.is_shared:
+            self._say(
+                "two callbacks of this process are in a step at the same time, and a process is recorded by "
+                "one: call the hooks of one callback only"
+            )
+        self.in_step = False
 
     def rollout_without_begin(self) -> None:
         """Warn of the end of a rollout without a begin."""
