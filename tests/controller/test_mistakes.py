@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import disk_of
 
 from verl_profiling import (
     AsyncProfilingCallback,
@@ -108,13 +113,56 @@ def test_a_folder_that_cannot_be_written_is_tried_when_the_callback_is_made(
 ) -> None:
     """A good one is not left behind."""
     (tmp_path / "file").touch()
-    good, bad = (tmp_path.joinpath(name, *"abc"[:deep]) for name in ("new", "file"))
+    (tmp_path / "circle").symlink_to("circle")
+    good, *bad = (tmp_path.joinpath(name, *"abc"[:deep]) for name in ("new", "file", "circle", "n" * 300))
     ProfilingCallback({"enable": True, "save_path": str(good)})
     assert not (tmp_path / "new").exists()
-    for given in (str(bad), "/proc/nothing"):
+    for given in map(str, bad):
         with pytest.raises(ConfigError, match=r"save_path: .* cannot be written \(.*choose another folder"):
             ProfilingCallback({"enable": True, "save_path": given})
         ProfilingCallback({"enable": False, "save_path": given})
+
+
+def test_ranks_try_a_new_folder_at_once(tmp_path: Path) -> None:
+    """None gets in another's way, however they come."""
+    draw, ranks = random.Random(0), 8
+    together = threading.Barrier(ranks)
+
+    def make(folder: Path) -> None:
+        together.wait()
+        ProfilingCallback({"enable": True, "tool": "spans", "save_path": str(folder)})
+
+    with ThreadPoolExecutor(ranks) as pool:
+        for start in range(100):
+            folder = tmp_path.joinpath(str(start), *"abc"[: draw.randint(0, 3)])
+            list(pool.map(make, [folder] * ranks))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_full_at_the_start_does_not_stop_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps are captured once there is room."""
+    with disk_of("256k,nr_inodes=16", tmp_path / "disk") as disk:
+        run = disk / "run"
+        config: dict[str, Any] = {
+            "enable": True,
+            "tool": "spans",
+            "save_path": str(run),
+            "schedule": {"steps": [1, 3]},
+        }
+        config["limits"] = {"min_free_bytes": 0}
+        with suppress(OSError):
+            for number in itertools.count():
+                (disk / f"{number}").touch()
+        with ProfilingCallback(config) as profiling:
+            assert "free its disk" in caplog.text
+            for step in range(1, 4):
+                profiling.on_step_begin(step)
+                profiling.on_step_end()
+                for path in disk.glob("[0-9]*"):
+                    path.unlink()
+        assert [path.name for path in run.glob("step_*")] == ["step_000003"]
 
 
 @pytest.mark.parametrize("order", ["apart", "nested", "died", "again"])

@@ -11,6 +11,7 @@ removed, so a crash leaves no half-removed folder under the step's name.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -47,6 +48,9 @@ logger = logging.getLogger(__name__)
 _TRIES, _AGAIN_S = 5, 1.0
 _WRITE_S = 1.0
 """Longest wait (s) of a hook for the disk. On a healthy one, files are on disk when the hook returns."""
+
+_REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+"""Errors that last. Others, as of a full disk or a lost connection, may be over at the first capture."""
 
 _SHARE_OF_TIMEOUT = 0.8  # a claim that has no answer leaves time to record elsewhere
 _VERSIONS_OF = (
@@ -408,21 +412,24 @@ def _strangers(folder: Path, manifest: Manifest, run_id: str) -> str:
 def check_folder(config: ProfilingConfig) -> None:
     """Try whether the folder of the settings can be made and written, where it is local; leave nothing.
 
+    Ranks try at the same time. So each makes a folder of its own, in the deepest folder that exists.
+
     Raises:
-        ConfigError: It cannot be written.
+        ConfigError: It is refused, and will be.
     """
     if config.is_remote:
         return
-    folder = config.local_folder
     try:
-        missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
-        probe = missing[-1] if missing else folder / f".{uuid.uuid4().hex}"
-        make_folder(probe)
-        with suppress(OSError):  # another rank may use it by now
-            probe.rmdir()
+        folder = config.local_folder
+        existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        probe = existing / f".{uuid.uuid4().hex}"
+        probe.mkdir(0o700)
+        probe.rmdir()
     except OSError as error:
-        problem = f"{folder} cannot be written ({error.strerror}); choose another folder"
-        raise ConfigError("save_path", problem) from error
+        problem = f"{config.save_path} cannot be written ({error.strerror})"
+        if error.errno in _REFUSALS:
+            raise ConfigError("save_path", f"{problem}; choose another folder") from error
+        logger.warning("save_path: %s; free its disk, or nothing is captured until it can be", problem)
 
 
 def _claimed(config: ProfilingConfig) -> tuple[RunPlace, RunInfo, bool]:
