@@ -92,7 +92,7 @@ def _names_no_culprit(finding: Finding, report: Report) -> bool:
     Such a finding suggests to record more, or is about CPUs without operators.
     """
     if finding.rule == "host_bound":
-        return not _on_devices(report)
+        return not report.on_devices
     return finding.rule in ("unexplained", "between_stages") or finding.advice == _MARK_MORE
 
 
@@ -318,14 +318,14 @@ def _mostly(report: Report, cause: str) -> str:
 
 def _host_bound(report: Report) -> Iterator[Finding]:
     """Yield the host-bound time that all lanes of a role share; more of one lane belongs to a straggler."""
-    rows = [row for row in report.devices if row.device == _on_devices(report)]
+    rows = [row for row in report.devices if row.device == report.on_devices]
     by_role = grouped(rows, lambda row: tuple(row.roles))
     usual = {roles: median_low(row.host_bound_us for row in of) for roles, of in by_role.items()}
     engines_us = sum(row.host_bound_us for row in report.workers if row.replica is not None)
     engines = bool(report.replicas) and engines_us > sum(row.host_bound_us for row in report.workers) / 2
     where = "between iterations of engines that had requests" if engines else "while their hosts were at work"
     text = f"had no work {where}: the host did not launch work in time"
-    if not _on_devices(report):
+    if not report.on_devices:
         text = f"ran no operator {where}: the time went into Python between operators, or waits for a core"
 
     def in_common_us(row: DeviceRow) -> float:
@@ -475,10 +475,6 @@ def _outermost(report: Report) -> list[StragglerRow]:
     outermost = {(span.lane, span.name) for span in report.gantt if not span.depth}
     rows = [row for row in report.stragglers if _is_of(report, row.stage)]
     return [row for row in rows if (row.slowest, row.stage) in outermost]
-
-
-def _on_devices(report: Report) -> bool:
-    return any(row.device for row in report.workers)
 
 
 def _span_us(report: Report) -> float:

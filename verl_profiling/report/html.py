@@ -60,7 +60,7 @@ def picture(report: Report) -> dict[str, Any]:
         "stages": [{"name": name, "colour": stage_class(name)} for name in stages],
         "groups": [_group(role, members) for role, members in groups.items()],
         "running": {row.worker: row.requests for row in report.running},
-        "device": any(row.device for row in report.workers),
+        "device": report.on_devices,
         "timeline_begin_ns": report.timeline_begin_ns,
     }
 

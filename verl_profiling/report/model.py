@@ -14,7 +14,6 @@ import msgspec
 from verl_profiling.capture_request import Trigger
 from verl_profiling.manifest import CAPTURE_START, CAPTURE_STOP, HostClock
 from verl_profiling.report import columns
-from verl_profiling.report.columns import DeviceRow
 from verl_profiling.step_summary import StepSummary
 from verl_profiling.units import duration, step_list, three_digits
 
@@ -341,7 +340,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     replicas: list[columns.ReplicaRow] = []
     rollout: Rollout | None = None
     outside: list[columns.OutsideRow] = []
-    devices: list[DeviceRow]
+    devices: list[columns.DeviceRow]
     timeline_begin_ns: int | None = None
     name: str = ""
     asked: Asked | None = None
@@ -382,6 +381,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     def pause_us(self) -> float:
         """Time before and after the step in which the loop waited for the capture to start or stop."""
         return sum(row.duration_us for row in self.outside if row.name in (CAPTURE_START, CAPTURE_STOP))
+
+    @property
+    def on_devices(self) -> bool:
+        """Whether the work of a device was recorded; otherwise operators are counted in place of kernels."""
+        return any(row.device for row in self.workers)
 
     @property
     def shares_devices(self) -> bool:

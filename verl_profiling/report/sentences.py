@@ -51,8 +51,7 @@ def figures(report: Report) -> Iterator[Figure]:
     if working is None:
         return
     causes = report.lost_s
-    device = any(row.device for row in report.workers)
-    title = "Accelerators busy" if device else f"{report.whose.capitalize()}s busy (CPU)"
+    title = "Accelerators busy" if report.on_devices else f"{report.whose.capitalize()}s busy (CPU)"
     lanes = counted(len(report.workers), "lane")
     if report.shares_devices:
         lanes = f"{counted(len(report.devices), 'device')} ({lanes})"

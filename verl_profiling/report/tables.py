@@ -295,7 +295,7 @@ def _key(row: Any) -> str:
 
 
 def _on_cpus(note: str) -> Callable[[Report], str]:
-    return lambda report: "" if any(row.device for row in report.workers) else note
+    return lambda report: "" if report.on_devices else note
 
 
 _TABLES = (
