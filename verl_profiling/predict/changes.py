@@ -177,10 +177,11 @@ class Baseline:
         for at in self.waits:
             took_ns[at] = round(took_ns[at] * waits)
         graph = self.graph
+        after = [one.after for one in self.graph.segments]
         if chains is not None:
-            graph, (took_ns, delay_ns) = chains.graph, chains.times(took_ns, delay_ns)
+            graph, after = chains.graph, list(chains.after)
+            took_ns, delay_ns = chains.times(took_ns, delay_ns)
         graph = graph.with_polls([changes.scale.get(POLLING, 1.0)] * len(self._took_ns))
-        after: list[Sequence[int]] = [one.after for one in graph.segments]
         found = replay(graph, took_ns, delay_ns, after, before_ns)
         if changes.no_tail is None:
             return found

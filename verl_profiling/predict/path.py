@@ -54,10 +54,12 @@ class Chains(NamedTuple):
         graph: The graph without the other segments in its order; its replay takes as long as that of the
             whole graph.
         first: The first segment of the chain of each segment.
+        after: Edges to the chain of each last segment.
     """
 
     graph: Graph
     first: Ints
+    after: list[list[int]]
 
     def times(self, took_ns: Sequence[int], delay_ns: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return the duration of each chain, and the delay before it, from those of all segments."""
@@ -254,22 +256,22 @@ def chains_of(graph: Graph) -> Chains:
 
     Segments with a queue, a release, a poll, or carried work, and ends of a rollout, stay apart.
     """
-    segments = list(graph.segments)
-    followers = Counter(chain.from_iterable(one.after for one in segments))
-    apart = {at for at, one in enumerate(segments) if one.queue or one.releases}
+    after = [one.after for one in graph.segments]
+    followers = Counter(chain.from_iterable(after))
+    apart = {at for at, one in enumerate(graph.segments) if one.queue or one.releases}
     apart |= {*graph.polls, *graph.tails, *(one.segment for one in graph.carried)}
     ends = {graph.last, *(poll.after for poll in graph.polls.values()), *(one.mark for one in graph.carried)}
     ends |= apart.union(*graph.tails.values())
-    first, joined = list(range(len(segments))), set[int]()
+    first, joined = list(range(len(after))), set[int]()
     for at in graph.order:
         before = graph.segments[at].after
         if len(before) == 1 and followers[before[0]] == 1 and at not in apart and before[0] not in ends:
             first[at] = first[before[0]]
             joined.add(before[0])
-            segments[at] = replace(segments[at], after=segments[before[0]].after)
-            segments[before[0]] = replace(segments[before[0]], after=[])
+            after[at] = after[before[0]]
+            after[before[0]] = []
     order = [at for at in graph.order if at not in joined]
-    return Chains(replace(graph, segments=segments, order=order), np.array(first))
+    return Chains(replace(graph, order=order), np.array(first), after)
 
 
 def critical_path(replayed: Replay, last: int | None = None) -> list[PathPart]:
