@@ -31,6 +31,7 @@ KINDS = (
     "service in a wait",
     "unknown",
 )
+HANDED = "limits hand over hand"
 Spans = list[tuple[str, float, float]]
 
 
@@ -45,9 +46,8 @@ class Plan(NamedTuple):
     times: list[list[float]]
 
 
-def drawn_plan(seed: int) -> Plan:
+def drawn_plan(seed: int, kind: str) -> Plan:
     drawn = random.Random(seed)
-    kind = KINDS[seed % len(KINDS)]
     count = drawn.randint(8, 24)
     slots = {"outer": drawn.randint(1, count // 3), "inner": 1 if "service" in kind else drawn.randint(1, 3)}
     spread = drawn.choice((0.001, 0.5))
@@ -73,6 +73,9 @@ def parts_of(plan: Plan, number: int, factor: float) -> list[tuple[str, str, flo
     if "limit" not in plan.kind:
         return [*turns, reward]
     take, free = ("take outer", "" if "without" in plan.kind else plan.wait, 0.0), ("free outer", "", 0.0)
+    if plan.kind == HANDED:  # the outer slot is released when the inner one is acquired
+        between = ("take inner", f"{plan.wait}2", 0.0)
+        return [take, turns[0], between, free, turns[1], reward, ("free inner", "", 0.0)]
     return [take, *turns, free, reward] if "until" in plan.kind else [take, *turns, reward, free]
 
 
@@ -127,10 +130,10 @@ def drawn_step(folder: Path, plan: Plan, factor: float = 1.0) -> float:
     return rollout + 0.4
 
 
-@pytest.mark.parametrize("seed", range(28))
-def test_a_wait_is_no_work(tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("seed", "kind"), [*enumerate(KINDS * 4), *((seed, HANDED) for seed in range(8))])
+def test_a_wait_is_no_work(tmp_path: Path, seed: int, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Predictions hold the truth; a wait is never offered, the first finding, or a cause of a difference."""
-    plan = drawn_plan(seed)
+    plan = drawn_plan(seed, kind)
     before, after = tmp_path / "a", tmp_path / "b"
     for folder, factor in ((before, 1.0), (after, 0.4)):
         folder.mkdir()

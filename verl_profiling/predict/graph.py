@@ -27,7 +27,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -637,20 +637,29 @@ def _slot_of(limit: Limit, number: int) -> str:
     return f"{limit.name} {number}"
 
 
-def _acquired(found: list[Segment], holds: Iterable[tuple[str, str, Hold]]) -> list[Segment]:
+def _acquired(found: Sequence[Segment], holds: Sequence[tuple[str, str, Hold]]) -> list[Segment]:
     """Return the parts of a trajectory with instants in place of waits for a slot, and what releases it.
+
+    A slot may be released when another one is acquired, so the instants are added before the releases.
 
     Args:
         found: The parts.
         holds: Name and queue of each slot that the trajectory held.
     """
-    for name, queue, hold in holds:
-        found = [one for one in found if not (hold.since_ns <= one.begin_ns and one.end_ns <= hold.begin_ns)]
-        found.append(Segment(name, hold.begin_ns, hold.begin_ns, queue=queue))
-        held = [one for one in found if hold.begin_ns <= one.end_ns <= hold.end_ns]
-        last = max(held, key=lambda one: one.end_ns)
+    acquires = [Segment(name, hold.begin_ns, hold.begin_ns, queue=queue) for name, queue, hold in holds]
+    waits = sorted((hold.since_ns, hold.begin_ns) for _, _, hold in holds)
+    until_ns = [0, *accumulate((end_ns for _, end_ns in waits), max)]  # end of the first waits
+    begun = [bisect_left(waits, (part.begin_ns + 1,)) for part in found]
+    parts = [part for part, place in zip(found, begun, strict=True) if until_ns[place] < part.end_ns]
+    by_end = sorted([*acquires, *parts], key=_end_of)
+    for _, queue, hold in holds:
+        last = by_end[bisect_right(by_end, hold.end_ns, key=_end_of) - 1]
         last.releases = (*last.releases, queue)
-    return found
+    return by_end
+
+
+def _end_of(segment: Segment) -> int:
+    return segment.end_ns
 
 
 class _Parts:
