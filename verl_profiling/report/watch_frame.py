@@ -26,7 +26,6 @@ from verl_profiling.opener import read_small
 from verl_profiling.report.sentences import axis_top, counted, sparkline, waits
 from verl_profiling.report.tables import cells
 from verl_profiling.report.terminal import print_table, table_of
-from verl_profiling.settings.watch import Anomaly, WatchOptions
 from verl_profiling.shifts import MATTERS, Series, noticed_from
 from verl_profiling.step_summary import RoleMemory, StepSummary
 from verl_profiling.timeline.inputs import step_folders
@@ -198,12 +197,22 @@ def excess(stages: Sequence[Mapping[str, float]], index: int) -> tuple[str, floa
     return None if name is None or over[name] <= 0 else (name, over[name])
 
 
-def thresholds_of(info: RunInfo | None) -> Anomaly | None:
-    """Return the thresholds with which a run detects slow stages, from ``run.json``; ``None`` without any."""
-    watch = info.config.get("watch", {}) if info is not None else {}
-    with suppress(msgspec.ValidationError):
-        return msgspec.convert(watch, WatchOptions).trigger
-    return None
+class Thresholds(msgspec.Struct, frozen=True):
+    """Thresholds of a run's watch, from its ``watch.trigger`` in ``run.json``; by default, it has none."""
+
+    slow_stage: float | None = None
+    window: int = 0
+
+
+NO_THRESHOLDS = Thresholds()
+
+
+def thresholds_of(info: RunInfo | None) -> Thresholds:
+    """Return the thresholds with which a run detects slow stages."""
+    watch = info.config.get("watch") if info is not None else None
+    with suppress(AttributeError, msgspec.ValidationError):
+        return msgspec.convert(watch.get("trigger"), Thresholds)  # type: ignore[union-attr]
+    return NO_THRESHOLDS
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,7 +238,7 @@ def watch_frame(
     captures: int = 0,
     latest: Mapping[str, str] = MappingProxyType({}),
     footer: str = "",
-    thresholds: Anomaly | None = None,
+    thresholds: Thresholds = NO_THRESHOLDS,
 ) -> Constrain:
     """Return a frame of at most 100 columns, which rich draws without colours on a terminal without colours.
 
@@ -240,7 +249,7 @@ def watch_frame(
         captures: Number of step folders.
         latest: Who requested each of the latest captures, by folder.
         footer: Last line, e.g. ``Ctrl-C quits``.
-        thresholds: Those of the run, if it detects anything.
+        thresholds: Those of the run.
     """
     newest = f", the latest {len(latest)}:" if captures > len(latest) else ":"
     if steps and steps[-1].waits:
@@ -277,7 +286,7 @@ def _noticed(steps: Sequence[StepSummary], captured: Iterable[str]) -> Iterator[
         yield _line(f"noticed, {f'not captured ({why})' if why else 'not captured'}: {anomaly.reason}")
 
 
-def _drawn(steps: Sequence[StepSummary], thresholds: Anomaly | None) -> Iterator[Text | Table]:
+def _drawn(steps: Sequence[StepSummary], thresholds: Thresholds) -> Iterator[Text | Table]:
     latest = steps[-1]
     took = [step.seconds for step in steps]
     policy = "" if latest.policy_version is None else f", policy version {latest.policy_version}"
@@ -349,11 +358,11 @@ def _add_more(table: Table, more: int) -> None:
         table.add_row(Text(f"and {more} more"))
 
 
-def _unsteady(steps: Sequence[StepSummary], thresholds: Anomaly | None) -> str:
+def _unsteady(steps: Sequence[StepSummary], thresholds: Thresholds) -> str:
     """Return a sentence on stages that vary so much that the watch detects only larger changes."""
-    if thresholds is None or thresholds.slow_stage is None or not steps:
-        return ""
     ratio = thresholds.slow_stage
+    if ratio is None or not steps:
+        return ""
     by_stage = [step.exposed_s for step in steps]
     matters_s = MATTERS * median(step.seconds for step in steps)
     noticed = {}
