@@ -48,7 +48,7 @@ class Worker:
     pauses: list[tuple[float, float]] = field(default_factory=list)
     kernels: Sequence[Kernel] = field(default_factory=list)
     operators: list[Drawn] = field(default_factory=list)
-    calls: list[Drawn] = field(default_factory=list)
+    calls: Sequence[Kernel] = field(default_factory=list)
     iterations: list[Drawn] = field(default_factory=list)
     requests: list[tuple[float, float, int]] = field(default_factory=list)
     recorded: tuple[float, float] = (0.0, 10.0)

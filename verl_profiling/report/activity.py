@@ -174,6 +174,7 @@ class _LaneReader:
         self._correlates = array("b", [False])
         self._launches_graph = array("b", [False])
         self._calls = [np.empty((3, 0), np.int64)]  # launches, their begins, and whether they launch graphs
+        self._behind: list[Rows] = []  # device rows behind the step: of launches in the step
         self._numbers: dict[tuple[object, ...], int] = {}
         self._rows: list[Rows] = []  # device rows; until a device event is found, host rows
         self._host: list[Spans] = []
@@ -208,9 +209,9 @@ class _LaneReader:
         rows = _joined(self._rows)
         self._rows.clear()
         calls = np.concatenate(self._calls, axis=1)
-        graphs = calls[0, calls[2] > 0]
+        graphs = calls[:2, calls[2] > 0]
         if self._has_device:
-            rows = self._bounded(rows, graphs)
+            rows = self._bounded(rows, graphs[0])
         devices = self._devices(rows)
         lane = Lane(
             source=self._job.sources[0],
@@ -394,6 +395,8 @@ class _LaneReader:
             iteration = kinds == ITERATION  # belongs to the step in which it begins
             inside = (rows.spans[:, 0] < end_ns) & (rows.spans[:, 1] > begin_ns)
             inside &= (rows.spans[:, 0] >= begin_ns) | ~iteration
+            is_behind = (rows.spans[:, 0] >= end_ns) & (kinds <= UNKNOWN) & (rows.launches > 0)
+            self._behind.append(rows.of(is_behind))
             clipped = np.where(iteration[:, None], rows.spans, np.clip(rows.spans, begin_ns, end_ns))
             rows = rows._replace(spans=clipped).of(inside)
             kinds, on_host = kinds[inside], on_host[inside]
@@ -451,9 +454,17 @@ class _LaneReader:
 
     def _lost_kernels(self, rows: Rows, graphs: Ints) -> bool:
         """Return whether graph launches lost kernels, so that the work of the device is unknown."""
-        kernels = rows.of(self._kinds_of(rows.keys) <= COMMUNICATION)
-        ordered = kernels.of(np.argsort(kernels.spans[:, 0], kind="stable"))
-        lost = lost_kernels(np.unique(graphs), ordered.launches, ordered.keys)
+        events = _joined([rows, *self._behind])
+        events = events.of(self._kinds_of(events.keys) <= UNKNOWN)
+        numbers, begins = graphs
+        # Launches behind that of the last recorded event may be still in flight at the end of the recording.
+        wanted = begins <= self._launched(events).max()
+        if self._job.between is not None:
+            begin_ns, end_ns = self._job.between
+            wanted &= (begins >= begin_ns) & (begins < end_ns)
+        by_name = defaultdict[str, int](count().__next__)
+        names = np.array([by_name[key.name] for key in self._keys], np.int32)[events.keys]
+        lost = lost_kernels(np.unique(numbers[wanted]), events.launches, names)
         if lost:
             self.found.problems.append(
                 f"{self.found.paths[0].name}: {lost}, so the work of the device is unknown"

@@ -24,30 +24,35 @@ _LEAST_LAUNCHES = 4  # fewer may all be of different graphs
 _OVERLAP_NS = 100_000  # overlaps of intact traces: at most 43 us (torch on CUDA, ROCm, MTIA)
 
 
-def lost_kernels(launched: Ints, launches: Ints, keys: NDArray[np.int32]) -> str:
+def lost_kernels(launched: Ints, launches: Ints, names: NDArray[np.int32]) -> str:
     """Return a sentence on graph launches without their kernels; empty if all have them.
 
-    Launches of one graph run the same kernels in the same order, and a recording has few graphs. So if most
-    launches have kernels that no other launch repeats, some are lost.
+    All launches of one graph run the same kernels, in an order that differs if the graph has branches. A
+    graph that is launched once mostly has a kernel of its own, e.g. for its batch size. So if most launches
+    run only kernels that others run too, but not the same ones, some are lost.
 
     Args:
         launched: Numbers of the graph launches.
-        launches: Number of the launch of each kernel, in order of begin.
-        keys: Name of each kernel, as a number.
+        launches: Number of the launch of each kernel.
+        names: Name of each kernel, as a number.
     """
     empty = int((~np.isin(launched, launches)).sum())
     if empty:
         return f"{empty:,} of {len(launched):,} graph launches have no kernels"
-    of_graphs = np.isin(launches, launched)
-    launches, keys = launches[of_graphs], keys[of_graphs]
-    order = np.argsort(launches, kind="stable")
-    edges = np.flatnonzero(np.diff(launches[order])) + 1
-    replays = [replay.tobytes() for replay in np.split(keys[order], edges)]
-    times = Counter(replays)
-    single = sum(count == 1 for count in times.values())
-    if len(replays) < _LEAST_LAUNCHES or 2 * single <= len(replays):
+    order = np.lexsort((names, launches))
+    order = order[np.isin(launches[order], launched)]
+    launches, names = launches[order], names[order]
+    edges = np.flatnonzero(np.diff(launches)) + 1
+    replays = np.split(names, edges)
+    if len(replays) < _LEAST_LAUNCHES:
         return ""
-    return f"{single:,} of {len(replays):,} graph launches have a part of their kernels only"
+    is_first = np.append(True, (np.diff(launches) != 0) | (np.diff(names) != 0))
+    launches_of = np.bincount(names[is_first])
+    times = Counter(replay.tobytes() for replay in replays)
+    partial = sum(times[replay.tobytes()] == 1 and launches_of[replay].min() > 1 for replay in replays)
+    if 2 * partial <= len(replays):
+        return ""
+    return f"{partial:,} of {len(replays):,} graph launches have a part of their kernels only"
 
 
 def bounded_ends(spans: Spans, streams: NDArray[np.int32], graphs: Ints) -> Ints:
