@@ -15,6 +15,7 @@ from step_folders import build_step
 from test_package import MODULES
 from test_top import write_run
 
+from verl_profiling import ConfigError, ProfilingCallback
 from verl_profiling.watch.sinks import WatchLog
 
 OPENING = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "touch", "connect", "put_file"}
@@ -169,31 +170,31 @@ def test_a_job_writes_through_no_link_in_its_folder(tmp_path: Path, run_python: 
     assert [worker["status"] for worker in manifest["workers"]] == ["ok"]
 
 
-@pytest.mark.parametrize("kind", ["others may write it", "a link"])
-def test_a_staging_folder_of_others_is_refused(tmp_path: Path, run_python: RunPython, kind: str) -> None:
-    """It is logged with the setting, training goes on, and the folder stays empty."""
-    theirs = tmp_path / "theirs"
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o2775, 0o720, 0])
+def test_a_staging_folder_of_others_is_refused(tmp_path: Path, mode: int) -> None:
+    """At once, with the setting and a remedy that works, also where it becomes one later; 0 is a link."""
+    theirs, staging = tmp_path / "theirs", tmp_path / "staging"
     theirs.mkdir(mode=0o700)
-    if kind == "a link":
-        (tmp_path / "staging").symlink_to(theirs)
-    else:
-        theirs.rename(tmp_path / "staging").chmod(0o777)
-    code = """
-        import logging, os
-        from verl_profiling import ProfilingCallback, stage
-        logging.basicConfig(level="WARNING")
-        config = {"enable": True, "tool": "spans", "save_path": "memory://bucket/run",
-                  "schedule": {"steps": [1]}, "remote": {"staging": os.path.abspath("staging")}}
-        with ProfilingCallback(config) as profiling:
-            for step in (1, 2):
-                profiling.on_step_begin(step)
-                profiling.on_step_end()
-        print("done", os.listdir("staging"))
-    """
-    done = run_python(code)
-    assert done.stdout == "done []\n"
-    assert ("set remote.staging" in done.stderr) == (kind != "a link")
-    assert str(tmp_path / "staging") in done.stderr
+    config = {
+        "enable": True,
+        "tool": "spans",
+        "save_path": "memory://bucket/run",
+        "schedule": {"steps": [1]},
+        "remote": {"staging": str(staging)},
+    }
+    early = ProfilingCallback(config)
+    staging.mkdir() if mode else staging.symlink_to(theirs)
+    staging.chmod(mode or 0o700)
+    remedy = "chmod go-w it, or choose another folder" if mode else "is a link"
+    with pytest.raises(ConfigError, match=rf"remote\.staging: {staging}.*{remedy}"):
+        ProfilingCallback(config)
+    with early:
+        early.on_step_begin(1)
+        early.on_step_end()
+    assert not any(staging.iterdir())
+    if mode:
+        staging.chmod(staging.stat().st_mode & ~0o022)
+        ProfilingCallback(config)
 
 
 def test_files_are_no_wider_than_the_folder_of_the_run(tmp_path: Path, run_python: RunPython) -> None:

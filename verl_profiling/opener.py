@@ -204,7 +204,9 @@ def make_private_folder(path: Path) -> None:
         state = os.fstat(folder)
     others_write = state.st_mode & 0o022 and not state.st_mode & stat.S_ISVTX
     if state.st_uid not in (os.getuid(), 0) or others_write:
-        why = f"belongs to user {state.st_uid} with mode {stat.filemode(state.st_mode)}; set remote.staging"
+        mode = stat.filemode(state.st_mode)
+        remedy = "chmod go-w it, or choose another folder (remote.staging)"
+        why = f"belongs to user {state.st_uid} with mode {mode}; {remedy}"
         raise PermissionError(errno.EPERM, why, str(path))
 
 

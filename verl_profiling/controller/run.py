@@ -415,9 +415,10 @@ def check_folder(config: ProfilingConfig) -> None:
     Ranks try at the same time. So each makes a folder of its own, in the deepest folder that exists.
 
     Raises:
-        ConfigError: It is refused, and will be.
+        ConfigError: It is refused, and will be; or the staging folder of a URL is.
     """
     if config.is_remote:
+        _check_staging(config.local_folder)
         return
     try:
         folder = config.local_folder
@@ -430,6 +431,16 @@ def check_folder(config: ProfilingConfig) -> None:
         if error.errno in _REFUSALS:
             raise ConfigError("save_path", f"{problem}; choose another folder") from error
         logger.warning("save_path: %s; free its disk, or nothing is captured until it can be", problem)
+
+
+def _check_staging(folder: Path) -> None:
+    """Refuse an existing staging folder now, with which each captured step would fail."""
+    if not os.path.lexists(folder):
+        return
+    try:
+        make_private_folder(folder)
+    except (PermissionError, NotADirectoryError, FileExistsError) as error:
+        raise ConfigError("remote.staging", f"{folder}: {error.strerror}") from error
 
 
 def _claimed(config: ProfilingConfig) -> tuple[RunPlace, RunInfo, bool]:
