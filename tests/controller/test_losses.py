@@ -50,6 +50,30 @@ def test_a_disk_that_is_slow_or_fails_for_a_moment(
             assert read_manifest(step).state == "written"
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_manifest_that_is_written_late_costs_nothing(tmp_path: Path, session: Session, seed: int) -> None:
+    """The hook after the capture runs, later metrics are kept, and strict settings raise nothing."""
+    draw = random.Random(seed)
+    step, shipped = draw.randint(1, 9), tmp_path / "shipped"
+    after = {"ship": {"command": ["touch", str(shipped)]}}
+    config = configured(tmp_path, schedule={"steps": [step]}, after=after, strict=True)
+    with following(config) as callback:
+        callback.on_step_begin(step)
+        path = Path(config.save_path) / f"step_{step:06d}" / "manifest.json"
+        aside = path.rename(tmp_path / "aside")
+        path.mkdir()  # nothing can be written in its place
+        callback.on_step_end({"loss": 0.5})
+        if draw.random() < 0.5:
+            path.rmdir()
+            aside.rename(path)
+        callback.add_metrics(step, {"reward": 0.25})
+        if path.is_dir():
+            path.rmdir()
+    assert read_manifest(path.parent).metrics == {"loss": 0.5, "reward": 0.25}
+    assert shipped.exists()
+    assert check(path.parents[1]).ok
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_a_captured_step_is_expected(tmp_path: Path, session: Session, seed: int) -> None:
     """Its folder may be removed or renamed: `check` names it, but for those of `keep_last`."""

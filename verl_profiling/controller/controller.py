@@ -181,11 +181,7 @@ class Controller:
             self._pass_stages_to(live.outside)
 
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add numbers to a step of the open capture, or of the last one that was written.
-
-        Raises:
-            OSError: The step folder cannot be written.
-        """
+        """Add numbers to a step of the open capture, or of the last one that was written."""
         for capture in filter(None, (self.live, self.last)):
             if owner := next((one for one in capture.steps if one.step == step), None):
                 capture.keep(metrics, owner)
@@ -290,7 +286,6 @@ class Controller:
 
         Raises:
             ProfilingError: Something failed, and the settings are strict.
-            OSError: The step folder cannot be written.
         """
         live = self.live
         if live is None:
@@ -431,8 +426,6 @@ class Controller:
                 with live.outside.during("write"):
                     manifest = self._run.conclude(live)
                     yield self._run.wait_for_files
-                if why_unwritten := self._run.problem(live):
-                    raise OSError(why_unwritten)
                 steps = ", ".join(map(str, manifest.steps))
                 where = visible(upload.url) if upload else folder
                 logger.info("profiling: step %s captured in %s", steps, where)

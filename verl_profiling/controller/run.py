@@ -311,10 +311,6 @@ class Run:
             self._writer.submit(self._remove_leaving)
         return manifest
 
-    def problem(self, live: OpenCapture) -> str:
-        """Return why the manifest of a capture is not written, as far as that is known by now."""
-        return self._problems.get(live.folder.name, "")
-
     def _remove_leaving(self) -> None:
         """Rename older step folders at once, and delete them in the background."""
         for older in self._leaving:
@@ -379,7 +375,11 @@ def is_pending(folder: Path, upload: Upload | None = None) -> bool:
         folder: The folder.
         upload: The upload target of a staging folder; the last upload of a process is its result file.
     """
-    if not (folder / MANIFEST_NAME).exists() or (manifest := read_manifest(folder)).state == "begun":
+    try:
+        manifest = read_manifest(folder)
+    except (OSError, TraceFormatError):
+        return True  # it is not written yet
+    if manifest.state == "begun":
         return True
     pending = _pending(manifest)
     if upload is not None:
