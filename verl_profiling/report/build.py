@@ -178,6 +178,8 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         step, content.records, content.served, content.pieces, content.of_processes
     ) or (None, None)
     nobody = common([lane.idle["other_stages"] for lane in step.lanes])
+    unmatched_ns = sum(map(length, collectives.unmatched(step, calls).values()))
+    unmatched_ns += collectives.whole_graphs_ns(step.lanes)
     asked, suspects = asked_of(step, calls)
     engines = [numbers.engine_row(lane, step) for lane in step.lanes if lane.is_engine]
     of_manifest: dict[str, Any] = {}
@@ -201,7 +203,7 @@ def build_report(inputs: StepInputs, content: Content) -> Report:
         tail=tail,
         stragglers=collectives.stragglers(step, calls),
         collectives=collectives.collective_rows(calls),
-        unmatched_us=sum(map(length, collectives.unmatched(step, calls).values())) / 1000,
+        unmatched_us=unmatched_ns / 1000,
         kernels=numbers.kernels(step),
         lost=lost.lost_total(device_rows, _parts(step, devices, explanation)),
         throughput=numbers.throughput(step, engines, len(devices)),

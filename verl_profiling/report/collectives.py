@@ -45,6 +45,7 @@ from verl_profiling.report.kinds import Group
 from verl_profiling.report.lanes import Lane, Step
 from verl_profiling.report.lost import until_last
 from verl_profiling.report.observed import misses
+from verl_profiling.timeline.databases import WHOLE_GRAPH
 
 _TOP_COLLECTIVES = 20
 _LATE_SHARE = 0.8  # least share of all waiting with which one rank counts as the last
@@ -202,6 +203,12 @@ def unmatched(step: Step, calls: Iterable[Calls]) -> dict[Lane, Spans]:
         lane: intersection(subtract(lane.communication, matched.get(lane, EMPTY)), lane.observed)
         for lane in step.lanes
     }
+
+
+def whole_graphs_ns(lanes: Iterable[Lane]) -> int:
+    """Return the time in graphs that are one event each: their collectives are not recorded."""
+    rows = chain.from_iterable(lane.ops.items() for lane in lanes)
+    return sum(self_ns for (_, name), (_, self_ns) in rows if name.startswith(WHOLE_GRAPH))
 
 
 def _perhaps_waiting(step: Step, calls: Iterable[Calls]) -> dict[Lane, Spans]:

@@ -307,7 +307,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         what_would_help: Predicted effects of single changes, the largest first.
         critical_path: The chain of work that made the step as long as it was, in order of time; the durations
             add up to ``span_us``.
-        unmatched_us: Communication without known calls of other ranks, summed over lanes (unknown waits).
+        unmatched_us: Communication without known calls of other ranks, and graphs that are one event each,
+            summed over lanes (unknown waits).
         capture_steps: All steps of the continuous capture, if the step is one of several. ``measures``,
             ``costs``, events in ``coverage`` and some notes are of the whole capture.
     """

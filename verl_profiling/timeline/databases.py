@@ -101,11 +101,13 @@ _COPY = (
     "CASE copyKind WHEN 1 THEN 'HtoD' WHEN 2 THEN 'DtoH' WHEN 8 THEN 'DtoD' WHEN 10 THEN 'PtoP' ELSE copyKind"
 )
 _PUSH_POP, _START_END = 59, 60
+WHOLE_GRAPH = "CUDA graph "
+"""Begin of the name of an event for all kernels of a graph launch, which may be collectives."""
 _STRING = "(SELECT value FROM StringIds WHERE id = {})"
 _DEVICE_TABLES = {
     "CUPTI_ACTIVITY_KIND_KERNEL": _Table("kernel", f"COALESCE({_STRING.format('demangledName')}, 'kernel')"),
     # One row per launch, instead of its kernels, where --cuda-graph-trace is "graph".
-    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": _Table("kernel", "'CUDA graph ' || graphId"),
+    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": _Table("kernel", f"'{WHOLE_GRAPH}' || graphId"),
     "CUPTI_ACTIVITY_KIND_MEMCPY": _Table("gpu_memcpy", f"'Memcpy ' || {_COPY} END"),
     "CUPTI_ACTIVITY_KIND_MEMSET": _Table("gpu_memset", "'Memset'"),
 }
@@ -142,10 +144,6 @@ def _of_nsys(database: _Database) -> tuple[_Json, Iterator[_Json]]:
     header: _Json = {"verl_profiling": about, "baseTimeNanoseconds": start_ns}
     if len(parts) > 1:
         about["processes"] = list(parts.values())
-        header["distributedInfo"] = {
-            "world_size": len(parts),
-            "pg_config": [{"ranks": list(range(len(parts)))}],
-        }
     read = [table for table in _TABLES if table in database.tables]
     shared = (_named(pid, "", f"GPU {device}") for (_, device), pid in devices.items() if pid != device)
     events = chain(*shared, *(_nsys_events(database, table, devices) for table in read))
