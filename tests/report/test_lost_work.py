@@ -198,7 +198,7 @@ def impossible(draw: random.Random) -> tuple[list[Json], list[tuple[float, float
         end = kernel["ts"] + kernel["dur"]
         if fault == "overrun" and following:
             end = following[0]["ts"]
-            kernel["dur"] = draw.choice([3_400_000, 4_294_967]) - index  # the later, the earlier its end
+            kernel["dur"] = draw.choice([3_400_000, 4_294_967]) + draw.choice([-index, index])
             overruns += 1
         elif fault == "endless" and not following:
             end = kernel["ts"]

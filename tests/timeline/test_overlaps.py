@@ -82,3 +82,23 @@ def test_no_two_slices_of_a_row_overlap_partly(seed: int, tmp_path: Path) -> Non
     named = {(e["pid"], e["tid"]) for e in merged if e["name"] == "thread_name"}
     moved = {(e["pid"], e["tid"]) for e in merged if e["ph"] == "X" and e["tid"] >= 1 << 24}
     assert moved <= named
+
+
+def test_rows_of_overlaps_are_limited(tmp_path: Path) -> None:
+    """Threads with too many overlaps keep all slices, and no row of one trace is that of another one."""
+    events = []
+    for thread in range(20):
+        span = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": thread, "dur": 1e6}
+        events += [{**span, "ts": at} for at in range(300)]
+    rows = []
+    for name in ("rank0-EXTEND.json", "rank0-DECODE.json"):
+        named = [{**event, "name": name} for event in events]
+        (tmp_path / name).write_text(json.dumps({"baseTimeNanoseconds": 10**18, "traceEvents": named}))
+    output = tmp_path / "all.json"
+    assert main(["merge", *map(str, sorted(tmp_path.iterdir())), "-o", str(output)]) == 0
+    slices = [event for event in read_events(output) if event["ph"] == "X"]
+    assert len(slices) == 2 * len(events)
+    for name in ("rank0-EXTEND.json", "rank0-DECODE.json"):
+        rows.append({(e["pid"], e["tid"]) for e in slices if e["name"] == name and e["tid"] >= 1 << 24})
+        assert len(rows[-1]) <= 4_096
+    assert not rows[0] & rows[1]

@@ -73,10 +73,10 @@ def bounded_ends(spans: Spans, streams: NDArray[np.int32], graphs: Ints) -> Ints
     following = firsts[np.cumsum(np.append(0, is_apart)) + 1]
     next_begin = begin[following]
     is_followed = (stream[following] == stream) & (next_begin > begin)
-    is_over = np.ones(len(order), np.bool_)
-    while is_over.any():  # again, as the next one may have been impossible too
-        is_over = is_followed & (end[following] <= end) & (end - next_begin > _OVERLAP_NS)
-        end[is_over] = next_begin[is_over]
+    overlapping = np.flatnonzero(is_followed & (end - next_begin > _OVERLAP_NS))
+    for place in overlapping[::-1].tolist():  # the last one first, as the next one may be impossible too
+        if end[following[place]] <= end[place]:
+            end[place] = next_begin[place]
     ends: Ints = np.empty_like(end)
     ends[order] = end
     return ends

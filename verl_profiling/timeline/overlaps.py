@@ -18,7 +18,8 @@ from verl_profiling.timeline.processes import metadata
 from verl_profiling.timeline.trace import Event
 
 _FIRST_TID = 1 << 24  # above the rows of stages
-_ROWS_PER_TRACE = 1 << 12
+_ROWS_PER_TRACE = 1 << 12  # the last one takes all further slices
+_MOST_LEVELS = 1 << 8  # of a thread: nobody reads more rows, and each slice is tried on each level
 _BATCH = 1 << 14  # slices as Python numbers take three times as much memory as in columns
 _FLOWS = ("s", "t", "f")
 
@@ -52,7 +53,8 @@ class Overlaps:
             if number != row:
                 row, opened = number, []
             if level := _level(opened, begin_ns, end_ns):
-                tid = self._tids.setdefault((rows[row], level), self._first_tid + len(self._tids))
+                further = self._first_tid + min(len(self._tids), _ROWS_PER_TRACE - 1)
+                tid = self._tids.setdefault((rows[row], level), further)
                 self._moved[rows[row], begin_ns, end_ns] = self._flows[rows[row], begin_ns] = tid
         return bool(self._moved)
 
@@ -91,11 +93,14 @@ def _times_ns(event: Event) -> tuple[int, int]:
 
 
 def _level(opened: list[list[int]], begin_ns: int, end_ns: int) -> int:
-    """Return the first level on which a slice is inside the innermost open one, or alone; open it there."""
+    """Return the first level on which a slice is inside the innermost open one, or alone; open it there.
+
+    The last level takes all slices that fit no other one, also those that overlap there.
+    """
     for level, ends in enumerate(opened):
         while ends and ends[-1] <= begin_ns:
             ends.pop()
-        if not ends or end_ns <= ends[-1]:
+        if not ends or end_ns <= ends[-1] or level == _MOST_LEVELS:
             ends.append(end_ns)
             return level
     opened.append([end_ns])
