@@ -7,6 +7,7 @@ import os
 import random
 import sys
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,6 +81,22 @@ def failing(folder: Path, seed: int) -> int:
     return failed
 
 
+def late(folder: Path) -> None:
+    """Train with a disk that hangs as step 2 begins, until step 3; end once a later step is captured."""
+    config = {"enable": True, "save_path": str(folder), "tool": "spans", "timeouts": {"start_s": 1}}
+    with ProfilingCallback(config) as callback:
+        callback.add_workers("actor", Group(config))
+        step, captured = 1, 0
+        while step < 4 or not captured:
+            disk(3.0 if step in (2, 3) else 0.0)
+            callback.on_step_begin(step)
+            captured = step if callback.capturing else 0
+            callback.on_step_end()
+            disk()
+            time.sleep(0.25 if step > 3 else 0.0)
+            step += 1
+
+
 def main(folder: str) -> None:
     disk()
     root = Path(folder)
@@ -87,6 +104,7 @@ def main(folder: str) -> None:
     print(json.dumps(seen))
     for seed in range(8):
         failing(root / str(seed), seed)
+    late(root / "late")
 
 
 if __name__ == "__main__":

@@ -43,11 +43,32 @@ def test_a_disk_that_is_slow_or_fails_for_a_moment(
     for kind, hooks in json.loads(done.stdout.splitlines()[-1]).items():
         assert max(map(len, hooks)) <= 2, (kind, hooks)
     assert len((tmp_path / "log").read_text().splitlines()) > 100, "the shim saw the background's calls"
-    for folder in sorted(runs.iterdir()):
+    late = runs / "late"
+    info = read_run(late)
+    assert info is not None
+    assert info.captured == sorted(path.name for path in late.glob("step_*"))
+    assert "timeouts.start_s" in info.not_captured[2], info.not_captured
+    assert "an earlier step is still" in info.not_captured[3]
+    for folder in {*runs.iterdir()} - {late}:
         checked = check(folder)
         assert checked.ok, (folder.name, checked, done.stderr)
         for step in folder.glob("step_*"):
             assert read_manifest(step).state == "written"
+
+
+def test_without_a_further_thread_steps_are_captured(tmp_path: Path, session: Session) -> None:
+    """Their folders and manifests are written by the hooks themselves."""
+    config = configured(tmp_path, schedule={"steps": [1, 3]})
+    with following(config) as callback:
+        before = threading.stack_size(1 << 47)  # no thread has so much room
+        try:
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                threading.Thread(target=print).start()
+            pass_steps(callback, 1, 2, 3)
+        finally:
+            threading.stack_size(before)
+        assert check(Path(config.save_path)).ok
+        assert len(list(Path(config.save_path).glob("step_*"))) == 2
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -10,7 +10,6 @@ import atexit
 import logging
 import sys
 from collections.abc import Mapping
-from concurrent.futures import wait
 from contextvars import Context
 from functools import partial
 from typing import Any
@@ -340,12 +339,7 @@ class Controller:
         ranks = self.decisions.ranks
         if ranks is not None and not (yield from self._run.share_run(ranks, step)):
             return None
-        prepared = self._run.prepare(step, keep, ranks is not None, notes)
-        start_s = self.config.timeouts.start_s
-        yield partial(wait, [prepared], start_s)
-        if not prepared.done():
-            raise TimeoutError(f"the step's folder was not made within timeouts.start_s={start_s:g}")
-        folder, why = prepared.result()
+        folder, why = yield from self._run.prepare(step, keep, ranks is not None, notes)
         if why:
             self.decisions.refused(decision.trigger, why)
             return None

@@ -256,8 +256,8 @@ class Run:
             self._no_room = ""
         return why
 
-    def prepare(self, step: int, keep: bool, shared: bool, notes: list[str]) -> Future[tuple[Path, str]]:
-        """Make the folder of a step in the background.
+    def prepare(self, step: int, keep: bool, shared: bool, notes: list[str]) -> Waits[tuple[Path, str]]:
+        """Make the folder of a step in the background, and wait for it.
 
         Args:
             step: The step.
@@ -267,23 +267,46 @@ class Run:
 
         Returns:
             The folder, which is the same on all ranks, and why the limits leave no room; empty if they do.
-        """
-        prepared: Future[tuple[Path, str]] = Future()
 
-        def work() -> tuple[Path, str]:
+        Raises:
+            TimeoutError: It was not made in time, or the late folder of an earlier step is still being made.
+        """
+        if not self._maker.drain(0):
+            raise TimeoutError("the folder of an earlier step is still being made; is its disk slow?")
+        prepared: Future[tuple[Path, str]] = Future()
+        self._maker.submit(partial(self._prepare, prepared, step, keep, shared, notes))
+        start_s = self._config.timeouts.start_s
+        yield partial(self._maker.drain, start_s)  # without a further thread, the work is done here
+        if prepared.cancel():
+            raise TimeoutError(f"the step's folder was not made within timeouts.start_s={start_s:g}")
+        folder, why = prepared.result()
+        if keep and not why:
+            self._captured.append(folder.name)
+            self.amend()
+        return folder, why
+
+    def _prepare(
+        self, prepared: Future[tuple[Path, str]], step: int, keep: bool, shared: bool, notes: list[str]
+    ) -> None:
+        """Make the folder of a step, and remove it if nobody waits for it any more."""
+
+        def make() -> tuple[Path, str]:
             why = self._no_room_for(step, notes) if keep else ""
             return (self.path if why else self._make(step, keep, shared)), why
 
-        self._maker.submit(partial(settle, prepared, work))
-        return prepared
+        made = settle(Future(), make)
+        if prepared.set_running_or_notify_cancel():
+            settle(prepared, made.result)
+        elif keep and not shared and made.exception() is None:  # other ranks may record into a shared one
+            folder, why = made.result()
+            if not why:
+                folder.rmdir()
 
     def _make(self, step: int, keep: bool, shared: bool) -> Path:
         self._recordings[step] += keep
         folder = self.path / step_folder_name(step, self._recordings[step])
         if keep:
             make_folder(folder, exist_ok=shared)
-            self._captured.append(folder.name)
-            self.amend()
         return folder
 
     def write(self, live: OpenCapture) -> Manifest:
