@@ -9,7 +9,8 @@ exceeds the cost:
 Calls are matched by their order and their end. A profiler that begins late, or has a hole, misses calls.
 
 Concurrent waits of a rank count once. Waiting lies inside the calls, so it never exceeds the rank's
-communication. Only durations are compared between ranks, so clock offsets have no influence.
+communication. Only durations are compared between ranks, so clock offsets have no influence. Without a
+manifest, calls of several hosts are matched only if all ranks have as many.
 
 If some ranks of a group are not captured, the result is a lower bound of the waits, and the last rank is
 unknown. A collective of unknown group yields nothing.
@@ -98,7 +99,10 @@ def matched_calls(step: Step) -> tuple[list[Calls], list[str]]:
     for (role, _, (name, group)), same_group in called.items():
         for lanes in _engines(same_group, group.size):
             of_lanes = [lane.collectives[name, group] for lane in lanes]
-            runs = _left_together(of_lanes, error_ns, step.manifest is not None)
+            if len({lane.source.host_clock for lane in lanes} - {""}) > 1:
+                runs = _left_steadily(of_lanes)
+            else:
+                runs = _left_together(of_lanes, error_ns, step.manifest is not None)
             recorded += sum(map(len, of_lanes))
             matched += runs.shape[0] * runs.shape[1]
             if runs.shape[1]:
@@ -144,6 +148,26 @@ def _left_together(of_lanes: Sequence[Spans], error_ns: int, is_one_clock: bool)
             return by_order
     enter, leave = by_end[:, :, 0], by_end[:, :, 1]
     return by_end[:, leave.min(axis=0) + error_ns >= enter.max(axis=0)]
+
+
+def _left_steadily(of_lanes: Sequence[Spans]) -> Ints:
+    """Return the runs of the calls that all ranks left together, of hosts whose clocks are not compared.
+
+    Ends that are near to each other may be of different calls. But the ends of one call are as far apart as
+    those of the next one, which tells a match by order from one by end. With other numbers of runs, neither
+    is known.
+    """
+    if len(set(map(len, of_lanes))) > 1:
+        return np.stack([runs[:0] for runs in of_lanes])
+    by_order, by_end = np.stack(of_lanes), _by_end(of_lanes)
+    most_match = 2 * by_end.shape[1] > by_order.shape[1]
+    return by_end if most_match and _unsteady_ns(by_end) < _unsteady_ns(by_order) else by_order
+
+
+def _unsteady_ns(runs: Ints) -> float:
+    """Return by how much the distance of the ranks' ends differs between matched runs, on average (ns)."""
+    apart_ns = runs[:, :, 1] - runs[0, :, 1]
+    return float(np.abs(apart_ns - np.median(apart_ns, axis=1, keepdims=True)).mean())
 
 
 def _recorded_by_all(of_lanes: Sequence[Spans]) -> int:

@@ -51,6 +51,11 @@ class PlainTrace(Source, frozen=True, kw_only=True):
     is_merged: bool
 
     @property
+    def host_clock(self) -> str:
+        """Host of the process, whose clock no manifest compares with others."""
+        return self.process[0]
+
+    @property
     def file(self) -> Path:
         """The file to open. Folders of data sets have links into a cache, which are followed."""
         return self.path.resolve()

@@ -69,6 +69,11 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     capture_id: str = ""
 
     @property
+    def host_clock(self) -> str:
+        """The host on whose clock the times are, if its offset is not measured; else ``""``."""
+        return ""
+
+    @property
     def host(self) -> str:
         """The only host that has the file; ``""`` for a file that is visible here."""
         return self.where.partition(":")[0]
