@@ -136,6 +136,16 @@ def test_each_process_is_one_lane_and_each_recording_counts_once(seed: int, tmp_
     assert main(["check", str(tmp_path)]) == 0
 
 
+def test_empty_traces_repeat_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing shows that two traces of one process number without events are the same recording."""
+    for name in ("run/a/rank0.json", "run/b/rank0.json"):
+        write(tmp_path / name, {**recording(random.Random(1), 42), "traceEvents": []})
+    assert main(["report", str(tmp_path)]) != 0
+    said = capsys.readouterr().err
+    assert "holds no events" in said
+    assert "same recording" not in said
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_hosts_that_begin_apart_are_said(seed: int, tmp_path: Path) -> None:
     """More than a second between the first recordings of two hosts of a role is a note; less is none."""
