@@ -18,11 +18,12 @@ from verl_profiling.workers import RequestLog
 
 @dataclass
 class Call:
-    """One call of ``generate``: its tokens, its samples, how it ends, and in which phase."""
+    """One call of ``generate``: its tokens, its samples, those in vLLM's first output, its end, its phase."""
 
     id: str
     tokens: int
     samples: int
+    early: int
     way: str
     phase: int
     streams: bool
@@ -42,7 +43,7 @@ class VLLM:
             reason = {"abort": "abort", "end": "length"}.get(call.way) if last else None
             samples = [
                 SimpleNamespace(index=index, token_ids=[7] * made, finish_reason=reason)
-                for index in range(call.samples)
+                for index in range(call.early if made == 1 else call.samples)
             ]
             yield SimpleNamespace(
                 request_id=id,
@@ -97,10 +98,12 @@ class SGLang:
 
 
 def draw(chance: random.Random, number: int) -> Call:
+    samples = chance.choice((1, 1, 2, 4))
     return Call(
         id=f"r{number}",
         tokens=chance.randint(2, 9),
-        samples=chance.choice((1, 1, 2, 4)),
+        samples=samples,
+        early=chance.randint(1, samples),
         way=chance.choice(("end", "abort", "close", "raise")),
         phase=chance.randrange(3),
         streams=chance.random() < 0.5,
@@ -137,7 +140,9 @@ async def test_a_sequence_counts_in_the_capture_where_it_ends(seed: int) -> None
             except RuntimeError:
                 length -= 1
             if phase == 1:
-                right += [(call.id, length, call.way != "end")] * call.samples
+                early = call.early if seed % 2 == 0 and length == 1 else call.samples
+                lengths = [length] * early + [0] * (call.samples - early)
+                right += [(call.id, one, call.way != "end") for one in lengths]
         if phase == 1:
             noted = log.end()
             late = [call for call in calls if call.phase == 2]
@@ -147,3 +152,29 @@ async def test_a_sequence_counts_in_the_capture_where_it_ends(seed: int) -> None
     [total] = [total for total in sums[0].spans.of_steps([(0, 1 << 62)], 0)[0] if total.name == "generate"]
     assert total.runs == sum(call.samples for call in calls)
     assert not sums[0].open
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_a_batch_that_sglang_refuses_has_all_its_sequences(seed: int) -> None:
+    """Each prompt counts, once for each sample; the caller gets SGLang's error, e.g. on too few ids."""
+    chance = random.Random(seed)
+    samples, ids = chance.randint(1, 3), [f"p{number}" for number in range(chance.randint(1, 4))]
+    told = ids[: chance.randint(0, len(ids))]
+
+    class Refusing:
+        async def generate_request(self, obj: Any) -> AsyncIterator[Any]:
+            obj.text = obj.text * samples
+            raise ValueError("The length of rid")
+            yield
+
+    engine: Any = Refusing()
+    log = RequestLog()
+    log.serve(0, enable=True)
+    watch_manager(engine, log)
+    log.begin(None)
+    obj = SimpleNamespace(rid=told or None, text=[*ids], sampling_params={"n": samples})
+    with pytest.raises(ValueError, match="The length of rid"):
+        await anext(engine.generate_request(obj))
+    noted = [(one.id, one.response_tokens, one.failed) for one in log.end()]
+    named = [*told, *[""] * (len(ids) - len(told))]
+    assert noted == [(id, 0, True) for id in named for _ in range(samples)]

@@ -35,12 +35,14 @@ class VLLM:
         statistics = None if self._told is None else SimpleNamespace(**dict(zip(names, marks, strict=True)))
         if statistics is not None:
             vars(statistics).update(self._told or {})
-        completion = SimpleNamespace(index=0, token_ids=[1, 2, 3])
+        completions = [
+            SimpleNamespace(index=index, token_ids=[1, 2, 3]) for index in range(sampling_params.n)
+        ]
         yield SimpleNamespace(
             request_id=request_id,
             finished=True,
             prompt_token_ids=prompt,
-            outputs=[completion],
+            outputs=completions,
             num_cached_tokens=2,
             metrics=statistics,
         )
@@ -57,8 +59,9 @@ async def noted_by_vllm(engine: VLLM, *, by_name: bool = True, n: int = 1) -> Re
     )
     async for _ in stream:
         pass
-    [noted] = log.end()
-    return noted
+    noted = log.end()
+    assert len(noted) == n
+    return noted[0]
 
 
 @pytest.mark.parametrize(
@@ -159,9 +162,9 @@ async def test_times_of_sglang_are_taken_over_where_they_can_be(
         assert (queued, prefill) == pytest.approx((0.001, 0.001), abs=1e-5)
 
 
-@pytest.mark.parametrize(("rid", "id"), [("turn-1", "turn-1"), (None, ""), (["a", "b"], "")])
+@pytest.mark.parametrize(("rid", "id"), [("turn-1", "turn-1"), (None, ""), (["a", "b"], "a")])
 async def test_a_request_that_never_answers_keeps_its_id(rid: Any, id: str) -> None:
-    """What raises before the first output has failed under its own name; a batch has none."""
+    """What raises before the first output has failed under its own name."""
 
     class Refusing(SGLang):
         async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:

@@ -399,8 +399,13 @@ async def _noting(
 ) -> AsyncGenerator[Any, None]:
     """Log a request; yield its outputs, which are partial responses or lists of a batch."""
     rid, latest = getattr(obj, "rid", None), dict[int, dict[str, Any]]()
+    prompts = _prompts(obj)  # now, as SGLang expands them
     samples = _samples(obj)
-    with log.open(id=rid if isinstance(rid, str) else "") as record:
+    given = rid if isinstance(rid, str) else ""
+    ids = [given] * prompts if samples > 1 else []  # SGLang gives each sample an id of its own
+    if isinstance(rid, list):
+        ids = rid
+    with log.open(id=given) as record:
         try:
             async for output in stream:
                 responses = output if isinstance(output, list) else [output]
@@ -410,17 +415,26 @@ async def _noting(
                     latest[response.get("index") or place] = response["meta_info"]
                 yield output
         finally:
-            for place in range(max([samples, *(place + 1 for place in latest)])):
+            for place in range(max([prompts * samples, *(place + 1 for place in latest)])):
                 information = latest.get(place) or _so_far(manager, obj)
                 _tell(record, information, shares_clock)
-                if samples > 1 and rid:  # SGLang gives each sample an id of its own
-                    record.id = rid if isinstance(rid, str) else rid[place // samples]
+                record.id = information.get("id", given)
+                if place // samples < len(ids):
+                    record.id = ids[place // samples] or record.id
                 record.close(
                     information.get("prompt_tokens", 0),
                     information.get("completion_tokens", 0),
                     failed=_is_cut(information.get("finish_reason")),
                 )
             await stream.aclose()  # an abandoned request is aborted at once, as without this wrapper
+
+
+def _prompts(obj: Any) -> int:
+    """Return the number of prompts of a request, as text or as tokens."""
+    given = getattr(obj, "text", None) or getattr(obj, "input_ids", None)
+    if isinstance(given, list) and isinstance(given[0], (str, list)):
+        return len(given)
+    return 1
 
 
 def _samples(obj: Any) -> int:
@@ -447,7 +461,6 @@ def _so_far(manager: Any, obj: Any) -> dict[str, Any]:
 
 def _tell(record: OpenRequest, information: dict[str, Any], shares_clock: bool) -> None:
     """Copy SGLang's data on a response into the request's record; versions up to 0.5.9 have other keys."""
-    record.id = information.get("id", record.id)
     record.cached_tokens = information.get("cached_tokens")
     record.preemptions = information.get("num_retractions", information.get("total_retractions"))
     known = information if shares_clock else {}

@@ -385,7 +385,8 @@ async def _noting(
 ) -> AsyncGenerator[Any, None]:
     """Log a request that begins now; yield its outputs."""
     in_deltas = getattr(getattr(parameters, "output_kind", None), "name", "") == "DELTA"
-    alone = getattr(parameters, "n", 1) == 1
+    sequences = getattr(parameters, "n", None) or 1
+    alone = sequences == 1
     lengths: dict[int, int] = {}
     aborted: set[int] = set()
     last: Any = None
@@ -411,8 +412,8 @@ async def _noting(
                 note(last.outputs)
             is_cut = last is None or not last.finished
             _tell(record, last if any(lengths.values()) and alone else None, shares_clock)
-            for index, length in lengths.items() or [(0, 0)]:
-                record.close(_prompt_tokens(last), length, failed=is_cut or index in aborted)
+            for index in range(max(sequences, len(lengths))):  # also those without an output yet
+                record.close(_prompt_tokens(last), lengths.get(index, 0), failed=is_cut or index in aborted)
             await stream.aclose()  # an abandoned request is aborted at once, as without this wrapper
 
 
