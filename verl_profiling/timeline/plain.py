@@ -209,7 +209,7 @@ def _described(path: Path, name: str) -> list[PlainTrace]:
         begin_ns=first[0][1] if first else trace.base_ns,
         process=(host, title, pid_in_part),
         name=name,
-        recording=(folder,) if folder else (pid_in_part, *(first or [path])),
+        recording=(folder or path,) if folder or not first else (pid_in_part, *first),
         is_ranked=rank is not None,
         is_merged=pid_in_part != pid,
     )
