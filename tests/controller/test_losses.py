@@ -47,6 +47,7 @@ def test_a_disk_that_is_slow_or_fails_for_a_moment(
     info = read_run(late)
     assert info is not None
     assert info.captured == sorted(path.name for path in late.glob("step_*"))
+    assert not {*info.captured} & {"step_000002", "step_000003"}, "a late folder is no capture"
     assert "timeouts.start_s" in info.not_captured[2], info.not_captured
     assert "an earlier step is still" in info.not_captured[3]
     for folder in {*runs.iterdir()} - {late}:
