@@ -36,6 +36,12 @@ _KEPT, _ENOUGH, _OF_A_QUIET_STEP = 0.98, 0.95, 0.12
 _IS_BACK = 0.25
 """Share of a change's excess below which a duration is back; nearly all steps are, if they vary by 8%."""
 
+_STEPS_BACK = 3
+"""Steps in a row that are back; fewer are frequent in a change whose steps vary by 30%."""
+
+_STAYED = 0.95
+"""Least share of a fault's steps above half of its excess, which steps that vary by 20% do not reach."""
+
 
 def noticed_from(ratio: float, spread: float) -> float:
     """Return the ratio from which 19 of 20 lasting changes are detected within eight steps."""
@@ -49,23 +55,26 @@ class _Change:
     Attributes:
         before: The durations before the change.
         usual: Their median.
-        level: Duration of the change when it was detected.
-        shifts: Shifts of the change's steps.
+        values: Latest durations since the change was detected, in a window.
+        shifts: Shifts of the change's steps, empty from a window of steps on.
         steps_left: Steps until the change counts as the new usual; ``None`` while it goes on.
+        is_new: Whether the change has not lasted a window yet.
     """
 
     before: list[float]
     usual: float
-    level: float
+    values: deque[float]
     shifts: list[float]
     steps_left: int | None = None
+    is_new: bool = True
 
 
 class Past:
     """The past of a duration (s). The latest steps join the past with a delay, because they may be a change.
 
     The steps of a detected change move the median, but are no noise. When the duration is back, the past is
-    the one before the change. Otherwise a repaired fault of a dozen steps hides the next one.
+    the one before the change. Otherwise a repaired fault of a dozen steps hides the next one. What varies in
+    a change that lasts a window is noise; so is a change that was not nearly always above half of its excess.
 
     Attributes:
         before: Durations in the window before the last step.
@@ -77,52 +86,61 @@ class Past:
         self.usual = 0.0
         self._values: deque[float] = deque(maxlen=window + _LATEST)
         self._shifts: deque[float] = deque(maxlen=_LONG_PAST * window)
+        self._window = window
         self._enough = max(3, window // 2)
         self._change: _Change | None = None
 
     def join(self, value: float, matters_s: float) -> None:
         """Add the duration of a step; variation of very short durations is ignored."""
         self._least_s = max(_OF_WHAT_MATTERS * matters_s, LEAST_S)
-        if self._change is not None:
-            self._follow(self._change, value)
+        change = self._change and self._follow(self._change, value)
         self.before = self._earlier(self._values)
         self.usual = median(self.before) if self.before else 0.0
         is_warm = len(self.before) > 2  # the first steps may be a warm-up
-        shifts = self._shifts if self._change is None else self._change.shifts
+        shifts = change.shifts if change is not None and change.is_new else self._shifts
         shifts.append(self._shift(value, self.usual) if is_warm else 0.0)
         self._values.append(value)
 
-    def change_begins(self, steps: int, level: float) -> None:
-        """Record that a change was detected.
-
-        Args:
-            steps: Number of the latest steps that belong to the change.
-            level: Duration of the change (s).
-        """
-        if self._change is not None:  # it goes on after a shorter step
+    def change_begins(self, steps: int) -> None:
+        """Record that a change was detected, to which the latest steps belong."""
+        if self._change is not None and self._change.is_new:  # it goes on after a shorter step
             self._change.steps_left = None
             return
-        before = [*self._values][: max(self._enough, len(self._values) - steps)]
+        every = [*self._values]
+        before = every[: max(self._enough, len(every) - steps)]
         shifts = [self._shifts.pop() for _ in range(min(steps, len(self._shifts)))]
-        self._change = _Change(before, self.usual, level, shifts[::-1])
+        self._change = _Change(before, self.usual, deque(every[-1:], self._window), shifts[::-1])
 
     def change_ends(self) -> None:
         """Record that a step was shorter: the change is over, or the duration has a new level."""
         if self._change is not None:
             self._change.steps_left = self._values.maxlen
 
-    def _follow(self, change: _Change, value: float) -> None:
-        """Return to the past before the change if the duration is back; forget that past in a new level."""
-        if value - change.usual < _IS_BACK * (change.level - change.usual):
+    def _follow(self, change: _Change, value: float) -> _Change | None:
+        """Return the change, unless the duration is back for some steps, or has a new level."""
+        change.values.append(value)
+        every = [*change.values]
+        steps, latest = every[:-_STEPS_BACK], every[-_STEPS_BACK:]
+        excess = median(steps or latest) - change.usual
+        stayed = sum(2 * (one - change.usual) > excess for one in steps)
+        if max(latest) < change.usual + _IS_BACK * excess:
             self._values.clear()
             self._values.extend(change.before)
-            if len(change.shifts) < _LATEST:  # a hiccup is noise
+            if len(steps) <= _STEPS_BACK:  # a hiccup is noise
                 self._shifts.extend(change.shifts)
             self._change = None
-        elif change.steps_left is not None:
+        elif stayed < _STAYED * len(steps):  # it only varies
+            self._shifts.extend(change.shifts)
+            self._change = None
+        elif change.is_new and len(every) == self._window:
+            self._shifts.extend(self._shift(one, median(every)) for one in every)
+            change.shifts.clear()
+            change.is_new = False
+        if change.steps_left is not None:
             change.steps_left -= 1
             if not change.steps_left:
                 self._change = None
+        return self._change
 
     @property
     def spread(self) -> float:
@@ -197,15 +215,17 @@ class Series:
         if self._quiet >= self._window:
             self._lasted = 0
         self._suspected += 1
+        if not self.score:
+            self._suspected = 0
         if not (self.score or self._is_noticed):
-            self._slow = self._suspected = 0
+            self._slow = 0
             self._open.clear()
         if self._is_noticed or amount > 0:
             self._slow += 1
             self._open.append(self.value)
         if self._is_noticed:
             self._lasted = max(self._lasted, self._slow)
-        return self.score >= _ENOUGH and (self._is_noticed or self._slow > self._lasted)
+        return amount > 0 and self.score >= _ENOUGH and (self._is_noticed or self._slow > self._lasted)
 
     def _end_if_over(self) -> None:
         """End the detected change if less than half of the excess is left."""
@@ -220,7 +240,7 @@ class Series:
         if self.score > 0 and self._open:
             if not self._is_noticed:
                 self._usual_before = self.past.usual
-                self.past.change_begins(self._suspected, self.value)
+            self.past.change_begins(self._suspected)
             self._is_noticed, self.score = True, 0.0
             while len(self._open) > 2:
                 self._open.popleft()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -447,3 +448,37 @@ def test_a_repaired_fault_hides_no_later_one(seed: int) -> None:
             noticed.append(step)
     assert len(noticed) == 2, (noticed, faults)
     assert all(begin <= step < begin + 8 for begin, step in zip(begins, noticed, strict=True)), faults
+
+
+def test_noise_that_grows_is_learned_and_kept_in_bounds() -> None:
+    """The load doubles and varies by a fourth and more, for hundreds of steps: few of them are noticed."""
+    noticed, sizes = 0, set()
+    for seed in range(20):
+        drawn = random.Random(seed)
+        detector, begin, spread = (
+            Detector(Anomaly(leader=None)),
+            drawn.randint(60, 120),
+            drawn.uniform(0.25, 0.3),
+        )
+        for step in range(1, begin + 400):
+            ratio = drawn.lognormvariate(0, 0.02) if step < begin else 2 * drawn.lognormvariate(0, spread)
+            slow = detector.observe(short(step, longer("rollout", ratio), 1.0))
+            noticed += slow is not None
+    assert noticed <= 20 * 4
+    detector = Detector(Anomaly(leader=None))
+    for step in range(1, 2_000):
+        detector.observe(short(step, longer("rollout", 1 if step < 100 else 2), 1.0))
+        sizes |= {len(pickle.dumps(detector)) // 1_000} if step in (900, 1_900) else set()
+    assert len(sizes) == 1
+
+
+def test_a_step_of_the_usual_length_is_not_noticed() -> None:
+    """A fault that comes back soon, and is not noticed again, is over: the steps after it are normal."""
+    for seed in range(20):
+        drawn = random.Random(seed)
+        detector, lasts, gap = Detector(Anomaly(leader=None)), drawn.randint(20, 30), drawn.randint(6, 14)
+        begins = (40, 40 + lasts + gap)
+        for step in range(1, 140):
+            is_slow = any(begin <= step < begin + lasts for begin in begins)
+            times = longer("rollout", (1.6 if is_slow else 1.0) * drawn.lognormvariate(0, 0.02))
+            assert detector.observe(short(step, times, 1.0)) is None or is_slow, (seed, step)
